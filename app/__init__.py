@@ -1,0 +1,1 @@
+"""The application: swarms, placement, routing, sessions, the control API and the command line."""

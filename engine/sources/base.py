@@ -1,0 +1,63 @@
+"""The values every source is made of: tensor entries grouped in parts, and the tokenizer's own data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import ModelConfig
+
+# The roles a block's tensors play, in the order they are laid out in a part.
+# Matrices are (out_features, in_features); biases and norms are (features,).
+BLOCK_ROLES = (
+    "attn_norm", "q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm",
+    "mlp_norm", "gate", "up", "down", "gate_bias", "up_bias", "down_bias",
+)  # fmt: skip
+EMBEDDING_PART = "embedding"  # one role: "embedding" (vocab, hidden)
+HEAD_PART = "head"  # roles: "final_norm" (hidden,), and "output" (vocab, hidden) unless tied
+
+
+def block_part(index: int) -> str:
+    """The name of block `index`'s part."""
+    return f"block.{index}"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor's place: its role in the part, the source's own name, type, shape, and where its bytes lie."""
+
+    role: str
+    name: str
+    kind: str  # "F32", "F16", "BF16", "Q4_0", "Q4_K", … as GGUF names them
+    shape: tuple[int, ...]  # as torch would print it, after decoding
+    file: Path
+    offset: int
+    length: int
+    # GGUF files of the llama family store q and k rows in interleaved rope order; True: undo it when decoding.
+    interleaved_heads: int = 0  # number of heads in this tensor if interleaved, else 0
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """What the model says about its text: a `tokenizer.json`, a chat template, and the special ids."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    # Extra template variables from the model's files (unk_token, tools defaults, …).
+    template_variables: Mapping[str, Any]
+    add_bos: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be loaded part by part."""
+
+    label: str
+    config: ModelConfig
+    parts: Mapping[str, tuple[TensorEntry, ...]]
+    tokenizer: TokenizerSpec
+    licence: str | None = None
