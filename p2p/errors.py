@@ -1,0 +1,50 @@
+"""Every error that leaves `p2p`, under one base; libp2p's and trio's own errors are translated at the edge.
+
+A message says what happened, to which peer, and what to do. Nothing here knows the wire.
+"""
+
+from __future__ import annotations
+
+
+class P2PError(Exception):
+    """Something went wrong between this node and a peer."""
+
+
+class ProtocolError(P2PError):
+    """A peer sent bytes that break the protocol; it loses the stream or the connection they came on."""
+
+
+class Refused(P2PError):
+    """The peer, or this node's own policy (deny list, backoff, limits), refused; ask somebody else or later."""
+
+
+class QueueFull(P2PError):
+    """A bounded queue has no room; slow down or drop the message."""
+
+
+class StreamClosed(P2PError):
+    """The stream came to its end; open another one."""
+
+
+class StreamReset(StreamClosed):
+    """The stream or its connection broke in the middle; open another one and repeat what was not answered."""
+
+
+class HandshakeError(P2PError):
+    """The secure handshake with a peer failed; it may run something else or another version."""
+
+
+class WrongSecret(HandshakeError):
+    """The two sides hold different secrets of the private swarm; ask a member for a new invite."""
+
+
+class PeerUnreachable(P2PError):
+    """No address of the peer could be connected to."""
+
+
+class DeadlineExceeded(P2PError):
+    """The peer did not answer in time."""
+
+
+class RemoteError(P2PError):
+    """The peer answered that it could not do what was asked; the message is its own."""
