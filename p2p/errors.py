@@ -47,4 +47,20 @@ class DeadlineExceeded(P2PError):
 
 
 class RemoteError(P2PError):
-    """The peer answered that it could not do what was asked; the message is its own."""
+    """The peer answered that it could not do what was asked; the message is its own.
+
+    `code` is stable and short (`internal`, `unknown_method`, or what the handler chose): a handler that raises this
+    type sends its code and message to the caller, any other exception becomes `internal` with no detail.
+    """
+
+    def __init__(self, message: str, code: str = "internal") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class IdentityError(P2PError):
+    """A key file, exported identity, passphrase or peer id is not valid."""
+
+
+class EnvelopeError(P2PError):
+    """A signed envelope is malformed, forged, out of its time, or its payload was refused; drop it."""
