@@ -1,0 +1,57 @@
+# `make run` starts Shoal, `make test` checks it; both set up .venv first, once.
+# Plain GNU make 3.81, so that the one macOS ships will do.
+
+CANDIDATES = python3.11 python3.12 python3.13 python3 python
+IN_RANGE = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+VENV_PYTHON = .venv/bin/python
+STAMP = .venv/setup.stamp
+
+.PHONY: help setup run test lint types unit soak bench clean
+
+help:
+	@echo "make run     set up and start Shoal"
+	@echo "make test    set up, then ruff, mypy and pytest"
+	@echo "make soak    the long tests"
+	@echo "make bench   the engine's benchmark beside transformers"
+	@echo "make setup   build .venv (PYTHON=python3.12 picks the interpreter)"
+	@echo "make clean   remove .venv and caches"
+
+setup: $(STAMP)
+
+# A Python that exists only as a version manager's stub fails the range check too, and is passed over.
+$(STAMP): pyproject.toml constraints.txt packaging/setup_venv.py
+	@python="$(PYTHON)"; \
+	if [ -z "$$python" ]; then \
+		for candidate in $(CANDIDATES); do \
+			if "$$candidate" -c "$(IN_RANGE)" >/dev/null 2>&1; then python="$$candidate"; break; fi; \
+		done; \
+	fi; \
+	if [ -z "$$python" ]; then \
+		echo "setup: no Python 3.11, 3.12 or 3.13 was found; install one, then run make again" >&2; exit 1; \
+	fi; \
+	"$$python" packaging/setup_venv.py
+
+run: $(STAMP)
+	@$(VENV_PYTHON) -m app.cli
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(VENV_PYTHON) -m ruff check .
+	$(VENV_PYTHON) -m ruff format --check .
+
+types: $(STAMP)
+	$(VENV_PYTHON) -m mypy
+
+unit: $(STAMP)
+	$(VENV_PYTHON) -m pytest
+
+soak: $(STAMP)
+	$(VENV_PYTHON) -m pytest -m soak --timeout 7200
+
+bench: $(STAMP)
+	$(VENV_PYTHON) -m app.cli bench
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

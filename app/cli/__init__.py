@@ -1,0 +1,80 @@
+"""The command line: reads arguments, runs one command, and turns every failure into one line and an exit status.
+
+Exit 0 on success, 1 on failure, 2 on bad usage. What the commands do is written in the group modules beside this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from app.cli.command import Command
+from app.cli.registry import all_commands
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `shoal` with these arguments and return the exit status."""
+    commands = all_commands()
+    arguments = build_parser(commands).parse_args(argv)
+    if os.environ.get("SHOAL_DEBUG"):
+        return run(commands, arguments)
+    try:
+        status = run(commands, arguments)
+        sys.stdout.flush()  # so that a closed pipe or a full disk shows here, not at exit
+        return status
+    except BrokenPipeError:
+        # The reader went away (`shoal models | head`): nothing is left to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (Exception, KeyboardInterrupt) as error:
+        from app.cli.failures import exit_status, explain
+
+        print(f"shoal: {explain(error)}", file=sys.stderr)
+        return exit_status(error)
+
+
+def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
+    """Run the chosen command, or say what there is when none was chosen."""
+    from app.places import home_folder
+
+    arguments.home = home_folder(getattr(arguments, "home", None))
+    chosen: Command | None = arguments.command
+    if chosen is None:
+        from app.cli.welcome import welcome
+
+        return welcome(commands)
+    return chosen.run(arguments)
+
+
+def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = argparse.ArgumentParser(prog="shoal", description="A peer-to-peer swarm that holds a model together.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    _add_home(parser)
+    parser.set_defaults(command=None)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in commands:
+        child = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        _add_home(child)
+        if command.prints_facts:
+            child.add_argument("--json", action="store_true", help="print facts for a program")
+        command.add_arguments(child)
+        child.set_defaults(command=command)
+    return parser
+
+
+def _add_home(parser: argparse.ArgumentParser) -> None:
+    # SUPPRESS, because the child's default would overwrite what was given before the command's name.
+    where = "the node's home folder (default: SHOAL_HOME, else the user's data folder)"
+    parser.add_argument("--home", metavar="DIR", default=argparse.SUPPRESS, help=where)
+
+
+class _Version(argparse.Action):
+    """Reads the version when asked and not before: the look-up costs more than the rest of the start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"shoal {importlib.metadata.version('shoal')}")
+        parser.exit()

@@ -1,0 +1,16 @@
+"""Which commands exist. A command is listed once it works, and not before."""
+
+from __future__ import annotations
+
+import importlib
+
+from app.cli.command import Command
+
+# Modules of `app.cli` in the order that `shoal --help` shows their commands.
+GROUPS: tuple[str, ...] = ()
+
+
+def all_commands() -> tuple[Command, ...]:
+    """Every command of every group."""
+    modules = [importlib.import_module(f"app.cli.{group}") for group in GROUPS]
+    return tuple(command for module in modules for command in module.COMMANDS)

@@ -1,0 +1,34 @@
+"""Sizes as people write them: "6GB" is 6·10⁹ bytes, "6GiB" is 6·2³⁰."""
+
+from __future__ import annotations
+
+import re
+
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?I?)(B?)\s*", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """The bytes that `text` names; raises ValueError with the accepted forms."""
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).upper() if match else ""
+    factor = (_DECIMAL | _BINARY).get(unit)
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is not a size; write it like 6GB, 500MB, 1.5GiB or 0")
+    number = match.group(1)
+    # Whole numbers stay exact; a float would round beyond 2**53.
+    return int(number) * factor if number.isdigit() else int(float(number) * factor)
+
+
+def format_size(size_bytes: int) -> str:
+    """A size for people, in powers of ten: "1.5 GB"."""
+    if size_bytes < 1000:
+        return f"{size_bytes} B"
+    value = float(size_bytes)
+    for unit in ("kB", "MB", "GB", "TB"):
+        value /= 1000
+        # 999.95 would print as "1000.0", so it belongs to the next unit.
+        if value < 999.95 or unit == "TB":
+            break
+    return f"{value:.1f} {unit}"
