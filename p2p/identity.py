@@ -1,0 +1,206 @@
+"""Who a node is: an Ed25519 key, its libp2p peer id, and signatures that a peer id alone can check.
+
+A peer id of an Ed25519 key *is* the key: base58 of an identity multihash around libp2p's public-key message. So a
+signature is verified from the peer id with nothing fetched. Written by hand, because importing libp2p for it would
+cost every command a second.
+
+The key file is JSON, ``{"version": 1, "type": "ed25519", "seed": <64 hex digits>}``, mode 0600. An exported identity
+is JSON too: ``version``, ``kind`` ("shoal-identity"), ``peer_id``, the scrypt numbers ``n``, ``r``, ``p``, and in hex
+``salt``, ``nonce``, ``sealed``: the seed under ChaCha20-Poly1305, whose associated data is the peer id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from p2p.errors import IdentityError
+from p2p.platform import create_private, private_directory
+
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
+PEER_ID_CHARS = 52
+
+_VERSION = 1
+_MAX_FILE_BYTES = 4096
+# Multihash: identity (0x00), 36 bytes; message: type (field 1) = Ed25519 (1), data (field 2) of 32 bytes.
+_PEER_ID_PREFIX = bytes.fromhex("002408011220")
+_ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+_DIGITS = {letter: value for value, letter in enumerate(_ALPHABET)}
+# 2**15 x 8 x 128 bytes = 32 MiB and about a tenth of a second: dear to guess at, cheap to use.
+_SCRYPT = {"n": 2**15, "r": 8, "p": 1}
+_MAX_SCRYPT_N = 2**18  # 256 MiB: the most that a file may make this process take
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """The text form (`12D3Koo…`) of an Ed25519 public key's peer id."""
+    assert len(public_key) == KEY_BYTES
+    number = int.from_bytes(_PEER_ID_PREFIX + public_key)
+    letters = []
+    while number:
+        number, digit = divmod(number, 58)
+        letters.append(_ALPHABET[digit])
+    letters.append(_ALPHABET[0])  # base58 writes each leading zero byte as one "1": there is exactly one
+    return "".join(reversed(letters))
+
+
+def public_key_of(peer_id: str) -> bytes:
+    """The Ed25519 public key inside a peer id; raises `IdentityError` for any other text."""
+    if len(peer_id) != PEER_ID_CHARS:
+        raise IdentityError(f"{peer_id[:64]!r} is not the peer id of an Ed25519 key")
+    number = 0
+    for letter in peer_id:
+        if letter not in _DIGITS:
+            raise IdentityError(f"{peer_id!r} is not a peer id: {letter!r} is no base58 letter")
+        number = number * 58 + _DIGITS[letter]
+    if number >> 8 * (len(_PEER_ID_PREFIX) + KEY_BYTES):
+        raise IdentityError(f"{peer_id!r} is not the peer id of an Ed25519 key")
+    raw = number.to_bytes(len(_PEER_ID_PREFIX) + KEY_BYTES)
+    # The comparison refuses every second spelling of the same number.
+    if not raw.startswith(_PEER_ID_PREFIX) or peer_id_of(raw[-KEY_BYTES:]) != peer_id:
+        raise IdentityError(f"{peer_id!r} is not the peer id of an Ed25519 key")
+    return raw[-KEY_BYTES:]
+
+
+def is_signed(public_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Whether `signature` over `data` was made with the private half of `public_key`."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def is_signed_by(peer_id: str, data: bytes, signature: bytes) -> bool:
+    """Whether the node named `peer_id` signed `data`; raises `IdentityError` where that is no peer id."""
+    return is_signed(public_key_of(peer_id), data, signature)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One node's key pair; `seed` is the secret half and never printed."""
+
+    seed: bytes = field(repr=False)
+    public_key: bytes = field(repr=False, init=False)
+    peer_id: str = field(init=False)
+    _private: Ed25519PrivateKey = field(repr=False, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.seed) != KEY_BYTES:
+            raise IdentityError(f"an Ed25519 seed has {KEY_BYTES} bytes, this one has {len(self.seed)}")
+        private = Ed25519PrivateKey.from_private_bytes(self.seed)
+        public = private.public_key().public_bytes_raw()
+        object.__setattr__(self, "_private", private)
+        object.__setattr__(self, "public_key", public)
+        object.__setattr__(self, "peer_id", peer_id_of(public))
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A new identity that nobody else has."""
+        return cls(os.urandom(KEY_BYTES))
+
+    def sign(self, data: bytes) -> bytes:
+        """The 64-byte signature of `data`."""
+        return self._private.sign(data)
+
+
+def load_or_create(path: Path) -> Identity:
+    """The identity in the key file `path`, made on first use; processes that start at once get the same one."""
+    try:
+        if not path.exists():
+            private_directory(path.parent)
+            create_private(path, key_file(Identity.generate()))
+        return load(path)
+    except OSError as error:
+        raise IdentityError(f"the key file {path} cannot be used: {error.strerror or error}") from error
+
+
+def load(path: Path) -> Identity:
+    """The identity in the key file `path`."""
+    content = _read_json(path, "key file")
+    if content.get("type") != "ed25519":
+        raise IdentityError(f"the key file {path} holds no Ed25519 key; restore it from an export")
+    return Identity(_hex_field(content, "seed", KEY_BYTES, path))
+
+
+def key_file(identity: Identity) -> bytes:
+    """The bytes of a key file for `identity`."""
+    return _json({"version": _VERSION, "type": "ed25519", "seed": identity.seed.hex()})
+
+
+def export_identity(identity: Identity, passphrase: str) -> bytes:
+    """The bytes of an export file: `identity` sealed under a passphrase."""
+    if not passphrase:
+        raise IdentityError("the passphrase is empty; choose one, it is all that protects the exported key")
+    salt, nonce = os.urandom(16), os.urandom(12)
+    key = _stretch(passphrase, salt, **_SCRYPT)
+    sealed = _cipher(key).encrypt(nonce, identity.seed, identity.peer_id.encode())
+    envelope = {"version": _VERSION, "kind": "shoal-identity", "peer_id": identity.peer_id, **_SCRYPT}
+    return _json(envelope | {"salt": salt.hex(), "nonce": nonce.hex(), "sealed": sealed.hex()})
+
+
+def import_identity(path: Path, passphrase: str) -> Identity:
+    """The identity in the export file `path`; a wrong passphrase or a damaged file is one `IdentityError`."""
+    content = _read_json(path, "export file")
+    numbers = {name: content.get(name) for name in _SCRYPT}
+    n, r, p = numbers["n"], numbers["r"], numbers["p"]
+    if not (isinstance(n, int) and 2 <= n <= _MAX_SCRYPT_N and n & (n - 1) == 0 and r == 8 and p == 1):
+        raise IdentityError(f"the export file {path} is damaged: its scrypt numbers are not ones Shoal writes")
+    salt = _hex_field(content, "salt", 16, path)
+    nonce = _hex_field(content, "nonce", 12, path)
+    sealed = _hex_field(content, "sealed", KEY_BYTES + 16, path)
+    claimed = str(content.get("peer_id"))
+    try:
+        seed = _cipher(_stretch(passphrase, salt, n=n, r=r, p=p)).decrypt(nonce, sealed, claimed.encode())
+    except (InvalidTag, UnicodeEncodeError):
+        raise IdentityError(f"wrong passphrase, or the export file {path} is damaged") from None
+    return Identity(seed)
+
+
+def _stretch(passphrase: str, salt: bytes, *, n: int, r: int, p: int) -> bytes:
+    from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+
+    return Scrypt(salt=salt, length=32, n=n, r=r, p=p).derive(passphrase.encode("utf-8", "surrogatepass"))
+
+
+def _cipher(key: bytes) -> Any:
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+    return ChaCha20Poly1305(key)
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode() + b"\n"
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        content = json.loads(raw) if len(raw) <= _MAX_FILE_BYTES else None
+    except OSError as error:
+        raise IdentityError(f"the {what} {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise IdentityError(f"the {what} {path} is damaged; restore it from a backup")
+    version = content.get("version")
+    if version != _VERSION:
+        raise IdentityError(f"the {what} {path} has version {str(version)[:20]}; this Shoal reads version {_VERSION}")
+    return content
+
+
+def _hex_field(content: dict[str, Any], name: str, length: int, path: Path) -> bytes:
+    try:
+        value = bytes.fromhex(content[name])
+    except (KeyError, TypeError, ValueError):
+        value = b""
+    if len(value) != length:
+        raise IdentityError(f"{path} is damaged: its field {name!r} is not {length} bytes in hex; restore a backup")
+    return value
