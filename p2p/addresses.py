@@ -1,0 +1,211 @@
+"""Addresses of peers as plain values: reading, writing, classifying, and which of its own a node should tell others.
+
+The text form is libp2p's multiaddr, of which TCP over IPv4, IPv6 or a DNS name is understood, directly or through a
+circuit relay (`/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`). Nothing here opens a socket.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from .errors import P2PError
+
+MAX_ADDRESS_CHARS = 512
+MAX_ADDRESSES_PER_PEER = 16
+_HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
+_DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_CARRIER_GRADE_NAT = ipaddress.ip_network("100.64.0.0/10")
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class BadAddress(P2PError, ValueError):
+    """The text is not an address this node can dial; write it like `/ip4/192.0.2.1/tcp/7464/p2p/PEER`."""
+
+
+class Scope(IntEnum):
+    """From where an address can be dialled, nearest first."""
+
+    LOOPBACK = 0
+    LAN = 1
+    PUBLIC = 2
+    RELAY = 3
+    UNUSABLE = 4
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a peer listens: a host and port, the peer expected there, and the relay in between if there is one."""
+
+    kind: str
+    host: str
+    port: int
+    peer: str | None = None
+    relay: str | None = None
+
+    def __str__(self) -> str:
+        text = f"/{self.kind}/{self.host}/tcp/{self.port}"
+        if self.relay is not None:
+            text += f"/p2p/{self.relay}/p2p-circuit"
+        return text if self.peer is None else f"{text}/p2p/{self.peer}"
+
+    @property
+    def ip(self) -> IPAddress | None:
+        """The IP address, or None where the host is a name."""
+        return ipaddress.ip_address(self.host) if self.kind in ("ip4", "ip6") else None
+
+    @property
+    def scope(self) -> Scope:
+        """Where this address can be dialled from."""
+        if self.relay is not None:
+            return Scope.RELAY
+        ip = self.ip
+        return Scope.PUBLIC if ip is None else scope_of(ip)
+
+    def of(self, peer: str | None) -> Address:
+        """The same place, with `peer` expected there."""
+        return replace(self, peer=peer)
+
+    def through(self, peer: str | None) -> Address:
+        """The address of `peer` behind the relay that listens here (whose peer id this address must carry)."""
+        if self.peer is None or self.relay is not None:
+            raise BadAddress(f"{self} cannot be a relay's address: it must be direct and name the relay's peer id")
+        return Address(self.kind, self.host, self.port, peer, self.peer)
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether `text` has the form of a peer id."""
+    return _PEER_ID.fullmatch(text) is not None
+
+
+def scope_of(ip: IPAddress) -> Scope:
+    """Where an IP address can be dialled from."""
+    ip = plain_ip(ip)
+    if ip.is_unspecified or ip.is_multicast:
+        return Scope.UNUSABLE
+    if ip.is_loopback:
+        return Scope.LOOPBACK
+    if ip.is_link_local or ip.is_private or (ip.version == 4 and ip in _CARRIER_GRADE_NAT):
+        return Scope.LAN
+    return Scope.UNUSABLE if ip.is_reserved else Scope.PUBLIC
+
+
+def plain_ip(ip: IPAddress) -> IPAddress:
+    """An IPv4 address that came wrapped in IPv6, unwrapped."""
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return ip if mapped is None else mapped
+
+
+def address_of(host: str, port: int, peer: str | None = None) -> Address:
+    """The address of an IP and a port."""
+    try:
+        ip = plain_ip(ipaddress.ip_address(host.split("%", 1)[0]))
+    except ValueError:
+        raise BadAddress(f"{host!r} is not an IP address") from None
+    return Address(f"ip{ip.version}", str(ip), port, peer)
+
+
+def parse_address(text: str) -> Address:
+    """Read a multiaddr; raises `BadAddress` for anything this node could not dial."""
+    if len(text) > MAX_ADDRESS_CHARS:
+        raise BadAddress(f"an address of {len(text)} characters is too long")
+    fields = text.strip().split("/")
+    if len(fields) < 5 or fields[0] or fields[3] != "tcp":
+        raise BadAddress(f"{text!r} is not of the form /ip4/HOST/tcp/PORT, optionally followed by /p2p/PEER")
+    direct = Address(*_host(fields[1], fields[2], text), _port(fields[4], text))
+    rest = fields[5:]
+    match rest:
+        case []:
+            return direct
+        case ["p2p", peer]:
+            return direct.of(_peer(peer, text))
+        case ["p2p", relay, "p2p-circuit"]:
+            return direct.of(_peer(relay, text)).through(None)
+        case ["p2p", relay, "p2p-circuit", "p2p", peer]:
+            return direct.of(_peer(relay, text)).through(_peer(peer, text))
+    raise BadAddress(f"{text!r}: after the port only /p2p/PEER or /p2p/RELAY/p2p-circuit/p2p/PEER is understood")
+
+
+def parse_known(texts: Iterable[str], peer: str | None = None, limit: int = MAX_ADDRESSES_PER_PEER) -> list[Address]:
+    """What can be understood of a peer's own list of addresses, without repeats, at most `limit` of them."""
+    found: dict[Address, None] = {}
+    for count, text in enumerate(texts):
+        if count >= 4 * limit or len(found) >= limit:
+            break
+        try:
+            address = parse_address(text)
+        except BadAddress:
+            continue
+        if peer is not None and address.peer not in (None, peer):
+            continue
+        if address.scope is not Scope.UNUSABLE and address.port:
+            found[address if peer is None else address.of(peer)] = None
+    return list(found)
+
+
+def advertised(
+    listening: Sequence[Address], interfaces: Sequence[IPAddress], explicit: Sequence[Address] = ()
+) -> list[Address]:
+    """The addresses to tell others: the explicit ones alone, else each listener at each interface it answers on.
+
+    A wildcard listener becomes one address per interface and never `0.0.0.0`. Loopback is told only where there is
+    nothing else, so that a node on another machine does not dial itself.
+    """
+    if explicit:
+        return list(dict.fromkeys(explicit))
+    found: dict[Address, None] = {}
+    for address in listening:
+        ip = address.ip
+        if ip is None or not ip.is_unspecified:
+            found[address] = None
+            continue
+        for own in interfaces:
+            if own.version == ip.version and scope_of(own) is not Scope.UNUSABLE and not _is_scoped(own):
+                found[Address(address.kind, str(own), address.port, address.peer)] = None
+    usable = [address for address in found if address.scope is not Scope.UNUSABLE]
+    wider = [address for address in usable if address.scope is not Scope.LOOPBACK]
+    return wider or usable
+
+
+def same_lan(ip: IPAddress, interfaces: Iterable[ipaddress.IPv4Interface | ipaddress.IPv6Interface]) -> bool:
+    """Whether `ip` lies in the network of one of this machine's interfaces (or on this machine)."""
+    ip = plain_ip(ip)
+    return ip.is_loopback or any(ip.version == own.version and ip in own.network for own in interfaces)
+
+
+def _is_scoped(ip: IPAddress) -> bool:
+    """Link-local IPv6 means something only together with an interface, which another machine cannot know."""
+    return ip.version == 6 and ip.is_link_local
+
+
+def _host(kind: str, host: str, text: str) -> tuple[str, str]:
+    if kind not in _HOST_KINDS:
+        raise BadAddress(f"{text!r}: {kind!r} is none of {', '.join(_HOST_KINDS)}")
+    if kind.startswith("dns"):
+        if _DNS_NAME.fullmatch(host) is None:
+            raise BadAddress(f"{text!r}: {host!r} is not a host name")
+        return kind, host
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        raise BadAddress(f"{text!r}: {host!r} is not an IP address") from None
+    if ip.version != int(kind[2]):
+        raise BadAddress(f"{text!r}: {host!r} is not an IPv{kind[2]} address")
+    return kind, str(ip)
+
+
+def _port(port: str, text: str) -> int:
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) < 65536):
+        raise BadAddress(f"{text!r}: {port!r} is not a port between 0 and 65535")
+    return int(port)
+
+
+def _peer(peer: str, text: str) -> str:
+    if not is_peer_id(peer):
+        raise BadAddress(f"{text!r}: {peer!r} is not a peer id")
+    return peer
