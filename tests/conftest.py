@@ -1,0 +1,26 @@
+"""What every test shares: one torch thread each, reproducible hypothesis, and no folder of the person's own."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: small tensors lose time to a thread pool, and two cores serve all of a swarm's processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that forgets to name a home folder must not find, or touch, the person's."""
+    home: Path = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("SHOAL_HOME", str(home))
