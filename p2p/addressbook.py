@@ -36,7 +36,7 @@ class AddressBook:
             return
         known = self._peers.setdefault(peer, _Known())
         self._peers.move_to_end(peer)
-        for address in usable:
+        for address in reversed(usable):  # the teller's first choice counts as the newest
             known.addresses[address] = now
             known.addresses.move_to_end(address)
         while len(known.addresses) > MAX_ADDRESSES_PER_PEER:
