@@ -94,25 +94,38 @@ def check_compiler(environment: Mapping[str, str]) -> None:
     """Compile three lines against Python's and GMP's headers, to fail with the mend instead of pip's output."""
     if sys.platform == "win32":
         return
+    missing = missing_for_build(environment)
+    if missing is None:
+        return
+    mend = "\n".join(f"    {line}" for line in BUILD_MEND.get(sys.platform, ("a C compiler, GMP and its headers",)))
+    complaint = f"{missing}; the library fastecdsa is built from source. Install what is missing:\n{mend}"
+    if sys.platform == "darwin":
+        # There is a wheel for some versions of macOS, so it may still go well.
+        print(f"setup: warning: {complaint}", file=sys.stderr)
+        return
+    raise SetupError(complaint)
+
+
+def missing_for_build(environment: Mapping[str, str]) -> str | None:
+    """What the machine lacks to build fastecdsa, in words, or None."""
     compiler = environment.get("CC", "cc").split()
-    mend = "\n".join(f"    {line}" for line in BUILD_MEND.get(sys.platform, ("install a C compiler and GMP",)))
-    if not shutil.which(compiler[0]):
-        raise SetupError(
-            f"no C compiler ({compiler[0]}) was found; one library is built from source. Install it:\n{mend}"
-        )
+    if not shutil.which(compiler[0], path=environment.get("PATH")):
+        return f"there is no C compiler ({compiler[0]})"
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "probe.c")
-        source.write_text(PROBE_C)
+        source, target, library = (str(Path(folder, name)) for name in ("probe.c", "probe.o", "probe.so"))
+        Path(source).write_text(PROBE_C)
         include = f"-I{sysconfig.get_path('include')}"
-        command = [*compiler, include, "-c", str(source), "-o", str(source.with_suffix(".o"))]
-        compiled = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
-        if compiled.returncode == 0:
-            link = [*compiler, "-shared", str(source.with_suffix(".o")), "-lgmp", "-o", str(Path(folder, "probe.so"))]
-            if sys.platform == "darwin":
-                link += ["-undefined", "dynamic_lookup"]
-            compiled = subprocess.run(link, env=dict(environment), capture_output=True, text=True, check=False)
-    if compiled.returncode != 0:
-        raise SetupError(f"{missing_part(compiled.stderr)}; one library is built from source. Install it:\n{mend}")
+        undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+        for step in (
+            ["-fPIC", include, "-c", source, "-o", target],
+            ["-shared", target, "-lgmp", "-o", library, *undefined],
+        ):
+            done = subprocess.run(
+                [*compiler, *step], env=dict(environment), capture_output=True, text=True, check=False
+            )
+            if done.returncode != 0:
+                return missing_part(done.stderr)
+    return None
 
 
 def missing_part(compiler_says: str) -> str:
@@ -121,7 +134,7 @@ def missing_part(compiler_says: str) -> str:
         return f"the headers of this Python ({sys.executable}) are missing"
     if "gmp" in compiler_says:
         return "GMP and its headers are missing"
-    return "the C compiler does not work: " + compiler_says.strip().splitlines()[-1:][0]
+    return "the C compiler does not work: " + (compiler_says.strip() or "it says nothing").splitlines()[-1]
 
 
 def create_venv() -> None:

@@ -1,0 +1,128 @@
+"""The direction of imports: read from the source of every module, and seen in what a light start really loads."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = ("torch", "trio", "libp2p")
+
+# What each package must not import, anywhere: as a module, or inside a function.
+FORBIDDEN = {
+    "engine": ("app", "p2p", "ui", "tests", "trio", "libp2p", "textual", "transformers", "peft"),
+    "p2p": ("app", "engine", "ui", "tests", "torch", "textual"),
+    "ui": ("engine", "p2p", "tests", "torch", "trio", "libp2p"),
+    "app": ("tests", "transformers", "peft"),
+}
+# `ui` knows the API's client, and nothing else of the application.
+UI_MAY_USE = "app.client"
+# Of the application, only the command line starts the dashboard.
+MAY_USE_UI = "app.cli"
+
+
+def modules_of(package: str) -> Iterator[tuple[str, Path]]:
+    """Every module of a package with its dotted name."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports_in(source: str, module: str, *, is_package: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions and of strings to `import_module` included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                keep = module.split(".")
+                keep = keep[: len(keep) - node.level + int(is_package)]
+                base = ".".join([*keep, base]) if base else ".".join(keep)
+            # `from app import node` imports app.node, so the names count too.
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def breaches(package: str, module: str, imported: str) -> bool:
+    """Whether this import goes against the arrows."""
+
+    def within(name: str, whole: str) -> bool:
+        return name == whole or name.startswith(whole + ".")
+
+    if any(within(imported, forbidden) for forbidden in FORBIDDEN[package]):
+        return True
+    if package == "ui" and within(imported, "app"):
+        return not within(imported, UI_MAY_USE)
+    return package == "app" and within(imported, "ui") and not within(module, MAY_USE_UI)
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_follow_the_arrows(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {imported}"
+        for module, path in modules_of(package)
+        for line, imported in imports_in(path.read_text("utf-8"), module, is_package=path.name == "__init__.py")
+        if breaches(package, module, imported)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "source", "wrong"),
+    [
+        ("engine", "engine.block", "def f():\n    import trio", True),
+        ("engine", "engine.block", "from app import session", True),
+        ("engine", "engine.block", "import torch", False),
+        ("p2p", "p2p.node", "from torch import nn", True),
+        ("p2p", "p2p.node", "import importlib\nimportlib.import_module('engine.block')", True),
+        ("p2p", "p2p.node", "import torchaudio_is_another_package", False),
+        ("ui", "ui.screens.chat", "from app.client import Client", False),
+        ("ui", "ui.screens.chat", "from app import client", False),
+        ("ui", "ui.screens.chat", "from app.node import Node", True),
+        ("ui", "ui.screens.chat", "from ..theme import colours", False),
+        ("ui", "ui.screens.chat", "from ...app import node", True),
+        ("app", "app.node", "import ui", True),
+        ("app", "app.cli.dashboard", "from ui.dashboard import Dashboard", False),
+    ],
+)
+def test_a_breach_is_seen(package: str, module: str, source: str, wrong: bool) -> None:
+    assert any(breaches(package, module, imported) for _, imported in imports_in(source, module)) is wrong
+
+
+def loaded_by(code: str) -> set[str]:
+    """The heavy packages that a fresh interpreter has loaded after running `code`."""
+    report = f"\nimport sys\nprint('loaded', *(set({HEAVY!r}) & sys.modules.keys()))"
+    answer = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, cwd=ROOT, check=True)
+    return set(answer.stdout.splitlines()[-1].split()[1:])
+
+
+LIGHT_STARTS = {
+    "the dashboard": "\n".join(f"import {module}" for module, _ in modules_of("ui") if not module.endswith("__main__")),
+    "shoal --help": "import app.cli, contextlib\nwith contextlib.suppress(SystemExit): app.cli.main(['--help'])",
+    "shoal alone": "import app.cli; app.cli.main([])",
+    "a failure": "from app.cli.failures import explain; explain(OSError(28, 'full'))",
+}
+if (ROOT / "app" / "client.py").exists() or (ROOT / "app" / "client").exists():
+    LIGHT_STARTS["the API's client"] = "import app.client"
+
+
+@pytest.mark.parametrize("start", LIGHT_STARTS)
+def test_a_light_start_stays_light(start: str) -> None:
+    assert loaded_by(LIGHT_STARTS[start]) == set()
+
+
+def test_what_is_loaded_is_seen() -> None:
+    assert loaded_by("import trio") == {"trio"}
+
+
+def test_packaging_does_not_shadow_the_library_of_that_name() -> None:
+    assert not (ROOT / "packaging" / "__init__.py").exists()
