@@ -1,0 +1,141 @@
+"""What a config promises: which tensors each part must hold, and of which shape.
+
+Every source groups its tensors through `arrange`, so a missing tensor or a config that lies about shapes is found
+when the source is opened, before a byte of weights is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from engine.config import ModelConfig
+from engine.errors import SourceError
+from engine.sources.base import BLOCK_ROLES, EMBEDDING_PART, HEAD_PART, TensorEntry, block_part
+from engine.sources.files import shown
+
+# Kind -> (elements in a block, bytes of a block), as GGUF lays them out along a row.
+KIND_SIZES: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
+# Bounds on what a config may claim: far above any model of today, far below what would exhaust memory.
+MAX_BLOCKS = 4096
+MAX_WIDTH = 1 << 20
+MAX_VOCABULARY = 1 << 22
+MAX_CONTEXT = 1 << 28
+
+
+def part_names(config: ModelConfig) -> list[str]:
+    """Every part of a model, in the order data flows through them."""
+    return [EMBEDDING_PART, *(block_part(index) for index in range(config.n_blocks)), HEAD_PART]
+
+
+def block_index(part: str) -> int | None:
+    """The index of the block that a part holds, or None where it holds none."""
+    digits = part.removeprefix("block.")
+    plain = digits != part and digits.isascii() and digits.isdigit() and len(digits) < 6
+    return int(digits) if plain and block_part(int(digits)) == part else None
+
+
+def expected_shapes(config: ModelConfig, part: str) -> dict[str, tuple[int, ...]]:
+    """The roles that a part must hold and their shapes, in the order they are laid out."""
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
+    q_rows, kv_rows = config.n_heads * width, config.n_kv_heads * width
+    if part == EMBEDDING_PART:
+        return {"embedding": (config.vocab_size, hidden)}
+    if part == HEAD_PART:
+        output = {} if config.tied_embeddings else {"output": (config.vocab_size, hidden)}
+        return {"final_norm": (hidden,), **output}
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,), "q": (q_rows, hidden), "k": (kv_rows, hidden), "v": (kv_rows, hidden),
+        "o": (hidden, q_rows), "mlp_norm": (hidden,), "gate": (inner, hidden), "up": (inner, hidden),
+        "down": (hidden, inner),
+    }  # fmt: skip
+    if config.qkv_bias:
+        shapes |= {"q_bias": (q_rows,), "k_bias": (kv_rows,), "v_bias": (kv_rows,)}
+    if config.o_bias:
+        shapes["o_bias"] = (hidden,)
+    if config.qk_norm:
+        shapes |= {"q_norm": (width,), "k_norm": (width,)}
+    if config.mlp_bias:
+        shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (hidden,)}
+    return {role: shapes[role] for role in BLOCK_ROLES if role in shapes}
+
+
+def byte_length(kind: str, shape: tuple[int, ...]) -> int | None:
+    """How many bytes a tensor takes, or None where the kind is unknown or does not divide its rows."""
+    size = KIND_SIZES.get(kind)
+    if size is None or not shape or shape[-1] % size[0]:
+        return None
+    return math.prod(shape) // size[0] * size[1]
+
+
+def check_config(config: ModelConfig, origin: str) -> ModelConfig:
+    """The config itself, or an error where its numbers cannot belong together."""
+    if config.n_heads % config.n_kv_heads:
+        problem = f"{config.n_heads} attention heads cannot share {config.n_kv_heads} key-value heads"
+    elif config.head_dim % 2:
+        problem = f"a head of {config.head_dim} dimensions cannot be rotated"
+    else:
+        return config
+    raise SourceError(f"{origin}: {problem}; the config is damaged or of a kind that Shoal does not know")
+
+
+def check_entry(entry: TensorEntry, shape: tuple[int, ...], part: str) -> None:
+    """Refuse an entry that contradicts the config or itself."""
+    where = f"{entry.file}: tensor {entry.name} ({part})"
+    if entry.kind not in KIND_SIZES:
+        raise SourceError(f"{where} has type {entry.kind}; supported are {', '.join(KIND_SIZES)}: use another file")
+    if entry.shape != shape:
+        raise SourceError(
+            f"{where} has shape {list(entry.shape)} where the config promises {list(shape)}: "
+            "the config and the weights do not belong together, download both again"
+        )
+    if byte_length(entry.kind, entry.shape) != entry.length:
+        raise SourceError(f"{where} has {entry.length} bytes, which does not fit its type and shape: download it again")
+    if entry.interleaved_heads and (shape[0] % entry.interleaved_heads or shape[0] // entry.interleaved_heads % 2):
+        raise SourceError(f"{where} cannot be split in {entry.interleaved_heads} heads: download it again")
+
+
+def check_part(config: ModelConfig, part: str, entries: Sequence[TensorEntry]) -> None:
+    """Refuse a part whose tensors are not exactly those that the config promises, in order."""
+    if part not in (EMBEDDING_PART, HEAD_PART) and block_index(part) not in range(config.n_blocks):
+        raise SourceError(f"there is no part {shown(part)} in a model of {config.n_blocks} blocks")
+    shapes = expected_shapes(config, part)
+    roles = [entry.role for entry in entries]
+    if roles != list(shapes):
+        raise SourceError(f"part {part} holds {', '.join(roles) or 'nothing'} instead of {', '.join(shapes)}")
+    for entry in entries:
+        check_entry(entry, shapes[entry.role], part)
+
+
+def arrange(
+    config: ModelConfig, names: Callable[[str, str], str], tensors: dict[str, TensorEntry], origin: Path
+) -> dict[str, tuple[TensorEntry, ...]]:
+    """Group a source's tensors in parts; `names(part, role)` is what the source calls a tensor."""
+    parts: dict[str, tuple[TensorEntry, ...]] = {}
+    for part in part_names(config):
+        entries = []
+        for role in expected_shapes(config, part):
+            name = names(part, role)
+            if name not in tensors:
+                raise SourceError(f"{origin}: tensor {name} ({part}) is missing: download the model again")
+            entries.append(replace(tensors[name], role=role))
+        check_part(config, part, entries)
+        parts[part] = tuple(entries)
+    return parts
