@@ -116,13 +116,11 @@ def missing_for_build(environment: Mapping[str, str]) -> str | None:
         Path(source).write_text(PROBE_C)
         include = f"-I{sysconfig.get_path('include')}"
         undefined = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
-        for step in (
-            ["-fPIC", include, "-c", source, "-o", target],
-            ["-shared", target, "-lgmp", "-o", library, *undefined],
-        ):
-            done = subprocess.run(
-                [*compiler, *step], env=dict(environment), capture_output=True, text=True, check=False
-            )
+        compile_step = ["-fPIC", include, "-c", source, "-o", target]
+        link_step = ["-shared", target, "-lgmp", "-o", library, *undefined]
+        for step in (compile_step, link_step):
+            command = [*compiler, *step]
+            done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 return missing_part(done.stderr)
     return None
