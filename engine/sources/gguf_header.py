@@ -103,6 +103,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.path} has a text in its header that is not UTF-8: {AGAIN}") from error
 
+    def texts(self, count: int) -> list[str]:
+        """Many short texts, as a vocabulary has them: those at hand are cut out in one loop."""
+        found: list[str] = []
+        length_of = struct.Struct("<Q").unpack_from
+        while len(found) < count:
+            data, at, end = self.data, self.at, len(self.data)
+            while len(found) < count and at + 8 <= end and (stop := at + 8 + length_of(data, at)[0]) <= end:
+                try:
+                    found.append(data[at + 8 : stop].decode())
+                except UnicodeDecodeError:
+                    break  # the slow path below says what is wrong
+                at = stop
+            self.at = at
+            if len(found) < count:
+                found.append(self.text())  # fetches more of the file, or refuses
+        return found
+
     def count(self, what: str, most: int) -> int:
         value: int = self.scalar("Q", 8)
         if value > most:
@@ -145,7 +162,7 @@ def _value(cursor: _Cursor) -> Any:
         raise SourceError(f"{cursor.path} has metadata of the unknown type {shown(kind)}: {AGAIN}")
     item, count = cursor.scalar("I", 4), cursor.count("items in an array", MAX_ARRAY_ITEMS)
     if item == _TEXT:
-        return [cursor.text() for _ in range(count)]
+        return cursor.texts(count)
     if item not in _SCALARS:
         raise SourceError(f"{cursor.path} has an array of the unknown type {shown(item)}: {AGAIN}")
     form, width = _SCALARS[item]

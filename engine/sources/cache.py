@@ -1,0 +1,92 @@
+"""Putting models into the cache folder so that they are there whole or not at all.
+
+Work happens in a scratch folder beside the models, named after the process that owns it; what a killed process left
+behind is removed by the next one that works there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from engine.errors import SourceError
+
+_PREFIX = ".partial-"
+
+
+def models_dir(cache_dir: Path) -> Path:
+    """Where fetched models live."""
+    return cache_dir / "models"
+
+
+@contextmanager
+def staging(folder: Path) -> Iterator[Path]:
+    """A scratch folder inside `folder` that is gone when the block ends, however it ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        scratch = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=folder))
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    try:
+        yield scratch
+    except OSError as error:
+        raise unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def unwritable(folder: Path, error: OSError) -> SourceError:
+    """The error for a cache folder that does not take what is written."""
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+        return disk_full(folder)
+    reason = error.strerror or str(error)
+    return SourceError(
+        f"{folder} cannot be written ({reason}): check its permissions, or set SHOAL_CACHE to another folder"
+    )
+
+
+def disk_full(folder: Path) -> SourceError:
+    """The error for a disk without room."""
+    return SourceError(f"the disk that holds {folder} is full: free some space, or set SHOAL_CACHE to another disk")
+
+
+def free_bytes(folder: Path) -> int:
+    """The room left on the disk that holds `folder`."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise unwritable(folder, error) from error
+
+
+def publish(ready: Path, target: Path) -> None:
+    """Move a finished file or folder to its place in one step; what another process put there first may stay."""
+    try:
+        os.replace(ready, target)
+    except OSError:
+        # A folder that is not empty cannot be replaced, nor, on Windows, a file that is open.
+        if not target.exists():
+            raise
+
+
+def write_whole(path: Path, data: bytes | memoryview) -> None:
+    """Write a file and have it on the disk before returning, so that a rename never outruns its content."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sweep(folder: Path) -> None:
+    """Remove scratch folders whose owner is no more."""
+    for left in folder.glob(_PREFIX + "*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if not owner.isdecimal() or not psutil.pid_exists(int(owner)):
+            shutil.rmtree(left, ignore_errors=True)

