@@ -1,0 +1,127 @@
+"""Noise transport records, without I/O: plaintext in, sealed bytes out, and back.
+
+A record is a two-byte big-endian length and that many bytes: ciphertext and a 16-byte tag. The nonce is the record's
+number in its direction, in the byte order that Noise gives each cipher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
+
+from p2p.errors import ProtocolError
+
+TAG_BYTES: Final = 16
+MAX_RECORD_BYTES: Final = 65535
+MAX_PLAIN_BYTES: Final = MAX_RECORD_BYTES - TAG_BYTES
+_LENGTH_BYTES: Final = 2
+_OVERHEAD: Final = _LENGTH_BYTES + TAG_BYTES
+
+Aead = AESGCM | ChaCha20Poly1305
+Buffer = bytes | bytearray | memoryview
+
+
+class Sealer:
+    """Seals everything one side sends."""
+
+    __slots__ = ("_aead", "_big_endian", "_number")
+
+    def __init__(self, aead: Aead, number: int = 0) -> None:
+        self._aead = aead
+        self._big_endian = isinstance(aead, AESGCM)
+        self._number = number
+
+    def seal(self, parts: Sequence[Buffer]) -> bytearray:
+        """Cut the concatenation of `parts` into records, all in one buffer."""
+        plain = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
+        size = len(plain)
+        sealed = bytearray(size + _OVERHEAD * -(-size // MAX_PLAIN_BYTES))
+        out = memoryview(sealed)
+        start = at = 0
+        while start < size:
+            stop = min(start + MAX_PLAIN_BYTES, size)
+            end = at + stop - start + _OVERHEAD
+            out[at : at + _LENGTH_BYTES] = (stop - start + TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
+            nonce = _nonce(self._number, self._big_endian)
+            self._aead.encrypt_into(nonce, plain[start:stop], None, out[at + _LENGTH_BYTES : end])
+            self._number += 1
+            start, at = stop, end
+        return sealed
+
+
+class Opener:
+    """Opens everything the other side sends; keeps less than one record between calls."""
+
+    __slots__ = ("_aead", "_big_endian", "_number", "_partial", "_plain")
+
+    def __init__(self, aead: Aead, number: int = 0) -> None:
+        self._aead = aead
+        self._big_endian = isinstance(aead, AESGCM)
+        self._number = number
+        self._partial = bytearray()
+        self._plain = bytearray(MAX_RECORD_BYTES)
+
+    def feed(self, data: bytes) -> memoryview:
+        """The plaintext of all records that `data` completes; valid until the next call.
+
+        Raises `ProtocolError` at a record that is too short or not sealed by the peer.
+        """
+        sealed = memoryview(data)
+        needed = len(self._partial) + len(sealed)
+        if needed > len(self._plain):
+            self._plain = bytearray(needed)
+        out = memoryview(self._plain)
+        size = offset = 0
+        if self._partial:
+            offset = self._complete(sealed)
+            record = bytes(self._partial)
+            if not _is_whole(record):
+                return out[:0]
+            self._partial.clear()
+            size = self._open_all(memoryview(record), out, 0)[1]
+        used, size = self._open_all(sealed[offset:], out, size)
+        self._partial += sealed[offset + used :]
+        return out[:size]
+
+    def _complete(self, sealed: memoryview) -> int:
+        """Move what the partial record lacks out of `sealed`; returns how many bytes that took."""
+        partial, offset = self._partial, 0
+        if len(partial) < _LENGTH_BYTES:
+            offset = _LENGTH_BYTES - len(partial)
+            partial += sealed[:offset]
+        if len(partial) < _LENGTH_BYTES:
+            return len(sealed)
+        stop = offset + _LENGTH_BYTES + int.from_bytes(partial[:_LENGTH_BYTES], "big") - len(partial)
+        partial += sealed[offset:stop]
+        return min(stop, len(sealed))
+
+    def _open_all(self, sealed: memoryview, out: memoryview, size: int) -> tuple[int, int]:
+        """Open the whole records at the front of `sealed`; returns the bytes used and the end of the plaintext."""
+        at, end = 0, len(sealed)
+        while end - at >= _LENGTH_BYTES:
+            length = sealed[at] << 8 | sealed[at + 1]
+            start, stop = at + _LENGTH_BYTES, at + _LENGTH_BYTES + length
+            if stop > end:
+                break
+            if length < TAG_BYTES:
+                raise ProtocolError(f"a Noise record of {length} bytes; the shortest has {TAG_BYTES}")
+            plain_end = size + length - TAG_BYTES
+            nonce = _nonce(self._number, self._big_endian)
+            try:
+                self._aead.decrypt_into(nonce, sealed[start:stop], None, out[size:plain_end])
+            except InvalidTag as error:
+                raise ProtocolError("a Noise record that the peer did not seal, or that was changed") from error
+            self._number += 1
+            at, size = stop, plain_end
+        return at, size
+
+
+def _is_whole(record: bytes) -> bool:
+    return len(record) >= _LENGTH_BYTES and len(record) == _LENGTH_BYTES + int.from_bytes(record[:2], "big")
+
+
+def _nonce(number: int, big_endian: bool) -> bytes:
+    return number.to_bytes(12, "big") if big_endian else b"\0\0\0\0" + number.to_bytes(8, "little")

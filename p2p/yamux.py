@@ -1,0 +1,378 @@
+"""A yamux connection (wire format: `yamux_wire`) over a Noise session, as libp2p's `IMuxedConn`.
+
+Two tasks: one reads and never waits for anything but the network, one writes. Whatever is to be sent goes through one
+bounded outbox; where the writer is idle and the kernel has room, the task that wants to send does so itself.
+
+What a peer can make us hold: its streams' windows (at most 64 MiB in all), 48 KiB of answers, one batch being sent.
+A peer that breaks a window, floods, or talks nonsense loses the connection, never more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import trio
+from libp2p.abc import IMuxedConn, ISecureConn
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
+from multiaddr import Multiaddr
+
+from p2p.errors import ProtocolError
+from p2p.noise_session import NoiseSession
+from p2p.yamux_flow import WindowBudget
+from p2p.yamux_sender import Sender
+from p2p.yamux_stream import Buffer, StreamBroken, TooManyStreams, YamuxStream, reset_frame
+from p2p.yamux_wire import (
+    ACK,
+    DATA,
+    FIN,
+    GO_AWAY,
+    PING,
+    RST,
+    SYN,
+    WINDOW_UPDATE,
+    Frame,
+    FrameParser,
+    pack_header,
+)
+
+logger = logging.getLogger("shoal.p2p.yamux")
+
+MAX_STREAMS: Final = 256  # of both sides together
+MAX_INBOUND: Final = 192
+ACCEPT_BACKLOG: Final = 64
+LINGER_S: Final = 60.0  # how long a peer may leave a stream open that this side has closed
+UNKNOWN_RTT_S: Final = 0.1
+_FRAMES_PER_TURN: Final = 512  # frames handled before other tasks get a turn
+_REAP_FROM: Final = 64  # streams
+_IDLE_FRAMES: Final = 2000  # frames that achieve nothing: a burst of these is forgiven ...
+_IDLE_FRAMES_PER_S: Final = 200  # ... and this many a second ever after
+_GO_AWAY_NORMAL: Final = 0
+_GO_AWAY_PROTOCOL_ERROR: Final = 1
+_MAX_CREDIT: Final = (1 << 32) - 1
+
+
+class YamuxConnection(IMuxedConn):
+    """All streams to one peer."""
+
+    def __init__(
+        self,
+        secured_conn: ISecureConn,
+        peer_id: ID,
+        is_initiator: bool | None = None,
+        on_close: Callable[[], Awaitable[Any]] | None = None,
+    ) -> None:
+        if not isinstance(secured_conn, NoiseSession):
+            raise TypeError(f"yamux runs over this package's Noise session, not over {type(secured_conn).__name__}")
+        self.secured_conn = self._session = secured_conn
+        self.peer_id = peer_id
+        self.on_close = on_close
+        self.event_started = trio.Event()
+        self.event_closed = trio.Event()
+        self.budget = WindowBudget()
+        self.streams: dict[int, YamuxStream] = {}
+        self.now = trio.current_time
+        self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
+        self._next_id = 1 if self._is_initiator else 2
+        self._inbound = 0
+        self._sender = Sender(secured_conn, self._lost)
+        self._accepted: tuple[trio.MemorySendChannel[YamuxStream], trio.MemoryReceiveChannel[YamuxStream]]
+        self._accepted = trio.open_memory_channel(ACCEPT_BACKLOG)
+        self._scope = trio.CancelScope()
+        self._pings: dict[int, tuple[float, trio.Event]] = {}
+        self._ping_number = 0
+        self._rtt_s: float | None = None
+        self._idle_frames = 0.0
+        self._idle_since = 0.0
+        self._ending: str | None = None
+
+    # What libp2p asks of a connection.
+
+    @property
+    def is_initiator(self) -> bool:
+        """Whether this side dialled."""
+        return self._is_initiator
+
+    @property
+    def is_established(self) -> bool:
+        """Whether streams can be opened."""
+        return self.event_started.is_set() and self._ending is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self.event_closed.is_set()
+
+    def rtt(self) -> float:
+        """The last measured round-trip time in seconds, 0 where there is none yet."""
+        return self._rtt_s or 0.0
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """The peer's IP address and port, where the connection has them."""
+        return self._session.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        """The addresses this connection really uses."""
+        return self._session.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        """Direct or relayed."""
+        return self._session.get_connection_type()
+
+    async def start(self) -> None:
+        """Run the connection until it ends; raises nothing, whatever the peer does."""
+        if self.event_started.is_set():
+            return
+        self._idle_since = self.now()
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._sender.run)
+                    nursery.start_soon(self._measure_rtt)
+                    self.event_started.set()
+                    await self._read_loop()
+                    nursery.cancel_scope.cancel()
+        except Exception:
+            logger.exception("the connection to %s ended by an error of this node", self.peer_id)
+        finally:
+            self.event_started.set()
+            self._end("the connection was lost")
+            with trio.CancelScope(shield=True):
+                await self._session.close()
+            self.event_closed.set()
+        await self._notify_closed()
+
+    async def close(self) -> None:
+        """Say goodbye if that is possible without waiting, and end the connection."""
+        if self._ending is None:
+            self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_NORMAL))
+        self._end("this side closed the connection")
+        self._scope.cancel()
+        with trio.CancelScope(shield=True):
+            await self._session.close()
+        self.event_closed.set()
+        await self._notify_closed()
+
+    def abort(self) -> None:
+        """End the connection from outside, at once: for a peer that is frozen."""
+        self._end("the connection was cut")
+        self._scope.cancel()
+        self._session.pipe.abort()
+
+    async def open_stream(self) -> YamuxStream:
+        """Open a stream; raises `TooManyStreams` or `StreamBroken`, never waits."""
+        if self._ending is not None:
+            raise StreamBroken(self._ending)
+        self._reap()
+        if len(self.streams) >= MAX_STREAMS or not self.budget.admit():
+            raise TooManyStreams(f"the connection to {self.peer_id} has {len(self.streams)} streams; close some")
+        stream = YamuxStream(self._next_id, self, is_initiator=True)
+        self._next_id += 2
+        self.streams[stream.stream_id] = stream
+        self.control(pack_header(WINDOW_UPDATE, SYN, stream.stream_id, stream.receiving.open_window()))
+        return stream
+
+    async def accept_stream(self) -> YamuxStream:
+        """The next stream that the peer opened."""
+        try:
+            return await self._accepted[1].receive()
+        except trio.EndOfChannel:
+            raise MuxedConnUnavailable(self._ending or "the connection is closed") from None
+
+    async def ping(self) -> float:
+        """Measure the round-trip time in seconds; every yamux peer answers. Put a deadline around it."""
+        if self._ending is not None:
+            raise StreamBroken(self._ending)
+        number = self._ping_number = (self._ping_number + 1) & 0xFFFFFFFF
+        answered = trio.Event()
+        self._pings[number] = (self.now(), answered)
+        try:
+            self.control(pack_header(PING, SYN, 0, number))
+            await answered.wait()
+        finally:
+            self._pings.pop(number, None)
+        if self._ending is not None:
+            raise StreamBroken(self._ending)
+        return self.rtt()
+
+    async def _measure_rtt(self) -> None:
+        with contextlib.suppress(StreamBroken):
+            await self.ping()
+
+    # What its streams ask of it.
+
+    def offer(self, stream: YamuxStream) -> None:
+        """Let a stream's pending write take its turn."""
+        self._sender.outbox.offer(stream.sending)
+        self._sender.pump()
+
+    def send_at_once(self, stream: YamuxStream, parts: Sequence[Buffer]) -> bool:
+        """Send a whole write without waiting, if that is possible now."""
+        return self._sender.send_at_once(stream.sending, parts)
+
+    def grant_credit(self, stream: YamuxStream) -> None:
+        """Tell the peer that it may send more, when enough was read."""
+        credit = stream.receiving.credit_due(self.now(), self._rtt_s or UNKNOWN_RTT_S)
+        if credit:
+            self.control(pack_header(WINDOW_UPDATE, 0, stream.stream_id, credit))
+
+    def control(self, frame: bytes) -> None:
+        """Send a frame that has no body, before all data."""
+        if self._ending is not None:
+            return
+        try:
+            self._sender.outbox.control(frame)
+        except ProtocolError as error:
+            self._fail(error)
+        else:
+            self._sender.pump()
+
+    def reset_stream(self, stream: YamuxStream, reason: str) -> None:
+        """End a stream in both directions and tell the peer."""
+        stream.on_broken(reason)
+        if self.forget(stream):
+            self.control(reset_frame(stream.stream_id))
+
+    def forget(self, stream: YamuxStream) -> bool:
+        """Let go of a stream that has ended; whether it was known."""
+        if self.streams.get(stream.stream_id) is not stream:
+            return False
+        del self.streams[stream.stream_id]
+        self.budget.release(stream.receiving.window)
+        self._inbound -= not stream.is_initiator
+        return True
+
+    # What the peer sends.
+
+    async def _read_loop(self) -> None:
+        parser, handled = FrameParser(), 0
+        try:
+            while self._ending is None:
+                for frame in parser.feed(await self._session.receive()):
+                    self._on_frame(frame)
+                    handled += 1
+                    if handled % _FRAMES_PER_TURN == 0:
+                        await trio.lowlevel.checkpoint()
+                self._sender.pump()
+        except ConnectionClosedError as error:
+            self._end(str(error))
+        except ProtocolError as error:
+            self._fail(error)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == PING:
+            self._on_ping(frame)
+        elif frame.kind == GO_AWAY:
+            raise ConnectionClosedError(f"the peer closed the connection (reason {frame.length})")
+        else:
+            stream = self._on_syn(frame.stream_id) if frame.flags & SYN else self.streams.get(frame.stream_id)
+            if stream is not None:
+                self._on_stream_frame(stream, frame)
+            elif frame.length or not frame.body:  # the rest of a body was counted with its start
+                self._count_idle()
+
+    def _on_stream_frame(self, stream: YamuxStream, frame: Frame) -> None:
+        kind, flags, _, length, body = frame
+        if kind == DATA:
+            if length:
+                stream.receiving.announce(length)
+            if body and not stream.recv_closed:
+                stream.on_body(body)
+        elif length:
+            stream.sending.window = min(stream.sending.window + length, _MAX_CREDIT)
+            self._sender.outbox.offer(stream.sending)
+        if flags & RST:
+            stream.on_broken("the peer reset the stream")
+            self.forget(stream)
+        elif flags & FIN:
+            stream.on_end()
+            if stream.send_closed:
+                self.forget(stream)
+        elif not (length or body or flags):
+            self._count_idle()
+
+    def _on_syn(self, stream_id: int) -> YamuxStream | None:
+        if stream_id in self.streams:
+            raise ProtocolError(f"opened stream {stream_id} twice")
+        self._reap()
+        full = self._inbound >= MAX_INBOUND or len(self.streams) >= MAX_STREAMS
+        if full or not self.budget.admit():
+            self._sender.outbox.control(reset_frame(stream_id))
+            return None
+        stream = YamuxStream(stream_id, self, is_initiator=False)
+        try:
+            self._accepted[0].send_nowait(stream)
+        except trio.WouldBlock:
+            self.budget.release(stream.receiving.window)
+            self._sender.outbox.control(reset_frame(stream_id))
+            return None
+        self.streams[stream_id] = stream
+        self._inbound += 1
+        self._sender.outbox.control(pack_header(WINDOW_UPDATE, ACK, stream_id, stream.receiving.open_window()))
+        return stream
+
+    def _on_ping(self, frame: Frame) -> None:
+        if frame.flags & SYN:
+            self._sender.outbox.pong(frame.length)
+            self._count_idle()
+        elif frame.length in self._pings:
+            sent_at, answered = self._pings[frame.length]
+            self._rtt_s = max(self.now() - sent_at, 1e-6)
+            answered.set()
+        else:
+            self._count_idle()
+
+    def _count_idle(self) -> None:
+        """Count a frame that achieved nothing; a peer that sends little else only means to keep this node busy."""
+        now = self.now()
+        forgiven = (now - self._idle_since) * _IDLE_FRAMES_PER_S
+        self._idle_frames, self._idle_since = max(0.0, self._idle_frames - forgiven) + 1, now
+        if self._idle_frames > _IDLE_FRAMES:
+            raise ProtocolError("floods this node with frames that do nothing")
+
+    def _reap(self) -> None:
+        """Reset streams that this side closed long ago and the peer still keeps open."""
+        if len(self.streams) < _REAP_FROM:
+            return
+        before = self.now() - LINGER_S
+        for stream in [s for s in self.streams.values() if s.closed_at is not None and s.closed_at < before]:
+            self.reset_stream(stream, "the peer did not close the stream")
+
+    # The end.
+
+    def _fail(self, error: ProtocolError) -> None:
+        logger.warning("dropped the connection to %s: it %s", self.peer_id, error)
+        self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_PROTOCOL_ERROR))
+        self._lost(str(error))
+
+    def _lost(self, reason: str) -> None:
+        self._end(reason)
+        self._scope.cancel()
+
+    def _end(self, reason: str) -> None:
+        if self._ending is not None:
+            return
+        self._ending = reason
+        self._accepted[0].close()
+        for stream in list(self.streams.values()):
+            stream.on_broken(reason, keep_buffer=True)
+            self.forget(stream)
+        for _, answered in self._pings.values():
+            answered.set()
+
+    async def _notify_closed(self) -> None:
+        callback, self.on_close = self.on_close, None
+        if callback is None:
+            return
+        try:
+            outcome = callback()
+            if inspect.isawaitable(outcome):
+                await outcome
+        except Exception:
+            logger.exception("the close callback of the connection to %s failed", self.peer_id)

@@ -1,0 +1,129 @@
+"""The yamux wire format: bytes in, frames out. Knows no streams, no windows and no sockets.
+
+Every frame starts with twelve bytes, big-endian: version (0), kind, flags (16 bits), stream id (32), length (32).
+
+| kind | length means | |
+|---|---|---|
+| 0 DATA | bytes of body that follow | spends the receiver's window of that stream |
+| 1 WINDOW_UPDATE | bytes of credit granted | carries SYN, ACK, FIN and RST where there is no body |
+| 2 PING | an opaque number | SYN asks, ACK answers with the same number |
+| 3 GO_AWAY | a reason code | the sender closes the connection |
+
+A body is handed on in the pieces it arrives in, so a peer that announces much and sends little makes us hold nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import Final, NamedTuple
+
+from p2p.errors import ProtocolError
+
+HEADER_BYTES: Final = 12
+BASE_WINDOW_BYTES: Final = 256 << 10  # what the protocol grants every stream before a word is said
+MAX_BODY_BYTES: Final = 16 << 20  # no window of ours is larger, so no honest body is
+
+_HEADER = struct.Struct("!BBHII")
+_ALL_FLAGS = 0xF
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    DATA = 0
+    WINDOW_UPDATE = 1
+    PING = 2
+    GO_AWAY = 3
+
+
+class Flag(IntFlag):
+    """What a frame does to its stream."""
+
+    SYN = 1
+    ACK = 2
+    FIN = 4
+    RST = 8
+
+
+# Plain integers for the hot path: an enum member costs a microsecond wherever two flags are combined.
+DATA, WINDOW_UPDATE, PING, GO_AWAY = (int(kind) for kind in Kind)
+SYN, ACK, FIN, RST = (int(flag) for flag in Flag)
+
+
+class Frame(NamedTuple):
+    """One frame, or one piece of a DATA frame: `length` is the whole announced length on the first piece, then 0."""
+
+    kind: int
+    flags: int
+    stream_id: int
+    length: int
+    body: bytes
+
+
+def pack_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
+    """The twelve bytes that start a frame."""
+    return _HEADER.pack(0, kind, flags, stream_id, length)
+
+
+class FrameParser:
+    """Cuts a byte stream into frames; keeps at most one partial header between calls."""
+
+    __slots__ = ("_announced", "_first_flags", "_last_flags", "_left", "_partial", "_stream_id")
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._left = 0  # bytes of the current body still to come
+        self._announced = 0
+        self._first_flags = 0
+        self._last_flags = 0
+        self._stream_id = 0
+
+    def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
+        """The frames that `data` completes or continues; raises `ProtocolError` at a header no honest peer sends."""
+        view = memoryview(data)
+        frames: list[Frame] = []
+        offset = 0
+        if self._partial:
+            offset = HEADER_BYTES - len(self._partial)
+            self._partial += bytes(view[:offset])
+            if len(self._partial) < HEADER_BYTES:
+                return frames
+            header, self._partial = self._partial, b""
+            self._begin(header, 0, frames)
+        size = len(view)
+        while True:
+            if self._left:
+                if offset >= size:
+                    return frames
+                offset = self._continue(view, offset, frames)
+            elif size - offset < HEADER_BYTES:
+                self._partial = bytes(view[offset:])
+                return frames
+            else:
+                self._begin(view, offset, frames)
+                offset += HEADER_BYTES
+
+    def _begin(self, buffer: bytes | memoryview, offset: int, frames: list[Frame]) -> None:
+        version, kind, flags, stream_id, length = _HEADER.unpack_from(buffer, offset)
+        if version or kind > GO_AWAY or flags > _ALL_FLAGS:
+            raise ProtocolError(f"not a yamux frame: version {version}, kind {kind}, flags {flags:#x}")
+        if kind <= WINDOW_UPDATE and stream_id == 0:
+            raise ProtocolError("a yamux stream frame for stream 0")
+        if kind != DATA or length == 0:
+            frames.append(Frame(kind, flags, stream_id, length, b""))
+            return
+        if length > MAX_BODY_BYTES:
+            raise ProtocolError(f"a yamux frame of {length} bytes; {MAX_BODY_BYTES} are allowed")
+        self._left = self._announced = length
+        self._stream_id = stream_id
+        self._first_flags = flags & (SYN | ACK)
+        self._last_flags = flags & (FIN | RST)
+
+    def _continue(self, view: memoryview, offset: int, frames: list[Frame]) -> int:
+        stop = min(offset + self._left, len(view))
+        self._left -= stop - offset
+        flags = self._first_flags if self._left else self._first_flags | self._last_flags
+        frames.append(Frame(DATA, flags, self._stream_id, self._announced, bytes(view[offset:stop])))
+        self._announced = self._first_flags = 0
+        return stop
