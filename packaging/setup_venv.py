@@ -162,7 +162,9 @@ def runs_this_version(python: Path) -> bool:
 def install(environment: Mapping[str, str]) -> None:
     """Install Shoal, editable, with its test tools at the pinned versions."""
     UNFINISHED.touch()
-    pip = [str(venv_python()), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    pip = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    if not sys.stdout.isatty():
+        pip.append("--quiet")  # a person sees the downloads' progress, a log only what went wrong
     print("setup: installing Shoal and its dependencies (the first time takes minutes)", flush=True)
     run(
         [*pip, "--constraint", str(ROOT / "constraints.txt"), "--editable", f"{ROOT}[test]"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from app.cli.registry import all_commands
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `shoal` with these arguments and return the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console that has no "°" shows "?" instead of failing
     commands = all_commands()
     arguments = build_parser(commands).parse_args(argv)
     if os.environ.get("SHOAL_DEBUG"):

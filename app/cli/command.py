@@ -31,5 +31,5 @@ class Command:
 
 
 def print_json(value: Any) -> None:
-    """Print facts for a program: one JSON value on one line."""
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    """Print facts for a program: one JSON value on one line, in ASCII, which every console's encoding can carry."""
+    print(json.dumps(value, allow_nan=False))

@@ -1,0 +1,15 @@
+"""Types of arguments that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+
+from app.units import parse_size
+
+
+def size_argument(text: str) -> int:
+    """A size like 6GB, in bytes."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,85 @@
+"""`shoal doctor`: looks at this machine and says what to mend."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from app.cli.arguments import size_argument
+from app.cli.command import Command, print_json
+
+if TYPE_CHECKING:
+    from app.doctor import Check
+    from engine.config import ModelConfig
+    from engine.device import Device
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """A model to size the devices for, and a cap to try."""
+    parser.add_argument("--model", metavar="MODEL", help="how many blocks of this model fit (default: each cached one)")
+    parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help="as if hosting were capped, like 6GB")
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Print the checks as they are made, or all of them as JSON; exit 1 where one failed."""
+    devices: list[Device] = []
+    checks: list[Check] = []
+    for check in examine(arguments, devices):
+        checks.append(check)
+        if not arguments.json:
+            print_check(check)
+    failed = [check.name for check in checks if check.status == "fail"]
+    if arguments.json:
+        facts = [dataclasses.asdict(check) for check in checks]
+        print_json({"ok": not failed, "checks": facts, "devices": [dataclasses.asdict(device) for device in devices]})
+    if failed:
+        print(f"shoal: doctor found what stops Shoal from working: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
+    """All checks of this machine; the devices that were found are added to `devices`."""
+    from app.doctor import check_python, check_torch, disk_of, examine_machine
+    from app.places import cache_folder
+
+    yield check_python(sys.version_info[:3], f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield disk_of(cache_folder())
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # a missing or mismatched shared library is an OSError
+        yield check_torch(None, str(error))
+        return
+    yield check_torch(f"{torch.__version__} with {torch.get_num_threads()} threads")
+    from engine.device import probe_devices
+
+    devices += probe_devices()
+    yield from examine_machine(devices, wanted_models(arguments.model), arguments.max_vram)
+
+
+def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
+    """The shapes of the models to size the devices for: the named one, or every whole one in the cache."""
+    from app.cli.models import cached_models
+    from app.places import cache_folder
+    from engine.errors import SourceError
+    from engine.sources.opening import BUILT_IN, open_source
+
+    cached = {facts.name: source.config for facts, source in cached_models() if source is not None}
+    if name is None or name in cached:
+        return cached if name is None else {name: cached[name]}
+    if name in BUILT_IN:
+        raise SourceError(f"{name} is not in the cache: `shoal pull {name}` fetches it")
+    return {name: open_source(name, cache_folder()).config}
+
+
+def print_check(check: Check) -> None:
+    """One line, and the mend under it."""
+    print(f"{check.status:<5} {check.name:<14} {check.detail}", flush=True)
+    if check.mend:
+        print(f"{'':<21}→ {check.mend}", flush=True)
+
+
+COMMANDS = (Command("doctor", "check this machine and say what to mend", run_doctor, add_doctor_arguments, True),)
