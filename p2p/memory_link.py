@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import trio
 
 from p2p.errors import QueueFull, StreamClosed, StreamReset
-from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, joined
+from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, fits_window, joined
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Pipe:
         self._changed.set()
         self._changed = trio.Event()
 
-    def has_room(self, cost: int = MESSAGE_COST_BYTES) -> bool:
-        """Whether a message of this weight is taken now; an empty pipe takes any one message."""
-        return self.outstanding_bytes == 0 or self.outstanding_bytes + cost <= WINDOW_BYTES
+    def has_room(self, cost: int = WINDOW_BYTES) -> bool:
+        """Whether a message of this weight is taken now."""
+        return fits_window(self.outstanding_bytes, cost)
 
     async def changed(self) -> None:
         """Wait for the next change of this pipe."""
@@ -220,7 +220,7 @@ class MemoryStream:
             await self.reset()
 
     async def wait_room(self) -> None:
-        """Wait until a small message would be taken."""
+        """Wait until a message of any size would be taken."""
         await trio.lowlevel.checkpoint()
         while not self._out.broken and not self._out.has_room():
             await self._out.changed()

@@ -47,3 +47,20 @@ def joined(payload: Payload) -> bytes:
     if isinstance(payload, bytes) and len(payload) <= MAX_BODY_BYTES:
         return payload
     return b"".join(buffers_of(payload)[0])
+
+
+def fits_window(outstanding: int, cost: int) -> bool:
+    """Whether a stream with this much not yet consumed takes one more message.
+
+    A window that is less than half used takes a message of any size: a message larger than the window can pass, and a
+    reader that grants credit at every half window never leaves its sender waiting for nothing.
+    """
+    return outstanding + cost <= WINDOW_BYTES or outstanding < WINDOW_BYTES // 2
+
+
+def check_name(name: str) -> bytes:
+    """A method, protocol or error name as it goes over the wire."""
+    raw = name.encode("ascii", "replace")
+    if not 0 < len(raw) <= MAX_NAME_BYTES or not name.isascii() or not name.isprintable():
+        raise ValueError(f"{name!r} is no name: use 1 to {MAX_NAME_BYTES} printable ASCII characters")
+    return raw

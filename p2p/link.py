@@ -1,0 +1,371 @@
+"""One link to one peer: calls and message streams, many at once, over one byte stream.
+
+The link owns a reader, a writer and the handlers it runs. The reader never waits for anybody: what a peer may make us
+keep is bounded by windows and quotas, and beyond them it is refused. The writer is the only one to write, so that a
+caller that is cancelled never leaves half a frame. Who is linked to whom is for `p2p.rpc`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from p2p.bandwidth import Bandwidth
+from p2p.bytestream import ByteStream
+from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, ProtocolError, QueueFull, StreamReset
+from p2p.frames import FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind
+from p2p.limits import Quota
+from p2p.outbox import Outbox, Outgoing, spoken
+from p2p.serving import Serving, failure_of
+from p2p.streams import MessageStream
+from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Payload, buffers_of, check_name
+
+READ_BYTES = 256 * 1024
+MAX_PENDING_CALLS = 1024
+MAX_TIMEOUT_MS = 2**32 - 1
+
+log = logging.getLogger("shoal.p2p.link")
+
+RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
+StreamHandler = Callable[[MessageStream], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class Services:
+    """What all links of a node share: its handlers, what peers may use, and whom to tell of a peer that misbehaves."""
+
+    quota: Quota = field(default_factory=Quota)
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    methods: dict[str, RequestHandler] = field(default_factory=dict)
+    protocols: dict[str, StreamHandler] = field(default_factory=dict)
+    misbehaved: Callable[[str, str], None] = lambda peer, why: None
+
+
+class _Pending:
+    __slots__ = ("answer", "done", "failure")
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.answer = b""
+        self.failure: P2PError | None = None
+
+
+class PeerLink:
+    """Calls and streams to one peer; a `paced` link reads at the download limit, an `exempt` one knows no limits."""
+
+    def __init__(
+        self, peer: str, stream: ByteStream, services: Services, *, initiator: bool, paced: bool, exempt: bool
+    ) -> None:
+        self._peer, self._stream, self.services = peer, stream, services
+        self.paced, self.exempt = paced, exempt
+        self.bytes_in = self.bytes_out = 0
+        self.rtt_s: float | None = None
+        self.ended = False
+        self.own_parity = 1 if initiator else 0
+        self._next_id = 1 if initiator else 2
+        self._outbox = Outbox()
+        self._assembler = Assembler()
+        self._pending: dict[int, _Pending] = {}
+        self._streams: dict[int, MessageStream] = {}
+        self._serving = Serving(self)
+        self._scope = trio.CancelScope()
+        self._wake = trio.Event()
+        self._written = trio.Event()
+
+    @property
+    def peer(self) -> str:
+        """The peer at the other end."""
+        return self._peer
+
+    async def run(self) -> None:
+        """Read, write and serve until the link ends; never raises what a peer or the network did."""
+        with self._scope:
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._serving.nursery = nursery
+                    nursery.start_soon(self._write)
+                    try:
+                        await self._read()
+                    finally:
+                        # A write under way is shielded; only a reset ends it.
+                        with trio.CancelScope(shield=True):
+                            await self._stream.reset()
+                        nursery.cancel_scope.cancel()
+            finally:
+                self._end()
+
+    def close(self) -> None:
+        """End the link at once."""
+        self._scope.cancel()
+
+    async def call(self, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
+        """One request, one answer; on a timeout, or when the caller is cancelled, the remote handler is cancelled."""
+        parts, size = buffers_of(body)
+        timeout_ms = (
+            min(max(int(timeout_s * 1000), 1), MAX_TIMEOUT_MS) if timeout_s < MAX_TIMEOUT_MS else MAX_TIMEOUT_MS
+        )
+        name = check_name(method)
+        if not self._outbox.has_room(priority):
+            raise QueueFull(f"the queue to {self._peer} is full; slow down")
+        id, pending = self._expect()
+        self.post(Outgoing(Kind.REQUEST, id, priority, parts, size, name, timeout_ms))
+        return await self._outcome(id, pending, timeout_s, f"{method} on {self._peer}")
+
+    async def ping(self, timeout_s: float) -> float:
+        """The round-trip time of an empty frame."""
+        id, pending = self._expect()
+        started_at = trio.current_time()
+        self.post(Outgoing(Kind.PING, id, 0))
+        await self._outcome(id, pending, timeout_s, f"a ping of {self._peer}")
+        self.rtt_s = trio.current_time() - started_at
+        return self.rtt_s
+
+    async def open(self, protocol: str, *, timeout_s: float) -> MessageStream:
+        """A new stream, once the peer accepted it."""
+        name = check_name(protocol)
+        self._check_open()
+        id = self._take_id()
+        stream = self._streams[id] = MessageStream(self, id)
+        self.post(Outgoing(Kind.OPEN, id, 0, name=name))
+        answered = False
+        try:
+            with trio.move_on_after(timeout_s):
+                await stream.opened.wait()
+                answered = True
+        finally:
+            if not answered:
+                stream.abort("cancelled", "the opener gave up")
+        if not answered:
+            raise DeadlineExceeded(f"{self._peer} did not accept {protocol} within {timeout_s:g} s")
+        if stream.failure is not None:
+            raise stream.failure
+        return stream
+
+    # --- what streams and handlers need of their link ---
+
+    def post(self, message: Outgoing) -> None:
+        """Queue something for the writer."""
+        if self.ended:
+            return
+        self._outbox.put(message)
+        self._wake.set()
+        if self._outbox.overrun():
+            self.misbehaved("it asks for answers and does not read them")
+
+    def has_room(self, priority: int) -> bool:
+        """Whether one more message of this priority may be queued."""
+        return self.ended or self._outbox.has_room(priority)
+
+    async def written(self) -> None:
+        """Wait for the writer's next write."""
+        await self._written.wait()
+
+    def consumed(self, size: int) -> None:
+        """Bytes that a stream held for its reader are gone."""
+        self.services.quota.release(self._peer, size)
+
+    def stream_done(self, stream: MessageStream, *, broken: bool) -> None:
+        """Forget a stream."""
+        if self._streams.pop(stream.id, None) is None:
+            return
+        self._assembler.drop(stream.id)
+        if broken:
+            self._outbox.drop(stream.id)
+        if stream.id % 2 != self.own_parity:
+            self.services.quota.end_stream(self._peer)
+
+    def refuse(self, kind: int, id: int, why: str) -> None:
+        """Say `busy`, and report a peer that was told so too often."""
+        self.post(spoken(kind, id, "busy", why))
+        if self.services.quota.refused(self._peer, trio.current_time()):
+            self.misbehaved(f"it does not heed refusals: {why}")
+
+    def misbehaved(self, why: str) -> None:
+        """End the link and report the peer."""
+        if not self.ended:
+            log.warning("%s misbehaves: %s", self._peer, why)
+            self.close()
+            self.services.misbehaved(self._peer, why)
+
+    # --- calls that wait for their answer ---
+
+    def _expect(self) -> tuple[int, _Pending]:
+        self._check_open()
+        if len(self._pending) >= MAX_PENDING_CALLS:
+            raise QueueFull(f"{MAX_PENDING_CALLS} calls to {self._peer} wait for an answer; slow down")
+        id = self._take_id()
+        pending = self._pending[id] = _Pending()
+        return id, pending
+
+    async def _outcome(self, id: int, pending: _Pending, timeout_s: float, what: str) -> bytes:
+        try:
+            with trio.move_on_after(timeout_s):
+                await pending.done.wait()
+        finally:
+            del self._pending[id]
+            if not pending.done.is_set():
+                self._outbox.drop(id)
+                self._assembler.drop(id)
+                self.post(Outgoing(Kind.CANCEL, id, 0))
+        if not pending.done.is_set():
+            raise DeadlineExceeded(f"{what} was not answered within {timeout_s:g} s")
+        if pending.failure is not None:
+            raise pending.failure
+        return pending.answer
+
+    def _take_id(self) -> int:
+        id, self._next_id = self._next_id, self._next_id + 2
+        if self._next_id >= 2**32:  # years of calls on one link; a new link starts again at 1
+            self.close()
+        return id
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise self._gone()
+
+    def _gone(self) -> PeerUnreachable:
+        return PeerUnreachable(f"the link to {self._peer} ended; it may be gone")
+
+    # --- the writer ---
+
+    async def _write(self) -> None:
+        up = self.services.bandwidth.up
+        try:
+            await self._put(PREFACE)
+            while True:
+                urgency = self._outbox.urgency()
+                if urgency is None:
+                    self._wake = trio.Event()
+                    await self._wake.wait()
+                    continue
+                if urgency >= PREFILL and not self.exempt and (wait_s := up.wait_s(trio.current_time())) > 0:
+                    self._wake = trio.Event()
+                    with trio.move_on_after(wait_s):  # something urgent may come meanwhile
+                        await self._wake.wait()
+                    continue
+                data = self._outbox.take()
+                self._written.set()
+                self._written = trio.Event()
+                await self._put(data)
+                if not self.exempt:
+                    up.spend(len(data), trio.current_time())
+        except StreamReset as error:
+            log.debug("the link to %s ended while writing: %s", self._peer, error)
+            self.close()
+
+    async def _put(self, data: bytes) -> None:
+        self.bytes_out += len(data)
+        with trio.CancelScope(shield=True):  # half a frame would spoil the link for everybody else
+            await self._stream.write(data)
+
+    # --- the reader ---
+
+    async def _read(self) -> None:
+        decoder, down = FrameDecoder(), self.services.bandwidth.down
+        try:
+            while True:
+                if self.paced and not self.exempt:
+                    await self._pace()
+                data = await self._stream.read(READ_BYTES)
+                if not data:
+                    return
+                self.bytes_in += len(data)
+                if not self.exempt:
+                    down.spend(len(data), trio.current_time())
+                for frame in decoder.feed(data):
+                    self._dispatch(frame)
+        except StreamReset as error:
+            log.debug("the link to %s ended while reading: %s", self._peer, error)
+        except ProtocolError as error:
+            self.misbehaved(str(error))
+
+    async def _pace(self) -> None:
+        down = self.services.bandwidth.down
+        while (wait_s := down.wait_s(trio.current_time())) > 0:  # noqa: ASYNC110 - the wait is time itself
+            await trio.sleep(wait_s)
+
+    def _dispatch(self, frame: Frame) -> None:
+        kind = frame.kind
+        if kind == Kind.MESSAGE:
+            self._on_message(frame)
+        elif kind in (Kind.ANSWER, Kind.ERROR, Kind.PONG):
+            self._on_answer(frame)
+        elif kind == Kind.REQUEST:
+            if (whole := self._serving.on_request(frame, self._assembler)) is not None:
+                self._serving.start(whole)
+        elif kind == Kind.CANCEL:
+            self._assembler.drop(frame.id)
+            self._outbox.drop(frame.id)
+            self._serving.on_cancel(frame.id)
+        elif kind == Kind.PING:
+            self.post(Outgoing(Kind.PONG, frame.id, 0))
+        elif kind == Kind.OPEN:
+            self._on_open(frame)
+        else:
+            self._on_stream_event(frame)
+
+    def _on_answer(self, frame: Frame) -> None:
+        pending = self._pending.get(frame.id)
+        if pending is None:  # given up meanwhile
+            return
+        if frame.kind == Kind.ERROR:
+            pending.failure = failure_of(frame)
+        else:
+            whole = self._assembler.add(frame)
+            if whole is None:
+                return
+            pending.answer = whole.body
+        pending.done.set()
+
+    def _on_message(self, frame: Frame) -> None:
+        stream = self._streams.get(frame.id)
+        if stream is None:  # closed here while this was on its way
+            return
+        if frame.flags & FIRST:
+            cost = frame.total + MESSAGE_COST_BYTES
+            if not stream.fits(cost):
+                raise ProtocolError(f"stream {frame.id} was sent more than its window")
+            if not self.services.quota.hold(self._peer, cost, trio.current_time()):
+                stream.abort("busy", "too many bytes in flight")
+                return
+            stream.arrive(cost)
+        whole = self._assembler.add(frame)
+        if whole is not None:
+            stream.deliver(whole.body)
+
+    def _on_open(self, frame: Frame) -> None:
+        if frame.id % 2 == self.own_parity or frame.id in self._streams:
+            raise ProtocolError(f"stream {frame.id} is not the peer's to open")
+        stream = MessageStream(self, frame.id)
+        if self._serving.accept(stream, frame.name):
+            self._streams[frame.id] = stream
+            self.post(Outgoing(Kind.OPENED, frame.id, 0))
+
+    def _on_stream_event(self, frame: Frame) -> None:
+        stream = self._streams.get(frame.id)
+        if stream is None:
+            return
+        if frame.kind == Kind.OPENED:
+            stream.opened.set()
+        elif frame.kind == Kind.CREDIT:
+            if not stream.credit(frame.arg):
+                raise ProtocolError(f"stream {frame.id} was credited more than it sent")
+        elif frame.kind == Kind.CLOSE:
+            stream.remote_closed()
+        elif frame.kind == Kind.RESET:
+            broken = StreamReset(f"{self._peer} reset the stream: {frame.name}")
+            stream.fail(broken if stream.opened.is_set() else failure_of(frame))
+
+    def _end(self) -> None:
+        self.ended = True
+        self._written.set()
+        for pending in self._pending.values():
+            pending.failure = self._gone()
+            pending.done.set()
+        for stream in list(self._streams.values()):
+            stream.fail(StreamReset(f"the link to {self._peer} broke; open another stream"))
+        self._serving.end()
+        self.services.quota.forget(self._peer)
