@@ -1,0 +1,300 @@
+"""The directory on a simulated network under an autojumping clock: look-ups, frozen peers, locked keys, bounds."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2p import dht, dht_store
+from p2p.addresses import Address
+from p2p.dht import Directory
+from p2p.dht_store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
+from p2p.dht_table import BUCKET_SIZE, RoutingTable, peer_position
+from p2p.dht_wire import MAX_PROVIDERS, MAX_VALUE_BYTES, Answer, Contact, Op, Request, decode_answer, decode_request
+from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
+from p2p.identity import peer_id_of
+
+KEY = bytes(range(32))
+PLACE = Address("ip4", "10.0.0.1", 7464)
+
+
+def peer_named(number: int) -> str:
+    return peer_id_of(number.to_bytes(32))
+
+
+class World:
+    """Directories that call each other through this object, which delays, freezes and counts."""
+
+    def __init__(self, latency_s: float = 0.01) -> None:
+        self.nodes: dict[str, Directory] = {}
+        self.frozen: set[str] = set()
+        self.dead: set[str] = set()
+        self.connected: set[str] = set()
+        self.asked = 0
+        self.latency_s = latency_s
+
+    def add(self, number: int, is_valid: Callable[[bytes, bytes], bool] = lambda key, value: True) -> Directory:
+        name = peer_named(number)
+
+        async def ask(peer: str, body: bytes, timeout_s: float) -> bytes:
+            self.asked += 1
+            if peer in self.frozen:
+                await trio.sleep(timeout_s)
+                raise DeadlineExceeded("frozen")
+            await trio.sleep(self.latency_s)
+            if peer in self.dead or peer not in self.nodes:
+                raise PeerUnreachable("dead")
+            return await self.nodes[peer].handle(name, body)
+
+        self.nodes[name] = Directory(name, ask, Surroundings(self, name), is_valid)
+        return self.nodes[name]
+
+    async def mesh(self, count: int) -> list[Directory]:
+        """`count` nodes that each know the first one and then look around."""
+        nodes = [self.add(number) for number in range(1, count + 1)]
+        for node in nodes[1:]:
+            node.saw(peer_named(1))
+            await node.refresh()
+        return nodes
+
+
+class Surroundings:
+    def __init__(self, world: World, name: str) -> None:
+        self._world, self._name = world, name
+
+    def addresses(self) -> Sequence[Address]:
+        return [PLACE.of(self._name)]
+
+    def addresses_of(self, peer: str) -> Sequence[Address]:
+        return [PLACE.of(peer)]
+
+    def learn(self, contact: Contact) -> None:
+        pass
+
+    def is_connected(self, peer: str) -> bool:
+        return peer in self._world.connected
+
+
+async def test_a_provider_is_found_through_the_nodes_in_between(autojump_clock: trio.abc.Clock) -> None:
+    nodes = await World().mesh(60)
+    assert await nodes[7].provide(KEY) == dht.STORE_ON
+    for asker in (nodes[0], nodes[33], nodes[59]):
+        assert await asker.find_providers(KEY, timeout_s=5) == [peer_named(8)]
+    assert await nodes[3].find_providers(bytes(32), timeout_s=5) == []
+
+
+async def test_one_bootstrap_node_is_enough(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    _, member, joiner = world.add(1), world.add(2), world.add(3)
+    member.saw(peer_named(1))
+    joiner.saw(peer_named(1))
+    assert await member.provide(KEY) == 1
+    assert await joiner.find_providers(KEY, timeout_s=5) == [peer_named(2)]
+
+
+async def test_frozen_peers_do_not_hold_a_lookup_up(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    nodes = await world.mesh(60)
+    await nodes[7].provide(KEY)
+    victims = random.Random(1).sample([node for node in world.nodes if node not in (peer_named(1), peer_named(8))], 25)
+    world.frozen.update(victims)
+    started_at = trio.current_time()
+    assert await nodes[0].find_providers(KEY, timeout_s=20) == [peer_named(8)]
+    assert trio.current_time() - started_at < 4
+
+
+async def test_all_peers_frozen_ends_at_the_deadline(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    nodes = await world.mesh(30)
+    world.frozen.update(set(world.nodes) - {peer_named(1)})
+    started_at = trio.current_time()
+    await nodes[0].find_providers(KEY, timeout_s=3)
+    assert trio.current_time() - started_at == pytest.approx(3, abs=0.1)
+
+
+async def test_a_silent_peer_leaves_the_table_and_a_new_one_takes_its_place() -> None:
+    table = RoutingTable(peer_named(0))
+    crowd = [peer_named(number) for number in range(1, 400)]
+    for peer in crowd:
+        table.saw(peer)
+    kept = table.peers()
+    before = len(table)
+    table.failed(kept[0])
+    assert kept[0] not in table
+    assert len(table) == before  # a replacement came in
+    lonely = RoutingTable(peer_named(0))
+    lonely.saw(kept[1])
+    lonely.failed(kept[1])
+    assert kept[1] in lonely  # one failure is forgiven where nobody else is known
+    lonely.failed(kept[1])
+    assert kept[1] not in lonely
+
+
+def test_the_table_is_bounded_and_a_subnet_cannot_fill_a_bucket() -> None:
+    table = RoutingTable(peer_named(0))
+    for number in range(1, 5000):
+        table.saw(peer_named(number), "203.0.113")
+    buckets = {(peer_position(peer) ^ peer_position(peer_named(0))).bit_length() for peer in table.peers()}
+    assert len(table) <= 4 * len(buckets)
+    for number in range(1, 5000):
+        table.saw(peer_named(number))
+    assert len(table) <= BUCKET_SIZE * 16
+
+
+async def test_a_thousand_dead_providers_do_not_lock_a_key(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    nodes = await world.mesh(30)
+    member = peer_named(8)
+    await nodes[7].provide(KEY)
+    world.connected.add(member)
+    keepers = [node for node in nodes if len(node.providers)]
+    assert len(keepers) == dht.STORE_ON
+    for number in range(10_000, 11_000):
+        for node in keepers:
+            await node.handle(peer_named(number), Request(Op.PROVIDE, KEY, (PLACE,)).encode())
+    assert all(len(node.providers) <= MAX_PROVIDERS_PER_KEY for node in nodes)
+    world.dead.update(peer_named(number) for number in range(10_000, 11_000))
+    # The member is asked for while it is connected to its directory nodes …
+    assert member in await nodes[20].find_providers(KEY, timeout_s=5, enough=1000)
+    # … and, where the flood flushed it out, it is back after it provides again.
+    world.connected.clear()
+    await nodes[7].provide(KEY)
+    assert member in await nodes[21].find_providers(KEY, timeout_s=5, enough=1000)
+
+
+async def test_dead_providers_are_dropped_by_probing(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    node = world.add(1)
+    for number in range(2, 34):
+        await node.handle(peer_named(number), Request(Op.PROVIDE, KEY, (PLACE,)).encode())
+    living = {peer_named(5), peer_named(9)}
+
+    async def probe(peer: str) -> bool:
+        return peer in living
+
+    with trio.move_on_after(10 * dht.PROBE_S):
+        await node.maintain(probe)
+    assert {contact.peer for contact in node.providers.get(KEY, trio.current_time(), lambda _: False)} == living
+
+
+async def test_a_value_is_read_from_the_network_not_from_memory(autojump_clock: trio.abc.Clock) -> None:
+    nodes = await World().mesh(40)
+    await nodes[3].put_value(KEY, b"first")
+    assert await nodes[30].get_values(KEY, timeout_s=5) == [b"first"]
+    await nodes[3].put_value(KEY, b"second")
+    assert (await nodes[30].get_values(KEY, timeout_s=5))[0] == b"second"
+
+
+async def test_an_invalid_value_is_neither_kept_nor_believed(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+
+    def signed(key: bytes, value: bytes) -> bool:
+        return value.startswith(b"signed")
+
+    careful, careless = world.add(1, signed), world.add(2)
+    careful.saw(peer_named(2))
+    careless.saw(peer_named(1))
+    assert await careless.put_value(KEY, b"forged") == 0
+    assert await careful.get_values(KEY, timeout_s=5) == []
+    assert await careful.put_value(KEY, b"signed by its owner") == 1
+    assert await careful.get_values(KEY, timeout_s=5) == [b"signed by its owner"]
+    with pytest.raises(Refused, match="16384"):
+        await careful.put_value(KEY, bytes(MAX_VALUE_BYTES + 1))
+
+
+async def test_nobody_provides_for_somebody_else(autojump_clock: trio.abc.Clock) -> None:
+    node = World().add(1)
+    forged = json.loads(Request(Op.PROVIDE, KEY, (PLACE.of(peer_named(7)),)).encode()) | {"peer": peer_named(7)}
+    await node.handle(peer_named(2), json.dumps(forged).encode())
+    found = node.providers.get(KEY, trio.current_time(), lambda _: False)
+    assert [contact.peer for contact in found] == [peer_named(2)]
+
+
+async def test_providing_goes_on_by_itself(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    keeper, member = world.add(1), world.add(2)
+    member.saw(peer_named(1))
+    await member.provide(KEY)
+    keeper.providers.dead(peer_named(2))
+
+    async def probe(_: str) -> bool:
+        return True
+
+    with trio.move_on_after(2 * dht.REPUBLISH_S):
+        await member.maintain(probe)
+    assert len(keeper.providers) == 1
+
+
+def test_a_provider_is_forgotten_after_ninety_minutes() -> None:
+    store = ProviderStore()
+    store.add(KEY, Contact(peer_named(1)), now=0)
+    assert store.get(KEY, PROVIDER_TTL_S - 1, lambda _: False)
+    assert store.get(KEY, PROVIDER_TTL_S, lambda _: False) == []
+    assert len(store) == 0
+
+
+def test_the_stores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dht_store, "MAX_RECORDS", 500)
+    monkeypatch.setattr(dht_store, "MAX_VALUE_RECORDS", 100)
+    providers, values = ProviderStore(), ValueStore()
+    for number in range(300):
+        assert providers.add(number.to_bytes(32), Contact(peer_named(1)), 0) == (number < MAX_KEYS_PER_PROVIDER)
+    for number in range(1000):
+        key = number.to_bytes(32)
+        providers.add(key, Contact(peer_named(number + 2)), now=number)
+        values.put(key, peer_named(number), b"value", now=number)
+    assert len(providers) <= 500
+    assert len(values) <= 100
+    assert len(providers.get((999).to_bytes(32), 1000, lambda _: False)) == 1
+
+
+def test_the_answer_holds_the_connected_the_fresh_and_some_of_the_rest() -> None:
+    store = ProviderStore(random.Random(3))
+    for number in range(MAX_PROVIDERS_PER_KEY):
+        store.add(KEY, Contact(peer_named(number)), now=number)
+    answers = [[contact.peer for contact in store.get(KEY, 100, lambda peer: peer == peer_named(0))] for _ in range(40)]
+    assert all(answer[0] == peer_named(0) and len(answer) == MAX_PROVIDERS for answer in answers)
+    assert all(peer_named(MAX_PROVIDERS_PER_KEY - 1) in answer for answer in answers)
+    assert {peer for answer in answers for peer in answer} == {peer_named(n) for n in range(MAX_PROVIDERS_PER_KEY)}
+
+
+@given(st.binary(max_size=400))
+def test_arbitrary_bytes_raise_one_error(body: bytes) -> None:
+    for decode in (decode_request, decode_answer):
+        try:
+            decode(body)
+        except ProtocolError:
+            pass
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["version", "op", "key", "value", "addresses", "peers", "providers", "values", "id"]),
+        st.recursive(
+            st.one_of(st.none(), st.integers(), st.text(max_size=20), st.sampled_from(["peers", "store", "00" * 32])),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["id", "addresses"]), inner),
+            max_leaves=6,
+        ),
+    )
+)
+def test_arbitrary_fields_raise_one_error(fields: dict[str, object]) -> None:
+    body = json.dumps({"version": 1} | fields).encode()
+    for decode in (decode_request, decode_answer):
+        try:
+            decode(body)
+        except ProtocolError:
+            pass
+
+
+def test_messages_come_back_as_they_were() -> None:
+    contact = Contact(peer_named(1), (PLACE.of(peer_named(1)),))
+    answer = Answer((contact,), (contact, Contact(peer_named(2))), (b"value",), True)
+    assert decode_answer(answer.encode()) == answer
+    for request in (Request(Op.PROVIDE, KEY, (PLACE,)), Request(Op.STORE, KEY, value=b"x"), Request(Op.PEERS, KEY)):
+        assert decode_request(request.encode()) == request
