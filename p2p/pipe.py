@@ -83,8 +83,11 @@ class Pipe:
         """Wait until the kernel has room; returns at once where there is no socket to ask."""
         if self._direct is None:
             return
+        descriptor = self._direct.fileno()
+        if descriptor < 0:
+            raise ConnectionClosedError("the connection was closed")
         try:
-            await trio.lowlevel.wait_writable(self._direct.fileno())
+            await trio.lowlevel.wait_writable(descriptor)
         except _LOST as error:
             raise ConnectionClosedError(f"the connection was lost: {error}") from error
 

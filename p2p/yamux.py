@@ -25,9 +25,9 @@ from multiaddr import Multiaddr
 
 from p2p.errors import ProtocolError
 from p2p.noise_session import NoiseSession
-from p2p.yamux_flow import WindowBudget
 from p2p.yamux_sender import Sender
 from p2p.yamux_stream import Buffer, StreamBroken, TooManyStreams, YamuxStream, reset_frame
+from p2p.yamux_table import UNKNOWN_RTT_S, FloodGuard, PingBook, StreamTable
 from p2p.yamux_wire import (
     ACK,
     DATA,
@@ -44,15 +44,9 @@ from p2p.yamux_wire import (
 
 logger = logging.getLogger("shoal.p2p.yamux")
 
-MAX_STREAMS: Final = 256  # of both sides together
-MAX_INBOUND: Final = 192
 ACCEPT_BACKLOG: Final = 64
-LINGER_S: Final = 60.0  # how long a peer may leave a stream open that this side has closed
-UNKNOWN_RTT_S: Final = 0.1
 _FRAMES_PER_TURN: Final = 512  # frames handled before other tasks get a turn
-_REAP_FROM: Final = 64  # streams
-_IDLE_FRAMES: Final = 2000  # frames that achieve nothing: a burst of these is forgiven ...
-_IDLE_FRAMES_PER_S: Final = 200  # ... and this many a second ever after
+_GOODBYE_S: Final = 1.0
 _GO_AWAY_NORMAL: Final = 0
 _GO_AWAY_PROTOCOL_ERROR: Final = 1
 _MAX_CREDIT: Final = (1 << 32) - 1
@@ -75,24 +69,17 @@ class YamuxConnection(IMuxedConn):
         self.on_close = on_close
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
-        self.budget = WindowBudget()
-        self.streams: dict[int, YamuxStream] = {}
+        self.table = StreamTable()
         self.now = trio.current_time
         self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
         self._next_id = 1 if self._is_initiator else 2
-        self._inbound = 0
         self._sender = Sender(secured_conn, self._lost)
         self._accepted: tuple[trio.MemorySendChannel[YamuxStream], trio.MemoryReceiveChannel[YamuxStream]]
         self._accepted = trio.open_memory_channel(ACCEPT_BACKLOG)
         self._scope = trio.CancelScope()
-        self._pings: dict[int, tuple[float, trio.Event]] = {}
-        self._ping_number = 0
-        self._rtt_s: float | None = None
-        self._idle_frames = 0.0
-        self._idle_since = 0.0
+        self._pings = PingBook(self.now)
+        self._flood = FloodGuard(self.now())
         self._ending: str | None = None
-
-    # What libp2p asks of a connection.
 
     @property
     def is_initiator(self) -> bool:
@@ -111,7 +98,7 @@ class YamuxConnection(IMuxedConn):
 
     def rtt(self) -> float:
         """The last measured round-trip time in seconds, 0 where there is none yet."""
-        return self._rtt_s or 0.0
+        return self._pings.rtt_s or 0.0
 
     def get_remote_address(self) -> tuple[str, int] | None:
         """The peer's IP address and port, where the connection has them."""
@@ -129,7 +116,6 @@ class YamuxConnection(IMuxedConn):
         """Run the connection until it ends; raises nothing, whatever the peer does."""
         if self.event_started.is_set():
             return
-        self._idle_since = self.now()
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -143,9 +129,7 @@ class YamuxConnection(IMuxedConn):
         finally:
             self.event_started.set()
             self._end("the connection was lost")
-            with trio.CancelScope(shield=True):
-                await self._session.close()
-            self.event_closed.set()
+            await self._close_session()
         await self._notify_closed()
 
     async def close(self) -> None:
@@ -154,9 +138,7 @@ class YamuxConnection(IMuxedConn):
             self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_NORMAL))
         self._end("this side closed the connection")
         self._scope.cancel()
-        with trio.CancelScope(shield=True):
-            await self._session.close()
-        self.event_closed.set()
+        await self._close_session()
         await self._notify_closed()
 
     def abort(self) -> None:
@@ -170,11 +152,11 @@ class YamuxConnection(IMuxedConn):
         if self._ending is not None:
             raise StreamBroken(self._ending)
         self._reap()
-        if len(self.streams) >= MAX_STREAMS or not self.budget.admit():
-            raise TooManyStreams(f"the connection to {self.peer_id} has {len(self.streams)} streams; close some")
+        if not self.table.admit(inbound=False):
+            raise TooManyStreams(f"the connection to {self.peer_id} has {len(self.table.open)} streams; close some")
         stream = YamuxStream(self._next_id, self, is_initiator=True)
         self._next_id += 2
-        self.streams[stream.stream_id] = stream
+        self.table.add(stream)
         self.control(pack_header(WINDOW_UPDATE, SYN, stream.stream_id, stream.receiving.open_window()))
         return stream
 
@@ -189,14 +171,12 @@ class YamuxConnection(IMuxedConn):
         """Measure the round-trip time in seconds; every yamux peer answers. Put a deadline around it."""
         if self._ending is not None:
             raise StreamBroken(self._ending)
-        number = self._ping_number = (self._ping_number + 1) & 0xFFFFFFFF
-        answered = trio.Event()
-        self._pings[number] = (self.now(), answered)
+        number, answered = self._pings.begin()
         try:
             self.control(pack_header(PING, SYN, 0, number))
             await answered.wait()
         finally:
-            self._pings.pop(number, None)
+            self._pings.forget(number)
         if self._ending is not None:
             raise StreamBroken(self._ending)
         return self.rtt()
@@ -218,7 +198,7 @@ class YamuxConnection(IMuxedConn):
 
     def grant_credit(self, stream: YamuxStream) -> None:
         """Tell the peer that it may send more, when enough was read."""
-        credit = stream.receiving.credit_due(self.now(), self._rtt_s or UNKNOWN_RTT_S)
+        credit = stream.receiving.credit_due(self.now(), self._pings.rtt_s or UNKNOWN_RTT_S)
         if credit:
             self.control(pack_header(WINDOW_UPDATE, 0, stream.stream_id, credit))
 
@@ -236,17 +216,8 @@ class YamuxConnection(IMuxedConn):
     def reset_stream(self, stream: YamuxStream, reason: str) -> None:
         """End a stream in both directions and tell the peer."""
         stream.on_broken(reason)
-        if self.forget(stream):
+        if self.table.remove(stream):
             self.control(reset_frame(stream.stream_id))
-
-    def forget(self, stream: YamuxStream) -> bool:
-        """Let go of a stream that has ended; whether it was known."""
-        if self.streams.get(stream.stream_id) is not stream:
-            return False
-        del self.streams[stream.stream_id]
-        self.budget.release(stream.receiving.window)
-        self._inbound -= not stream.is_initiator
-        return True
 
     # What the peer sends.
 
@@ -271,11 +242,11 @@ class YamuxConnection(IMuxedConn):
         elif frame.kind == GO_AWAY:
             raise ConnectionClosedError(f"the peer closed the connection (reason {frame.length})")
         else:
-            stream = self._on_syn(frame.stream_id) if frame.flags & SYN else self.streams.get(frame.stream_id)
+            stream = self._on_syn(frame.stream_id) if frame.flags & SYN else self.table.open.get(frame.stream_id)
             if stream is not None:
                 self._on_stream_frame(stream, frame)
             elif frame.length or not frame.body:  # the rest of a body was counted with its start
-                self._count_idle()
+                self._flood.count(self.now())
 
     def _on_stream_frame(self, stream: YamuxStream, frame: Frame) -> None:
         kind, flags, _, length, body = frame
@@ -289,59 +260,42 @@ class YamuxConnection(IMuxedConn):
             self._sender.outbox.offer(stream.sending)
         if flags & RST:
             stream.on_broken("the peer reset the stream")
-            self.forget(stream)
+            self.table.remove(stream)
+            self._flood.count(self.now())
         elif flags & FIN:
             stream.on_end()
             if stream.send_closed:
-                self.forget(stream)
+                self.table.remove(stream)
         elif not (length or body or flags):
-            self._count_idle()
+            self._flood.count(self.now())
 
     def _on_syn(self, stream_id: int) -> YamuxStream | None:
-        if stream_id in self.streams:
+        if stream_id in self.table.open:
             raise ProtocolError(f"opened stream {stream_id} twice")
         self._reap()
-        full = self._inbound >= MAX_INBOUND or len(self.streams) >= MAX_STREAMS
-        if full or not self.budget.admit():
+        if not self.table.admit(inbound=True):
             self._sender.outbox.control(reset_frame(stream_id))
             return None
         stream = YamuxStream(stream_id, self, is_initiator=False)
         try:
             self._accepted[0].send_nowait(stream)
         except trio.WouldBlock:
-            self.budget.release(stream.receiving.window)
+            self.table.budget.release(stream.receiving.window)
             self._sender.outbox.control(reset_frame(stream_id))
             return None
-        self.streams[stream_id] = stream
-        self._inbound += 1
+        self.table.add(stream)
         self._sender.outbox.control(pack_header(WINDOW_UPDATE, ACK, stream_id, stream.receiving.open_window()))
         return stream
 
     def _on_ping(self, frame: Frame) -> None:
         if frame.flags & SYN:
             self._sender.outbox.pong(frame.length)
-            self._count_idle()
-        elif frame.length in self._pings:
-            sent_at, answered = self._pings[frame.length]
-            self._rtt_s = max(self.now() - sent_at, 1e-6)
-            answered.set()
-        else:
-            self._count_idle()
-
-    def _count_idle(self) -> None:
-        """Count a frame that achieved nothing; a peer that sends little else only means to keep this node busy."""
-        now = self.now()
-        forgiven = (now - self._idle_since) * _IDLE_FRAMES_PER_S
-        self._idle_frames, self._idle_since = max(0.0, self._idle_frames - forgiven) + 1, now
-        if self._idle_frames > _IDLE_FRAMES:
-            raise ProtocolError("floods this node with frames that do nothing")
+            self._flood.count(self.now())
+        elif not self._pings.answer(frame.length):
+            self._flood.count(self.now())
 
     def _reap(self) -> None:
-        """Reset streams that this side closed long ago and the peer still keeps open."""
-        if len(self.streams) < _REAP_FROM:
-            return
-        before = self.now() - LINGER_S
-        for stream in [s for s in self.streams.values() if s.closed_at is not None and s.closed_at < before]:
+        for stream in self.table.overdue(self.now()):
             self.reset_stream(stream, "the peer did not close the stream")
 
     # The end.
@@ -360,11 +314,15 @@ class YamuxConnection(IMuxedConn):
             return
         self._ending = reason
         self._accepted[0].close()
-        for stream in list(self.streams.values()):
+        for stream in list(self.table.open.values()):
             stream.on_broken(reason, keep_buffer=True)
-            self.forget(stream)
-        for _, answered in self._pings.values():
-            answered.set()
+            self.table.remove(stream)
+        self._pings.release_all()
+
+    async def _close_session(self) -> None:
+        with trio.CancelScope(deadline=self.now() + _GOODBYE_S, shield=True):
+            await self._session.close()
+        self.event_closed.set()
 
     async def _notify_closed(self) -> None:
         callback, self.on_close = self.on_close, None

@@ -66,7 +66,7 @@ class ReceiveHalf:
         self._chunks: deque[bytes | bytearray] = deque()
         self._head = 0  # bytes of the first chunk already read
         self._consumed = 0  # bytes read and not yet given back as credit
-        self._epoch_at: float | None = None
+        self._epoch_at = 0.0
 
     def open_window(self) -> int:
         """The credit to grant beyond the base window when the stream opens."""
@@ -84,8 +84,8 @@ class ReceiveHalf:
     def push(self, piece: bytes, now: float) -> None:
         """Keep a piece for the reader; small ones are joined, so that a flood of them costs no more than its bytes."""
         chunks = self._chunks
-        if self._epoch_at is None:
-            self._epoch_at = now
+        if self._consumed + self.buffered < self.window // 8:
+            self._epoch_at = now  # a trickle before the flood says nothing about the flood's speed
         if not chunks or len(piece) > _SMALL_PIECE_BYTES:
             chunks.append(piece)
         else:
@@ -131,16 +131,17 @@ class ReceiveHalf:
     def credit_due(self, now: float, rtt_s: float) -> int:
         """Credit to grant now: what was read, in halves of the window, and more where the window limits the sender.
 
-        Half a window that fills within two round trips means the sender could keep more in flight; the window doubles
-        then, provided that the reader keeps up with what has arrived.
+        Half a window that arrives within two round trips means that the sender could keep more in flight; the window
+        doubles then (or quadruples, where it came in one burst), provided that the reader keeps up with what arrived.
         """
         if self._consumed < self.window // 2:
             return 0
         granted, self._consumed = self._consumed, 0
-        epoch_at, self._epoch_at = self._epoch_at, now if self.buffered else None
+        epoch_at, self._epoch_at = self._epoch_at, now
         keeps_up = self.buffered <= self.window // 2
-        if keeps_up and epoch_at is not None and now - epoch_at < max(2 * rtt_s, _MIN_EPOCH_S):
-            extra = self.budget.grow(min(self.window, MAX_WINDOW_BYTES - self.window))
+        if keeps_up and now - epoch_at < max(2 * rtt_s, _MIN_EPOCH_S):
+            factor = 4 if now - epoch_at < rtt_s / 2 else 2
+            extra = self.budget.grow(min((factor - 1) * self.window, MAX_WINDOW_BYTES - self.window))
             self.window += extra
             granted += extra
         self.credit += granted

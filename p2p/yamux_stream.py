@@ -24,7 +24,7 @@ _BURST_WRITES: Final = 16  # writes that may return without letting other tasks 
 Buffer = bytes | bytearray | memoryview
 
 
-class EndOfStream(MuxedStreamEOF, StreamClosed):
+class StreamEOF(MuxedStreamEOF, StreamClosed):
     """The peer sent all it had to send."""
 
 
@@ -47,7 +47,7 @@ class YamuxStream(IMuxedStream):
         self.stream_id = stream_id
         self.muxed_conn = self._connection = connection
         self.is_initiator = is_initiator
-        self.receiving = ReceiveHalf(connection.budget)
+        self.receiving = ReceiveHalf(connection.table.budget)
         self.sending = SendHalf(stream_id)
         self.closed_at: float | None = None  # when this side closed; a peer may not keep it open for ever after
         self.send_closed = False
@@ -80,7 +80,8 @@ class YamuxStream(IMuxedStream):
         receiving = self.receiving
         while not receiving.buffered:
             self._check_readable()
-            self._arrived = trio.Event()
+            if self._arrived.is_set():
+                self._arrived = trio.Event()
             await self._arrived.wait()
         data = receiving.pop(-1 if n is None else n)
         if not self.recv_closed and self._broken is None:
@@ -100,7 +101,7 @@ class YamuxStream(IMuxedStream):
 
     def _check_readable(self) -> None:
         if self.recv_closed:
-            raise EndOfStream("the peer closed the stream")
+            raise StreamEOF("the peer closed the stream")
         if self._broken is not None:
             raise StreamBroken(self._broken)
 
@@ -178,7 +179,7 @@ class YamuxStream(IMuxedStream):
         self.send_closed = True
         self._connection.control(pack_header(WINDOW_UPDATE, FIN, self.stream_id, 0))
         if self.recv_closed:
-            self._connection.forget(self)
+            self._connection.table.remove(self)
 
     async def close(self) -> None:
         """Close this side; where the peer does not close its own, the stream is reset after a while."""

@@ -1,0 +1,241 @@
+"""How fast a channel is, py-libp2p's own and ours, each between two processes on loopback.
+
+    python -m tests.bench.channel --json
+
+Both run under the same libp2p host and are used through the same stream interface; only the Noise session and the
+yamux connection differ. `shoal_noise` is ours under the cipher that every libp2p speaks, `shoal` under the one that
+two Shoal nodes choose. Rounds alternate and the best one counts, since other programs can only make a round slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import trio
+from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.peer.peerinfo import info_from_p2p_addr
+from multiaddr import Multiaddr
+
+from p2p.noise import NOISE_ID, security_options
+from p2p.selftest import install_yamux
+from tests.bench.delay import delay_proxy
+
+STACKS = ("stock", "shoal_noise", "shoal")
+ECHO = TProtocol("/bench/echo")
+SINK = TProtocol("/bench/sink")
+CHUNK = 256 << 10
+DELAY_RTT_S = 0.05
+DELAY_BYTES = 4 << 20
+BULK_BYTES = {"stock": 24 << 20, "shoal_noise": 128 << 20, "shoal": 128 << 20}
+
+
+def make_host(stack: str) -> Any:
+    """A libp2p host with the channel to measure."""
+    keypair = create_new_key_pair()
+    if stack == "stock":
+        return new_host(key_pair=keypair)
+    install_yamux()
+    options = security_options(keypair, secret=None)
+    if stack == "shoal_noise":
+        options = {NOISE_ID: options[NOISE_ID]}
+    return new_host(key_pair=keypair, sec_opt=options)
+
+
+async def _read_all(stream: Any, size: int) -> None:
+    while size:
+        size -= len(await stream.read(size))
+
+
+async def _echo(stream: Any) -> None:
+    while True:
+        await stream.write(await stream.read(CHUNK))
+
+
+async def _sink(stream: Any) -> None:
+    while True:
+        header = b""
+        while len(header) < 8:
+            header += await stream.read(8 - len(header))
+        await _read_all(stream, int.from_bytes(header, "big"))
+        await stream.write(b"!")
+
+
+def _until_the_end(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    async def run(stream: Any) -> None:
+        try:
+            await handler(stream)
+        except Exception:
+            return
+
+    return run
+
+
+async def serve(stack: str) -> None:
+    """Print an address and answer until killed."""
+    host = make_host(stack)
+    async with host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+        host.set_stream_handler(ECHO, _until_the_end(_echo))
+        host.set_stream_handler(SINK, _until_the_end(_sink))
+        print(host.get_addrs()[0], flush=True)
+        await trio.sleep_forever()
+
+
+@asynccontextmanager
+async def _connected(stack: str, address: str) -> AsyncIterator[tuple[Any, Any]]:
+    host = make_host(stack)
+    async with host.run([]):
+        info = info_from_p2p_addr(Multiaddr(address))
+        await host.connect(info)
+        yield host, info.peer_id
+
+
+async def _send_and_wait(stream: Any, size: int) -> float:
+    """Seconds until the other side has all of `size` bytes and said so."""
+    chunk = bytes(CHUNK)
+    begun = time.perf_counter()
+    await stream.write(size.to_bytes(8, "big"))
+    for _ in range(size // CHUNK):
+        await stream.write(chunk)
+    await _read_all(stream, 1)
+    return time.perf_counter() - begun
+
+
+async def _round_trips(stream: Any, size: int, times: int) -> float:
+    message, taken = bytes(size), []
+    for _ in range(times):
+        begun = time.perf_counter()
+        await stream.write(message)
+        await _read_all(stream, size)
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken) * 1000
+
+
+async def measure(stack: str, address: str) -> dict[str, float]:
+    """One round of round-trip times and bulk."""
+    async with _connected(stack, address) as (host, peer):
+        echo = await host.new_stream(peer, [ECHO])
+        await _round_trips(echo, 1024, 50)
+        rtt_1k_ms = await _round_trips(echo, 1024, 300)
+        rtt_256k_ms = await _round_trips(echo, 256 << 10, 20)
+        sink = await host.new_stream(peer, [SINK])
+        await _send_and_wait(sink, CHUNK * 8)
+        size = BULK_BYTES[stack]
+        bulk_mb_s = size / 1e6 / await _send_and_wait(sink, size)
+        return {"rtt_1k_ms": rtt_1k_ms, "rtt_256k_ms": rtt_256k_ms, "bulk_mb_s": bulk_mb_s}
+
+
+async def measure_delayed(stack: str, address: str) -> dict[str, float]:
+    """The first 4 MiB on a new stream, as a node that just opened one would send them."""
+    async with _connected(stack, address) as (host, peer):
+        sink = await host.new_stream(peer, [SINK])
+        return {"delayed_s": await _send_and_wait(sink, DELAY_BYTES)}
+
+
+class _PlainStream:
+    """A bare TCP connection with the interface of a stream: what the wire itself needs."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.write = stream.send_all
+        self.read = stream.receive_some
+
+
+async def _measure_wire(port: int) -> float:
+    return await _send_and_wait(_PlainStream(await trio.open_tcp_stream("127.0.0.1", port)), DELAY_BYTES)
+
+
+def _run(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tests.bench.channel", *arguments]
+
+
+@contextmanager
+def _server(stack: str) -> Iterator[str]:
+    process = subprocess.Popen(_run("--serve", stack), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _client(stack: str, address: str, mode: str) -> dict[str, float]:
+    done = subprocess.run(_run(mode, stack, "--peer", address), stdout=subprocess.PIPE, text=True, check=True)
+    outcome: dict[str, float] = json.loads(done.stdout)
+    return outcome
+
+
+async def _delay_figures(stack: str, address: str) -> float:
+    """Round trips that a stack needs beyond what bare TCP needs through the same proxy."""
+    multiaddr = Multiaddr(address)
+    port = int(multiaddr.value_for_protocol("tcp"))
+    async with delay_proxy(port, DELAY_RTT_S) as proxy_port:
+        through = address.replace(f"/tcp/{port}", f"/tcp/{proxy_port}")
+        outcome = await trio.to_thread.run_sync(_client, stack, through, "--delayed")
+    async with trio.open_nursery() as nursery:
+
+        async def plain(stream: trio.SocketStream) -> None:
+            await _until_the_end(_sink)(_PlainStream(stream))
+
+        listeners = await nursery.start(trio.serve_tcp, plain, 0)
+        async with delay_proxy(listeners[0].socket.getsockname()[1], DELAY_RTT_S) as proxy_port:
+            wire_s = await _measure_wire(proxy_port)
+        nursery.cancel_scope.cancel()
+    return (outcome["delayed_s"] - wire_s) / DELAY_RTT_S
+
+
+def compare(rounds: int) -> dict[str, Any]:
+    """All figures of all stacks."""
+    figures: dict[str, list[dict[str, float]]] = {stack: [] for stack in STACKS}
+    for _ in range(rounds):
+        for stack in STACKS:
+            with _server(stack) as address:
+                figures[stack].append(_client(stack, address, "--client"))
+    best: dict[str, Any] = {}
+    for stack, taken in figures.items():
+        best[stack] = {
+            "rtt_1k_ms": round(min(figure["rtt_1k_ms"] for figure in taken), 3),
+            "rtt_256k_ms": round(min(figure["rtt_256k_ms"] for figure in taken), 3),
+            "bulk_mb_s": round(max(figure["bulk_mb_s"] for figure in taken), 1),
+        }
+    best["rtt_ratio"] = round(best["stock"]["rtt_1k_ms"] / best["shoal"]["rtt_1k_ms"], 2)
+    best["bulk_ratio"] = round(best["shoal"]["bulk_mb_s"] / best["stock"]["bulk_mb_s"], 2)
+    extra = []
+    for _ in range(rounds):
+        with _server("shoal") as address:
+            extra.append(trio.run(_delay_figures, "shoal", address))
+    best["delay_4mib_extra_rtts"] = round(min(extra), 2)
+    return best
+
+
+def main() -> None:
+    """Parse the command line and run what it names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--rounds", type=int, default=3)
+    for role in ("--serve", "--client", "--delayed"):
+        parser.add_argument(role, metavar="STACK", choices=STACKS, help=argparse.SUPPRESS)
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        trio.run(serve, arguments.serve)
+    elif arguments.client:
+        print(json.dumps(trio.run(measure, arguments.client, arguments.peer)))
+    elif arguments.delayed:
+        print(json.dumps(trio.run(measure_delayed, arguments.delayed, arguments.peer)))
+    else:
+        best = compare(arguments.rounds)
+        print(json.dumps(best) if arguments.json else "\n".join(f"{name}: {value}" for name, value in best.items()))
+
+
+if __name__ == "__main__":
+    main()
