@@ -1,0 +1,139 @@
+"""Names, pins and spans as people type them; and which swarm a name means."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import NameConflict, UnknownSwarm, UsageError
+from app.records import SwarmRecord, sign_record
+from app.resolve import resolve
+from app.span import Span
+from app.swarm_name import SwarmName, is_swarm_name, pinned
+from p2p.identity import Identity
+
+NOW = 1_800_000_000_000
+ALICE, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
+LLAMA, QWEN = "1a2b3c4d" + "0" * 56, "ffee0011" + "0" * 56
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "pin"),
+    [
+        ("attic", "attic", None),
+        (" Attic ", "attic", None),
+        ("a", "a", None),
+        ("my-swarm_2.0#1A2B3C4D", "my-swarm_2.0", "1a2b3c4d"),
+        ("x#" + LLAMA, "x", LLAMA),
+    ],
+)
+def test_names_that_are_read(text: str, name: str, pin: str | None) -> None:
+    parsed = SwarmName.parse(text)
+    assert parsed == SwarmName(name, pin)
+    assert SwarmName.parse(str(parsed)) == parsed
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "-a", ".a", "a b", "a/b", "é", "a" * 64, "a#", "a#123", "a#1a2b3c4g", "a#" + "0" * 65, "a#1#2", "\u0430"],
+)
+def test_names_that_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        SwarmName.parse(text)
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_name_or_a_usage_error(text: str) -> None:
+    try:
+        name = SwarmName.parse(text).name
+    except UsageError:
+        return
+    assert is_swarm_name(name)
+
+
+def test_pins_have_as_many_digits_as_they_need() -> None:
+    near = LLAMA[:10] + "f" * 54
+    assert pinned("a", LLAMA) == "a#1a2b3c4d"
+    assert pinned("a", LLAMA, (LLAMA, QWEN)) == "a#1a2b3c4d"
+    assert pinned("a", LLAMA, (LLAMA, near)) == "a#" + LLAMA[:11]
+
+
+@pytest.mark.parametrize("text", ["", "3", "5:5", "5:3", "-1:3", "0:4097", "a:b", "1:2:3", "0:99999"])
+def test_spans_that_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        Span.parse(text)
+
+
+def test_spans() -> None:
+    span = Span.parse("3:7")
+    assert (str(span), len(span), list(span.blocks())) == ("3:7", 4, [3, 4, 5, 6])
+    assert 3 in span
+    assert 7 not in span
+    assert span.overlaps(Span(6, 9))
+    assert not span.overlaps(Span(7, 9))
+
+
+# --- resolving -------------------------------------------------------------------------------------------------------
+
+
+def record(model: str, who: Identity = ALICE, at: int = NOW, name: str = "attic") -> SwarmRecord:
+    return sign_record(who, name, model, now_ms=at)
+
+
+def test_a_name_that_all_agree_on() -> None:
+    known = record(LLAMA)
+    assert resolve(SwarmName("attic"), {"p": [known], "q": [known], "r": []}).one() is known
+
+
+def test_nobody_knows_it() -> None:
+    for heard in ({}, {"p": [record(LLAMA, name="other")]}):
+        with pytest.raises(UnknownSwarm, match=r"swarm attic: check the name, or ask a member for an invite"):
+            resolve(SwarmName("attic"), heard).one()
+    with pytest.raises(UnknownSwarm, match="attic#ffee0011"):
+        resolve(SwarmName("attic", "ffee0011"), {"p": [record(LLAMA)]}).one()
+
+
+def test_two_models_under_one_name_are_refused_with_a_list() -> None:
+    heard = {"p": [record(LLAMA)], "q": [record(LLAMA)], "r": [record(QWEN, BOB)]}
+    with pytest.raises(NameConflict) as refusal:
+        resolve(SwarmName("attic"), heard).one()
+    assert str(refusal.value) == (
+        f"several swarms are called attic; join one of: attic#1a2b3c4d (by {ALICE.peer_id}, 2 members), "
+        f"attic#ffee0011 (by {BOB.peer_id}, 1 member)"
+    )
+    assert resolve(SwarmName("attic", "ffee0011"), heard).one().model_hash == QWEN
+
+
+def test_a_pin_that_somebody_ground_out_is_a_conflict_too() -> None:
+    twin = LLAMA[:8] + "f" * 56
+    with pytest.raises(NameConflict, match=r"attic#1a2b3c4d0.*attic#1a2b3c4df"):
+        resolve(SwarmName("attic", "1a2b3c4d"), {"p": [record(LLAMA), record(twin, BOB)]}).one()
+
+
+def test_a_flood_of_records_makes_a_short_list() -> None:
+    flood = [record(f"{number:064x}", BOB) for number in range(1000)]
+    with pytest.raises(NameConflict, match="and 993 more") as refusal:
+        resolve(SwarmName("attic"), {"p": [record(LLAMA)], "q": [record(LLAMA)], "m": flood}).one()
+    # What more members say comes first, so that a flood by one cannot hide it.
+    assert "join one of: attic#1a2b3c4d" in str(refusal.value)
+
+
+def test_records_of_one_model_are_one_swarm_and_the_first_counts() -> None:
+    early, late = record(LLAMA, BOB, NOW - 5), record(LLAMA, ALICE, NOW)
+    for order in ([early, late], [late, early]):
+        assert resolve(SwarmName("attic"), {"p": order}).one() is early
+    same_time = [record(LLAMA, who) for who in (ALICE, BOB)]
+    chosen = resolve(SwarmName("attic"), {"p": same_time}).one()
+    assert chosen.creator == min(ALICE.peer_id, BOB.peer_id)
+
+
+def test_what_was_joined_first_stays() -> None:
+    mine, other = record(LLAMA), record(QWEN, BOB, NOW - 10**6)
+    heard = {"p": [other], "q": [other]}
+    assert resolve(SwarmName("attic"), heard, remembered=mine).one() is mine
+    assert resolve(SwarmName("attic", "ffee0011"), heard, remembered=mine).one() is other
+    elsewhere = dataclasses.replace(mine, name="cellar")
+    assert resolve(SwarmName("attic"), heard, remembered=elsewhere).one() is other
