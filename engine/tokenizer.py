@@ -1,0 +1,222 @@
+"""Text to token ids and back, and back again one token at a time.
+
+The rules are the model's own (`tokenizer.json`), run by the `tokenizers` library. The streaming decoder here is exact:
+the pieces that it hands out, joined, are what decoding all the ids at once gives.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+import tokenizers
+
+from engine.errors import SourceError
+from engine.sources.base import TokenizerSpec
+from engine.sources.files import AGAIN, shown
+from engine.sources.gguf_tokenizer import byte_alphabet
+
+_T = TypeVar("_T")
+_SPACE = "\u2581"
+# A run of byte tokens is held back until it ends, since one bad byte turns all of it into replacement characters; a
+# valid run as long as this is handed out all the same, so that a text written in byte tokens still streams.
+_MAX_RUN = 64
+
+
+class Detokenizer(Protocol):
+    """Turns a stream of token ids into text that never ends in a part of a character."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+
+    def flush(self) -> str:
+        """What is still held back at the end; the next push begins a new text."""
+
+
+class Tokenizer:
+    """A model's tokenizer."""
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        self._backend = _guarded(lambda: tokenizers.Tokenizer.from_str(spec.tokenizer_json), "the tokenizer is damaged")
+        # A stored tokenizer may ask for padding or truncation, which would silently change a prompt.
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.bos_id = None if spec.bos_token is None else self._backend.token_to_id(spec.bos_token)
+        self.eos_id = None if spec.eos_token is None else self._backend.token_to_id(spec.eos_token)
+        self._add_bos = spec.add_bos
+        self._make_stream = _stream_maker(json.loads(spec.tokenizer_json).get("decoder"))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are, the added ones included."""
+        return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The ids of a text; `add_special` puts the begin marker first where the model wants one."""
+        # Half a surrogate pair (JSON can hold one) is no text: it becomes a replacement character.
+        clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        encoding = _guarded(
+            lambda: self._backend.encode(clean, add_special_tokens=add_special), "this text cannot be encoded"
+        )
+        ids: list[int] = encoding.ids
+        if add_special and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of some ids; unknown ids are left out."""
+        known = [index for index in ids if 0 <= index < 1 << 31]
+        text: str = _guarded(
+            lambda: self._backend.decode(known, skip_special_tokens=skip_special), "ids cannot be decoded"
+        )
+        return text
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token that is written exactly like this, or None."""
+        index: int | None = self._backend.token_to_id(text)
+        return index
+
+    def token_text(self, token_id: int) -> str | None:
+        """How the vocabulary writes a token, or None where there is no such id."""
+        text: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 31 else None
+        return text
+
+    def stream(self, *, skip_special: bool = True) -> Detokenizer:
+        """A new streaming decoder."""
+        hidden = self.special_ids if skip_special else frozenset()
+
+        def spelling(token_id: int) -> str | None:
+            return None if token_id in hidden else self.token_text(token_id)
+
+        return self._make_stream(spelling)
+
+
+Spelling = Callable[[int], str | None]  # how the vocabulary writes an id; None: it leaves no text
+
+
+class _ByteLevelStream:
+    """For vocabularies that spell every byte as a letter: bytes in, whole characters out."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        token = self._spelling(token_id)
+        return "" if token is None else self._decoder.decode(_bytes_of(token))
+
+    def flush(self) -> str:
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+@lru_cache(maxsize=1)
+def _byte_of_letter() -> dict[str, int]:
+    return {letter: byte for byte, letter in enumerate(byte_alphabet())}
+
+
+def _bytes_of(token: str) -> bytes:
+    """A token's bytes; one with a letter outside the alphabet (an added token) stands for itself."""
+    table = _byte_of_letter()
+    try:
+        return bytes([table[letter] for letter in token])
+    except KeyError:
+        return token.encode()
+
+
+class _SentencePieceStream:
+    """For vocabularies that spell a space as a letter and bytes outside them as <0xNN>."""
+
+    def __init__(self, spelling: Spelling, *, byte_fallback: bool, leading: int) -> None:
+        self._spelling = spelling
+        self._byte_fallback = byte_fallback
+        self._leading = leading  # spaces that are dropped at the very start
+        self._to_drop = leading
+        self._run = bytearray()
+
+    def push(self, token_id: int) -> str:
+        token = self._spelling(token_id)
+        if token is None:
+            return ""
+        byte = _fallback_byte(token) if self._byte_fallback else None
+        if byte is None:
+            return self._without_lead(self._end_run() + token.replace(_SPACE, " "))
+        self._run.append(byte)
+        if len(self._run) >= _MAX_RUN and _is_text(self._run):
+            return self._without_lead(self._end_run())
+        return ""
+
+    def flush(self) -> str:
+        text = self._without_lead(self._end_run())
+        self._to_drop = self._leading
+        return text
+
+    def _end_run(self) -> str:
+        run, self._run = self._run, bytearray()
+        return run.decode() if _is_text(run) else "\ufffd" * len(run)
+
+    def _without_lead(self, text: str) -> str:
+        while self._to_drop and text:
+            if text[0] != " ":
+                self._to_drop = 0
+                break
+            text, self._to_drop = text[1:], self._to_drop - 1
+        return text
+
+
+def _fallback_byte(token: str) -> int | None:
+    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _is_text(data: bytearray) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _stream_maker(decoder: Any) -> Callable[[Spelling], Detokenizer]:
+    """The streaming twin of the decoder that a `tokenizer.json` names."""
+    steps = list(_steps(decoder))
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _ByteLevelStream
+    strips = [step for step in steps if step.get("type") == "Strip"]
+    replaces = [step for step in steps if step.get("type") == "Replace"]
+    plain = kinds[:1] == ["Replace"] and set(kinds[1:]) <= {"ByteFallback", "Fuse", "Strip"} and len(strips) <= 1
+    spaces = all(step.get("pattern") == {"String": _SPACE} and step.get("content") == " " for step in replaces)
+    if plain and spaces and all(step.get("content") == " " and not step.get("stop") for step in strips):
+        leading = strips[0].get("start", 0) if strips else 0
+        fallback = "ByteFallback" in kinds
+        return lambda spelling: _SentencePieceStream(spelling, byte_fallback=fallback, leading=leading)
+    raise SourceError(f"the tokenizer decodes with {shown(kinds)}, which Shoal cannot stream: choose another model")
+
+
+def _steps(decoder: Any) -> Iterable[dict[str, Any]]:
+    if isinstance(decoder, dict) and decoder.get("type") == "Sequence" and isinstance(decoder.get("decoders"), list):
+        for step in decoder["decoders"]:
+            yield from _steps(step)
+    elif isinstance(decoder, dict):
+        yield decoder
+
+
+def _guarded(action: Callable[[], _T], problem: str) -> _T:
+    """Run a call into the `tokenizers` library; its errors, and its panics, become ours."""
+    try:
+        return action()
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic in the library does not derive from Exception
+        raise SourceError(f"{problem} ({shown(str(error))}): {AGAIN}") from error
