@@ -14,7 +14,7 @@ import trio
 
 from . import multistream
 from .addresses import Address, Scope
-from .errors import P2PError, PeerUnreachable, ProtocolError, Refused, StreamReset
+from .errors import P2PError, PeerUnreachable, StreamReset
 
 NEGOTIATION_TIMEOUT_S = 10.0
 _GOODBYE_S = 0.5
@@ -121,8 +121,8 @@ class Connection:
                     else:
                         self.inbound_streams += 1
                         nursery.start_soon(self._serve, muxed_stream, handlers)
-        except Exception as error:
-            log.debug("connection to %s ended: %r", self.peer, error)
+        except* Exception as errors:
+            log.debug("connection to %s ended: %r", self.peer, errors.exceptions)
         finally:
             self.abort()
             self.ready.set()
@@ -163,6 +163,9 @@ class Connection:
         """Close the raw connection at once, whatever anybody is waiting for on it."""
         if reason is not None and not self.closed.is_set():
             self.reason = reason
+        cut = getattr(self.muxed, "abort", None)
+        if cut is not None:
+            cut()
         self.raw.stream.abort()
 
     async def _abort_when_cancelled(self) -> None:
@@ -185,25 +188,24 @@ class Connection:
     async def _accompany(self, companion: Callable[[Connection], Awaitable[None]]) -> None:
         try:
             await companion(self)
-        except P2PError as error:
-            log.debug("%s: %s", self.peer, error)
-        except Exception:
+        except* P2PError as errors:
+            log.debug("%s: %s", self.peer, errors.exceptions)
+        except* Exception:
             log.exception("a companion of the connection to %s failed", self.peer)
 
     async def _serve(self, muxed_stream: Any, handlers: dict[str, StreamHandler]) -> None:
         stream = Stream(self, muxed_stream, "")
+        served = False
         try:
             with trio.fail_after(NEGOTIATION_TIMEOUT_S):
                 stream.protocol = await multistream.choose(stream, handlers)
             await handlers[stream.protocol](stream)
-        except (ProtocolError, Refused, trio.TooSlowError) as error:
-            log.debug("a stream of %s broke the rules: %s", self.peer, error)
-            await stream.reset()
-        except P2PError as error:
-            log.debug("a stream of %s under %s ended: %s", self.peer, stream.protocol, error)
-            await stream.reset()
-        except Exception:
+            served = True
+        except* (P2PError, trio.TooSlowError) as errors:
+            log.debug("a stream of %s under %r ended: %s", self.peer, stream.protocol, errors.exceptions)
+        except* Exception:
             log.exception("the handler of %s failed on a stream of %s", stream.protocol, self.peer)
-            await stream.reset()
         finally:
             self.inbound_streams -= 1
+            if not served:
+                await stream.reset()

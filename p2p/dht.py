@@ -122,6 +122,16 @@ class Directory:
         await self._look_up(Op.PROVIDERS, key, timeout_s, take, lambda: len(found) >= enough)
         return list(found)
 
+    async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
+        """Learn where `peer` can be dialled, from whoever knows."""
+        found = False
+
+        def take(answer: Answer) -> None:
+            nonlocal found
+            found = found or any(contact.peer == peer and contact.addresses for contact in answer.peers)
+
+        await self._look_up(Op.PEERS, peer_key(peer), timeout_s, take, lambda: found)
+
     async def put_value(self, key: bytes, value: bytes) -> int:
         """Keep `value` under `key`, here and at the nodes nearest to it; returns how many of those keep it."""
         _check_key(key)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -17,6 +18,8 @@ from .errors import P2PError, PeerUnreachable
 STAGGER_S = 0.15
 _RELAY_HEAD_START_S = 0.6
 MAX_ATTEMPTS = 16
+
+log = logging.getLogger("shoal.p2p.dialer")
 
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 Result = TypeVar("Result")
@@ -82,6 +85,9 @@ async def first_of(
             failures.append(f"{address}: {error}")
         except trio.TooSlowError:
             failures.append(f"{address}: no answer in time")
+        except Exception as error:
+            log.exception("dialling %s", address)
+            failures.append(f"{address}: {error!r}")
         finally:
             done.set()
 

@@ -184,7 +184,8 @@ class Heartbeat:
                 self._pings[connection] = (number, trio.current_time())
                 rtt_us = min(int((connection.rtt_s or 0) * 1e6), 0xFFFFFFFF)
                 await _send(stream, _KIND_PING, _PING.pack(number, rtt_us))
-                await trio.sleep(self._period_s)
+                # The second one comes soon, so that the other side learns the round trip too.
+                await trio.sleep(self._period_s if number > 1 else self._period_s / 10)
         except StreamClosed as error:
             log.debug("pinging %s: %s", stream.peer, error)  # the reading side ends the connection
         finally:

@@ -1,4 +1,8 @@
-"""Keeping a service alive: run it again, after a growing pause, whenever it ends with an error."""
+"""Keeping a service alive: run it again, after a growing pause, whenever it ends with an error.
+
+`except*` matters here: a cancelled nursery may end with a cancellation and an error in one group, of which only the
+error is ours to keep.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ async def supervise(name: str, service: Callable[[], Awaitable[None]]) -> None:
         try:
             await service()
             return
-        except Exception:
+        except* Exception:
             log.exception("%s stopped with an error; it starts again in %.1f s", name, pause_s)
         if trio.current_time() - started_at >= _STEADY_S:
             pause_s = _FIRST_PAUSE_S
@@ -34,5 +38,5 @@ async def guarded(name: str, task: Callable[..., Awaitable[None]], *args: object
     """Run `task` once; an exception is logged and costs this task alone."""
     try:
         await task(*args)
-    except Exception:
+    except* Exception:
         log.exception("%s failed", name)

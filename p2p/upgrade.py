@@ -12,17 +12,15 @@ from typing import Any
 
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
-from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
-from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
-from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
-from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from . import multistream
 from .errors import HandshakeError, P2PError
 from .identity import Identity
+from .noise import OnFailure, security_options
+from .yamux import YamuxConnection
 
 Muxer = Callable[..., Any]
 
@@ -70,10 +68,10 @@ def libp2p_keys(identity: Identity) -> KeyPair:
     return create_new_key_pair(identity.seed)
 
 
-def stock_channel(identity: Identity) -> Channel:
-    """py-libp2p's own Noise and yamux, unchanged: slow, for comparison and tests."""
-    noise = NoiseTransport(libp2p_keys(identity), noise_privkey=create_noise_key_pair().private_key)
-    return Channel({str(NOISE): noise}, {str(YAMUX): Yamux})
+def channel_of(identity: Identity, *, secret: bytes | None = None, on_failure: OnFailure | None = None) -> Channel:
+    """This node's channel: Noise and yamux, or the private handshake alone where there is a secret."""
+    offers = security_options(libp2p_keys(identity), secret=secret, on_failure=on_failure)
+    return Channel({str(name): transport for name, transport in offers.items()}, {str(YAMUX): YamuxConnection})
 
 
 async def _nothing() -> None:

@@ -1,0 +1,336 @@
+"""The network of one node over libp2p: puts host, heartbeat, links, directory and discovery together.
+
+Satisfies `app.network.Network` without knowing it. Peers are named by their peer id, addresses are multiaddr texts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from . import dht, heartbeat, peers_store
+from .addressbook import AddressBook
+from .addresses import Address, Scope, parse_address, parse_known, same_lan
+from .admission import ConnectionLimits
+from .bandwidth import Bandwidth
+from .connection import Connection, Stream
+from .dht import Directory
+from .dht_table import BUCKET_SIZE
+from .dht_wire import Contact
+from .discovery import MEANS, Means, Seeker
+from .errors import HandshakeError, P2PError, Refused
+from .heartbeat import Heartbeat, Hello
+from .host import Host, HostConfig
+from .identity import Identity
+from .limits import Limits
+from .link import RequestHandler, StreamHandler
+from .mdns import LocalNetwork
+from .peers_store import Remembered
+from .rpc import LANES, Switchboard
+from .selftest import check_libp2p
+from .sockopts import own_interfaces
+from .streams import MessageStream
+from .supervise import guarded, supervise
+from .upgrade import channel_of
+from .values import CONTROL, LinkInfo, LinkKind, Payload
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+SAVE_S = 60.0
+
+log = logging.getLogger("shoal.p2p.node")
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """How a node takes part in the network; the defaults are those of a node at home."""
+
+    listen: tuple[str, ...] = ()
+    advertise: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()  # multiaddrs with a peer id, dialled again for ever
+    discovery: frozenset[Means] = frozenset(MEANS)
+    remember_at: Path | None = None
+    secret: bytes | None = None
+    deny: tuple[str, ...] = ()
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    limits: Limits = field(default_factory=Limits)
+    heartbeat_s: float = heartbeat.PERIOD_S
+
+
+class Libp2pNetwork:
+    """Calls, streams and look-ups among real nodes; run it in a nursery."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: NetworkConfig,
+        *,
+        is_valid_value: Callable[[bytes, bytes], bool] = lambda key, value: True,
+        on_handshake_failure: Callable[[HandshakeError], None] | None = None,
+    ) -> None:
+        check_libp2p()
+        self._config = config
+        self._book = AddressBook()
+        channel = channel_of(identity, secret=config.secret, on_failure=on_handshake_failure)
+        host_config = HostConfig(config.listen, config.advertise, config.connections, config.deny)
+        self.host = Host(identity, channel, host_config, self._book)
+        self.bandwidth = Bandwidth()
+        self._board = Switchboard(self._open_lane, limits=config.limits, bandwidth=self.bandwidth)
+        self._board.is_lan = self._is_lan
+        self._board.on_misbehaved = self._on_misbehaved
+        self._heartbeat = Heartbeat(self._hello, self._heard, config.heartbeat_s)
+        self._directory: Directory | None = None
+        self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
+        self._remembered: list[Remembered] = []
+        self._nursery: trio.Nursery | None = None
+        self._scope: trio.CancelScope | None = None
+        self._stopped = trio.Event()
+        self._plug(is_valid_value)
+
+    def _plug(self, is_valid_value: Callable[[bytes, bytes], bool]) -> None:
+        for lane in LANES:
+            self.host.handle(lane, partial(self._attend, lane))
+        self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
+        self.host.accompany(self._heartbeat.accompany)
+        if "dht" in self._config.discovery:
+            self._directory = Directory(self.peer_id, self._ask, _Surroundings(self), is_valid_value)
+            self._board.serve(dht.METHOD, self._directory.handle)
+
+    # --- what `app.network.Network` asks ------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> str:
+        """This node's name."""
+        return self.host.peer_id
+
+    async def call(self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
+        """One request, one answer, dialling where there is no link."""
+        return await self._board.call(peer, method, body, timeout_s=timeout_s, priority=priority)
+
+    def serve(self, method: str, handler: RequestHandler) -> None:
+        """Answer calls of `method`."""
+        self._board.serve(method, handler)
+
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MessageStream:
+        """A new message stream, once the peer accepted it."""
+        return await self._board.open(peer, protocol, timeout_s=timeout_s)
+
+    def accept(self, protocol: str, handler: StreamHandler) -> None:
+        """Run `handler` for each stream a peer opens under `protocol`."""
+        self._board.accept(protocol, handler)
+
+    async def provide(self, key: bytes) -> None:
+        """Be found under `key` in the directory; published again by itself for ninety minutes."""
+        if self._directory is not None:
+            await self._directory.provide(key)
+
+    async def find_providers(self, key: bytes, *, timeout_s: float) -> Sequence[str]:
+        """Peers that provide `key`; their addresses are remembered for dialling."""
+        if self._directory is None:
+            return []
+        return await self._directory.find_providers(key, timeout_s=timeout_s)
+
+    async def put_value(self, key: bytes, value: bytes) -> None:
+        """Keep a small value in the directory."""
+        if self._directory is not None:
+            await self._directory.put_value(key, value)
+
+    async def get_value(self, key: bytes, *, timeout_s: float) -> bytes | None:
+        """The most widely kept valid value of `key`, asked of the network each time."""
+        values = await self.get_values(key, timeout_s=timeout_s)
+        return values[0] if values else None
+
+    async def get_values(self, key: bytes, *, timeout_s: float) -> list[bytes]:
+        """Every valid value that is kept under `key`, the most widely kept first."""
+        return [] if self._directory is None else await self._directory.get_values(key, timeout_s=timeout_s)
+
+    def addresses(self) -> Sequence[str]:
+        """Where others may dial this node."""
+        return [str(address) for address in self.host.addresses]
+
+    def learn(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remember where a peer may be dialled."""
+        self._book.add(peer, parse_known(addresses, peer), trio.current_time())
+
+    def seek(self, address: str) -> None:
+        """Connect to the peer at `address` (which must name it), and again whenever it is lost."""
+        parsed = parse_address(address)
+        if parsed.peer is None:
+            raise Refused(f"{address} does not say which peer is there; append /p2p/PEER")
+        self._seeker.want(parsed.peer, [parsed], sticky=True)
+
+    def links(self) -> Sequence[LinkInfo]:
+        """Every open link, with its measured round-trip time."""
+        found: dict[str, LinkInfo] = {}
+        for connection in self.host.connections():
+            peer = connection.peer
+            best = self.host.connection(peer)
+            if best is connection:
+                lanes = self._board.links_to(peer)
+                carried_in, carried_out = sum(lane.bytes_in for lane in lanes), sum(lane.bytes_out for lane in lanes)
+                found[peer] = LinkInfo(peer, _kind(connection), connection.rtt_s, carried_in, carried_out)
+        return list(found.values())
+
+    def on_link_lost(self, listener: Callable[[str], None]) -> None:
+        """Tell `listener` of each peer whose last link was reset or fell silent."""
+        self._board.on_link_lost(listener)
+
+    async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
+        """Close the link; a peer that misbehaved is held off with a growing backoff."""
+        self._board.hang_up(peer)
+        await self.host.disconnect(peer, misbehaved=misbehaved)
+
+    # --- its life -----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Take part until cancelled or stopped; reports started once it listens."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery, self._scope = nursery, nursery.cancel_scope
+                await nursery.start(self.host.run)
+                await nursery.start(self._board.run)
+                await self._start_discovery(nursery)
+                task_status.started()
+        finally:
+            self._nursery = None
+            self._save()
+            self._stopped.set()
+
+    async def stop(self) -> None:
+        """Say goodbye to every peer and end `run`; takes no longer than a second, whoever is frozen."""
+        if self._scope is not None:
+            await self.host.goodbye()
+            self._scope.cancel()
+            await self._stopped.wait()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Libp2pNetwork]:
+        """Run for as long as the block lasts."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.run)
+            try:
+                yield self
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self.stop()
+
+    async def _start_discovery(self, nursery: trio.Nursery) -> None:
+        means = self._config.discovery
+        for text in self._config.peers:
+            self.seek(text)
+        if "remembered" in means and self._config.remember_at is not None:
+            self._remembered = await trio.to_thread.run_sync(peers_store.load_peers, self._config.remember_at)
+            for entry in self._remembered:
+                self._seeker.want(entry.peer, entry.addresses)
+            nursery.start_soon(self._save_now_and_then)
+        if "mdns" in means and not self._config.advertise:
+            local = LocalNetwork(self.peer_id, lambda: self.host.addresses, self._seeker.want)
+            nursery.start_soon(supervise, "mDNS", local.run)
+        if self._directory is not None:
+            nursery.start_soon(supervise, "the directory", partial(self._directory.maintain, self._probe))
+        nursery.start_soon(supervise, "discovery", self._seeker.run)
+
+    # --- within -------------------------------------------------------------------------------------------------------
+
+    async def _open_lane(self, peer: str, lane: str) -> Stream:
+        if not self._book.addresses(peer) and self.host.connection(peer) is None and self._directory is not None:
+            await self._directory.find_peer(peer)
+        return await self.host.open_stream(peer, lane)
+
+    async def _attend(self, lane: str, stream: Stream) -> None:
+        await self._board.attend(stream.peer, lane, stream)
+
+    async def _ask(self, peer: str, body: bytes, timeout_s: float) -> bytes:
+        return await self._board.call(peer, dht.METHOD, body, timeout_s=timeout_s)
+
+    async def _reach(self, peer: str, addresses: list[Address]) -> bool:
+        try:
+            await self.host.connect(peer, addresses)
+        except P2PError as error:
+            log.info("%s", error)
+            return False
+        return True
+
+    async def _probe(self, peer: str) -> bool:
+        return self._is_connected(peer) or await self._reach(peer, [])
+
+    def _is_connected(self, peer: str) -> bool:
+        return self.host.connection(peer) is not None
+
+    def _board_peers(self) -> set[str]:
+        return {connection.peer for connection in self.host.connections()}
+
+    def _is_lan(self, peer: str) -> bool:
+        connection = self.host.connection(peer)
+        return connection is not None and _kind(connection) == "lan"
+
+    def _on_misbehaved(self, peer: str, why: str) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(guarded, f"dropping {peer}", partial(self.disconnect, peer, misbehaved=True))
+
+    def _hello(self, connection: Connection) -> Hello:
+        return Hello(tuple(self.host.addresses), None if connection.relayed else connection.address.of(None))
+
+    def _heard(self, connection: Connection, hello: Hello) -> None:
+        self._book.add(connection.peer, hello.addresses, trio.current_time())
+        if self._directory is not None:
+            newcomer = connection.peer not in self._directory.table
+            self._directory.saw(connection.peer)
+            if newcomer and len(self._directory.table) <= BUCKET_SIZE and self._nursery is not None:
+                self._nursery.start_soon(guarded, "looking around", self._directory.refresh)
+
+    def _save(self) -> None:
+        path = self._config.remember_at
+        if path is None or "remembered" not in self._config.discovery:
+            return
+        now, clock = time.time(), trio.current_time()
+        proven = [
+            Remembered(peer, tuple(addresses), now - (clock - at)) for peer, addresses, at in self._book.proven_peers()
+        ]
+        connected = [Remembered(peer, tuple(self._book.addresses(peer)), now) for peer in self._board_peers()]
+        self._remembered = peers_store.merge(self._remembered, [*proven, *(e for e in connected if e.addresses)])
+        try:
+            peers_store.save_peers(path, self._remembered)
+        except OSError as error:
+            log.warning("the peers cannot be remembered in %s: %s", path, error)
+
+    async def _save_now_and_then(self) -> None:
+        while True:
+            await trio.sleep(SAVE_S)
+            self._save()
+
+
+class _Surroundings:
+    """What the directory may know of the node."""
+
+    def __init__(self, network: Libp2pNetwork) -> None:
+        self._network = network
+
+    def addresses(self) -> Sequence[Address]:
+        return self._network.host.addresses
+
+    def addresses_of(self, peer: str) -> Sequence[Address]:
+        return self._network.host.book.addresses(peer)
+
+    def learn(self, contact: Contact) -> None:
+        self._network.host.book.add(contact.peer, contact.addresses, trio.current_time())
+
+    def is_connected(self, peer: str) -> bool:
+        return self._network.host.connection(peer) is not None
+
+
+def _kind(connection: Connection) -> LinkKind:
+    if connection.relayed:
+        return "relayed"
+    scope, ip = connection.address.scope, connection.address.ip
+    near = scope is Scope.LOOPBACK or (scope is Scope.LAN and ip is not None and same_lan(ip, own_interfaces()))
+    return "lan" if near else "direct"

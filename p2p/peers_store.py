@@ -1,0 +1,83 @@
+"""Peers that were reached before, kept in one small file, so that a node finds its way back without help.
+
+`peers.json` is `{"version": 1, "peers": [{"id": …, "addresses": […], "seen_at": unix seconds}, …]}`, the latest
+first, at most 200, written atomically. A file that cannot be read is as good as none: it is only a memory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .addresses import Address, is_peer_id, parse_known
+from .platform import write_private
+
+MAX_REMEMBERED = 200
+_MAX_FILE_BYTES = 1 << 20
+_VERSION = 1
+
+log = logging.getLogger("shoal.p2p.peers")
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A peer, where it was reached, and when."""
+
+    peer: str
+    addresses: tuple[Address, ...]
+    seen_at: float
+
+
+def load_peers(path: Path) -> list[Remembered]:
+    """The remembered peers, the latest first; none where the file is missing or damaged."""
+    try:
+        with path.open("rb") as file:
+            content = json.loads(file.read(_MAX_FILE_BYTES))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("the remembered peers in %s cannot be read (%s); starting without them", path, error)
+        return []
+    if not isinstance(content, dict) or content.get("version") != _VERSION:
+        log.warning("the remembered peers in %s are of another version; starting without them", path)
+        return []
+    entries = content.get("peers")
+    found = [_read(entry) for entry in (entries if isinstance(entries, list) else [])[:MAX_REMEMBERED]]
+    return [entry for entry in found if entry is not None]
+
+
+def save_peers(path: Path, peers: Sequence[Remembered]) -> None:
+    """Write the latest of `peers`; raises OSError."""
+    latest = sorted(peers, key=lambda entry: -entry.seen_at)[:MAX_REMEMBERED]
+    content = {
+        "version": _VERSION,
+        "peers": [
+            {"id": e.peer, "addresses": [str(address) for address in e.addresses], "seen_at": round(e.seen_at)}
+            for e in latest
+        ],
+    }
+    write_private(path, json.dumps(content, indent=1).encode())
+
+
+def merge(old: Sequence[Remembered], new: Sequence[Remembered]) -> list[Remembered]:
+    """Both, the newer word on each peer."""
+    peers = {entry.peer: entry for entry in old}
+    for entry in new:
+        known = peers.get(entry.peer)
+        if known is None or entry.seen_at >= known.seen_at:
+            peers[entry.peer] = entry
+    return sorted(peers.values(), key=lambda entry: -entry.seen_at)[:MAX_REMEMBERED]
+
+
+def _read(entry: Any) -> Remembered | None:
+    if not isinstance(entry, dict):
+        return None
+    peer, addresses, seen_at = entry.get("id"), entry.get("addresses"), entry.get("seen_at")
+    if not (isinstance(peer, str) and is_peer_id(peer) and isinstance(addresses, list)):
+        return None
+    usable = parse_known([text for text in addresses[:64] if isinstance(text, str)], peer)
+    return Remembered(peer, tuple(usable), float(seen_at) if isinstance(seen_at, int | float) else 0.0)
