@@ -121,7 +121,8 @@ class NoiseTransport(ISecureTransport):
             )
             cause: Exception = error
         except (trio.TooSlowError, ConnectionClosedError, ProtocolError, HandshakeError) as error:
-            failure, cause = _Failed(f"the secure handshake with {whom} failed: {error or 'it took too long'}"), error
+            reason = str(error) or "it took too long"
+            failure, cause = _Failed(f"the secure handshake with {whom} failed: {reason}"), error
         logger.info("%s", failure)
         if self._on_failure is not None:
             self._on_failure(failure)

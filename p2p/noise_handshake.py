@@ -39,12 +39,12 @@ class Handshake:
         """Shake hands as the dialling side; our identity is told only to the peer that was dialled."""
         self._noise.set_as_initiator()
         self._start()
-        await self._send(self._noise.write_message(b""))
+        await self._send(self._seal(b""))
         remote_payload = self._open(await self._receive())
         self._identify(remote_payload)
         if self.remote_peer != expected:
             raise HandshakeError(f"it is {self.remote_peer}, not the peer that was dialled")
-        await self._send(self._noise.write_message(payload))
+        await self._send(self._seal(payload))
         if self._psk is not None:
             await self._await_confirmation()
 
@@ -53,7 +53,7 @@ class Handshake:
         self._noise.set_as_responder()
         self._start()
         self._open(await self._receive())
-        await self._send(self._noise.write_message(payload))
+        await self._send(self._seal(payload))
         message = await self._receive()
         if self._psk is None:
             self._identify(self._open(message))
@@ -71,6 +71,12 @@ class Handshake:
     def _start(self) -> None:
         self._noise.start_handshake()
         self._state = self._noise.noise_protocol.handshake_state  # forgotten by the library when it is done
+
+    def _seal(self, payload: bytes) -> bytes:
+        try:
+            return bytes(self._noise.write_message(payload))
+        except Exception as error:  # a peer's key that no shared secret can be computed with
+            raise HandshakeError(f"it sent an unusable key ({type(error).__name__})") from error
 
     def _open(self, message: bytes) -> bytes:
         try:

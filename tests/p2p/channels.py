@@ -1,0 +1,167 @@
+"""Two ends of a channel in one process: over sockets, over something that is no socket, honest or not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.keys import KeyPair
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+
+from p2p.noise import NOISE_ID, NoiseTransport, security_options
+from p2p.noise_session import NoiseSession
+from p2p.yamux import YamuxConnection
+from p2p.yamux_wire import Frame, FrameParser, pack_header
+
+
+class MemoryBytes(ReadWriteCloser):
+    """Raw bytes without a socket, as under a relayed connection."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+
+    async def read(self, n: int | None = None) -> bytes:
+        return bytes(await self._stream.receive_some(n))
+
+    async def write(self, data: bytes) -> None:
+        await self._stream.send_all(data)
+
+    async def close(self) -> None:
+        await self._stream.aclose()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return None
+
+
+def memory_pair() -> tuple[RawConnection, RawConnection]:
+    """Two raw connections joined in memory, with room for little, as a network has."""
+    left, right = trio.testing.lockstep_stream_pair()
+    return RawConnection(MemoryBytes(left), True), RawConnection(MemoryBytes(right), False)
+
+
+def socket_pair() -> tuple[RawConnection, RawConnection]:
+    """Two raw connections joined by the kernel."""
+    sockets = socket.socketpair()
+    _opened.extend(sockets)
+    streams = (trio.SocketStream(trio.socket.from_stdlib_socket(sock)) for sock in sockets)
+    left, right = (TrioTCPStream(stream) for stream in streams)
+    return RawConnection(left, True), RawConnection(right, False)
+
+
+@pytest.fixture(autouse=True)
+def close_sockets() -> Iterator[None]:
+    """Close what a test left open; import this fixture to use it."""
+    yield
+    while _opened:
+        _opened.pop().close()
+
+
+_opened: list[socket.socket] = []
+PAIRS = {"socket": socket_pair, "memory": memory_pair}
+
+
+def transport(keys: KeyPair, protocol: str = NOISE_ID, secret: bytes | None = None) -> NoiseTransport:
+    """One of the variants a node offers."""
+    found: Any = security_options(keys, secret=secret)[protocol]  # type: ignore[index]
+    assert isinstance(found, NoiseTransport)
+    return found
+
+
+@dataclass
+class Sessions:
+    """Both ends of a secured connection, and the raw connections under them."""
+
+    dialler: NoiseSession
+    listener: NoiseSession
+    raw: tuple[RawConnection, RawConnection]
+
+
+async def secure(raw: tuple[RawConnection, RawConnection], protocol: str = NOISE_ID) -> Sessions:
+    """Shake hands over a pair of raw connections."""
+    dialling, listening = create_new_key_pair(), create_new_key_pair()
+    found: dict[str, Any] = {}
+
+    async def listen() -> None:
+        found["listener"] = await transport(listening, protocol).secure_inbound(raw[1])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listen)
+        peer = ID.from_pubkey(listening.public_key)
+        found["dialler"] = await transport(dialling, protocol).secure_outbound(raw[0], peer)
+    return Sessions(found["dialler"], found["listener"], raw)
+
+
+@dataclass
+class Connections:
+    """Both ends of a multiplexed connection."""
+
+    dialler: YamuxConnection
+    listener: YamuxConnection
+    sessions: Sessions
+
+
+@asynccontextmanager
+async def connected(kind: str = "socket") -> AsyncIterator[Connections]:
+    """Two running connections, joined."""
+    sessions = await secure(PAIRS[kind]())
+    ends = [YamuxConnection(end, end.get_remote_peer()) for end in (sessions.dialler, sessions.listener)]
+    async with trio.open_nursery() as nursery:
+        for end in ends:
+            nursery.start_soon(end.start)
+            await end.event_started.wait()
+        yield Connections(ends[0], ends[1], sessions)
+        for end in ends:
+            await end.close()
+        nursery.cancel_scope.cancel()
+
+
+class Hostile:
+    """The other end of a connection, speaking frames by hand."""
+
+    def __init__(self, session: NoiseSession) -> None:
+        self.session = session
+        self._parser = FrameParser()
+
+    async def send(self, kind: int, flags: int, stream_id: int, length: int, body: bytes = b"") -> None:
+        await self.session.write(pack_header(kind, flags, stream_id, length) + body)
+
+    async def receive(self) -> list[Frame]:
+        return self._parser.feed(await self.session.receive())
+
+
+@asynccontextmanager
+async def attacked(kind: str = "socket") -> AsyncIterator[tuple[YamuxConnection, Hostile]]:
+    """A running connection whose peer does as it likes."""
+    sessions = await secure(PAIRS[kind]())
+    victim = YamuxConnection(sessions.listener, sessions.listener.get_remote_peer())
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(victim.start)
+        await victim.event_started.wait()
+        yield victim, Hostile(sessions.dialler)
+        await victim.close()
+        nursery.cancel_scope.cancel()
+
+
+async def echo(connection: YamuxConnection) -> None:
+    """Answer every stream of a connection with what it sends."""
+
+    async def answer(stream: Any) -> None:
+        try:
+            while True:
+                await stream.write(await stream.read(1 << 18))
+        except Exception:
+            await stream.close()
+
+    async with trio.open_nursery() as nursery:
+        while True:
+            nursery.start_soon(answer, await connection.accept_stream())
