@@ -1,0 +1,83 @@
+"""A node for tests, in a process of its own: prints its peer id and addresses, then answers lines of commands.
+
+`echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `learn PEER ADDRESS`, `cpu`; the end of input stops it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import trio
+
+from p2p.discovery import parse_means
+from p2p.errors import P2PError
+from p2p.identity import Identity, load_or_create
+from p2p.node import Libp2pNetwork, NetworkConfig
+from tests.p2p.nodes import GENEROUS, LOOPBACK
+
+
+async def echo(peer: str, body: bytes) -> bytes:
+    return body
+
+
+async def answer(network: Libp2pNetwork, words: list[str]) -> str:
+    try:
+        match words:
+            case ["echo", peer, text]:
+                return (await network.call(peer, "echo", text.encode(), timeout_s=5)).decode()
+            case ["provide", key]:
+                await network.provide(bytes.fromhex(key))
+                return "provided"
+            case ["find", key]:
+                return " ".join(await network.find_providers(bytes.fromhex(key), timeout_s=5)) or "nobody"
+            case ["links"]:
+                return " ".join(link.peer for link in network.links()) or "none"
+            case ["learn", peer, address]:
+                network.learn(peer, [address])
+                return "learnt"
+            case ["cpu"]:
+                return str(time.process_time())
+    except P2PError as error:
+        return f"failed: {error}"
+    return "unknown command"
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    config = NetworkConfig(
+        listen=tuple(arguments.listen or LOOPBACK),
+        advertise=tuple(arguments.advertise),
+        peers=tuple(arguments.peer),
+        discovery=parse_means(arguments.discovery),
+        remember_at=arguments.home / "peers.json" if arguments.home else None,
+        secret=arguments.secret.encode() if arguments.secret else None,
+        connections=GENEROUS,
+    )
+    identity = load_or_create(arguments.home / "key.json") if arguments.home else Identity.generate()
+    network = Libp2pNetwork(identity, config)
+    network.serve("echo", echo)
+    async with network.running():
+        print(network.peer_id, *network.addresses(), flush=True)  # noqa: T201
+        lines = trio.lowlevel.FdStream(sys.stdin.fileno())
+        pending = b""
+        async for chunk in lines:
+            *whole, pending = (pending + chunk).split(b"\n")
+            for line in whole:
+                print(await answer(network, line.decode().split()), flush=True)  # noqa: T201
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--listen", action="append", default=[])
+    parser.add_argument("--advertise", action="append", default=[])
+    parser.add_argument("--peer", action="append", default=[])
+    parser.add_argument("--discovery", default="")
+    parser.add_argument("--home", type=Path)
+    parser.add_argument("--secret")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    trio.run(main, parse())

@@ -1,0 +1,129 @@
+"""Real nodes for tests: in this process, or each in its own that can be frozen and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from p2p.addressbook import AddressBook
+from p2p.admission import ConnectionLimits
+from p2p.discovery import Means
+from p2p.host import Host, HostConfig
+from p2p.identity import Identity
+from p2p.node import Libp2pNetwork, NetworkConfig
+from p2p.upgrade import channel_of
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+# Everybody comes from 127.0.0.1 here, so what one address may do is what all of them may do.
+GENEROUS = ConnectionLimits(connections_per_ip=256, accepts_per_ip_s=10_000, accepts_per_ip_burst=10_000)
+
+
+def make_host(limits: ConnectionLimits = GENEROUS, listen: Sequence[str] = LOOPBACK, **config: Any) -> Host:
+    """A host that only listens, dials and echoes."""
+    identity = Identity.generate()
+    return Host(identity, channel_of(identity), HostConfig(tuple(listen), limits=limits, **config), AddressBook())
+
+
+def make_network(*means: Means, **config: Any) -> Libp2pNetwork:
+    """A whole node of this process, with the given means of discovery only."""
+    fields: dict[str, Any] = {"listen": LOOPBACK, "connections": GENEROUS, "discovery": frozenset(means)} | config
+    return Libp2pNetwork(fields.pop("identity", None) or Identity.generate(), NetworkConfig(**fields))
+
+
+class Libp2pWorld:
+    """Nodes of this process over real sockets."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._nodes: list[Libp2pNetwork] = []
+
+    async def node(self) -> Libp2pNetwork:
+        network = make_network()
+        await self._nursery.start(network.run)
+        self._nodes.append(network)
+        return network
+
+    async def kill(self, node: Any) -> None:
+        await node.stop()
+
+    async def stop(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for network in self._nodes:
+                nursery.start_soon(network.stop)
+
+
+@asynccontextmanager
+async def libp2p_world() -> AsyncIterator[Libp2pWorld]:
+    """A world whose nodes are stopped at the end."""
+    async with trio.open_nursery() as nursery:
+        world = Libp2pWorld(nursery)
+        yield world
+        await world.stop()
+
+
+class Process:
+    """A node in a process of its own (see `tests.p2p.node_process`), spoken to in lines."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self._process = process
+        self._buffer = bytearray()
+        self.peer_id = ""
+        self.addresses: list[str] = []
+
+    async def ask(self, line: str) -> str:
+        """Send one line and return the answer."""
+        assert self._process.stdin is not None
+        await self._process.stdin.send_all(line.encode() + b"\n")
+        return await self.line()
+
+    async def line(self) -> str:
+        """The next line it prints."""
+        assert self._process.stdout is not None
+        while b"\n" not in self._buffer:
+            chunk = await self._process.stdout.receive_some()
+            assert chunk, "the node process ended"
+            self._buffer += chunk
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer = bytearray(rest)
+        return line.decode()
+
+    def freeze(self) -> None:
+        """Stop it as a debugger or a full disk would."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    async def quit(self) -> None:
+        """Ask it to stop and wait for it."""
+        assert self._process.stdin is not None
+        await self._process.stdin.aclose()
+        await self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+
+@asynccontextmanager
+async def node_process(*arguments: str) -> AsyncIterator[Process]:
+    """A node process that has reported where it listens; killed at the end, frozen or not."""
+    command = [sys.executable, "-m", "tests.p2p.node_process", *arguments]
+    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    node = Process(process)
+    try:
+        node.peer_id, *node.addresses = (await node.line()).split()
+        yield node
+    finally:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()
