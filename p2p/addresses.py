@@ -90,9 +90,11 @@ def scope_of(ip: IPAddress) -> Scope:
         return Scope.UNUSABLE
     if ip.is_loopback:
         return Scope.LOOPBACK
+    if ip.is_reserved:
+        return Scope.UNUSABLE
     if ip.is_link_local or ip.is_private or (ip.version == 4 and ip in _CARRIER_GRADE_NAT):
         return Scope.LAN
-    return Scope.UNUSABLE if ip.is_reserved else Scope.PUBLIC
+    return Scope.PUBLIC
 
 
 def plain_ip(ip: IPAddress) -> IPAddress:
@@ -194,6 +196,8 @@ def _host(kind: str, host: str, text: str) -> tuple[str, str]:
         ip = ipaddress.ip_address(host)
     except ValueError:
         raise BadAddress(f"{text!r}: {host!r} is not an IP address") from None
+    if "%" in host:
+        raise BadAddress(f"{text!r}: the interface after '%' means nothing to other machines")
     if ip.version != int(kind[2]):
         raise BadAddress(f"{text!r}: {host!r} is not an IPv{kind[2]} address")
     return kind, str(ip)
