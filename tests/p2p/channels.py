@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
 from p2p.noise import NOISE_ID, NoiseTransport, security_options
 from p2p.noise_session import NoiseSession
@@ -163,5 +165,6 @@ async def echo(connection: YamuxConnection) -> None:
             await stream.close()
 
     async with trio.open_nursery() as nursery:
-        while True:
-            nursery.start_soon(answer, await connection.accept_stream())
+        with contextlib.suppress(MuxedConnUnavailable):
+            while True:
+                nursery.start_soon(answer, await connection.accept_stream())
