@@ -126,3 +126,11 @@ def test_what_is_loaded_is_seen() -> None:
 
 def test_packaging_does_not_shadow_the_library_of_that_name() -> None:
     assert not (ROOT / "packaging" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("package", ["app", "engine", "p2p", "ui"])
+def test_the_readme_names_every_file(package: str) -> None:
+    tree = (ROOT / "README.md").read_text("utf-8").partition("## The tree")[2]
+    listed = {line.split()[0] for line in tree.splitlines() if line.strip()}
+    missing = [path.name for _, path in modules_of(package) if path.name != "__init__.py" and path.name not in listed]
+    assert missing == [], "run `make tree`"
