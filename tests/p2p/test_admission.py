@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 
 import pytest
 import trio
@@ -94,7 +95,7 @@ async def test_a_service_that_fails_runs_again_with_growing_pauses(autojump_cloc
             raise RuntimeError("boom")
 
     await supervise("a service", service)
-    pauses = [later - earlier for earlier, later in zip(runs, runs[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(runs)]
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8])
 
 
@@ -110,9 +111,9 @@ async def test_an_error_beside_a_cancellation_does_not_escape(autojump_clock: tr
             nursery.start_soon(fails_when_cancelled)
             nursery.start_soon(trio.sleep_forever)
 
-    for run in (lambda: guarded("a task", task), lambda: supervise("a service", task)):
+    for keep in (guarded, supervise):
         with trio.move_on_after(1) as scope:
-            await run()
+            await keep("a task", task)
         assert scope.cancelled_caught
 
 
@@ -147,7 +148,7 @@ async def test_a_peer_is_dialled_for_ever_with_growing_pauses(autojump_clock: tr
     with trio.move_on_after(600):
         await seeker.run()
     times = [at for _, at in around.dialled]
-    pauses = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
     assert 10 < len(times) < 30
     assert pauses[0] < 1.0
     assert 45 < pauses[-1] < 80
