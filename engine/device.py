@@ -7,6 +7,8 @@ device is used is decided by `engine.budget` and the caller.
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -71,8 +73,12 @@ def find_device(name: str | None, devices: Sequence[Device]) -> Device:
 def probe_cuda() -> list[Device]:
     """CUDA devices, and ROCm's, which torch presents under the same name."""
     cards = sensors.nvidia_cards()
-    if not torch.cuda.is_available():
-        return [_unusable(index, card) for index, card in enumerate(cards)]
+    with warnings.catch_warnings(record=True) as warned:  # torch says as a warning why it cannot use a card
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        note = _why_no_cuda([str(warning.message) for warning in warned])
+        return [_unusable(index, card, note) for index, card in enumerate(cards)]
     return [_cuda_device(index, cards) for index in range(torch.cuda.device_count())]
 
 
@@ -91,13 +97,19 @@ def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
     return Device(f"cuda:{index}", kind, name, total_bytes, free_bytes, **asdict(reading), note=note)
 
 
-def _unusable(index: int, card: NvidiaCard) -> Device:
-    if torch.version.cuda is None:
-        note = f"the installed torch ({torch.__version__}) is built without CUDA: install the CUDA build of torch"
-    else:
-        note = f"torch's CUDA {torch.version.cuda} does not run on this driver: update the NVIDIA driver"
+def _unusable(index: int, card: NvidiaCard, note: str) -> Device:
     reading = asdict(card.reading)
     return Device(f"cuda:{index}", "cuda", card.name, card.total_bytes, 0, **reading, usable=False, note=note)
+
+
+def _why_no_cuda(warned: Sequence[str]) -> str:
+    if torch.version.cuda is None:
+        return f"the installed torch ({torch.__version__}) is built without CUDA: install the CUDA build of torch"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "the variable CUDA_VISIBLE_DEVICES hides it: unset it"
+    if warned:
+        return f"torch says: {warned[-1].splitlines()[0]}"
+    return f"torch's CUDA {torch.version.cuda} does not run on this driver: update the NVIDIA driver"
 
 
 def probe_xpu() -> list[Device]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,22 @@ def test_a_card_that_torch_cannot_use_is_shown_with_the_reason(monkeypatch: pyte
     assert without_cuda.free_bytes == 0
     assert "built without CUDA" in without_cuda.note
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    (old_driver,) = probe_cuda()
-    assert "update the NVIDIA driver" in old_driver.note
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES hides it" in probe_cuda()[0].note
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "update the NVIDIA driver" in probe_cuda()[0].note
+
+
+def test_what_torch_warns_of_a_card_is_its_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_available() -> bool:
+        warnings.warn("The NVIDIA driver on your system is too old\nmore", stacklevel=1)
+        return False
+
+    monkeypatch.setattr(sensors, "nvidia_cards", lambda: [CARD])
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert probe_cuda()[0].note == "torch says: The NVIDIA driver on your system is too old"
 
 
 @pytest.fixture
