@@ -1,0 +1,198 @@
+"""Decode steps captured as CUDA graphs: one launch a step instead of hundreds.
+
+Two flavours of the same step: Triton's fused kernels, or, where Triton or its compiler is missing, torch's own
+operations over gathered pages. Both read positions and pages from fixed buffers, so a captured step serves any
+session; a batch is padded up to the next captured size.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention import Segment
+from engine.block import Block, block_forward
+from engine.config import ModelConfig
+from engine.kv import PAGE_TOKENS, KVPool
+from engine.rope import RotaryTable
+
+log = logging.getLogger("shoal.engine.graphs")
+
+BATCHES = (1, 2, 4, 8, 16)
+SMALLEST_PAGES = 16  # 1024 tokens; longer contexts get graphs of their own, doubling
+
+
+@functools.cache
+def triton_works() -> bool:
+    """Whether Triton can build and run a kernel here; said once in the log where it cannot."""
+    try:
+        from engine import kernels
+        from engine.linear import DenseLinear
+
+        x = torch.ones(1, 64, device="cuda", dtype=torch.float16)
+        out = torch.empty(1, 64, device="cuda", dtype=torch.float16)
+        kernels.product(x, DenseLinear(x.expand(64, 64).contiguous()), out, kernels.Fold())
+        return bool((out == 64).all())
+    except Exception as error:  # a missing compiler shows as almost any exception
+        log.warning("Triton's kernels are not usable here (%s); decode steps use torch's own operations", error)
+        return False
+
+
+@dataclass(frozen=True)
+class SpanParts:
+    """What a step of a span needs: weights, cache and rotations."""
+
+    config: ModelConfig
+    blocks: Sequence[Block]
+    pool: KVPool
+    rope: RotaryTable
+
+
+@dataclass
+class StepBuffers:
+    """The fixed memory that a captured step reads and writes."""
+
+    x: Tensor  # (rows, hidden)
+    where: Tensor  # (rows, 1 + max_pages) int32: position, then pages
+    staged: Tensor  # `where` as the host writes it, in pinned memory
+    shown: list[list[int] | None]  # the page list that each row of `staged` holds now
+    copied: torch.cuda.Event  # `staged` has been read and may be written again
+    out: Tensor  # (rows, hidden)
+    graph: torch.cuda.CUDAGraph
+
+
+class DecodeGraphs:
+    """Captured decode steps of one span, by batch size and page count."""
+
+    def __init__(self, parts: SpanParts) -> None:
+        self._parts = parts
+        self._captured: dict[tuple[int, int], StepBuffers] = {}
+        self._memory: Any = None  # the graphs' common memory pool
+        self.fused = triton_works() and _kernels_support(parts.config)
+
+    def covers(self, segments: Sequence[Segment]) -> bool:
+        """Whether a captured step can serve these segments: one token each, not too many."""
+        return len(segments) <= BATCHES[-1] and all(segment.count == 1 for segment in segments)
+
+    def step(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """One token for each session: (N, hidden) -> (N, hidden)."""
+        rows = next(size for size in BATCHES if size >= len(segments))
+        pages = SMALLEST_PAGES
+        while pages < max(len(segment.lease.pages) for segment in segments):
+            pages *= 2
+        buffers = self._captured.get((rows, pages)) or self._capture(rows, pages)
+        buffers.x[: len(segments)].copy_(hidden, non_blocking=True)
+        self._show(buffers, segments)
+        buffers.graph.replay()
+        return buffers.out[: len(segments)].clone()
+
+    def _show(self, buffers: StepBuffers, segments: Sequence[Segment]) -> None:
+        """Bring positions and pages to the device, writing only the rows whose pages changed."""
+        buffers.copied.synchronize()
+        table = buffers.staged.numpy()
+        for row in range(len(buffers.shown)):
+            pages = segments[row].lease.pages if row < len(segments) else None
+            table[row, 0] = segments[row].start if pages is not None else 0
+            if buffers.shown[row] is not pages:  # a lease never changes its list, it takes a new one
+                used = 1 + len(pages or ())
+                table[row, 1:used] = pages or ()
+                table[row, used:] = self._parts.pool.scratch_page
+                buffers.shown[row] = pages
+        buffers.where.copy_(buffers.staged, non_blocking=True)
+        buffers.copied.record()
+
+    def _capture(self, rows: int, pages: int) -> StepBuffers:
+        pool = self._parts.pool
+        device = pool.device
+        x = torch.zeros(rows, self._parts.config.hidden_size, device=device, dtype=pool.blocks[0].dtype)
+        staged = page_table(rows, pages, [], pool.scratch_page).pin_memory()
+        where = staged.to(device)
+        step = fused_step if self.fused else plain_step
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # builds kernels and library handles, which capture forbids
+            step(self._parts, x, where)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            out = step(self._parts, x, where)
+        self._memory = self._memory or graph.pool()
+        buffers = StepBuffers(x, where, staged, [None] * rows, torch.cuda.Event(), out, graph)  # type: ignore[no-untyped-call]
+        self._captured[rows, pages] = buffers
+        return buffers
+
+
+def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page: int) -> Tensor:
+    """(rows, 1 + pages) int32: each segment's position and pages; rows without a segment point at the scratch page."""
+    blank = [0] + [scratch_page] * pages
+    table = [[s.start, *s.lease.pages, *blank[1 + len(s.lease.pages) :]] for s in segments]
+    return torch.tensor(table + [blank] * (rows - len(segments)), dtype=torch.int32)
+
+
+def fused_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
+    """One token for each row through Triton's kernels: five launches a block."""
+    from engine import kernels
+
+    config, rows = parts.config, x.shape[0]
+    positions = where[:, 0].contiguous()
+    cos, sin = parts.rope.turns(positions)
+    paged = kernels.PagedRows(positions, where[:, 1:].contiguous(), cos, sin)
+    scratch = kernels.AttentionScratch(rows, config, where.shape[1] - 1, x.device)
+    x = x.clone()  # the residual stream, updated in place
+    qkv = x.new_empty(rows, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim)
+    attended = x.new_empty(rows, config.n_heads * config.head_dim)
+    gated = x.new_empty(rows, config.intermediate_size)
+    residual = kernels.Fold(residual=x)
+    for block, cache in zip(parts.blocks, parts.pool.blocks, strict=True):
+        kernels.product(x, block.qkv, qkv, kernels.Fold(norm=block.attn_norm, eps=config.norm_eps))
+        kernels.attend(qkv, cache, attended, block, config, paged, scratch)
+        kernels.product(attended, block.o, x, residual)
+        mlp = kernels.Fold(norm=block.mlp_norm, eps=config.norm_eps, gated=True)
+        kernels.product(x, block.gate_up, gated, mlp)
+        kernels.product(gated, block.down, x, residual)
+    return x
+
+
+def plain_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
+    """One token for each row through torch's own operations, over pages gathered by index."""
+    positions, pages = where[:, 0].to(torch.int64), where[:, 1:].to(torch.int64)
+    rows = x.shape[0]
+    offsets = torch.arange(PAGE_TOKENS, device=x.device)
+    slots = (pages[:, :, None] * PAGE_TOKENS + offsets).view(rows, -1)  # (rows, max_pages * PAGE_TOKENS)
+    new_slots = slots.gather(1, positions[:, None]).view(-1)
+    age = positions[:, None] - torch.arange(slots.shape[1], device=x.device)
+    rope = parts.rope.at(positions)
+    for block, cache in zip(parts.blocks, parts.pool.blocks, strict=True):
+        window = parts.config.window_of(block.index)
+        visible = age >= 0 if window is None else (age >= 0) & (age < window)
+        x = block_forward(block, parts.config, x, rope, _gathered(cache, new_slots, slots, visible))
+    return x
+
+
+def _gathered(cache: Tensor, new_slots: Tensor, slots: Tensor, visible: Tensor) -> Callable[..., Tensor]:
+    """Attention of one row per session over pages gathered by index; `visible` is (rows, length)."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv_heads = k.shape[1]
+        cache.index_copy_(1, new_slots, torch.cat((k, v), dim=1).transpose(0, 1))
+        seen = cache[:, slots].transpose(0, 1)  # (rows, 2 * kv_heads, length, head_dim)
+        mask = visible[:, None, None, :]
+        out = F.scaled_dot_product_attention(
+            q.unsqueeze(2), seen[:, :kv_heads], seen[:, kv_heads:], attn_mask=mask, enable_gqa=True
+        )
+        return out.reshape(q.shape[0], -1)
+
+    return attend
+
+
+def _kernels_support(config: ModelConfig) -> bool:
+    from engine import kernels
+
+    return kernels.supports(config)

@@ -1,0 +1,152 @@
+"""The KV cache of a span: one pool of token slots under a byte budget, leased to sessions in pages.
+
+A lease prefers neighbouring pages, because a session whose slots form one run is attended to without a copy.
+The pool decides nothing about time: who is idle and whom to close is for the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.errors import CacheFull, SessionError
+
+PAGE_TOKENS = 64
+
+
+class Pages:
+    """Which pages are free; hands out runs of neighbours where there are any."""
+
+    def __init__(self, count: int) -> None:
+        self._free = bytearray(b"\1" * count)
+        self.free_count = count
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` pages, at best one run (continuing behind page `after`); None if there are not so many."""
+        if count > self.free_count:
+            return None
+        run = b"\1" * count
+        start = -1 if after is None or not self._free.startswith(run, after + 1) else after + 1
+        if start < 0:
+            start = self._free.find(run)
+        pages = list(range(start, start + count)) if start >= 0 else self._scattered(count)
+        for page in pages:
+            self._free[page] = 0
+        self.free_count -= count
+        return pages
+
+    def _scattered(self, count: int) -> list[int]:
+        pages, page = [], -1
+        while len(pages) < count:
+            page = self._free.find(b"\1", page + 1)
+            pages.append(page)
+        return pages
+
+    def give_back(self, pages: list[int]) -> None:
+        """Return pages to the pool."""
+        for page in pages:
+            assert not self._free[page], "a page was given back twice"
+            self._free[page] = 1
+        self.free_count += len(pages)
+
+
+@dataclass(eq=False)
+class KVLease:
+    """One session's share of the pool: its pages in order, and how many tokens they hold."""
+
+    pool: KVPool
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    closed: bool = False
+    # The first slot if the pages form one run, else None.
+    first_slot: int | None = 0
+    # Pages that `open` promised: a truncated session keeps them for the tokens to come.
+    promised: int = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit in the leased pages."""
+        return len(self.pages) * PAGE_TOKENS
+
+    def reserve(self, tokens: int) -> None:
+        """Lease pages until `tokens` fit; raises `CacheFull` and changes nothing if they cannot be had."""
+        if self.closed:
+            raise SessionError("this session's cache was closed; open the session again")
+        missing = -(-tokens // PAGE_TOKENS) - len(self.pages)
+        if missing <= 0:
+            return
+        taken = self.pool.pages.take(missing, after=self.pages[-1] if self.pages else None)
+        if taken is None:
+            raise CacheFull(
+                f"no room for {tokens} tokens: {self.pool.free_tokens} of {self.pool.total_tokens} cache slots are free"
+            )
+        self._set_pages(self.pages + taken)
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from position `length` on, and give back emptied pages beyond the promised ones."""
+        if not 0 <= length <= self.length:
+            raise SessionError(f"cannot cut a session of {self.length} tokens to {length}")
+        self.length = length
+        keep = max(-(-length // PAGE_TOKENS), self.promised)
+        self.pool.pages.give_back(self.pages[keep:])
+        self._set_pages(self.pages[:keep])
+
+    def close(self) -> None:
+        """Give everything back; closing twice is fine."""
+        if not self.closed:
+            self.closed = True
+            self.pool.pages.give_back(self.pages)
+            self.pool.leases.discard(self)
+            self._set_pages([])
+
+    def _set_pages(self, pages: list[int]) -> None:
+        self.pages = pages
+        one_run = all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
+        self.first_slot = (pages[0] * PAGE_TOKENS if pages else 0) if one_run else None
+
+    def slots(self, start: int, stop: int) -> Tensor:
+        """The pool slots of positions [start, stop), on the pool's device."""
+        positions = torch.arange(start, stop)
+        pages = torch.tensor(self.pages, dtype=torch.int64)
+        return (pages[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).to(self.pool.device)
+
+
+class KVPool:
+    """Keys and values of every block of a span, for all sessions together."""
+
+    def __init__(
+        self, config: ModelConfig, n_blocks: int, budget_bytes: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        per_token = token_bytes(config, n_blocks, dtype)
+        self.pages = Pages(max(budget_bytes // (per_token * PAGE_TOKENS), 0))
+        self.total_tokens = self.pages.free_count * PAGE_TOKENS
+        self.bytes_per_token = per_token
+        self.device = device
+        self.leases: set[KVLease] = set()
+        # One page more than is leased: rows that only pad a batch write there.
+        self.scratch_page = self.pages.free_count
+        shape = (2 * config.n_kv_heads, self.total_tokens + PAGE_TOKENS, config.head_dim)
+        # Zeros cost nothing until touched, and masked slots must not hold NaN.
+        # Keys in the first half of the heads, values in the second: (2 * kv_heads, slots, head_dim) per block.
+        self.blocks = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_blocks)]
+
+    def open(self, expected_tokens: int = 0) -> KVLease:
+        """Lease room for a new session; raises `CacheFull` where there is none."""
+        lease = KVLease(self)
+        lease.reserve(expected_tokens)
+        lease.promised = len(lease.pages)
+        self.leases.add(lease)
+        return lease
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots that no session has leased."""
+        return self.pages.free_count * PAGE_TOKENS
+
+
+def token_bytes(config: ModelConfig, n_blocks: int, dtype: torch.dtype) -> int:
+    """What one token costs in the cache of a span of `n_blocks`."""
+    return 2 * config.n_kv_heads * config.head_dim * dtype.itemsize * n_blocks

@@ -1,0 +1,130 @@
+"""Matrix products with model weights, kept dense or in int8.
+
+On CPUs the best way to multiply depends on the number of rows and on the BLAS behind torch (OpenBLAS takes three
+times as long for two rows as for one), so the ways are timed once per process and the table decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
+
+# Row counts at which the ways are timed; a count in between uses the entry below it.
+TIMED_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+
+
+def _plain(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def _row_by_row(x: Tensor, weight: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for row in range(x.shape[0]):
+        torch.mv(weight, x[row], out=out[row])
+    return out
+
+
+def _transposed(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.mm(weight, x.t()).t().contiguous()
+
+
+def _candidates(rows: int) -> tuple[Product, ...]:
+    if rows == 1:
+        return (_plain,)
+    return (_plain, _row_by_row, _transposed) if rows <= 4 else (_plain, _transposed)
+
+
+def _best_of(product: Product, x: Tensor, weights: list[Tensor]) -> float:
+    """The least time of one pass over the weights; the first pass warms up and does not count."""
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        for weight in weights:
+            product(x, weight)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+@functools.cache
+def cpu_products(dtype: torch.dtype) -> tuple[Product, ...]:
+    """The fastest way for each entry of `TIMED_ROWS`, measured on this machine (about 0.2 s, once per process)."""
+    weights = [torch.ones(768, 768, dtype=dtype) for _ in range(4)]
+    chosen: list[Product] = []
+    with torch.inference_mode():
+        for rows in TIMED_ROWS:
+            ways = _candidates(rows)
+            x = torch.ones(rows, 768, dtype=dtype)
+            # Another way must win by a clear margin: a noisy machine should not flip a tie.
+            seconds = [_best_of(way, x, weights) * (1.0 if way is _plain else 1.08) for way in ways]
+            chosen.append(ways[seconds.index(min(seconds))])
+    return tuple(chosen)
+
+
+def _entry_of(rows: int) -> int:
+    """The index in `TIMED_ROWS` whose row count is the largest not above `rows`."""
+    return max(i for i, timed in enumerate(TIMED_ROWS) if timed <= rows)
+
+
+_ENTRY = tuple(_entry_of(max(rows, 1)) for rows in range(TIMED_ROWS[-1] + 1))
+
+
+@dataclass
+class DenseLinear:
+    """y = x Wᵀ + b with W (out, in) in the compute dtype."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows == 1 or x.device.type != "cpu" or torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        product = cpu_products(x.dtype)[_ENTRY[min(rows, TIMED_ROWS[-1])]]
+        out = product(x, self.weight)
+        return out if self.bias is None else out + self.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for weights and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+@dataclass
+class Int8Linear:
+    """y = x Wᵀ + b with W in int8, one float scale per output row (symmetric, weight-only)."""
+
+    quantised: Tensor  # (out, in) int8
+    scale: Tensor  # (out,) in the compute dtype
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
+        """Quantise a dense weight; the largest value of each row becomes 127."""
+        values = weight.float()
+        scale = values.abs().amax(dim=1).clamp_min(1e-12) / 127
+        quantised = (values / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        return cls(quantised, scale.to(weight.dtype), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # torch's packed product reads int8 directly but walks the rows one by one: it pays for few rows only.
+        if x.shape[0] <= 4 and not torch.is_grad_enabled() and x.device.type in ("cpu", "cuda"):
+            out = torch._weight_int8pack_mm(x, self.quantised, self.scale)
+        else:
+            out = F.linear(x, self.quantised.to(x.dtype)) * self.scale
+        return out if self.bias is None else out + self.bias
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for weights, scales and bias."""
+        return self.quantised.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+Linear = DenseLinear | Int8Linear

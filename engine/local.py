@@ -1,0 +1,104 @@
+"""A whole model in this process: what `shoal chat --local` talks to, and the yardstick of every swarm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.attention import Segment
+from engine.chat_template import ChatTemplate
+from engine.errors import EngineError
+from engine.head import Ends, load_ends
+from engine.kv import KVLease, token_bytes
+from engine.reply import ReplySettings, ReplyWriter
+from engine.sources.base import ModelSource
+from engine.span import LoadProgress, SpanOptions, SpanRunner, load_span
+from engine.tokenizer import Tokenizer
+
+PREFILL_ROWS = 512
+KV_SHARE = 0.25  # of the free memory, at most, for the cache of one conversation
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How a reply went."""
+
+    ttft_s: float
+    tokens_per_s: float | None  # None where only one token was written
+
+
+class LocalModel:
+    """Embedding, all blocks, head and tokenizer of one model on one device."""
+
+    def __init__(self, source: ModelSource, ends: Ends, span: SpanRunner) -> None:
+        self.config = source.config
+        self.tokenizer = Tokenizer(source.tokenizer)
+        self.template = ChatTemplate(source.tokenizer)
+        self.ends = ends
+        self.span = span
+        eos_id = self.tokenizer.eos_id
+        self.end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's reply."""
+        return self.tokenizer.encode(self.template.render(messages), add_special=False)
+
+    def logits_after(self, lease: KVLease, token_ids: Sequence[int]) -> Tensor:
+        """Run a session's next tokens through all blocks, in chunks: the logits (vocab,) behind the last one."""
+        for begin in range(0, len(token_ids), PREFILL_ROWS):
+            chunk = token_ids[begin : begin + PREFILL_ROWS]
+            hidden = self.span.step(self.ends.embed(chunk), [Segment(lease, lease.length, len(chunk))])
+        return self.ends.logits(hidden[-1:])[0]
+
+    def reply(self, prompt_ids: Sequence[int], settings: ReplySettings) -> Reply:
+        """Begin a reply; iterate over it to get its text as it is written."""
+        room = self.config.context_length - len(prompt_ids)
+        if not prompt_ids:
+            raise EngineError("the prompt is empty: say something")
+        if room < 1:
+            raise EngineError(
+                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {self.config.context_length}: "
+                "shorten it"
+            )
+        return Reply(self, prompt_ids, replace(settings, max_tokens=min(settings.max_tokens, room)))
+
+
+class Reply:
+    """An iterator over the pieces of one reply's text; its figures are there when it ends."""
+
+    def __init__(self, model: LocalModel, prompt_ids: Sequence[int], settings: ReplySettings) -> None:
+        self._model = model
+        self._prompt_ids = list(prompt_ids)
+        self._max_tokens = settings.max_tokens
+        self.writer = ReplyWriter(model.tokenizer, prompt_ids, settings, model.end_ids)
+        self.figures: Figures | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        model, writer = self._model, self.writer
+        begin = time.perf_counter()
+        lease = model.span.open(len(self._prompt_ids) + self._max_tokens)
+        try:
+            yield writer.choose(model.logits_after(lease, self._prompt_ids))
+            first = time.perf_counter()
+            while writer.finish_reason is None:
+                yield writer.choose(model.logits_after(lease, [writer.last_token]))
+            decoded, seconds = len(writer.token_ids) - 1, time.perf_counter() - first
+            self.figures = Figures(first - begin, decoded / seconds if decoded else None)
+        finally:
+            lease.close()
+
+
+def local_options(source: ModelSource, device: torch.device, dtype: torch.dtype, free_bytes: int) -> SpanOptions:
+    """Options for one conversation at a time: a cache for the whole context, or what a share of the memory holds."""
+    whole = source.config.context_length * token_bytes(source.config, source.config.n_blocks, dtype)
+    return SpanOptions(device, dtype, kv_bytes=min(whole, int(free_bytes * KV_SHARE)))
+
+
+def load_local(source: ModelSource, options: SpanOptions, progress: LoadProgress | None = None) -> LocalModel:
+    """Load a whole model."""
+    span = load_span(source, 0, source.config.n_blocks, options, progress)
+    return LocalModel(source, load_ends(source, options.device, options.dtype), span)

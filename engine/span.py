@@ -1,0 +1,135 @@
+"""A span of blocks on one device: steps over cached sessions, and a differentiable pass for training.
+
+Knows no tokens and no peers: hidden states go in, hidden states come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention import Segment, StepPlan, attend_cached, attend_whole, write_cache
+from engine.block import Block, Quantisation, block_forward, build_block
+from engine.config import ModelConfig
+from engine.errors import EngineError, SessionError
+from engine.graphs import DecodeGraphs, SpanParts
+from engine.kv import KVLease, KVPool
+from engine.rope import RotaryTable
+from engine.sources.base import ModelSource, block_part
+from engine.tensors import load_part
+
+
+LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
+
+
+@dataclass(frozen=True)
+class SpanOptions:
+    """How a span is held: where, in which dtype, and with how much memory for the cache."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_bytes: int
+    quantisation: Quantisation = "none"
+
+
+class SpanRunner:
+    """Blocks [start, stop) of a model, ready to run."""
+
+    def __init__(self, config: ModelConfig, start: int, blocks: Sequence[Block], options: SpanOptions) -> None:
+        self.config = config
+        self.start = start
+        self.stop = start + len(blocks)
+        self.options = options
+        self.blocks = list(blocks)
+        self.pool = KVPool(config, len(blocks), options.kv_bytes, options.device, options.dtype)
+        self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
+        on_cuda = options.device.type == "cuda"
+        self._graphs = DecodeGraphs(SpanParts(config, self.blocks, self.pool, self._rope)) if on_cuda else None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all hosted weights."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def open(self, expected_tokens: int = 0) -> KVLease:
+        """A lease for a new session; raises `CacheFull` where there is no room."""
+        if expected_tokens > self.config.context_length:
+            raise SessionError(
+                f"{expected_tokens} tokens are more than this model's context of {self.config.context_length}"
+            )
+        return self.pool.open(expected_tokens)
+
+    @torch.inference_mode()
+    def step(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """Run the rows of several sessions through the span: (N, hidden) -> (N, hidden).
+
+        Either every session advances by its segment or, on an error, none does.
+        """
+        self._admit(hidden, segments)
+        if self._graphs is not None and self._graphs.covers(segments):
+            x = self._graphs.step(hidden, segments)
+        else:
+            x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments))
+        for segment in segments:
+            segment.lease.length = segment.stop
+        return x
+
+    def _admit(self, hidden: Tensor, segments: Sequence[Segment]) -> None:
+        rows = sum(segment.count for segment in segments)
+        if hidden.shape != (rows, self.config.hidden_size):
+            raise SessionError(f"a step of {rows} rows of {self.config.hidden_size} got {tuple(hidden.shape)}")
+        for segment in segments:
+            if segment.count < 1 or segment.start != segment.lease.length:
+                raise SessionError(
+                    f"a step at position {segment.start} does not continue a session of {segment.lease.length} tokens"
+                )
+            if segment.stop > self.config.context_length:
+                raise SessionError(f"position {segment.stop} is past the context of {self.config.context_length}")
+        for segment in segments:
+            segment.lease.reserve(segment.stop)
+
+    def _run(self, x: Tensor, segments: list[Segment]) -> Tensor:
+        plan = StepPlan(segments, self.options.device)
+        rope = self._rope.at(plan.positions)
+        for block, cache in zip(self.blocks, self.pool.blocks, strict=True):
+            plans = plan.for_window(self.config.window_of(block.index))
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, cache: Tensor = cache, plans: list = plans) -> Tensor:  # type: ignore[type-arg]
+                write_cache(cache, plan, k, v)
+                return attend_cached(cache, plans, q)
+
+            x = block_forward(block, self.config, x, rope, attend)
+        return x
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """A pass over whole sequences with no cache, differentiable in its input: (batch, length, hidden)."""
+        batch, length, size = hidden.shape
+        x = hidden.reshape(batch * length, size)
+        positions = torch.arange(length, device=hidden.device).repeat(batch)
+        rope = self._rope.at(positions)
+        for block in self.blocks:
+            window = self.config.window_of(block.index)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = window) -> Tensor:
+                return attend_whole(q, k, v, batch, window)
+
+            x = block_forward(block, self.config, x, rope, attend)
+        return x.view(batch, length, size)
+
+
+def load_span(
+    source: ModelSource, start: int, stop: int, options: SpanOptions, progress: LoadProgress | None = None
+) -> SpanRunner:
+    """Read blocks [start, stop) of a model, and nothing else, onto a device."""
+    if not 0 <= start < stop <= source.config.n_blocks:
+        raise EngineError(f"there is no span {start}:{stop} in a model of {source.config.n_blocks} blocks")
+    blocks: list[Block] = []
+    for index in range(start, stop):
+        tensors = load_part(source, block_part(index), options.dtype)
+        blocks.append(build_block(index, tensors, options.device, options.dtype, options.quantisation))
+        if progress is not None:
+            progress(len(blocks), stop - start)
+    return SpanRunner(source.config, start, blocks, options)

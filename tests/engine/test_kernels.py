@@ -1,0 +1,61 @@
+"""The CUDA step's two flavours against the ordinary step; Triton's kernels run in its interpreter where no GPU is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
+triton = pytest.importorskip("triton")
+
+from engine.attention import Segment  # noqa: E402
+from engine.graphs import SpanParts, fused_step, page_table, plain_step  # noqa: E402
+from engine.kv import PAGE_TOKENS  # noqa: E402
+from engine.span import SpanRunner  # noqa: E402
+from tests.engine.random_spans import CASES, random_span  # noqa: E402
+
+
+def _sessions(span: SpanRunner, lengths: list[int], scatter: bool) -> list[Segment]:
+    """Sessions with random pasts of the given lengths; `scatter` makes their pages a jumble."""
+    leases = [span.open(0 if scatter else length + 1) for length in lengths]
+    if scatter:
+        for tokens in range(PAGE_TOKENS, max(lengths) + 2 * PAGE_TOKENS, PAGE_TOKENS):
+            for lease, length in zip(leases, lengths, strict=True):
+                lease.reserve(min(tokens, length + 1))
+    for lease, length in zip(leases, lengths, strict=True):
+        span.step(torch.randn(length, span.config.hidden_size), [Segment(lease, 0, length)])
+    return [Segment(lease, lease.length, 1) for lease in leases]
+
+
+@pytest.mark.parametrize(
+    ("flavour", "case", "lengths"),
+    [
+        ("fused", "plain", [130]),  # one row, several programs a head
+        ("fused", "plain", [3, 130, 64]),  # a padded batch of scattered pages
+        ("fused", "biases", [3]),
+        ("fused", "biases", [3, 70]),
+        ("fused", "qk_norm", [3]),
+        ("fused", "window", [130]),
+        ("fused", "int8", [3]),
+        ("fused", "int8", [3, 70]),
+        *(("plain", case, lengths) for case in sorted(CASES) for lengths in ([130], [3, 130, 64])),
+    ],
+)
+def test_a_captured_step_equals_an_ordinary_one(flavour: str, case: str, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    span = random_span(CASES[case], quantisation="int8" if case == "int8" else "none")
+    segments = _sessions(span, lengths, scatter=len(lengths) > 1)
+    parts = SpanParts(span.config, span.blocks, span.pool, span._rope)
+    x = torch.randn(len(lengths), span.config.hidden_size)
+    rows = len(lengths) if len(lengths) < 3 else 4
+    padded = torch.cat((x, torch.zeros(rows - len(lengths), x.shape[1])))
+    where = page_table(rows, 4, segments, span.pool.scratch_page)
+    with torch.inference_mode():
+        for segment in segments:
+            segment.lease.reserve(segment.stop)
+        captured = (fused_step if flavour == "fused" else plain_step)(parts, padded, where)[: len(lengths)]
+    expected = span.step(x, segments)
+    assert (captured - expected).abs().max() <= 2e-5 * expected.abs().max()
