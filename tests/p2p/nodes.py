@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,13 @@ def make_network(*means: Means, **config: Any) -> Libp2pNetwork:
     """A whole node of this process, with the given means of discovery only."""
     fields: dict[str, Any] = {"listen": LOOPBACK, "connections": GENEROUS, "discovery": frozenset(means)} | config
     return Libp2pNetwork(fields.pop("identity", None) or Identity.generate(), NetworkConfig(**fields))
+
+
+async def until(is_so: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait for something that no event tells."""
+    with trio.fail_after(within_s):
+        while not is_so():  # noqa: ASYNC110
+            await trio.sleep(0.01)
 
 
 class Libp2pWorld:
