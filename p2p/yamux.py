@@ -45,7 +45,7 @@ from p2p.yamux_wire import (
 logger = logging.getLogger("shoal.p2p.yamux")
 
 ACCEPT_BACKLOG: Final = 64
-_FRAMES_PER_TURN: Final = 512  # frames handled before other tasks get a turn
+_FRAMES_PER_TURN: Final = 256  # frames handled before other tasks get a turn
 _GOODBYE_S: Final = 1.0
 _GO_AWAY_NORMAL: Final = 0
 _GO_AWAY_PROTOCOL_ERROR: Final = 1

@@ -15,6 +15,7 @@ A body is handed on in the pieces it arrives in, so a peer that announces much a
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from enum import IntEnum, IntFlag
 from typing import Final, NamedTuple
 
@@ -79,51 +80,58 @@ class FrameParser:
         self._last_flags = 0
         self._stream_id = 0
 
-    def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """The frames that `data` completes or continues; raises `ProtocolError` at a header no honest peer sends."""
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
+        """The frames that `data` completes or continues; raises `ProtocolError` at a header no honest peer sends.
+
+        Take all of them before the next call. They are cut one by one, so that whoever handles thousands of tiny ones
+        may let others run in between.
+        """
         view = memoryview(data)
-        frames: list[Frame] = []
-        offset = 0
+        offset, size = 0, len(view)
         if self._partial:
-            offset = HEADER_BYTES - len(self._partial)
+            offset = min(HEADER_BYTES - len(self._partial), size)
             self._partial += bytes(view[:offset])
             if len(self._partial) < HEADER_BYTES:
-                return frames
+                return
             header, self._partial = self._partial, b""
-            self._begin(header, 0, frames)
-        size = len(view)
+            if frame := self._begin(header, 0):
+                yield frame
         while True:
             if self._left:
                 if offset >= size:
-                    return frames
-                offset = self._continue(view, offset, frames)
+                    return
+                stop = min(offset + self._left, size)
+                yield self._continue(bytes(view[offset:stop]))
+                offset = stop
             elif size - offset < HEADER_BYTES:
                 self._partial = bytes(view[offset:])
-                return frames
+                return
             else:
-                self._begin(view, offset, frames)
+                frame = self._begin(view, offset)
                 offset += HEADER_BYTES
+                if frame is not None:
+                    yield frame
 
-    def _begin(self, buffer: bytes | memoryview, offset: int, frames: list[Frame]) -> None:
+    def _begin(self, buffer: bytes | memoryview, offset: int) -> Frame | None:
+        """Read a header: a frame where it has no body, else the start of one."""
         version, kind, flags, stream_id, length = _HEADER.unpack_from(buffer, offset)
         if version or kind > GO_AWAY or flags > _ALL_FLAGS:
             raise ProtocolError(f"not a yamux frame: version {version}, kind {kind}, flags {flags:#x}")
         if kind <= WINDOW_UPDATE and stream_id == 0:
             raise ProtocolError("a yamux stream frame for stream 0")
         if kind != DATA or length == 0:
-            frames.append(Frame(kind, flags, stream_id, length, b""))
-            return
+            return Frame(kind, flags, stream_id, length, b"")
         if length > MAX_BODY_BYTES:
             raise ProtocolError(f"a yamux frame of {length} bytes; {MAX_BODY_BYTES} are allowed")
         self._left = self._announced = length
         self._stream_id = stream_id
         self._first_flags = flags & (SYN | ACK)
         self._last_flags = flags & (FIN | RST)
+        return None
 
-    def _continue(self, view: memoryview, offset: int, frames: list[Frame]) -> int:
-        stop = min(offset + self._left, len(view))
-        self._left -= stop - offset
+    def _continue(self, body: bytes) -> Frame:
+        self._left -= len(body)
         flags = self._first_flags if self._left else self._first_flags | self._last_flags
-        frames.append(Frame(DATA, flags, self._stream_id, self._announced, bytes(view[offset:stop])))
+        piece = Frame(DATA, flags, self._stream_id, self._announced, body)
         self._announced = self._first_flags = 0
-        return stop
+        return piece

@@ -138,7 +138,7 @@ class Hostile:
         await self.session.write(pack_header(kind, flags, stream_id, length) + body)
 
     async def receive(self) -> list[Frame]:
-        return self._parser.feed(await self.session.receive())
+        return list(self._parser.feed(await self.session.receive()))
 
 
 @asynccontextmanager
