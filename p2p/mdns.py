@@ -23,6 +23,7 @@ MAX_ADDRESSES = 8
 MAX_PENDING = 256
 _RESOLVE_MS = 2000
 _CHECK_S = 10.0
+_RESOLVERS = 4
 
 log = logging.getLogger("shoal.p2p.mdns")
 
@@ -52,7 +53,8 @@ class LocalNetwork:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._announce, daemon)
-                nursery.start_soon(self._resolve, daemon, names)
+                for _ in range(_RESOLVERS):
+                    nursery.start_soon(self._resolve, daemon, names.clone())
                 # Browsing sends its first question at once, so it starts last.
                 await trio.to_thread.run_sync(lambda: zeroconf.ServiceBrowser(daemon, SERVICE, handlers=[heard]))
         finally:
@@ -60,20 +62,20 @@ class LocalNetwork:
                 await trio.to_thread.run_sync(daemon.close)
 
     async def _announce(self, daemon: Zeroconf) -> None:
-        told: list[str] = []
+        told: list[Address] = []
         while True:
-            texts = [str(address) for address in self._addresses()][:MAX_ADDRESSES]
-            if texts != told:
-                info = self._info(texts)
+            addresses = [address for address in self._addresses() if address.ip is not None][:MAX_ADDRESSES]
+            if addresses and addresses != told:
+                info = self._info(addresses)
                 if told:
                     await trio.to_thread.run_sync(daemon.update_service, info)
                 else:
                     # The name is this node's own, so nobody else can hold it and no time is spent asking.
                     await trio.to_thread.run_sync(partial(daemon.register_service, info, cooperating_responders=True))
-                told = texts
+                told = addresses
             await trio.sleep(_CHECK_S)
 
-    def _info(self, texts: list[str]) -> ServiceInfo:
+    def _info(self, addresses: list[Address]) -> ServiceInfo:
         from zeroconf import ServiceInfo
 
         # A DNS label has at most 63 characters; the whole peer id is in the TXT record.
@@ -81,10 +83,10 @@ class LocalNetwork:
         return ServiceInfo(
             SERVICE,
             f"{label}.{SERVICE}",
-            port=1,
-            properties={f"a{index}": text for index, text in enumerate(texts)},
+            port=addresses[0].port,
+            properties={f"a{index}": str(address) for index, address in enumerate(addresses)},
             server=f"{label}.local.",
-            addresses=[],
+            parsed_addresses=[address.host for address in addresses],  # without one, nobody resolves the name
         )
 
     async def _resolve(self, daemon: Zeroconf, names: trio.MemoryReceiveChannel[str]) -> None:

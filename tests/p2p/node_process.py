@@ -1,4 +1,4 @@
-"""A node for tests, in a process of its own: prints its peer id and addresses, then answers lines of commands.
+"""A node for tests, in a process of its own: says its peer id and addresses, then answers lines of commands.
 
 `echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `learn PEER ADDRESS`, `cpu`; the end of input stops it.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import socket
 import time
 from pathlib import Path
 
@@ -45,7 +45,7 @@ async def answer(network: Libp2pNetwork, words: list[str]) -> str:
     return "unknown command"
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def main(arguments: argparse.Namespace, lines: trio.SocketStream) -> None:
     config = NetworkConfig(
         listen=tuple(arguments.listen or LOOPBACK),
         advertise=tuple(arguments.advertise),
@@ -59,16 +59,15 @@ async def main(arguments: argparse.Namespace) -> None:
     network = Libp2pNetwork(identity, config)
     network.serve("echo", echo)
     async with network.running():
-        print(network.peer_id, *network.addresses(), flush=True)  # noqa: T201
-        lines = trio.lowlevel.FdStream(sys.stdin.fileno())
+        await lines.send_all(" ".join([network.peer_id, *network.addresses()]).encode() + b"\n")
         pending = b""
         async for chunk in lines:
             *whole, pending = (pending + chunk).split(b"\n")
             for line in whole:
-                print(await answer(network, line.decode().split()), flush=True)  # noqa: T201
+                await lines.send_all((await answer(network, line.decode().split())).encode() + b"\n")
 
 
-def parse() -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--listen", action="append", default=[])
     parser.add_argument("--advertise", action="append", default=[])
@@ -76,8 +75,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--discovery", default="")
     parser.add_argument("--home", type=Path)
     parser.add_argument("--secret")
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-if __name__ == "__main__":
-    trio.run(main, parse())
+def run(words: list[str], channel: socket.socket) -> None:
+    """The whole life of the process."""
+
+    async def begin() -> None:
+        await main(parse(words), trio.SocketStream(trio.socket.from_stdlib_socket(channel)))
+
+    trio.run(begin)

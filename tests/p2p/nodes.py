@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
-import subprocess
-import sys
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -78,23 +79,22 @@ async def libp2p_world() -> AsyncIterator[Libp2pWorld]:
 class Process:
     """A node in a process of its own (see `tests.p2p.node_process`), spoken to in lines."""
 
-    def __init__(self, process: trio.Process) -> None:
+    def __init__(self, process: multiprocessing.process.BaseProcess, lines: trio.SocketStream) -> None:
         self._process = process
+        self._lines = lines
         self._buffer = bytearray()
         self.peer_id = ""
         self.addresses: list[str] = []
 
     async def ask(self, line: str) -> str:
         """Send one line and return the answer."""
-        assert self._process.stdin is not None
-        await self._process.stdin.send_all(line.encode() + b"\n")
+        await self._lines.send_all(line.encode() + b"\n")
         return await self.line()
 
     async def line(self) -> str:
-        """The next line it prints."""
-        assert self._process.stdout is not None
+        """The next line it says."""
         while b"\n" not in self._buffer:
-            chunk = await self._process.stdout.receive_some()
+            chunk = await self._lines.receive_some()
             assert chunk, "the node process ended"
             self._buffer += chunk
         line, _, rest = bytes(self._buffer).partition(b"\n")
@@ -103,34 +103,47 @@ class Process:
 
     def freeze(self) -> None:
         """Stop it as a debugger or a full disk would."""
-        os.kill(self._process.pid, signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         """Let it go on."""
-        os.kill(self._process.pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     async def quit(self) -> None:
         """Ask it to stop and wait for it."""
-        assert self._process.stdin is not None
-        await self._process.stdin.aclose()
-        await self._process.wait()
+        await self._lines.send_eof()
+        await trio.to_thread.run_sync(self._process.join)
+        assert self._process.exitcode == 0
 
     @property
     def pid(self) -> int:
         """Its process id."""
+        assert self._process.pid is not None
         return self._process.pid
 
 
 @asynccontextmanager
 async def node_process(*arguments: str) -> AsyncIterator[Process]:
-    """A node process that has reported where it listens; killed at the end, frozen or not."""
-    command = [sys.executable, "-m", "tests.p2p.node_process", *arguments]
-    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    node = Process(process)
+    """A node process that has reported where it listens; killed at the end, frozen or not.
+
+    Where the system can fork, a server process imports everything once, so that a node starts in no time.
+    """
+    from tests.p2p import node_process as program
+
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["tests.p2p.node_process"])
+    ours, theirs = socket.socketpair()
+    process = context.Process(target=program.run, args=(list(arguments), theirs), daemon=True)
+    await trio.to_thread.run_sync(process.start)
+    theirs.close()
+    node = Process(process, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
     try:
         node.peer_id, *node.addresses = (await node.line()).split()
         yield node
     finally:
         process.kill()
         with trio.CancelScope(shield=True):
-            await process.wait()
+            await trio.to_thread.run_sync(process.join)
+        ours.close()
