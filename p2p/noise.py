@@ -44,6 +44,7 @@ NOISE_ID: Final = TProtocol("/noise")
 AESGCM_ID: Final = TProtocol("/shoal/1/noise-aesgcm")
 PSK_ID: Final = TProtocol("/shoal/1/noise-psk")
 HANDSHAKE_DEADLINE_S: Final = 10.0
+MIN_SECRET_BYTES: Final = 16
 
 OnFailure = Callable[[HandshakeError], None]
 
@@ -64,6 +65,8 @@ def security_options(
     With a `secret` the node speaks the private handshake and nothing else. `on_failure` hears of every handshake that
     failed, inbound ones too, which libp2p tells nobody about.
     """
+    if secret is not None and len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(f"a swarm's secret has at least {MIN_SECRET_BYTES} bytes, not {len(secret)}")
     noise_key = create_new_key_pair().private_key
     psk = hashlib.sha256(b"shoal/1/noise-psk\0" + secret).digest() if secret is not None else os.urandom(32)
     private = NoiseTransport(keypair, noise_key, b"Noise_XXpsk3_25519_AESGCM_SHA256", psk=psk, on_failure=on_failure)

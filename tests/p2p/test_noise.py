@@ -157,6 +157,11 @@ async def test_the_same_secret_opens(kind: str) -> None:
         assert await found[0].read(15) == b"among ourselves"
 
 
+def test_a_secret_that_can_be_guessed_is_no_secret() -> None:
+    with pytest.raises(ValueError, match="at least 16 bytes"):
+        security_options(create_new_key_pair(), secret=b"hello")
+
+
 def test_a_private_node_speaks_nothing_else() -> None:
     assert list(security_options(create_new_key_pair(), secret=b"s" * 16)) == [PSK_ID]
     assert list(security_options(create_new_key_pair(), secret=None)) == [AESGCM_ID, NOISE_ID, PSK_ID]

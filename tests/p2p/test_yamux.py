@@ -14,7 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF,
 
 from p2p.errors import Refused, StreamClosed, StreamReset
 from p2p.yamux import YamuxConnection
-from p2p.yamux_table import MAX_STREAMS
+from p2p.yamux_table import LINGER_S, MAX_STREAMS
 from p2p.yamux_wire import DATA, WINDOW_UPDATE
 from tests.p2p.channels import PAIRS, attacked, close_sockets, connected, echo, secure
 
@@ -263,6 +263,22 @@ async def test_streams_are_bounded_and_come_back() -> None:
         for stream in streams:
             await stream.reset()
         await ends.dialler.open_stream()
+
+
+async def test_streams_that_the_peer_never_closes_are_let_go(autojump_clock: trio.testing.MockClock) -> None:
+    async with connected("memory") as ends, trio.open_nursery() as nursery:
+
+        async def accept() -> None:
+            while True:
+                await ends.listener.accept_stream()
+
+        nursery.start_soon(accept)
+        for _ in range(100):
+            await (await ends.dialler.open_stream()).close()
+        await trio.sleep(LINGER_S + 1)
+        await ends.dialler.open_stream()
+        assert len(ends.dialler.table.open) == 1
+        nursery.cancel_scope.cancel()
 
 
 async def test_the_round_trip_is_measured() -> None:
