@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 BURST_S = 0.25  # how much unused rate may be saved up
+SHORTEST_WAIT_S = 0.001
 RECHECK_S = 0.25  # longest single wait, so that a raised limit is felt soon
 
 
@@ -30,7 +31,10 @@ class TokenBucket:
         if self.bytes_per_s is None:
             return 0.0
         self._refill(now)
-        return 0.0 if self._tokens >= 0 else min(-self._tokens / self.bytes_per_s, RECHECK_S)
+        if self._tokens >= 0:
+            return 0.0
+        # Never a wait too short for a clock to show: it would be asked for again and again.
+        return max(min(-self._tokens / self.bytes_per_s, RECHECK_S), SHORTEST_WAIT_S)
 
     def spend(self, size: int, now: float) -> None:
         """Count bytes that went."""

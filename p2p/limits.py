@@ -19,8 +19,8 @@ class Limits:
     streams: int = 1024
     bytes_per_peer: int = 256 * 2**20  # bodies received and not yet consumed
     bytes: int = 1024 * 2**20
-    requests_per_s: float = 1000.0
-    request_burst: float = 2000.0
+    requests_per_s: float = 2000.0
+    request_burst: float = 4000.0
     # Refusals a peer may run up before it counts as misbehaving, and how many are forgiven each second.
     refusals: float = 500.0
     refusals_forgiven_per_s: float = 10.0

@@ -63,7 +63,7 @@ class PeerLink:
         self.paced, self.exempt = paced, exempt
         self.bytes_in = self.bytes_out = 0
         self.rtt_s: float | None = None
-        self.ended = False
+        self.ended = self._condemned = False
         self.own_parity = 1 if initiator else 0
         self._next_id = 1 if initiator else 2
         self._outbox = Outbox()
@@ -185,7 +185,8 @@ class PeerLink:
 
     def misbehaved(self, why: str) -> None:
         """End the link and report the peer."""
-        if not self.ended:
+        if not self._condemned:
+            self._condemned = True
             log.warning("%s misbehaves: %s", self._peer, why)
             self.close()
             self.services.misbehaved(self._peer, why)
@@ -277,6 +278,8 @@ class PeerLink:
                     down.spend(len(data), trio.current_time())
                 for frame in decoder.feed(data):
                     self._dispatch(frame)
+                    if self._condemned:
+                        return
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
         except ProtocolError as error:

@@ -1,0 +1,112 @@
+"""What a call and a stream message cost in our own code, over byte pipes in memory: no sockets, no encryption.
+
+`python -m tests.bench.links [--json]`: both sides run in this process, so a figure is the sum of both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from app.network import FrameStream, Network, Priority
+from p2p.limits import Limits
+from tests.p2p.network_contract import echo, echo_stream
+from tests.p2p.networks import wired_world
+
+PROTOCOL = "/bench/1/echo"
+
+
+async def _median_us(step: Callable[[], Awaitable[object]], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        await step()
+        times.append(time.perf_counter() - started)
+    return round(statistics.median(times) * 1e6, 1)
+
+
+async def _round_trip(stream: FrameStream, body: bytes) -> None:
+    await stream.send(body)
+    await stream.receive()
+
+
+async def _empty_pipe_us(repeats: int) -> float:
+    """The floor: trio's memory pipe, two tasks, no link."""
+    here, there = trio.testing.memory_stream_pair()
+
+    async def answer() -> None:
+        while True:
+            await there.send_all(await there.receive_some(65536))
+
+    async def step() -> None:
+        await here.send_all(b"x")
+        await here.receive_some(65536)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer)
+        floor = await _median_us(step, repeats)
+        nursery.cancel_scope.cancel()
+    return floor
+
+
+async def _one_way_us(sender: Network, receiver: Network, messages: int) -> float:
+    """Microseconds a message, both sides together, when many small ones are sent in a row."""
+    done = trio.Event()
+
+    async def count(stream: FrameStream) -> None:
+        for _ in range(messages):
+            await stream.receive()
+        done.set()
+
+    receiver.accept("/bench/1/count", count)
+    stream = await sender.open(receiver.peer_id, "/bench/1/count")
+    started = time.perf_counter()
+    for number in range(messages):
+        await stream.send(b"x" * 1024)
+        if number % 64 == 0:
+            await stream.wait_room()
+    await done.wait()
+    return round((time.perf_counter() - started) / messages * 1e6, 1)
+
+
+async def measure(repeats: int) -> dict[str, float]:
+    """All figures."""
+    async with wired_world() as world:
+        world.limits = Limits(requests_per_s=1e9, request_burst=1e9)
+        a, b = await world.node(), await world.node()
+        b.serve("echo", echo)
+        b.accept(PROTOCOL, echo_stream)
+        stream = await a.open(b.peer_id, PROTOCOL)
+        step, big = bytes(8192), bytes(16 * 2**20)
+        bulk_us = await _median_us(
+            lambda: a.call(b.peer_id, "echo", big, timeout_s=60, priority=Priority.BULK), max(repeats // 500, 3)
+        )
+        return {
+            "pipe_round_trip_us": await _empty_pipe_us(repeats),
+            "stream_round_trip_8k_us": await _median_us(lambda: _round_trip(stream, step), repeats),
+            "call_round_trip_8k_us": await _median_us(lambda: a.call(b.peer_id, "echo", step, timeout_s=5), repeats),
+            "one_way_1k_us": await _one_way_us(a, b, repeats),
+            "bulk_mb_s": round(2 * len(big) / bulk_us, 1),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5000)
+    options = parser.parse_args()
+    figures = trio.run(measure, options.repeats)
+    if options.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:28} {value}")
+
+
+if __name__ == "__main__":
+    main()

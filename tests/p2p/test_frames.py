@@ -1,0 +1,225 @@
+"""The frame codec against any bytes, any chunking and any interleaving."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from p2p.errors import ProtocolError
+from p2p.frames import (
+    CHUNK_BYTES,
+    FIRST,
+    HEADER,
+    LAST,
+    MAX_PARTIAL_MESSAGES,
+    MAX_TEXT_BYTES,
+    PREFACE,
+    WHOLE,
+    Assembler,
+    Frame,
+    FrameDecoder,
+    Kind,
+    encode,
+    encode_header,
+)
+from p2p.outbox import Outbox, Outgoing
+from p2p.values import MAX_BODY_BYTES
+
+NAMED = (Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET)
+BODIES = {Kind.REQUEST: 2000, Kind.ANSWER: 2000, Kind.MESSAGE: 2000, Kind.ERROR: 1024, Kind.RESET: 1024}
+
+
+@st.composite
+def whole_frames(draw: st.DrawFn) -> Frame:
+    kind = draw(st.sampled_from(Kind))
+    name = draw(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=128))
+    body = draw(st.binary(max_size=BODIES.get(kind, 0)))
+    priority, id, arg = draw(st.integers(0, 3)), draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, 2**32 - 1))
+    return Frame(kind, priority | WHOLE, id, len(body), arg, name if kind in NAMED else "", body)
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    """The data in pieces, cut at these places (modulo its length)."""
+    edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
+    return [data[a:b] for a, b in pairwise(edges)]
+
+
+def decode(pieces: list[bytes]) -> list[Frame]:
+    decoder = FrameDecoder()
+    return [frame for piece in pieces for frame in decoder.feed(piece)]
+
+
+@given(st.lists(whole_frames(), max_size=8), st.lists(st.integers(0, 2**16), max_size=12))
+def test_frames_survive_any_cutting(frames: list[Frame], places: list[int]) -> None:
+    data = PREFACE + b"".join(encode(frame) for frame in frames)
+    assert decode(cut(data, places)) == frames
+    assert decode([data[i : i + 1] for i in range(len(data))]) == frames
+
+
+def outcome(pieces: list[bytes]) -> tuple[list[Frame], bool]:
+    """What a decoder and an assembler make of some bytes, and whether they gave up."""
+    decoder, assembler, seen = FrameDecoder(), Assembler(), []
+    try:
+        for piece in pieces:
+            for frame in decoder.feed(piece):
+                seen.append(frame)
+                assembler.add(frame)
+    except ProtocolError:
+        return seen, True
+    return seen, False
+
+
+headers = st.builds(
+    HEADER.pack,
+    st.integers(0, 255),
+    st.integers(0, 15),
+    st.sampled_from([0, 1, 5, 128, 129, 65535]),
+    st.integers(0, 3),
+    st.sampled_from([0, 1, 7, 1024, CHUNK_BYTES, CHUNK_BYTES + 1, 2**32 - 1]),
+    st.sampled_from([0, 1, 7, 1024, CHUNK_BYTES, MAX_BODY_BYTES, MAX_BODY_BYTES + 1, 2**32 - 1]),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.one_of(st.binary(max_size=64), headers), max_size=10).map(b"".join), st.booleans())
+@example(b"\xff" * 40, True)
+def test_any_bytes_give_frames_or_the_one_error(data: bytes, greeted: bool) -> None:
+    outcome([PREFACE + data if greeted else data])
+
+
+@given(st.lists(st.one_of(st.binary(max_size=8), headers), max_size=6).map(b"".join), st.lists(st.integers(0, 500)))
+def test_bad_bytes_fail_alike_however_they_are_cut(data: bytes, places: list[int]) -> None:
+    whole_seen, whole_failed = outcome([PREFACE + data])
+    cut_seen, cut_failed = outcome(cut(PREFACE + data, places))
+    assert cut_failed == whole_failed
+    # A decoder that fails says nothing of the good frames in the same piece, so cutting can only show more of them.
+    assert cut_seen[: len(whole_seen)] == whole_seen
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        encode_header(Kind.MESSAGE, WHOLE, 1, CHUNK_BYTES + 1, CHUNK_BYTES + 1),
+        encode_header(Kind.MESSAGE, FIRST, 1, CHUNK_BYTES, MAX_BODY_BYTES + 1),
+        encode_header(Kind.MESSAGE, FIRST, 1, 10, 1000),  # a short chunk that is not the last
+        encode_header(Kind.MESSAGE, FIRST, 1, 0, 1000),
+        encode_header(Kind.MESSAGE, WHOLE, 1, 10, 11),
+        encode_header(Kind.MESSAGE, WHOLE, 1, 1, 1, 0, b"named"),
+        encode_header(Kind.REQUEST, WHOLE, 1, 1, 1),  # no method
+        encode_header(Kind.REQUEST, WHOLE, 1, 0, 0, 0, b"m" * 129),
+        encode_header(Kind.ERROR, WHOLE, 1, MAX_TEXT_BYTES + 1, MAX_TEXT_BYTES + 1, 0, b"code"),
+        encode_header(Kind.PING, WHOLE, 1, 1, 1),
+        encode_header(Kind.PING, FIRST, 1, 0, 0),
+        encode_header(13, WHOLE, 1, 0, 0),
+    ],
+)
+def test_a_bad_header_is_refused_before_its_body_comes(header: bytes) -> None:
+    decoder = FrameDecoder()
+    decoder.feed(PREFACE)
+    with pytest.raises(ProtocolError):
+        decoder.feed(header[: HEADER.size])
+
+
+def test_optional_kinds_are_skipped() -> None:
+    unknown = encode_header(200, WHOLE, 1, 3, 3, 0, b"new") + b"abc"
+    ping = Frame(Kind.PING, WHOLE, 1, 0, 0, "", b"")
+    assert decode([PREFACE + unknown + encode(ping)]) == [ping]
+
+
+def test_another_major_version_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match="version 2"):
+        FrameDecoder().feed(b"shoal\0\x02")
+    with pytest.raises(ProtocolError, match="does not speak"):
+        FrameDecoder().feed(b"GET / HTTP/1.1")
+
+
+messages = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3 * CHUNK_BYTES)), max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(messages, st.lists(st.booleans(), max_size=20))
+def test_messages_sent_while_others_are_half_sent_arrive_whole_and_in_order(
+    sizes: list[tuple[int, int, int]], turns: list[bool]
+) -> None:
+    """Messages are put in between takes; each (id, priority) keeps its order, whatever overtakes it."""
+    outbox, decoder, assembler = Outbox(), FrameDecoder(), Assembler()
+    decoder.feed(PREFACE)
+    sent: dict[tuple[int, int], list[bytes]] = {}
+    got: dict[tuple[int, int], list[bytes]] = {}
+
+    def take() -> None:
+        for frame in decoder.feed(outbox.take()):
+            if (whole := assembler.add(frame)) is not None:
+                got.setdefault((whole.id, whole.priority), []).append(whole.body)
+
+    for number, (id, priority, size) in enumerate(sizes):
+        body = bytes([number]) * size
+        outbox.put(Outgoing(Kind.MESSAGE, id, priority, (body[: size // 3], memoryview(body)[size // 3 :]), size))
+        sent.setdefault((id, priority), []).append(body)
+        if number < len(turns) and turns[number]:
+            take()
+    while outbox.urgency() is not None:
+        take()
+    assert got == sent
+    assert len(assembler) == 0
+
+
+def test_an_urgent_message_overtakes_at_the_next_chunk() -> None:
+    outbox, decoder = Outbox(), FrameDecoder()
+    decoder.feed(PREFACE)
+    outbox.put(Outgoing(Kind.ANSWER, 1, 3, (bytes(4 * CHUNK_BYTES),), 4 * CHUNK_BYTES))
+    (first,) = decoder.feed(outbox.take())
+    outbox.put(Outgoing(Kind.MESSAGE, 2, 1, (b"now",), 3))
+    (second,) = decoder.feed(outbox.take())
+    assert (first.id, second.id) == (1, 2)
+
+
+def test_what_is_dropped_is_not_sent_and_makes_room() -> None:
+    outbox = Outbox()
+    for id in (1, 2):
+        outbox.put(Outgoing(Kind.REQUEST, id, 2, (bytes(8 * 2**20),), 8 * 2**20, b"m"))
+    outbox.take()
+    assert not outbox.has_room(2)
+    outbox.drop(1)
+    outbox.drop(2)
+    assert outbox.urgency() is None
+    assert outbox.has_room(2)
+    assert outbox.take() == b""
+
+
+def chunk(id: int, flags: int, length: int = CHUNK_BYTES, total: int = 2 * CHUNK_BYTES) -> Frame:
+    return Frame(Kind.MESSAGE, flags, id, total, 0, "", bytes(length))
+
+
+def test_chunks_that_do_not_add_up_are_refused() -> None:
+    for bad in (
+        chunk(1, FIRST),  # begins again
+        chunk(1, LAST, 5),  # ends short
+        chunk(1, LAST, CHUNK_BYTES, 3 * CHUNK_BYTES),  # another total
+        chunk(1, 0),  # full, and not the last
+        chunk(1, LAST)._replace(kind=Kind.ANSWER),
+    ):
+        assembler = Assembler()
+        assembler.add(chunk(1, FIRST))
+        with pytest.raises(ProtocolError):
+            assembler.add(bad)
+
+
+def test_later_chunks_of_what_was_dropped_are_ignored() -> None:
+    assembler = Assembler()
+    assembler.add(chunk(1, FIRST))
+    assembler.drop(1)
+    assert assembler.add(chunk(1, LAST)) is None
+    assert len(assembler) == 0
+
+
+def test_begun_messages_are_bounded() -> None:
+    assembler = Assembler()
+    for id in range(MAX_PARTIAL_MESSAGES):
+        assembler.add(chunk(id, FIRST))
+    with pytest.raises(ProtocolError, match="begun"):
+        assembler.add(chunk(9999, FIRST))
