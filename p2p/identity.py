@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _SCRYPT = {"n": 2**15, "r": 8, "p": 1}
 _MAX_SCRYPT_N = 2**18  # 256 MiB: the most that a file may make this process take
 
 
+@lru_cache(maxsize=4096)  # every statement that is heard names its signer several times
 def peer_id_of(public_key: bytes) -> str:
     """The text form (`12D3Koo…`) of an Ed25519 public key's peer id."""
     assert len(public_key) == KEY_BYTES

@@ -18,6 +18,7 @@ from app.merkle import leaves_from
 from app.model_import import in_order, manifest_of, part_pieces, survey, tokenizer_bytes
 from app.model_manifest import Manifest
 from engine.config import ModelConfig, Rope
+from engine.sources.opening import open_source
 from tests.app.tiny_source import CONFIG, tiny_source
 
 JSON = st.recursive(
@@ -43,6 +44,12 @@ def test_the_hash_depends_on_the_bytes_only(manifest: Manifest, tmp_path: Path) 
     again = manifest_of(dataclasses.replace(elsewhere, label="another name"))
     assert again.raw == manifest.raw
     assert again == manifest
+
+
+def test_a_real_source_gives_the_same_manifest_wherever_it_lies(tmp_path: Path) -> None:
+    first, second = (manifest_of(open_source("tiny-random", tmp_path / name)) for name in ("a", "b"))
+    assert first == second
+    assert first.config == open_source("tiny-random", tmp_path / "a").config
 
 
 def test_one_changed_bit_of_a_tensor_changes_the_part_and_the_hash(manifest: Manifest, tmp_path: Path) -> None:
