@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from p2p.errors import PeerUnreachable, Refused
+from p2p.memory_clock import Timer
 from p2p.memory_directory import Directory, DirectoryProfile
 from p2p.memory_link import Lane, LinkProfile, MemoryLink, MemoryStream, Traffic
 from p2p.memory_node import MemoryNode
@@ -36,6 +37,8 @@ class MemoryFabric:
         self.nodes: dict[str, MemoryNode] = {}
         self.directory = Directory(directory, seed)
         self._nursery = nursery
+        self._timer = Timer()
+        nursery.start_soon(self._timer.run)
         self._profiles: dict[tuple[str, str], LinkProfile] = {}
         self._group_of: dict[str, int] = {}
         self._links: dict[tuple[str, str], MemoryLink] = {}
@@ -132,7 +135,7 @@ class MemoryFabric:
                 a: Lane(f"{seed}/{a}/{b}", source.traffic, target.traffic),
                 b: Lane(f"{seed}/{b}/{a}", target.traffic, source.traffic),
             }
-            link = self._links[_pair(a, b)] = MemoryLink(self.profile_of(a, b), lanes)
+            link = self._links[_pair(a, b)] = MemoryLink(self.profile_of(a, b), lanes, self._timer)
             source.linked[b] = target.linked[a] = link
         return link
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import trio
 
 from p2p.errors import QueueFull, StreamClosed, StreamReset
+from p2p.memory_clock import Timer
 from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, fits_window, joined
 
 
@@ -86,6 +87,7 @@ class MemoryLink:
 
     profile: LinkProfile
     lanes: dict[str, Lane]
+    timer: Timer
     silent_since: float | None = None
     broken: bool = False
     calls: dict[trio.CancelScope, None] = field(default_factory=dict)  # ordered sets: runs repeat
@@ -99,7 +101,7 @@ class MemoryLink:
         if crossing_s is None:
             await trio.sleep_forever()
             return
-        await trio.sleep(crossing_s)
+        await self.timer.sleep(crossing_s)
         while self.silent_since is not None:
             await self._heard.wait()
         lane.arrived(size)

@@ -178,17 +178,18 @@ class MemoryNode:
             scope.cancel()
 
     async def _over_link(self, peer: str, timeout_s: float, exchange: Callable[[MemoryLink], Awaitable[T]]) -> T:
-        with trio.move_on_after(timeout_s):
-            if not self.alive:
-                _gone(peer)
+        if not self.alive:
+            _gone(peer)
+        link = None
+        with trio.CancelScope(deadline=trio.current_time() + timeout_s) as scope:
             link = self.linked.get(peer) or await self.fabric.dial(self, peer)
-            with trio.CancelScope() as scope:
-                link.calls[scope] = None
-                try:
-                    return await exchange(link)
-                finally:
-                    del link.calls[scope]
-            _gone(peer)  # only a break of the link cancels that scope
+            link.calls[scope] = None
+            try:
+                return await exchange(link)
+            finally:
+                del link.calls[scope]
+        if link is not None and link.broken:
+            _gone(peer)
         raise DeadlineExceeded(f"{peer} did not answer within {timeout_s:g} s")
 
     def _peer_of(self, name: str) -> MemoryNode:
