@@ -32,6 +32,8 @@ REFRESH_S = 600.0
 PROBE_S = 60.0
 MAX_OWN_KEYS = 256
 _PROBES = 8
+_FEW = 4  # with so few peers known, each new one is worth a look around
+_LOOK_AGAIN_S = 5.0
 
 log = logging.getLogger("shoal.p2p.dht")
 
@@ -65,6 +67,7 @@ class Directory:
         self._ask = ask
         self._around = around
         self._is_valid = is_valid
+        self._look_around = trio.Event()
         self._own_keys: dict[bytes, float] = {}
         self._own_values: dict[bytes, tuple[bytes, float]] = {}
 
@@ -93,8 +96,11 @@ class Directory:
 
     def saw(self, peer: str) -> None:
         """`peer` takes part in the directory and is alive."""
+        newcomer = peer not in self.table
         self.table.saw(peer, _network_of(self._around.addresses_of(peer)))
         self.providers.alive(peer, trio.current_time())
+        if newcomer and len(self.table) <= _FEW:
+            self._look_around.set()
 
     # --- for this node -----------------------------------------------------------------------------------------------
 
@@ -164,8 +170,12 @@ class Directory:
             nursery.start_soon(self._republish)
             nursery.start_soon(self._probe, probe)
             while True:
-                await trio.sleep(REFRESH_S * random.uniform(0.8, 1.2))
+                with trio.move_on_after(REFRESH_S * random.uniform(0.8, 1.2)):
+                    await self._look_around.wait()
+                self._look_around = trio.Event()
                 await self.refresh()
+                # Newcomers often come in crowds; one look finds them all.
+                await trio.sleep(_LOOK_AGAIN_S)
 
     # --- within ------------------------------------------------------------------------------------------------------
 

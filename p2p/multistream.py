@@ -27,11 +27,11 @@ class ByteStream(Protocol):
 
 async def propose(stream: ByteStream, protocols: Sequence[str]) -> str:
     """Offer `protocols` in turn and return the one that the other side takes; raises `Refused` if it takes none."""
-    await stream.write(_line(GREETING) + _line(protocols[0]))
+    await _write(stream, _line(GREETING) + _line(protocols[0]))
     await _expect_greeting(stream)
     for index, protocol in enumerate(protocols):
         if index:
-            await stream.write(_line(protocol))
+            await _write(stream, _line(protocol))
         answer = await _read_line(stream)
         if answer == protocol:
             return protocol
@@ -42,14 +42,14 @@ async def propose(stream: ByteStream, protocols: Sequence[str]) -> str:
 
 async def choose(stream: ByteStream, supported: Container[str]) -> str:
     """Answer the other side's proposals and return the first one that is supported."""
-    await stream.write(_line(GREETING))
+    await _write(stream, _line(GREETING))
     await _expect_greeting(stream)
     for _ in range(MAX_PROPOSALS):
         proposal = await _read_line(stream)
         if proposal in supported:
-            await stream.write(_line(proposal))
+            await _write(stream, _line(proposal))
             return proposal
-        await stream.write(_line(NOT_AVAILABLE))
+        await _write(stream, _line(NOT_AVAILABLE))
     raise ProtocolError(f"the peer made {MAX_PROPOSALS} proposals that are not supported here")
 
 
@@ -73,6 +73,15 @@ async def read_some(stream: ByteStream, limit: int) -> bytes:
     except Exception as error:
         # Every muxer has its own word for the end of a stream.
         raise StreamClosed(f"the stream broke while reading ({type(error).__name__})") from error
+
+
+async def _write(stream: ByteStream, data: bytes) -> None:
+    try:
+        await stream.write(data)
+    except P2PError:
+        raise
+    except Exception as error:
+        raise StreamClosed(f"the stream broke while writing ({type(error).__name__})") from error
 
 
 def _line(text: str) -> bytes:

@@ -23,7 +23,6 @@ from .admission import ConnectionLimits
 from .bandwidth import Bandwidth
 from .connection import Connection, Stream
 from .dht import Directory
-from .dht_table import BUCKET_SIZE
 from .dht_wire import Contact
 from .discovery import MEANS, Means, Seeker
 from .errors import HandshakeError, P2PError, Refused
@@ -283,10 +282,7 @@ class Libp2pNetwork:
     def _heard(self, connection: Connection, hello: Hello) -> None:
         self._book.add(connection.peer, hello.addresses, trio.current_time())
         if self._directory is not None:
-            newcomer = connection.peer not in self._directory.table
             self._directory.saw(connection.peer)
-            if newcomer and len(self._directory.table) <= BUCKET_SIZE and self._nursery is not None:
-                self._nursery.start_soon(guarded, "looking around", self._directory.refresh)
 
     def _save(self) -> None:
         path = self._config.remember_at

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LIVE_LANE = "/shoal/1/live"
 BULK_LANE = "/shoal/1/bulk"
 LANES = (LIVE_LANE, BULK_LANE)
+MAX_LINKS_A_LANE = 4
 
 log = logging.getLogger("shoal.p2p.rpc")
 
@@ -66,6 +67,9 @@ class Switchboard:
 
     async def attend(self, peer: str, lane: str, stream: ByteStream) -> None:
         """Run a link over a byte stream that a peer opened, until it ends."""
+        present = self._links.get((peer, lane), [])
+        if len(present) >= MAX_LINKS_A_LANE:  # a peer that restarted comes back before its old links are known dead
+            present[0].close()
         await self._run_link(self._link(peer, lane, stream, initiator=False), lane)
 
     def serve(self, method: str, handler: RequestHandler) -> None:
@@ -82,13 +86,13 @@ class Switchboard:
         """One request, one answer; the deadline covers the dial too."""
         deadline = trio.current_time() + timeout_s
         link = await self._linked(peer, BULK_LANE if priority >= BULK else LIVE_LANE, timeout_s)
-        return await link.call(method, body, timeout_s=deadline - trio.current_time(), priority=priority)
+        return await link.call(method, body, timeout_s=max(deadline - trio.current_time(), 0), priority=priority)
 
     async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MessageStream:
         """A new stream to a peer."""
         deadline = trio.current_time() + timeout_s
         link = await self._linked(peer, LIVE_LANE, timeout_s)
-        return await link.open(protocol, timeout_s=deadline - trio.current_time())
+        return await link.open(protocol, timeout_s=max(deadline - trio.current_time(), 0))
 
     async def ping(self, peer: str, timeout_s: float) -> float:
         """The round-trip time over the live lane."""
@@ -140,7 +144,10 @@ class Switchboard:
             self._closing.discard(link.peer)
             return
         for listener in self._listeners:
-            listener(link.peer)
+            try:
+                listener(link.peer)
+            except Exception:
+                log.exception("a listener failed on the loss of the link to %s", link.peer)
 
     async def _linked(self, peer: str, lane: str, timeout_s: float) -> PeerLink:
         # A peer dialled from both sides at once has two links; both serve, the newest one is used.
@@ -153,7 +160,7 @@ class Switchboard:
                 raise PeerUnreachable("the network of this node is not running")
             dialling = self._dialling[(peer, lane)] = _Dialling()
             self._nursery.start_soon(self._dial_and_run, peer, lane, dialling)
-        with trio.move_on_after(timeout_s):
+        with trio.move_on_after(max(timeout_s, 0)):
             await dialling.done.wait()
             if dialling.link is None:
                 raise dialling.failure or PeerUnreachable(f"{peer} could not be reached")
