@@ -49,15 +49,23 @@ class Quota:
         self._all = _Use()
         self._peers: dict[str, _Peer] = {}
 
-    def begin_call(self, peer: str, size: int, now: float) -> str | None:
-        """Take on a call with a body of this size, or the reason why not."""
+    def request(self, peer: str, now: float) -> str | None:
+        """Count one request against the peer's rate, or the reason why not."""
         use, limits = self._peer(peer, now), self.limits
         use.tokens = min(use.tokens + (now - use.tokens_at) * limits.requests_per_s, limits.request_burst)
         use.tokens_at = now
         if use.tokens < 1:
             return "too many requests a second"
         use.tokens -= 1
-        if use.calls >= limits.calls_per_peer or self._all.calls >= limits.calls:
+        return None
+
+    def begin_call(self, peer: str, size: int, now: float) -> str | None:
+        """Take on a call with a body of this size, or the reason why not."""
+        refusal = self.request(peer, now)
+        if refusal is not None:
+            return refusal
+        use = self._peer(peer, now)
+        if use.calls >= self.limits.calls_per_peer or self._all.calls >= self.limits.calls:
             return "too many calls at once"
         if not self.hold(peer, size, now):
             return "too many bytes in flight"

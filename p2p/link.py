@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 import trio
 
+from p2p.asking import Asking
 from p2p.bandwidth import Bandwidth
 from p2p.bytestream import ByteStream
-from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, ProtocolError, QueueFull, StreamReset
+from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFull, StreamReset
 from p2p.frames import FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind
 from p2p.limits import Quota
 from p2p.outbox import Outbox, Outgoing, spoken
@@ -23,8 +24,8 @@ from p2p.serving import Serving, failure_of
 from p2p.streams import MessageStream
 from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Payload, buffers_of, check_name
 
-READ_BYTES = 256 * 1024
-MAX_PENDING_CALLS = 1024
+READ_BYTES = 128 * 1024
+FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
 
 log = logging.getLogger("shoal.p2p.link")
@@ -44,15 +45,6 @@ class Services:
     misbehaved: Callable[[str, str], None] = lambda peer, why: None
 
 
-class _Pending:
-    __slots__ = ("answer", "done", "failure")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.answer = b""
-        self.failure: P2PError | None = None
-
-
 class PeerLink:
     """Calls and streams to one peer; a `paced` link reads at the download limit, an `exempt` one knows no limits."""
 
@@ -68,9 +60,8 @@ class PeerLink:
         self._next_id = 1 if initiator else 2
         self._outbox = Outbox()
         self._assembler = Assembler()
-        self._pending: dict[int, _Pending] = {}
         self._streams: dict[int, MessageStream] = {}
-        self._serving = Serving(self)
+        self._asking, self._serving = Asking(self), Serving(self)
         self._scope = trio.CancelScope()
         self._wake = trio.Event()
         self._written = trio.Event()
@@ -82,20 +73,20 @@ class PeerLink:
 
     async def run(self) -> None:
         """Read, write and serve until the link ends; never raises what a peer or the network did."""
-        with self._scope:
-            try:
+        try:
+            with self._scope:
                 async with trio.open_nursery() as nursery:
                     self._serving.nursery = nursery
                     nursery.start_soon(self._write)
                     try:
                         await self._read()
                     finally:
-                        # A write under way is shielded; only a reset ends it.
-                        with trio.CancelScope(shield=True):
-                            await self._stream.reset()
+                        self._end()  # before handlers are waited for: some shield themselves
                         nursery.cancel_scope.cancel()
-            finally:
-                self._end()
+                        with trio.CancelScope(shield=True):
+                            await self._stream.reset()  # a write under way is shielded; only this ends it
+        except Exception:
+            log.exception("the link to %s failed", self._peer)
 
     def close(self) -> None:
         """End the link at once."""
@@ -104,35 +95,34 @@ class PeerLink:
     async def call(self, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
         """One request, one answer; on a timeout, or when the caller is cancelled, the remote handler is cancelled."""
         parts, size = buffers_of(body)
-        timeout_ms = (
-            min(max(int(timeout_s * 1000), 1), MAX_TIMEOUT_MS) if timeout_s < MAX_TIMEOUT_MS else MAX_TIMEOUT_MS
-        )
+        timeout_ms = int(min(max(timeout_s * 1000, 1), MAX_TIMEOUT_MS))
         name = check_name(method)
         if not self._outbox.has_room(priority):
             raise QueueFull(f"the queue to {self._peer} is full; slow down")
-        id, pending = self._expect()
+        id = self._take_id()
+        pending = self._asking.expect(id)
         self.post(Outgoing(Kind.REQUEST, id, priority, parts, size, name, timeout_ms))
-        return await self._outcome(id, pending, timeout_s, f"{method} on {self._peer}")
+        return await self._asking.outcome(id, pending, timeout_s, f"{method} on {self._peer}")
 
     async def ping(self, timeout_s: float) -> float:
         """The round-trip time of an empty frame."""
-        id, pending = self._expect()
+        id = self._take_id()
+        pending = self._asking.expect(id)
         started_at = trio.current_time()
         self.post(Outgoing(Kind.PING, id, 0))
-        await self._outcome(id, pending, timeout_s, f"a ping of {self._peer}")
+        await self._asking.outcome(id, pending, timeout_s, f"a ping of {self._peer}")
         self.rtt_s = trio.current_time() - started_at
         return self.rtt_s
 
     async def open(self, protocol: str, *, timeout_s: float) -> MessageStream:
         """A new stream, once the peer accepted it."""
         name = check_name(protocol)
-        self._check_open()
         id = self._take_id()
         stream = self._streams[id] = MessageStream(self, id)
         self.post(Outgoing(Kind.OPEN, id, 0, name=name))
         answered = False
         try:
-            with trio.move_on_after(timeout_s):
+            with trio.move_on_after(max(timeout_s, 0)):
                 await stream.opened.wait()
                 answered = True
         finally:
@@ -177,6 +167,12 @@ class PeerLink:
         if stream.id % 2 != self.own_parity:
             self.services.quota.end_stream(self._peer)
 
+    def give_up(self, id: int) -> None:
+        """Stop a call of ours: what was not sent stays here, the peer's handler is cancelled."""
+        self._outbox.drop(id)
+        self._assembler.drop(id)
+        self.post(Outgoing(Kind.CANCEL, id, 0))
+
     def refuse(self, kind: int, id: int, why: str) -> None:
         """Say `busy`, and report a peer that was told so too often."""
         self.post(spoken(kind, id, "busy", why))
@@ -191,41 +187,13 @@ class PeerLink:
             self.close()
             self.services.misbehaved(self._peer, why)
 
-    # --- calls that wait for their answer ---
-
-    def _expect(self) -> tuple[int, _Pending]:
-        self._check_open()
-        if len(self._pending) >= MAX_PENDING_CALLS:
-            raise QueueFull(f"{MAX_PENDING_CALLS} calls to {self._peer} wait for an answer; slow down")
-        id = self._take_id()
-        pending = self._pending[id] = _Pending()
-        return id, pending
-
-    async def _outcome(self, id: int, pending: _Pending, timeout_s: float, what: str) -> bytes:
-        try:
-            with trio.move_on_after(timeout_s):
-                await pending.done.wait()
-        finally:
-            del self._pending[id]
-            if not pending.done.is_set():
-                self._outbox.drop(id)
-                self._assembler.drop(id)
-                self.post(Outgoing(Kind.CANCEL, id, 0))
-        if not pending.done.is_set():
-            raise DeadlineExceeded(f"{what} was not answered within {timeout_s:g} s")
-        if pending.failure is not None:
-            raise pending.failure
-        return pending.answer
-
     def _take_id(self) -> int:
+        if self.ended:
+            raise self._gone()
         id, self._next_id = self._next_id, self._next_id + 2
         if self._next_id >= 2**32:  # years of calls on one link; a new link starts again at 1
             self.close()
         return id
-
-    def _check_open(self) -> None:
-        if self.ended:
-            raise self._gone()
 
     def _gone(self) -> PeerUnreachable:
         return PeerUnreachable(f"the link to {self._peer} ended; it may be gone")
@@ -276,10 +244,12 @@ class PeerLink:
                 self.bytes_in += len(data)
                 if not self.exempt:
                     down.spend(len(data), trio.current_time())
-                for frame in decoder.feed(data):
+                for number, frame in enumerate(decoder.feed(data), 1):
                     self._dispatch(frame)
                     if self._condemned:
                         return
+                    if number % FRAMES_A_TURN == 0:  # a flood of tiny frames must not hold up everybody else
+                        await trio.lowlevel.checkpoint()
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
         except ProtocolError as error:
@@ -295,7 +265,7 @@ class PeerLink:
         if kind == Kind.MESSAGE:
             self._on_message(frame)
         elif kind in (Kind.ANSWER, Kind.ERROR, Kind.PONG):
-            self._on_answer(frame)
+            self._asking.on_answer(frame, self._assembler)
         elif kind == Kind.REQUEST:
             if (whole := self._serving.on_request(frame, self._assembler)) is not None:
                 self._serving.start(whole)
@@ -304,24 +274,11 @@ class PeerLink:
             self._outbox.drop(frame.id)
             self._serving.on_cancel(frame.id)
         elif kind == Kind.PING:
-            self.post(Outgoing(Kind.PONG, frame.id, 0))
+            self._serving.on_ping(frame.id)
         elif kind == Kind.OPEN:
             self._on_open(frame)
         else:
             self._on_stream_event(frame)
-
-    def _on_answer(self, frame: Frame) -> None:
-        pending = self._pending.get(frame.id)
-        if pending is None:  # given up meanwhile
-            return
-        if frame.kind == Kind.ERROR:
-            pending.failure = failure_of(frame)
-        else:
-            whole = self._assembler.add(frame)
-            if whole is None:
-                return
-            pending.answer = whole.body
-        pending.done.set()
 
     def _on_message(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)
@@ -365,9 +322,7 @@ class PeerLink:
     def _end(self) -> None:
         self.ended = True
         self._written.set()
-        for pending in self._pending.values():
-            pending.failure = self._gone()
-            pending.done.set()
+        self._asking.end(self._gone())
         for stream in list(self._streams.values()):
             stream.fail(StreamReset(f"the link to {self._peer} broke; open another stream"))
         self._serving.end()

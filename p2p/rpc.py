@@ -68,8 +68,9 @@ class Switchboard:
     async def attend(self, peer: str, lane: str, stream: ByteStream) -> None:
         """Run a link over a byte stream that a peer opened, until it ends."""
         present = self._links.get((peer, lane), [])
-        if len(present) >= MAX_LINKS_A_LANE:  # a peer that restarted comes back before its old links are known dead
-            present[0].close()
+        # The oldest give way: a peer that restarted comes back before its old links are known to be dead.
+        for link in present[: max(len(present) - MAX_LINKS_A_LANE + 1, 0)]:
+            link.close()
         await self._run_link(self._link(peer, lane, stream, initiator=False), lane)
 
     def serve(self, method: str, handler: RequestHandler) -> None:

@@ -63,6 +63,15 @@ class Serving:
         if not call.started:
             self._finished(id, call)
 
+    def on_ping(self, id: int) -> None:
+        """Answer a ping, within the rate that requests have."""
+        link = self._link
+        refusal = link.services.quota.request(link.peer, trio.current_time())
+        if refusal is None:
+            link.post(Outgoing(Kind.PONG, id, 0))
+        else:
+            link.refuse(Kind.ERROR, id, refusal)
+
     def accept(self, stream: MessageStream, protocol: str) -> bool:
         """Run the handler of a stream that the peer opens, or refuse it."""
         link = self._link

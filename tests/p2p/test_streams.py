@@ -11,10 +11,10 @@ from trio.testing import MockClock
 
 from app.network import Priority
 from p2p.bytestream import ByteStream, TrioByteStream
-from p2p.errors import DeadlineExceeded, Refused, StreamClosed
+from p2p.errors import DeadlineExceeded, PeerUnreachable, Refused, StreamClosed
 from p2p.frames import CHUNK_BYTES, FIRST, LAST, PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
 from p2p.limits import Limits
-from p2p.rpc import LIVE_LANE
+from p2p.rpc import LIVE_LANE, MAX_LINKS_A_LANE
 from p2p.streams import MessageStream
 from tests.p2p.network_contract import PROTOCOL, NetworkContract, Stall, echo, echo_stream
 from tests.p2p.networks import WiredNode, WiredWorld, wired_world
@@ -196,6 +196,7 @@ async def test_a_stream_sent_beyond_its_window_ends_the_link() -> None:
 async def test_a_peer_that_asks_and_never_reads_is_dropped_with_bounded_memory() -> None:
     """Its byte stream takes nothing: answers pile up in one bounded queue, then the link ends."""
     async with wired_world() as world:
+        world.limits = Limits(requests_per_s=1e9, request_burst=1e9)
         _, b = await two(world)
         here, there = trio.testing.lockstep_stream_pair()
         world.connect(b, "stranger", LIVE_LANE, TrioByteStream(there))
@@ -286,3 +287,56 @@ async def test_pings_measure_the_link() -> None:
         a, b = await two(world)
         assert 0 <= await a.ping(b.peer_id, timeout_s=5) < 5
         assert a.links_to(b.peer_id)[0].rtt_s is not None
+
+
+async def test_an_answer_larger_than_what_is_kept_for_one_peer_is_refused_here() -> None:
+    async with wired_world() as world:
+        world.limits = Limits(bytes_per_peer=2**20)
+        a, b = await two(world)
+
+        async def verbose(peer: str, body: bytes) -> bytes:
+            return bytes(2**21)
+
+        b.serve("verbose", verbose)
+        with pytest.raises(Refused, match="too many to keep"):
+            await a.call(b.peer_id, "verbose", b"", timeout_s=5)
+        assert len(await a.call(b.peer_id, "echo", bytes(2**19), timeout_s=5)) == 2**19
+        assert a.services.quota.under_way(b.peer_id) == (0, 0, 0)
+
+
+async def test_a_handler_that_shields_itself_does_not_hold_up_the_end_of_its_link() -> None:
+    async with wired_world() as world:
+        a, b = await two(world)
+        started, free = trio.Event(), trio.Event()
+
+        async def stubborn(peer: str, body: bytes) -> bytes:
+            started.set()
+            with trio.CancelScope(shield=True):
+                await free.wait()
+            return b""
+
+        b.serve("stubborn", stubborn)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call_failing, a, b.peer_id)
+            await started.wait()
+            a.hang_up(b.peer_id)
+            await trio.testing.wait_all_tasks_blocked()
+            assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
+            assert await a.call(b.peer_id, "echo", b"a new link", timeout_s=5) == b"a new link"
+            free.set()
+
+
+async def call_failing(node: WiredNode, peer: str) -> None:
+    with pytest.raises(PeerUnreachable):
+        await node.call(peer, "stubborn", b"", timeout_s=60)
+
+
+async def test_a_peer_keeps_only_its_newest_links() -> None:
+    async with wired_world() as world:
+        _, b = await two(world)
+        pipes = [await stranger(world, b) for _ in range(MAX_LINKS_A_LANE + 3)]
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(b.links_to("stranger")) == MAX_LINKS_A_LANE
+        await pipes[-1].send_all(PREFACE + request(1, b"newest"))
+        (answer,) = await frames_of(pipes[-1], 1)
+        assert answer.body == b"newest"
