@@ -230,12 +230,12 @@ def test_a_sparse_file_cannot_make_a_long_array(tmp_path: Path) -> None:
     """The file is as long as its counts claim, yet takes no room: lengths alone prove nothing."""
     path = tmp_path / "sparse.gguf"
     key = b"tokenizer.ggml.tokens"
-    for item, count in ((8, 1 << 30), (8, 1_900_000), (0, 1 << 33), (9, 5)):
+    for item, count in ((8, 1 << 30), (8, 200_000), (0, 1 << 33), (9, 5)):
         with path.open("wb") as file:
             file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(key)) + key)
             file.write(struct.pack("<IIQ", 9, item, count))
             file.truncate(1 << 36)
-        with pytest.raises(SourceError, match=r"sparse\.gguf"), bounded_memory(400 << 20):
+        with pytest.raises(SourceError, match=r"sparse\.gguf"), bounded_memory():
             open_gguf(path)
 
 
