@@ -17,7 +17,7 @@ import trio
 
 from . import dialer, rawio, sockopts
 from .addressbook import AddressBook
-from .addresses import Address, BadAddress, address_of, advertised, parse_address
+from .addresses import Address, BadAddress, Scope, address_of, advertised, parse_address
 from .admission import Admission, ConnectionLimits, DenyList
 from .connection import Connection, Stream, StreamHandler
 from .errors import P2PError, PeerUnreachable, Refused
@@ -61,7 +61,8 @@ class Host:
         self.admission = Admission(config.limits, DenyList.parse(config.deny))
         self.channel = channel
         self.relay_dial: RelayDial | None = None
-        self.extra_addresses: list[Address] = []
+        self.confirmed: list[Address] = []  # outside a NAT, where peers dialled back
+        self.extra_addresses: list[Address] = []  # behind relays
         self._explicit = [parse_address(text).of(identity.peer_id) for text in config.advertise]
         self._listen = [parse_address(text) for text in config.listen]
         self._handlers: dict[str, StreamHandler] = {}
@@ -79,7 +80,7 @@ class Host:
         """The addresses to tell others, each with this node's peer id; never a wildcard."""
         listening = [address.of(self.peer_id) for address in self._listening]
         own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return [*own, *(address for address in self.extra_addresses if address not in own)]
+        return list(dict.fromkeys([*own, *self.confirmed, *self.extra_addresses]))
 
     @property
     def listening(self) -> list[Address]:
@@ -258,6 +259,9 @@ class Host:
             if self.relay_dial is None:
                 raise PeerUnreachable("this node uses no relays")
             return await self.relay_dial(address.of(peer))
+        if source_port is None and address.scope is Scope.PUBLIC:
+            # From the listening port, so that a NAT's mapping for it is what others are told about.
+            source_port = next((own.port for own in self._listening if own.kind == address.kind), None)
         stream = await self._connect_socket(address, source_port)
         try:
             raw = rawio.raw_connection(stream, initiator=True)
@@ -278,12 +282,27 @@ class Host:
             raise PeerUnreachable(f"the connection to {connection.peer} broke at once")
         return connection
 
+    async def proves(self, address: Address, peer: str) -> bool:
+        """Whether `peer` answers a handshake at `address`; the connection is not kept."""
+        stream = await self._connect_socket(address, None)
+        try:
+            raw = rawio.raw_connection(stream, initiator=True)
+            await self.channel.secure(raw, peer)
+            return True
+        finally:
+            sockopts.abort(stream.socket)
+
     async def _connect_socket(self, address: Address, source_port: int | None) -> trio.SocketStream:
         with trio.fail_after(_CONNECT_TIMEOUT_S):
             if address.ip is not None:
                 if self.admission.deny.denies_ip(address.ip):
                     raise Refused(f"{address.host} is in a denied network")
-                return await sockopts.connect(address.host, address.port, source_port)
+                try:
+                    return await sockopts.connect(address.host, address.port, source_port)
+                except OSError as error:
+                    if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                        raise
+                    return await sockopts.connect(address.host, address.port)
             stream = await trio.open_tcp_stream(address.host, address.port)
             if self.admission.deny.denies_ip(ipaddress.ip_address(stream.socket.getpeername()[0].split("%", 1)[0])):
                 sockopts.abort(stream.socket)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from . import dht, heartbeat, peers_store
+from . import dht, heartbeat, peers_store, reachability
 from .addressbook import AddressBook
 from .addresses import Address, Scope, parse_address, parse_known, same_lan
 from .admission import ConnectionLimits
@@ -27,12 +27,16 @@ from .dht_wire import Contact
 from .discovery import MEANS, Means, Seeker
 from .errors import HandshakeError, P2PError, Refused
 from .heartbeat import Heartbeat, Hello
+from .holepunch import HolePuncher
 from .host import Host, HostConfig
 from .identity import Identity
 from .limits import Limits
 from .link import RequestHandler, StreamHandler
 from .mdns import LocalNetwork
 from .peers_store import Remembered
+from .reachability import Reach, Reachability
+from .relay_client import RelayClient
+from .relay_server import RelayServer
 from .rpc import LANES, Switchboard
 from .selftest import check_libp2p
 from .sockopts import own_interfaces
@@ -59,6 +63,7 @@ class NetworkConfig:
     discovery: frozenset[Means] = frozenset(MEANS)
     remember_at: Path | None = None
     secret: bytes | None = None
+    relay: bool | None = None  # carry connections for others: yes, no, or None: if others can dial this node
     deny: tuple[str, ...] = ()
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     limits: Limits = field(default_factory=Limits)
@@ -88,6 +93,10 @@ class Libp2pNetwork:
         self._board.on_misbehaved = self._on_misbehaved
         self._heartbeat = Heartbeat(self._hello, self._heard, config.heartbeat_s)
         self._directory: Directory | None = None
+        self.reachability = Reachability(self.host, self._ask_reach, self._on_reach_changed)
+        self.relay = RelayServer(self.host)
+        self.relayed = RelayClient(self.host, self._on_addresses_changed)
+        self._puncher = HolePuncher(self.host, self.reachability.seen_at, self._on_direct)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
         self._remembered: list[Remembered] = []
         self._nursery: trio.Nursery | None = None
@@ -100,6 +109,10 @@ class Libp2pNetwork:
             self.host.handle(lane, partial(self._attend, lane))
         self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
         self.host.accompany(self._heartbeat.accompany)
+        self.host.accompany(self._puncher.accompany)
+        self._board.serve(reachability.METHOD, self.reachability.handle)
+        if self._config.relay:
+            self.relay.enable()
         if "dht" in self._config.discovery:
             self._directory = Directory(self.peer_id, self._ask, _Surroundings(self), is_valid_value)
             self._board.serve(dht.METHOD, self._directory.handle)
@@ -237,6 +250,8 @@ class Libp2pNetwork:
         if self._directory is not None:
             nursery.start_soon(supervise, "the directory", partial(self._directory.maintain, self._probe))
         nursery.start_soon(supervise, "discovery", self._seeker.run)
+        nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
+        nursery.start_soon(supervise, "the relay client", self.relayed.run)
 
     # --- within -------------------------------------------------------------------------------------------------------
 
@@ -250,6 +265,9 @@ class Libp2pNetwork:
 
     async def _ask(self, peer: str, body: bytes, timeout_s: float) -> bytes:
         return await self._board.call(peer, dht.METHOD, body, timeout_s=timeout_s)
+
+    async def _ask_reach(self, peer: str, body: bytes, timeout_s: float) -> bytes:
+        return await self._board.call(peer, reachability.METHOD, body, timeout_s=timeout_s)
 
     async def _reach(self, peer: str, addresses: list[Address]) -> bool:
         try:
@@ -277,12 +295,35 @@ class Libp2pNetwork:
             self._nursery.start_soon(guarded, f"dropping {peer}", partial(self.disconnect, peer, misbehaved=True))
 
     def _hello(self, connection: Connection) -> Hello:
-        return Hello(tuple(self.host.addresses), None if connection.relayed else connection.address.of(None))
+        observed = None if connection.relayed or connection.initiated else connection.address.of(None)
+        return Hello(tuple(self.host.addresses), observed, self.relay.enabled)
 
     def _heard(self, connection: Connection, hello: Hello) -> None:
         self._book.add(connection.peer, hello.addresses, trio.current_time())
+        if connection.initiated and not connection.relayed:
+            self.reachability.observed(connection.peer, hello.observed)
+        self.reachability.met(connection.peer)
+        if hello.relay and connection.initiated and not connection.relayed:
+            self.relayed.heard_of(connection.peer, connection.address)
+        elif not hello.relay:
+            self.relayed.withdrawn(connection.peer)
         if self._directory is not None:
             self._directory.saw(connection.peer)
+
+    def _on_reach_changed(self) -> None:
+        reachable = self.reachability.state is Reach.VERIFIED
+        self.relayed.needed = self.reachability.state is Reach.UNVERIFIED
+        if self._config.relay is None:
+            (self.relay.enable if reachable else self.relay.disable)()
+        self.host.confirmed = [address.of(self.peer_id) for address in self.reachability.verified]
+        self._on_addresses_changed()
+
+    def _on_addresses_changed(self) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(guarded, "saying hello again", self._heartbeat.say_hello)
+
+    def _on_direct(self, peer: str) -> None:
+        self._board.renew(peer)
 
     def _save(self) -> None:
         path = self._config.remember_at

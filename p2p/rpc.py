@@ -111,6 +111,12 @@ class Switchboard:
         """The open links to one peer, for their figures."""
         return [link for lane in LANES for link in self._links.get((peer, lane), ())]
 
+    def renew(self, peer: str) -> None:
+        """Dial a new live link to a peer, now that there is a better way; what runs on the old one goes on there."""
+        if self._nursery is not None and (peer, LIVE_LANE) not in self._dialling:
+            dialling = self._dialling[(peer, LIVE_LANE)] = _Dialling()
+            self._nursery.start_soon(self._dial_and_run, peer, LIVE_LANE, dialling)
+
     def hang_up(self, peer: str) -> None:
         """End every link to a peer."""
         for link in self.links_to(peer):

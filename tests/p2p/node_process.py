@@ -1,11 +1,14 @@
 """A node for tests, in a process of its own: says its peer id and addresses, then answers lines of commands.
 
-`echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `learn PEER ADDRESS`, `cpu`; the end of input stops it.
+`echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `kinds`, `addresses`, `reach`, `learn PEER ADDRESS`, `cpu`; the
+end of input stops it. `--netns` moves it into a network namespace first.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import logging
 import socket
 import time
 from pathlib import Path
@@ -38,6 +41,12 @@ async def answer(network: Libp2pNetwork, words: list[str]) -> str:
             case ["learn", peer, address]:
                 network.learn(peer, [address])
                 return "learnt"
+            case ["kinds"]:
+                return " ".join(f"{link.peer}={link.kind}" for link in network.links()) or "none"
+            case ["addresses"]:
+                return " ".join(network.addresses())
+            case ["reach"]:
+                return f"{network.reachability.state} relay={network.relay.enabled}"
             case ["cpu"]:
                 return str(time.process_time())
     except P2PError as error:
@@ -75,13 +84,27 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--discovery", default="")
     parser.add_argument("--home", type=Path)
     parser.add_argument("--secret")
+    parser.add_argument("--netns", type=Path)
+    parser.add_argument("--log", action="store_true")
     return parser.parse_args(words)
+
+
+def enter_namespace(path: Path) -> None:
+    with path.open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {path}")
 
 
 def run(words: list[str], channel: socket.socket) -> None:
     """The whole life of the process."""
 
+    arguments = parse(words)
+    if arguments.log:
+        logging.basicConfig(level=logging.DEBUG)
+    if arguments.netns:
+        enter_namespace(arguments.netns)
+
     async def begin() -> None:
-        await main(parse(words), trio.SocketStream(trio.socket.from_stdlib_socket(channel)))
+        await main(arguments, trio.SocketStream(trio.socket.from_stdlib_socket(channel)))
 
     trio.run(begin)

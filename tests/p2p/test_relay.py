@@ -1,0 +1,221 @@
+"""Relays on one machine: places, circuits, limits; and the probe that tells who is reachable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+
+from p2p.addresses import Address, parse_address
+from p2p.delimited import address_bytes, address_from_bytes, receive_message, send_message
+from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
+from p2p.holepunch import PROTOCOL as DCUTR
+from p2p.node import Libp2pNetwork
+from p2p.reachability import Reach, Reachability
+from p2p.relay_client import RelayClient
+from p2p.relay_server import HOP, STOP, RelayLimits, RelayServer
+from tests.p2p.network_contract import echo
+from tests.p2p.nodes import make_host, make_network, until
+from tests.p2p.test_host import ask_echo, running
+
+Hidden = tuple[Libp2pNetwork, Libp2pNetwork, Address]
+
+
+@asynccontextmanager
+async def behind_a_relay(
+    limits: RelayLimits | None = None,
+) -> AsyncIterator[tuple[Libp2pNetwork, Libp2pNetwork, Address]]:
+    """A relay, a node that holds a place there, and that node's relayed address."""
+    relay, hidden = make_network(relay=True), make_network()
+    if limits is not None:
+        relay.relay._limits = limits
+    async with relay.running(), hidden.running():
+        hidden.serve("echo", echo)
+        hidden.relayed.needed = True
+        hidden.seek(relay.addresses()[0])
+        await until(lambda: hidden.relayed.places == [relay.peer_id])
+        relayed = parse_address(hidden.addresses()[-1])
+        assert relayed.relay == relay.peer_id
+        yield relay, hidden, relayed
+
+
+async def test_a_hidden_node_is_reached_through_its_relay() -> None:
+    async with behind_a_relay() as (relay, hidden, relayed):
+        caller = make_network()
+        async with caller.running():
+            caller.learn(hidden.peer_id, [str(relayed)])
+            assert await caller.call(hidden.peer_id, "echo", b"hello", timeout_s=5) == b"hello"
+            assert await caller.call(hidden.peer_id, "echo", bytes(1 << 20), timeout_s=10) == bytes(1 << 20)
+            kinds = {link.peer: link.kind for link in caller.links()}
+            assert kinds == {hidden.peer_id: "relayed", relay.peer_id: "lan"}
+            # A direct way, once there is one, is preferred.
+            await caller.host.dial(hidden.host.addresses[0], hidden.peer_id)
+            assert {link.peer: link.kind for link in caller.links()}[hidden.peer_id] == "lan"
+
+
+async def test_without_a_place_nobody_is_connected() -> None:
+    relay, hermit, caller = make_network(relay=True), make_network(), make_network()
+    async with relay.running(), hermit.running(), caller.running():
+        hermit.seek(relay.addresses()[0])
+        await until(lambda: bool(relay.links()))
+        way = parse_address(relay.addresses()[0]).through(hermit.peer_id)
+        caller.learn(hermit.peer_id, [str(way)])
+        with pytest.raises(PeerUnreachable, match="NO_RESERVATION"):
+            await caller.call(hermit.peer_id, "echo", b"", timeout_s=5)
+
+
+async def test_a_node_that_is_no_relay_says_so() -> None:
+    plain, caller, target = make_network(relay=False), make_network(), make_network()
+    async with plain.running(), caller.running():
+        way = parse_address(plain.addresses()[0]).through(target.peer_id)
+        caller.learn(target.peer_id, [str(way)])
+        with pytest.raises(PeerUnreachable, match="hop"):
+            await caller.call(target.peer_id, "echo", b"", timeout_s=5)
+
+
+async def test_a_circuit_ends_at_its_limit_and_the_next_one_works() -> None:
+    async with behind_a_relay(RelayLimits(circuit_bytes=1 << 20, bytes_per_s=1 << 30)) as (_, hidden, relayed):
+        caller = make_network()
+        async with caller.running():
+            caller.learn(hidden.peer_id, [str(relayed)])
+            with pytest.raises(P2PError):
+                await caller.call(hidden.peer_id, "echo", bytes(4 << 20), timeout_s=10)
+            caller.learn(hidden.peer_id, [str(relayed)])
+            assert await caller.call(hidden.peer_id, "echo", b"small", timeout_s=5) == b"small"
+
+
+async def test_places_and_circuits_are_bounded() -> None:
+    relay = make_host()
+    server = RelayServer(relay, RelayLimits(reservations=2, circuits_per_peer=1))
+    server.enable()
+    hosts = [make_host() for _ in range(3)]
+    clients = [RelayClient(host) for host in hosts]
+    caller = make_host()
+    RelayClient(caller)
+    async with running(relay, caller, *hosts):
+        for host, client in zip(hosts, clients, strict=True):
+            connection = await host.connect(relay.peer_id, relay.addresses)
+            client.heard_of(relay.peer_id, connection.address)
+            await client._reserve(relay.peer_id)
+        assert [bool(client.places) for client in clients] == [True, True, False]
+        ways = [relay.addresses[0].through(host.peer_id) for host in hosts]
+        await caller.dial(ways[0], hosts[0].peer_id)
+        with pytest.raises(Refused, match="RESOURCE_LIMIT"):
+            await caller.dial(ways[1], hosts[1].peer_id)
+        # A place ends with the connection that holds it.
+        await hosts[0].disconnect(relay.peer_id)
+        await until(lambda: relay.connection(hosts[0].peer_id) is None)
+        await clients[2]._reserve(relay.peer_id)
+        assert clients[2].places == [relay.peer_id]
+
+
+async def test_only_a_relay_with_a_place_may_bring_visitors() -> None:
+    victim, stranger = make_host(), make_host()
+    RelayClient(victim)
+    async with running(victim, stranger):
+        from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId, Status, StopMessage
+
+        connection = await stranger.connect(victim.peer_id, victim.addresses)
+        stream = await connection.open_stream(STOP)
+        await send_message(stream, StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=b"\0" * 38)))
+        answer = await receive_message(stream, StopMessage)
+        assert answer.status == Status.PERMISSION_DENIED
+        assert len(victim.connections()) == 1
+        for protocol in (STOP, HOP, DCUTR):
+            if protocol in victim.protocols:
+                garbage = await connection.open_stream(protocol)
+                await garbage.write(b"\xff\xff\x03" + bytes(1000))
+        assert await ask_echo(stranger, victim) == b"hello"
+
+
+async def test_a_peer_dials_back_only_where_the_asker_comes_from() -> None:
+    asker, helper = make_host(), make_host()
+    async with running(asker, helper):
+        await asker.connect(helper.peer_id, helper.addresses)
+        await until(lambda: helper.connection(asker.peer_id) is not None)
+        probe = Reachability(helper, _never)
+        assert json.loads(await probe.handle(asker.peer_id, _ask(asker.addresses[0])))["reached"] is True
+        for elsewhere in ("/ip4/192.0.2.77/tcp/80", "/dns4/example.org/tcp/80", "/ip6/::1/tcp/80"):
+            with pytest.raises(Refused, match="only at the IP"):
+                await probe.handle(asker.peer_id, _ask(parse_address(elsewhere)))
+        with pytest.raises(Refused, match="later"):
+            await probe.handle(asker.peer_id, _ask(asker.addresses[0]))
+        probe._served_at.clear()
+        closed = parse_address("/ip4/127.0.0.1/tcp/1")
+        assert json.loads(await probe.handle(asker.peer_id, _ask(closed)))["reached"] is False
+        probe._served_at.clear()
+        # Somebody answers there, but it is not the asker.
+        assert json.loads(await probe.handle(asker.peer_id, _ask(helper.addresses[0])))["reached"] is False
+        for garbage in (b"", b"[]", b"{}", b'{"address": 5}', b"\xff", bytes(5000)):
+            with pytest.raises(ProtocolError):
+                await probe.handle(asker.peer_id, garbage)
+
+
+def _ask(address: Address) -> bytes:
+    return json.dumps({"version": 1, "address": str(address.of(None))}).encode()
+
+
+async def _never(peer: str, body: bytes, timeout_s: float) -> bytes:
+    raise PeerUnreachable("nobody is asked here")
+
+
+@pytest.mark.parametrize(
+    ("own", "votes", "state"),
+    [
+        ("/ip4/8.8.8.8/tcp/7464", {"a": True}, Reach.VERIFIED),
+        ("/ip4/8.8.8.8/tcp/7464", {"a": False, "b": False}, Reach.UNVERIFIED),
+        ("", {"a": True}, Reach.UNVERIFIED),
+        ("", {"a": True, "b": True}, Reach.VERIFIED),
+        ("", {"a": True, "b": False, "c": False}, Reach.UNVERIFIED),
+        ("", {}, Reach.UNKNOWN),
+    ],
+)
+async def test_what_the_votes_say(own: str, votes: dict[str, bool], state: Reach) -> None:
+    host = make_host(listen=("/ip4/127.0.0.1/tcp/0",), advertise=(own,) if own else ())
+    asked: list[str] = []
+
+    async def call(peer: str, body: bytes, timeout_s: float) -> bytes:
+        asked.append(peer)
+        return json.dumps({"version": 1, "reached": votes[peer]}).encode()
+
+    async with running(host):
+        probe = Reachability(host, call)
+        port = host.listening[0].port
+        for peer in votes:
+            probe.observed(peer, Address("ip4", "8.8.8.8", port))
+            host._connections[peer] = [_Open(peer)]  # type: ignore[list-item]
+        probe.observed("liar", Address("ip4", "192.168.0.9", port))  # a private place is no news
+        assert await probe.check() is state
+        assert set(asked) == set(votes)
+        host._connections.clear()
+
+
+class _Open:
+    is_open, relayed, opened_at = True, False, 0.0
+
+    def __init__(self, peer: str) -> None:
+        self.peer, self.address = peer, Address("ip4", "9.9.9.9", 1, peer)
+
+
+def test_binary_addresses() -> None:
+    for text in ("/ip4/8.8.8.8/tcp/7464", "/ip6/2606:4700::1/tcp/1", "/dns4/example.org/tcp/443"):
+        assert str(address_from_bytes(address_bytes(parse_address(text)))) == text
+    for garbage in (b"", b"\xff" * 10, b"\x04\x01"):
+        with pytest.raises(P2PError):
+            address_from_bytes(garbage)
+
+
+async def test_the_puncher_knocks_on_no_private_door() -> None:
+    from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+
+    from p2p.holepunch import _addresses
+
+    places = [
+        parse_address(text) for text in ("/ip4/192.168.1.1/tcp/80", "/ip4/127.0.0.1/tcp/22", "/ip4/8.8.8.8/tcp/1")
+    ]
+    message = HolePunch(type=HolePunch.CONNECT, ObsAddrs=[address_bytes(place) for place in places] + [b"junk"])
+    assert [str(address) for address in _addresses(message)] == ["/ip4/8.8.8.8/tcp/1"]
+    await trio.lowlevel.checkpoint()
