@@ -23,6 +23,7 @@ class ConnectionLimits:
     connections: int = 256
     connections_per_ip: int = 64
     connections_per_peer: int = 3
+    inbound_share: float = 0.75  # the rest of the connections stays free for this node's own dials
     handshakes: int = 64
     handshakes_per_ip: int = 16
     accepts_per_ip_s: float = 20.0
@@ -101,7 +102,7 @@ class Admission:
             return "too many handshakes are under way"
         if self._handshakes[ip] >= self.limits.handshakes_per_ip:
             return "too many handshakes from its address are under way"
-        if self._connections.total() >= self.limits.connections:
+        if self._connections.total() + self._handshakes.total() >= self.limits.connections * self.limits.inbound_share:
             return "too many connections are open"
         if self._connections[ip] >= self.limits.connections_per_ip:
             return "too many connections from its address are open"

@@ -68,6 +68,10 @@ class Seeker:
         self._pause_s[peer] = _FIRST_PAUSE_S
         self._changed.set()
 
+    def is_sticky(self, peer: str) -> bool:
+        """Whether `peer` is one to be kept connected."""
+        return peer in self._sticky
+
     async def run(self) -> None:
         """Dial whoever is due, for ever."""
         async with trio.open_nursery() as nursery:

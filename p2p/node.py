@@ -29,6 +29,7 @@ from .errors import HandshakeError, P2PError, Refused
 from .heartbeat import Heartbeat, Hello
 from .holepunch import HolePuncher
 from .host import Host, HostConfig
+from .identify import Courtesies
 from .identity import Identity
 from .limits import Limits
 from .link import RequestHandler, StreamHandler
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 SAVE_S = 60.0
+PRUNE_S = 60.0
+PRUNE_ABOVE = 0.8
+RELAY_GRACE_S = 30.0
 
 log = logging.getLogger("shoal.p2p.node")
 
@@ -95,6 +99,7 @@ class Libp2pNetwork:
         self._directory: Directory | None = None
         self.reachability = Reachability(self.host, self._ask_reach, self._on_reach_changed)
         self.relay = RelayServer(self.host)
+        self._courtesies = Courtesies(self.host, identity)
         self.relayed = RelayClient(self.host, self._on_addresses_changed)
         self._puncher = HolePuncher(self.host, self.reachability.seen_at, self._on_direct)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
@@ -252,6 +257,7 @@ class Libp2pNetwork:
         nursery.start_soon(supervise, "discovery", self._seeker.run)
         nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
         nursery.start_soon(supervise, "the relay client", self.relayed.run)
+        nursery.start_soon(supervise, "pruning", self._prune)
 
     # --- within -------------------------------------------------------------------------------------------------------
 
@@ -324,6 +330,30 @@ class Libp2pNetwork:
 
     def _on_direct(self, peer: str) -> None:
         self._board.renew(peer)
+        if self._nursery is not None:
+            self._nursery.start_soon(guarded, f"leaving the relay to {peer}", self._leave_relay, peer)
+
+    async def _leave_relay(self, peer: str) -> None:
+        await trio.sleep(RELAY_GRACE_S)  # what began on the relayed link may end there
+        best = self.host.connection(peer)
+        if best is not None and not best.relayed:
+            for connection in self.host.connections():
+                if connection.peer == peer and connection.relayed:
+                    await connection.close("there is a direct one")
+
+    async def _prune(self) -> None:
+        """Keep room for newcomers: where most places are taken, links that carried nothing lately are closed."""
+        carried: dict[str, int] = {}
+        while True:
+            await trio.sleep(PRUNE_S)
+            seen = carried
+            carried = {link.peer: link.bytes_in + link.bytes_out for link in self.links()}
+            limit = self._config.connections.connections * self._config.connections.inbound_share
+            spare = self.host.admission.connections_open - int(PRUNE_ABOVE * limit)
+            idle = [peer for peer in carried if seen.get(peer) == carried[peer] and not self._seeker.is_sticky(peer)]
+            for peer in idle[: max(0, spare)]:
+                log.info("closing the idle link to %s: many others are open", peer)
+                await self.disconnect(peer)
 
     def _save(self) -> None:
         path = self._config.remember_at

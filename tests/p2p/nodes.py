@@ -23,7 +23,9 @@ from p2p.upgrade import channel_of
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 # Everybody comes from 127.0.0.1 here, so what one address may do is what all of them may do.
-GENEROUS = ConnectionLimits(connections_per_ip=256, accepts_per_ip_s=10_000, accepts_per_ip_burst=10_000)
+GENEROUS = ConnectionLimits(
+    connections=512, connections_per_ip=512, accepts_per_ip_s=10_000, accepts_per_ip_burst=10_000
+)
 
 
 def make_host(limits: ConnectionLimits = GENEROUS, listen: Sequence[str] = LOOPBACK, **config: Any) -> Host:

@@ -28,6 +28,16 @@ def test_one_address_may_not_connect_too_often() -> None:
     assert admission.begin_handshake(IP, now=0.6) is None
 
 
+def test_a_crowd_outside_leaves_room_for_own_dials() -> None:
+    admission = Admission(ConnectionLimits(connections=8, inbound_share=0.75, accepts_per_ip_burst=100))
+    for _ in range(6):
+        assert admission.begin_handshake(IP, 0) is None
+        admission.end_handshake(IP)
+        assert admission.opened(IP)
+    assert "too many connections" in (admission.begin_handshake(IP, 0) or "")
+    assert admission.opened(IP)  # a dial of this node
+
+
 def test_half_open_handshakes_are_bounded_for_each_address_and_in_all() -> None:
     admission = Admission(ConnectionLimits(handshakes=4, handshakes_per_ip=2))
     assert [admission.begin_handshake(IP, 0) is None for _ in range(3)] == [True, True, False]
@@ -39,7 +49,7 @@ def test_half_open_handshakes_are_bounded_for_each_address_and_in_all() -> None:
 
 
 def test_open_connections_are_bounded() -> None:
-    admission = Admission(ConnectionLimits(connections=3, connections_per_ip=2))
+    admission = Admission(ConnectionLimits(connections=3, connections_per_ip=2, inbound_share=1.0))
     assert admission.opened(IP)
     assert admission.opened(IP)
     assert "from its address" in (admission.begin_handshake(IP, 0) or "")

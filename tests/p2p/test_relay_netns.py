@@ -121,7 +121,7 @@ async def test_two_nodes_behind_nats_meet_through_a_relay_and_then_directly(inte
             node_process("--netns", str(internet.path("a")), *seek) as a,
             node_process("--netns", str(internet.path("b")), *seek) as b,
         ):
-            # The public node finds out by itself that it is reachable and offers to relay; the others cannot be dialled.
+            # The public node finds out by itself that it is reachable and offers to relay; the others are not.
             await ask_until(relay, "reach", "verified relay=True", 20)
             await ask_until(a, "reach", "unverified relay=False", 20)
             relayed = await ask_until(a, "addresses", "p2p-circuit", 20)
