@@ -2,9 +2,10 @@
 
     python -m tests.bench.channel --json
 
-Both run under the same libp2p host and are used through the same stream interface; only the Noise session and the
-yamux connection differ. `shoal_noise` is ours under the cipher that every libp2p speaks, `shoal` under the one that
-two Shoal nodes choose. Rounds alternate and the best one counts, since other programs can only make a round slower.
+Both run under the same libp2p host and are used through the same interface, the multiplexed stream itself; only the
+Noise session and the yamux connection differ. `shoal_noise` is ours under the cipher that every libp2p speaks, `shoal`
+under the one that two Shoal nodes choose. Rounds alternate and the best one counts, since other programs can only make
+a round slower.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ async def _sink(stream: Any) -> None:
 def _until_the_end(handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
     async def run(stream: Any) -> None:
         try:
-            await handler(stream)
+            await handler(stream.muxed_stream)
         except Exception:
             return
 
@@ -123,11 +124,11 @@ async def _round_trips(stream: Any, size: int, times: int) -> float:
 async def measure(stack: str, address: str) -> dict[str, float]:
     """One round of round-trip times and bulk."""
     async with _connected(stack, address) as (host, peer):
-        echo = await host.new_stream(peer, [ECHO])
+        echo = (await host.new_stream(peer, [ECHO])).muxed_stream
         await _round_trips(echo, 1024, 50)
         rtt_1k_ms = await _round_trips(echo, 1024, 300)
         rtt_256k_ms = await _round_trips(echo, 256 << 10, 20)
-        sink = await host.new_stream(peer, [SINK])
+        sink = (await host.new_stream(peer, [SINK])).muxed_stream
         await _send_and_wait(sink, CHUNK * 8)
         size = BULK_BYTES[stack]
         bulk_mb_s = max([size / 1e6 / await _send_and_wait(sink, size) for _ in range(3)])
@@ -137,7 +138,7 @@ async def measure(stack: str, address: str) -> dict[str, float]:
 async def measure_delayed(stack: str, address: str) -> dict[str, float]:
     """The first 4 MiB on a new stream, as a node that just opened one would send them."""
     async with _connected(stack, address) as (host, peer):
-        sink = await host.new_stream(peer, [SINK])
+        sink = (await host.new_stream(peer, [SINK])).muxed_stream
         return {"delayed_s": await _send_and_wait(sink, DELAY_BYTES)}
 
 
@@ -145,6 +146,7 @@ class _PlainStream:
     """A bare TCP connection with the interface of a stream: what the wire itself needs."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
+        self.muxed_stream = self
         self.write = stream.send_all
         self.read = stream.receive_some
 
