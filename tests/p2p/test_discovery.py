@@ -89,14 +89,14 @@ async def test_no_means_no_company() -> None:
 
 
 async def test_another_secret_is_refused_at_once_and_by_name() -> None:
-    async with node_process("--secret", "one") as member:
-        for arguments in (("--secret", "two"), ()):
+    async with node_process("--secret", "the first of two secrets") as member:
+        for arguments in (("--secret", "the second of two secrets"), ()):
             async with node_process(*arguments) as stranger:
                 await stranger.ask(f"learn {member.peer_id} {member.addresses[0]}")
                 with trio.fail_after(2):
                     answer = await stranger.ask(f"echo {member.peer_id} hello")
                 assert answer.startswith("failed:")
                 assert "secret" in answer
-        async with node_process("--secret", "one") as friend:
+        async with node_process("--secret", "the first of two secrets") as friend:
             await friend.ask(f"learn {member.peer_id} {member.addresses[0]}")
             assert await friend.ask(f"echo {member.peer_id} hello") == "hello"

@@ -1,71 +1,84 @@
-"""Our host and an unpatched py-libp2p host speak with each other, whoever dials."""
+"""Our host against hosts that are not ours, each in a process of its own, whoever dials; and the courtesies."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import trio
-from libp2p import new_host
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.custom_types import TProtocol
-from libp2p.host.ping import PingService
-from libp2p.peer.peerinfo import info_from_p2p_addr
-from multiaddr import Multiaddr
+from libp2p.identity.identify.pb.identify_pb2 import Identify
 
 from p2p import multistream
 from p2p.addressbook import AddressBook
+from p2p.addresses import parse_address
+from p2p.delimited import address_from_bytes, receive_message
 from p2p.host import Host, HostConfig
-from p2p.identify import IDENTIFY, Courtesies
+from p2p.identify import IDENTIFY, PING, Courtesies
 from p2p.identity import Identity
 from p2p.upgrade import channel_of
 from tests.p2p.nodes import GENEROUS, LOOPBACK
-from tests.p2p.test_host import ECHO, running
+from tests.p2p.stock_peer import ECHO as THEIR_ECHO
+from tests.p2p.stock_peer import pattern
+from tests.p2p.test_host import echo, running
+from tests.p2p.test_interop import Peer, js_peer, stock_peer
 
+__all__ = ["js_peer", "stock_peer"]  # fixtures
 
-async def stock_echo(stream: Any) -> None:
-    try:
-        while data := await stream.read(65536):
-            await stream.write(data)
-    except Exception:
-        await stream.close()  # libp2p's end of a stream is an exception
+ECHO = str(THEIR_ECHO)
+SIZES = [1, 1000, 300_000]
 
 
 def our_host() -> Host:
     identity = Identity.generate()
     host = Host(identity, channel_of(identity), HostConfig(LOOPBACK, limits=GENEROUS), AddressBook())
     Courtesies(host, identity)
+    host.handle(ECHO, echo)
     return host
 
 
-@pytest.mark.parametrize("size", [1, 1000, 1 << 20])
-async def test_we_dial_them(size: int) -> None:
-    stock = new_host(key_pair=create_new_key_pair())
-    stock.set_stream_handler(TProtocol(ECHO), stock_echo)
+async def check_both_ways(foreign: Peer) -> None:
     ours = our_host()
-    async with stock.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]), running(ours):
-        from p2p.addresses import parse_address
+    async with running(ours):
+        address = parse_address(foreign.address)
+        assert address.peer is not None
+        connection = await ours.connect(address.peer, [address])
+        for size in SIZES:
+            stream = await connection.open_stream(ECHO)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.write, pattern(size))
+                assert await multistream.read_exactly(stream, size) == pattern(size)
+            await stream.close()
+    dialled = our_host()  # another one: a stock host takes a connection that just ended for an open one
+    async with running(dialled):
+        assert await trio.to_thread.run_sync(foreign.dial, str(dialled.addresses[0]), SIZES) == {"ok": True}
 
-        address = parse_address(str(stock.get_addrs()[0]))
-        connection = await ours.connect(str(stock.get_id()), [address])
-        stream = await connection.open_stream(ECHO)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stream.write, bytes(size))
-            assert await multistream.read_exactly(stream, size) == bytes(size)
-        await ours.disconnect(str(stock.get_id()))
+
+async def test_py_libp2p(stock_peer: Peer) -> None:
+    await check_both_ways(stock_peer)
 
 
-async def test_they_dial_us_identify_and_ping() -> None:
-    stock = new_host(key_pair=create_new_key_pair())
-    ours = our_host()
-    async with stock.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]), running(ours):
-        await stock.connect(info_from_p2p_addr(Multiaddr(str(ours.addresses[0]))))
-        peer = info_from_p2p_addr(Multiaddr(str(ours.addresses[0]))).peer_id
-        stream = await stock.new_stream(peer, [TProtocol(ECHO)])
-        await stream.write(b"hello")
-        assert await stream.read(5) == b"hello"
-        assert len(await PingService(stock).ping(peer, ping_amt=2)) == 2
-        with trio.fail_after(5):
-            while IDENTIFY not in stock.get_peerstore().get_protocols(peer):  # noqa: ASYNC110
-                await trio.sleep(0.02)
-        assert ECHO in stock.get_peerstore().get_protocols(peer)
+async def test_js_libp2p(js_peer: Peer) -> None:
+    await check_both_ways(js_peer)
+
+
+async def test_identify_and_ping() -> None:
+    a, b = our_host(), our_host()
+    async with running(a, b):
+        connection = await a.connect(b.peer_id, b.addresses)
+        said = await receive_message(await connection.open_stream(IDENTIFY), Identify)
+        assert {address_from_bytes(data).port for data in said.listen_addrs} == {b.listening[0].port}
+        assert address_from_bytes(said.observed_addr).host == "127.0.0.1"
+        assert ECHO in said.protocols
+        stream = await connection.open_stream(PING)
+        for number in range(3):
+            await stream.write(bytes([number]) * 32)
+            assert await multistream.read_exactly(stream, 32) == bytes([number]) * 32
+
+
+@pytest.mark.parametrize("protocol", [IDENTIFY, PING])
+async def test_half_a_courtesy_harms_nobody(protocol: str) -> None:
+    a, b = our_host(), our_host()
+    async with running(a, b):
+        connection = await a.connect(b.peer_id, b.addresses)
+        stream = await connection.open_stream(protocol)
+        await stream.write(b"half")
+        await stream.close()
+        assert (await connection.open_stream(ECHO)).protocol == ECHO
