@@ -7,7 +7,7 @@ import importlib
 from app.cli.command import Command
 
 # Modules of `app.cli` in the order that `shoal --help` shows their commands.
-GROUPS: tuple[str, ...] = ("models", "doctor")
+GROUPS: tuple[str, ...] = ("chat", "models", "bench", "doctor")
 
 
 def all_commands() -> tuple[Command, ...]:

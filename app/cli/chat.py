@@ -1,0 +1,147 @@
+"""`shoal chat`: one question or a conversation, streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from app.cli.command import Command, print_json
+from app.cli.models import progress_on_stderr
+from app.errors import NotRunning, UsageError
+
+if TYPE_CHECKING:
+    from engine.local import LocalModel, Reply
+    from engine.reply import ReplySettings
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to say, to which model, and how the reply is chosen."""
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one question; without it, a conversation")
+    parser.add_argument("--local", action="store_true", help="run the whole model in this process")
+    parser.add_argument("--model", default="starter", metavar="M", help="starter, tiny-random, a folder or a GGUF file")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best there is)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="the longest reply (default: 512)")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: 0.7)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply here (repeatable)")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same reply")
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """Answer one prompt, or talk until the end of the input."""
+    if not arguments.local:
+        raise NotRunning("no node is running here: add --local to run the whole model in this process")
+    if arguments.prompt is None and arguments.json:
+        raise UsageError("--json answers one prompt: give it as an argument")
+    settings = reply_settings(arguments)
+    model = load_model(arguments.model, arguments.device)
+    conversation = Conversation(model, settings, arguments.system)
+    if arguments.prompt is not None:
+        conversation.say(arguments.prompt, as_json=arguments.json)
+        return 0
+    for line in prompts():
+        conversation.say(line, as_json=False)
+    return 0
+
+
+def reply_settings(arguments: argparse.Namespace) -> ReplySettings:
+    """The reply's settings from the command line, with a seed of the moment where none was given."""
+    from engine.reply import ReplySettings
+    from engine.sampler import Sampling
+
+    seed = time.time_ns() if arguments.seed is None else arguments.seed
+    sampling = Sampling(
+        arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty, seed
+    )
+    return ReplySettings(arguments.max_tokens, sampling, tuple(arguments.stop))
+
+
+def load_model(name: str, device_name: str | None) -> LocalModel:
+    """Open and load a whole model on a device, with progress on stderr."""
+    import torch
+
+    from app.places import cache_folder
+    from engine.device import find_device, probe_devices
+    from engine.dtypes import pick_dtype
+    from engine.local import load_local, local_options
+    from engine.sources.opening import open_source
+
+    device = find_device(device_name, probe_devices())
+    with progress_on_stderr(name) as progress:
+        source = open_source(name, cache_folder(), progress)
+    options = local_options(source, torch.device(device.id), pick_dtype(device.id).dtype, device.free_bytes)
+    return load_local(source, options)
+
+
+def prompts() -> Iterator[str]:
+    """What the person types, line by line, until the end of the input or `/quit`."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401  (line editing and history)
+
+        print("Type a message; ctrl+d or /quit ends.", file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line
+
+
+class Conversation:
+    """The messages so far, and the model that answers."""
+
+    def __init__(self, model: LocalModel, settings: ReplySettings, system: str | None) -> None:
+        self._model = model
+        self._settings = settings
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str, *, as_json: bool) -> None:
+        """Stream the answer to one message, and remember both."""
+        self._messages.append({"role": "user", "content": text})
+        prompt_ids = self._model.prompt_ids(self._messages)
+        reply = self._model.reply(prompt_ids, self._settings)
+        pieces, longest_gap_s = [], 0.0
+        last = None
+        for piece in reply:
+            now = time.perf_counter()
+            longest_gap_s = max(longest_gap_s, now - last) if last is not None else 0.0
+            last = now
+            pieces.append(piece)
+            if not as_json:
+                print(piece, end="", flush=True)
+        answer = "".join(pieces)
+        self._messages.append({"role": "assistant", "content": answer})
+        if as_json:
+            print_json(reply_facts(reply, answer, len(prompt_ids), longest_gap_s, self._model.config.n_blocks))
+        else:
+            print()
+
+
+def reply_facts(reply: Reply, text: str, prompt_tokens: int, longest_gap_s: float, blocks: int) -> dict[str, object]:
+    """The fields of `chat --json` for a reply that this process wrote alone."""
+    assert reply.figures is not None  # it was read to its end
+    return {
+        "text": text,
+        "token_ids": reply.writer.token_ids,
+        "prompt_tokens": prompt_tokens,
+        "finish_reason": reply.writer.finish_reason,
+        **dataclasses.asdict(reply.figures),
+        "recoveries": 0,
+        "longest_gap_s": longest_gap_s,
+        "route": [{"peer": "local", "start": 0, "stop": blocks}],
+    }
+
+
+COMMANDS = (Command("chat", "talk to a model", run_chat, add_arguments, prints_facts=True),)

@@ -1,0 +1,119 @@
+"""The cache's pages and leases: budgets, refusals, truncation, and no page lost or lent twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.attention import Segment
+from engine.errors import CacheFull, SessionError
+from engine.kv import PAGE_TOKENS, KVPool, Pages, token_bytes
+from tests.engine.random_spans import random_span, small_config
+
+CONFIG = small_config()
+
+
+def pool_of(pages: int) -> KVPool:
+    """A pool of so many pages."""
+    budget = pages * PAGE_TOKENS * token_bytes(CONFIG, 2, torch.float32)
+    return KVPool(CONFIG, 2, budget, torch.device("cpu"), torch.float32)
+
+
+def test_the_pool_stays_within_its_budget() -> None:
+    pool = pool_of(4)
+    assert pool.total_tokens == 4 * PAGE_TOKENS
+    with pytest.raises(CacheFull, match="no room for 257 tokens: 256 of 256"):
+        pool.open(257)
+    assert pool.free_tokens == 256
+
+
+def test_a_full_pool_refuses_and_a_closed_lease_makes_room() -> None:
+    pool = pool_of(2)
+    first = pool.open(100)
+    with pytest.raises(CacheFull):
+        pool.open(1)
+    first.close()
+    first.close()
+    assert pool.open(100).capacity == 128
+
+
+def test_a_lease_gets_a_run_of_pages_where_there_is_one() -> None:
+    pool = pool_of(8)
+    first, second = pool.open(64), pool.open(64)
+    first.reserve(128)
+    assert first.pages == [0, 2]
+    assert first.first_slot is None
+    second.close()
+    third = pool.open(200)
+    assert third.first_slot == 3 * PAGE_TOKENS
+
+
+def test_truncation_gives_back_pages_but_keeps_the_promised_ones() -> None:
+    pool = pool_of(8)
+    lease = pool.open(100)
+    lease.reserve(300)
+    lease.length = 300
+    lease.truncate(10)
+    assert (lease.length, lease.capacity) == (10, 128)
+    for wrong in (-1, 11):
+        with pytest.raises(SessionError):
+            lease.truncate(wrong)
+
+
+@given(st.data())
+def test_no_page_is_lost_or_lent_twice(data: st.DataObject) -> None:
+    pages = Pages(12)
+    lent: list[list[int]] = []
+    for _ in range(30):
+        if lent and data.draw(st.booleans()):
+            pages.give_back(lent.pop(data.draw(st.integers(0, len(lent) - 1))))
+        else:
+            count = data.draw(st.integers(0, 8))
+            after = lent[-1][-1] if lent and lent[-1] else None
+            taken = pages.take(count, after)
+            assert (taken is None) == (count > 12 - sum(map(len, lent)))
+            if taken is not None:
+                assert len(taken) == count
+                lent.append(taken)
+        flat = [page for group in lent for page in group]
+        assert len(set(flat)) == len(flat)
+        assert all(0 <= page < 12 for page in flat)
+        assert pages.free_count == 12 - len(flat)
+
+
+BAD_STEPS: dict[str, Any] = {
+    "a gap": (1, 5, 1),
+    "a repeat": (1, 2, 1),
+    "nothing": (0, 3, 0),
+    "too many rows": (2, 3, 1),
+    "past the context": (2048, 3, 2048),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD_STEPS))
+def test_a_step_that_does_not_fit_its_session_is_refused_and_changes_nothing(case: str) -> None:
+    rows, start, count = BAD_STEPS[case]
+    span = random_span(CONFIG)
+    lease = span.open()
+    span.step(torch.randn(3, CONFIG.hidden_size), [Segment(lease, 0, 3)])
+    before = span.pool.free_tokens
+    with pytest.raises(SessionError):
+        span.step(torch.randn(rows, CONFIG.hidden_size), [Segment(lease, start, count)])
+    assert (lease.length, span.pool.free_tokens) == (3, before)
+
+
+def test_a_closed_session_cannot_be_continued() -> None:
+    span = random_span(CONFIG)
+    lease = span.open()
+    lease.close()
+    with pytest.raises(SessionError, match="closed"):
+        span.step(torch.randn(1, CONFIG.hidden_size), [Segment(lease, 0, 1)])
+
+
+def test_a_session_longer_than_the_context_is_refused_when_it_opens() -> None:
+    with pytest.raises(SessionError, match="2049 tokens are more than this model's context of 2048"):
+        random_span(CONFIG).open(2049)

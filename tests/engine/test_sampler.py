@@ -1,0 +1,93 @@
+"""The sampler: tables for each setting, and properties that hold for all of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import EngineError
+from engine.sampler import Sampling, kept_count, penalised, sample, uniform
+
+logit_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 5.0]),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.3, 10.0]),
+    seed=st.integers(-(2**63), 2**63),
+)
+
+
+def drawn(logits: list[float], settings: Sampling, count: int = 400) -> set[int]:
+    """Every token that `count` positions draw."""
+    return {sample(torch.tensor(logits), [], settings, position) for position in range(count)}
+
+
+def test_zero_temperature_takes_the_best() -> None:
+    assert sample(torch.tensor([0.0, 3.0, 2.9]), [], Sampling(temperature=0), 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Sampling(temperature=1.0), {0, 1, 2, 3}),
+        (Sampling(temperature=1.0, top_k=2), {0, 1}),
+        (Sampling(temperature=1.0, top_p=0.5), {0, 1}),  # 0.4 does not reach a half, 0.7 does
+        (Sampling(temperature=1.0, top_p=0.4), {0}),
+        (Sampling(temperature=1.0, min_p=0.5), {0, 1, 2}),  # not below half of 0.4
+        (Sampling(temperature=1.0, min_p=1.0), {0}),
+        (Sampling(temperature=1.0, top_k=3, top_p=0.99, min_p=0.6), {0, 1}),
+    ],
+)
+def test_each_filter_keeps_the_head_of_the_distribution(settings: Sampling, expected: set[int]) -> None:
+    assert drawn([math.log(p) for p in (0.4, 0.3, 0.2, 0.1)], settings) == expected
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([math.log(p) for p in (0.5, 0.3, 0.2)])
+    counts = [0, 0, 0]
+    for position in range(4000):
+        counts[sample(logits, [], Sampling(temperature=1.0, seed=7), position)] += 1
+    assert [round(count / 4000, 1) for count in counts] == [0.5, 0.3, 0.2]
+
+
+def test_the_penalty_pushes_seen_tokens_down_whatever_their_sign() -> None:
+    got = penalised(torch.tensor([2.0, -2.0, 1.0]), [0, 1, 1], 2.0)
+    assert got.tolist() == [1.0, -4.0, 1.0]
+
+
+@given(logit_lists, samplings, st.integers(0, 10**9))
+def test_a_sample_is_a_valid_token_and_depends_on_its_arguments_alone(
+    logits: list[float], settings: Sampling, position: int
+) -> None:
+    values = torch.tensor(logits)
+    history = [index for index in (0, 3, 3, 7) if index < len(logits)]
+    token = sample(values, history, settings, position)
+    assert 0 <= token < len(logits)
+    assert sample(values.clone(), list(history), settings, position) == token
+
+
+@given(logit_lists, samplings)
+def test_something_is_always_kept(logits: list[float], settings: Sampling) -> None:
+    probabilities = torch.softmax(torch.tensor(logits), 0).sort(descending=True).values
+    assert 1 <= kept_count(probabilities, settings) <= len(logits)
+
+
+def test_random_numbers_are_the_same_on_every_machine() -> None:
+    assert uniform(0, 0) == pytest.approx(0.8336885269740499, abs=1e-12)
+    assert uniform(1, 0) != uniform(0, 1)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": 2},
+            {"repetition_penalty": 0}],
+)  # fmt: skip
+def test_senseless_settings_are_refused_by_name(bad: dict[str, float]) -> None:
+    with pytest.raises(EngineError, match=next(iter(bad))):
+        Sampling(**bad)  # type: ignore[arg-type]
