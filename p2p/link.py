@@ -56,6 +56,7 @@ class PeerLink:
         self.bytes_in = self.bytes_out = 0
         self.rtt_s: float | None = None
         self.ended = self._condemned = False
+        self.hung_up = False  # ended by this node on purpose, so that nobody is told of a loss
         self.own_parity = 1 if initiator else 0
         self._next_id = 1 if initiator else 2
         self._outbox = Outbox()

@@ -52,7 +52,6 @@ class Switchboard:
         self._links: dict[tuple[str, str], list[PeerLink]] = {}
         self._dialling: dict[tuple[str, str], _Dialling] = {}
         self._listeners: list[Callable[[str], None]] = []
-        self._closing: set[str] = set()
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -120,7 +119,7 @@ class Switchboard:
     def hang_up(self, peer: str) -> None:
         """End every link to a peer."""
         for link in self.links_to(peer):
-            self._closing.add(peer)
+            link.hung_up = True
             link.close()
 
     def _report(self, peer: str, why: str) -> None:
@@ -145,10 +144,7 @@ class Switchboard:
         self._links[key].remove(link)
         if not self._links[key]:
             del self._links[key]
-        if self.links_to(link.peer):
-            return
-        if link.peer in self._closing:
-            self._closing.discard(link.peer)
+        if link.hung_up or self.links_to(link.peer):
             return
         for listener in self._listeners:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ class WiredNode(Switchboard):
         other = self._world.nodes.get(peer)
         if other is None:
             raise PeerUnreachable(f"no address of {peer} answers")
-        here, there = trio.testing.memory_stream_pair()
+        here, there = self._world.pipe()
         self._world.connect(other, self._name, lane, TrioByteStream(there))
         return TrioByteStream(here)
 
@@ -91,6 +91,7 @@ class WiredWorld:
     def __init__(self, nursery: trio.Nursery) -> None:
         self.nodes: dict[str, WiredNode] = {}
         self.limits: Limits | None = None
+        self.pipe: Callable[[], tuple[trio.abc.Stream, trio.abc.Stream]] = trio.testing.memory_stream_pair
         self._nursery = nursery
         self._lives: dict[str, trio.Nursery] = {}
         self._made = 0

@@ -334,9 +334,26 @@ async def call_failing(node: WiredNode, peer: str) -> None:
 async def test_a_peer_keeps_only_its_newest_links() -> None:
     async with wired_world() as world:
         _, b = await two(world)
-        pipes = [await stranger(world, b) for _ in range(MAX_LINKS_A_LANE + 3)]
-        await trio.testing.wait_all_tasks_blocked()
+        pipes = []
+        for _ in range(MAX_LINKS_A_LANE + 3):
+            pipes.append(await stranger(world, b))
+            await trio.testing.wait_all_tasks_blocked()
         assert len(b.links_to("stranger")) == MAX_LINKS_A_LANE
         await pipes[-1].send_all(PREFACE + request(1, b"newest"))
         (answer,) = await frames_of(pipes[-1], 1)
         assert answer.body == b"newest"
+
+
+async def test_a_loss_after_a_hang_up_and_a_new_call_is_still_reported() -> None:
+    async with wired_world() as world:
+        a, b = await two(world)
+        lost: list[str] = []
+        a.on_link_lost(lost.append)
+        await a.call(b.peer_id, "echo", b"", timeout_s=5)
+        a.hang_up(b.peer_id)
+        await trio.testing.wait_all_tasks_blocked()
+        assert lost == []
+        await a.call(b.peer_id, "echo", b"", timeout_s=5)
+        await world.kill(b)
+        await trio.testing.wait_all_tasks_blocked()
+        assert lost == [b.peer_id]
