@@ -44,6 +44,19 @@ class Config:
         """Whether somebody chose this value: a chosen port that is taken is an error, a default one is replaced."""
         return self.origins.get(name, "default") != "default"
 
+    def facts(self, name: str) -> dict[str, Any]:
+        """One setting as the API and `shoal config --json` say it."""
+        setting = setting_named(name)
+        return {
+            "name": setting.name,
+            "value": getattr(self.settings, setting.name),
+            "default": setting.default,
+            "origin": self.origins.get(setting.name, "default"),
+            "live": setting.live,
+            "help": setting.help,
+            "expected": setting.expected,
+        }
+
     def with_flags(self, flags: Mapping[str, Value]) -> Config:
         """With what a command's flags say; None is a flag that was not given."""
         given = {name: setting_named(name).check(value) for name, value in flags.items() if value is not None}

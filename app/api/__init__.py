@@ -1,0 +1,16 @@
+"""The control API: HTTP and server-sent events on loopback, for the command line, the dashboard and other programs.
+
+    GET  /healthz           200 while the process answers; the one route without a token
+    GET  /api/snapshot      everything at once (`app.snapshot.Snapshot`)
+    GET  /api/events        server-sent events: `snapshot` at once and after each change, `note` for what happened
+    GET  /api/status, /api/peers, /api/swarms, /api/id, /api/doctor
+    GET  /api/config        every setting; PUT /api/config/NAME {"value": text or null} changes one
+    POST /api/create        {"name", "model", "private"}
+    POST /api/join          {"target": a name, name#hash or invite}
+    POST /api/leave         {"name"}
+    POST /api/invite        {"name": null for the active swarm}
+    POST /api/stop          the node drains and ends
+
+Every other request bears `Authorization: Bearer TOKEN`. A failure is `{"error": {"type", "message"}}`, the message
+being the line that the command line prints.
+"""

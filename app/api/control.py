@@ -1,0 +1,58 @@
+"""What the API needs of a node, declared by its consumer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from app.config import Config
+from app.doctor import Check
+from app.feed import Feed
+from app.invite import Invite
+from app.settings import Value
+from app.snapshot import Snapshot, SwarmView
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What became of a wish to be in a swarm: the node's state then, and why."""
+
+    swarm: SwarmView
+    state: str
+    reason: str
+
+
+class Control(Protocol):
+    """A running node as the API commands it; failures are `AppError`, `P2PError` or `EngineError`."""
+
+    @property
+    def feed(self) -> Feed:
+        """What changes."""
+
+    def snapshot(self) -> Snapshot:
+        """The state at this moment."""
+
+    async def create(self, name: str, model: str, *, private: bool) -> Joining:
+        """Make a swarm of a model on this machine, and go there."""
+
+    async def join(self, target: str) -> Joining:
+        """Leave the active swarm in order and go to the one that a name or an invite means."""
+
+    async def leave(self, name: str) -> SwarmView:
+        """Forget a swarm, leaving it first where it is the active one."""
+
+    async def invite(self, name: str | None) -> Invite:
+        """An invite to a remembered swarm, or to the active one."""
+
+    def config(self) -> Config:
+        """The settings in force."""
+
+    async def set_config(self, name: str, text: str | None) -> Value:
+        """Write one setting, and apply it where that can be done at once; None is the default again."""
+
+    def network_checks(self) -> Sequence[Check]:
+        """The doctor's lines about the network."""
+
+    def stop(self) -> None:
+        """Drain and end."""

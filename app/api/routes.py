@@ -1,0 +1,153 @@
+"""The routes: each reads its request, asks the node, and writes the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Header
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from app.api import failures
+from app.api.control import Control, Joining
+from app.api.events import stream
+from app.api.guard import Application, Guard
+from app.settings import SETTINGS
+from app.snapshot import facts, status_facts
+
+_MAX_TEXT = 4096
+_MAX_NOTE = 2**53
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class CreateRequest(_Body):
+    """What `create` needs."""
+
+    name: str = Field(max_length=_MAX_TEXT)
+    model: str = Field(max_length=_MAX_TEXT)
+    private: bool = False
+
+
+class JoinRequest(_Body):
+    """A name, a name with a pinned model, or an invite."""
+
+    target: str = Field(max_length=_MAX_TEXT)
+
+
+class LeaveRequest(_Body):
+    """The swarm to leave."""
+
+    name: str = Field(max_length=_MAX_TEXT)
+
+
+class InviteRequest(_Body):
+    """The swarm to invite to; null is the active one."""
+
+    name: str | None = Field(default=None, max_length=_MAX_TEXT)
+
+
+class SettingRequest(_Body):
+    """A setting's new value as a person writes it; null is its default."""
+
+    value: str | None = Field(max_length=_MAX_TEXT)
+
+
+def build_application(control: Control, token: str, version: str) -> Application:
+    """The whole API, guarded."""
+    application = FastAPI(title="Shoal", version=version, redoc_url=None)
+    failures.install(application)
+
+    @application.get("/healthz")
+    async def healthz() -> dict[str, bool]:
+        return {"ok": True}
+
+    application.include_router(_looking(control), prefix="/api")
+    application.include_router(_acting(control), prefix="/api")
+    application.include_router(_configuring(control), prefix="/api")
+    return Guard(application, token)
+
+
+def _looking(control: Control) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/snapshot")
+    async def snapshot() -> dict[str, Any]:
+        return facts(control.snapshot())
+
+    @router.get("/events")
+    async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> StreamingResponse:
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(stream(control, last_event_id), media_type="text/event-stream", headers=headers)
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        return status_facts(control.snapshot())
+
+    @router.get("/peers")
+    async def peers() -> list[dict[str, Any]]:
+        return [facts(peer) for peer in control.snapshot().peers]
+
+    @router.get("/swarms")
+    async def swarms() -> list[dict[str, Any]]:
+        return [facts(swarm) for swarm in control.snapshot().swarms]
+
+    @router.get("/id")
+    async def identity() -> dict[str, str]:
+        return {"peer_id": control.snapshot().peer_id}
+
+    @router.get("/doctor")
+    async def doctor() -> list[dict[str, Any]]:
+        return [dataclasses.asdict(check) for check in control.network_checks()]
+
+    return router
+
+
+def _acting(control: Control) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/create")
+    async def create(request: CreateRequest) -> dict[str, Any]:
+        return _joining(await control.create(request.name, request.model, private=request.private))
+
+    @router.post("/join")
+    async def join(request: JoinRequest) -> dict[str, Any]:
+        return _joining(await control.join(request.target))
+
+    @router.post("/leave")
+    async def leave(request: LeaveRequest) -> dict[str, Any]:
+        return facts(await control.leave(request.name))
+
+    @router.post("/invite")
+    async def invite(request: InviteRequest) -> dict[str, Any]:
+        made = await control.invite(request.name)
+        return {"invite": str(made), "name": made.name, "manifest": made.model_hash, "addresses": made.addresses}
+
+    @router.post("/stop", status_code=202)
+    async def stop() -> dict[str, bool]:
+        control.stop()
+        return {"stopping": True}
+
+    return router
+
+
+def _configuring(control: Control) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/config")
+    async def config() -> list[dict[str, Any]]:
+        return [control.config().facts(name) for name in SETTINGS]
+
+    @router.put("/config/{name}")
+    async def set_config(name: str, request: SettingRequest) -> dict[str, Any]:
+        await control.set_config(name, request.value)
+        return control.config().facts(name)
+
+    return router
+
+
+def _joining(outcome: Joining) -> dict[str, Any]:
+    return facts(outcome)

@@ -1,0 +1,92 @@
+"""The API's socket and server: loopback, one port, hypercorn on the node's own trio loop."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import trio
+from hypercorn.config import Config as ServerConfig
+from hypercorn.trio import serve as serve_forever
+
+from app.api.guard import Application
+from app.errors import AppError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+HOST = "127.0.0.1"
+# Answers that are under way when the node leaves get this long; streams of events end by themselves before.
+GRACE_S = 2.0
+
+log = logging.getLogger("shoal.api")
+
+
+class PortInUse(AppError):
+    """The port that was asked for the API is taken; choose another --api-port, or 0 for any free one."""
+
+
+def open_socket(port: int, *, explicit: bool) -> socket.socket:
+    """A listening socket on loopback; a default port that is taken gives way to any free one, a chosen one does not."""
+    try:
+        return _listen(port)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        if explicit:
+            raise PortInUse(f"the API's port {port} is taken: choose another --api-port, or 0 for any") from None
+        log.info("the API's usual port %s is taken; any free one is used", port)
+        return _listen(0)
+
+
+def url_of(sock: socket.socket) -> str:
+    """The API's address."""
+    return f"http://{HOST}:{sock.getsockname()[1]}"
+
+
+async def serve(
+    application: Application,
+    sock: socket.socket,
+    until: Callable[[], Awaitable[None]],
+    *,
+    task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Serve on `sock`, which is closed at the end, until `until` returns."""
+    config = ServerConfig()
+    config.bind = [f"fd://{sock.detach()}"]
+    config.graceful_timeout = GRACE_S
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = logging.getLogger("shoal.api.server")
+    async with trio.open_nursery() as nursery:
+        await nursery.start(lambda task_status: _serve(application, config, until, task_status))
+        task_status.started()
+
+
+async def _serve(
+    application: Application,
+    config: ServerConfig,
+    until: Callable[[], Awaitable[None]],
+    task_status: TaskStatus[list[str]],
+) -> None:
+    await serve_forever(application, config, shutdown_trigger=until, task_status=task_status)  # type: ignore[arg-type]
+
+
+def _listen(port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if sys.platform == "win32":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((HOST, port))
+        # At once: until it listens, another process could still bind the same port.
+        sock.listen(100)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

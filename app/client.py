@@ -1,0 +1,166 @@
+"""The control API's client, for the command line and the dashboard.
+
+It stands on the standard library's HTTP alone: the usual client libraries load an event loop or two, which would cost
+every command more time than its work. It is blocking; a dashboard calls it from worker threads.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from app import errors
+from app.errors import AppError, NotRunning, UsageError
+from app.home import Home, NodeInfo, api_token, find_node, require_node
+from app.snapshot import Snapshot, snapshot_from
+
+TIMEOUT_S = 10.0
+PATIENT_S = 120.0  # for what may look for peers or read a whole model
+_MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_LINE_BYTES = 16 * 2**20
+
+
+class ApiFailure(AppError):
+    """The node answered that it could not do what was asked; the message is its own."""
+
+
+class WrongToken(AppError):
+    """The node does not know the token: it belongs to another home folder."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of the node's stream: its name and its data."""
+
+    name: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A running node, addressed by the URL of its API and its token."""
+
+    url: str
+    token: str
+    timeout_s: float = TIMEOUT_S
+
+    def get(self, path: str) -> Any:
+        """The answer to a question."""
+        return self._ask("GET", path, None, self.timeout_s)
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = PATIENT_S) -> Any:
+        """The answer to a command."""
+        return self._ask("POST", path, body, timeout_s)
+
+    def put(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to a change."""
+        return self._ask("PUT", path, body, self.timeout_s)
+
+    def snapshot(self) -> Snapshot:
+        """Everything that can be seen of the node."""
+        return snapshot_from(self.get("/api/snapshot"))
+
+    def set_config(self, name: str, value: str | None) -> Any:
+        """Change one setting; None is its default again."""
+        return self.put(f"/api/config/{quote(name, safe='')}", {"value": value})
+
+    def events(self, *, silence_s: float = 60.0) -> Iterator[Event]:
+        """The node's events until it leaves; `silence_s` without a byte is taken for a lost line."""
+        connection = self._connection(silence_s)
+        try:
+            answer = self._send(connection, "GET", "/api/events", None)
+            if answer.status != 200:
+                raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))
+            yield from _events(answer)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from error
+        finally:
+            connection.close()
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+        connection = self._connection(timeout_s)
+        try:
+            answer = self._send(connection, method, path, body)
+            raw = answer.read(_MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from error
+        finally:
+            connection.close()
+        if answer.status >= 300:
+            raise _failure(answer.status, raw)
+        try:
+            return json.loads(raw)
+        except ValueError:
+            raise ApiFailure(f"{self.url} answered something that is not Shoal's: is another program there?") from None
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UsageError(f"{self.url[:80]!r} is not the address of a node: write it like http://127.0.0.1:7465")
+        return http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
+        return connection.getresponse()
+
+    def _gone(self, error: Exception) -> AppError:
+        if isinstance(error, TimeoutError):
+            return NotRunning(f"the node at {self.url} did not answer in time: look at its log")
+        return NotRunning(f"the node at {self.url} cannot be reached ({error or type(error).__name__}): is it running?")
+
+
+def client_of(home_folder: Path) -> Client:
+    """The client of the node that runs in a home folder; raises `NotRunning` where none does."""
+    home = Home(home_folder)
+    return _client(home, require_node(home))
+
+
+def running_client(home_folder: Path) -> Client | None:
+    """The client of the node that runs in a home folder, or None."""
+    home = Home(home_folder)
+    node = find_node(home)
+    return None if node is None else _client(home, node)
+
+
+def _client(home: Home, node: NodeInfo) -> Client:
+    return Client(node.api_url, os.environ.get("SHOAL_TOKEN") or api_token(home))
+
+
+def _failure(status: int, raw: bytes) -> AppError:
+    """What the node said, as the error that it was there, so that the exit status is the same."""
+    try:
+        told = json.loads(raw)["error"]
+        kind, message = str(told["type"]), str(told["message"])
+    except (ValueError, KeyError, TypeError):
+        return ApiFailure(f"the node answered {status} without saying why: look at its log")
+    if kind == "WrongToken":
+        return WrongToken(message)
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, AppError):
+        return known(message)
+    return ApiFailure(message)
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[Event]:
+    name, data = "", ""
+    while line := answer.readline(_MAX_LINE_BYTES):
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if text.startswith("event:"):
+            name = text[6:].strip()
+        elif text.startswith("data:"):
+            data += text[5:].strip()
+        elif not text:
+            if data:
+                yield Event(name, json.loads(data))
+            name, data = "", ""

@@ -1,0 +1,94 @@
+"""A node that the API's tests command: it remembers what it was asked and answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from app.api.control import Joining
+from app.api.routes import build_application
+from app.api.server import open_socket, serve, url_of
+from app.client import Client
+from app.config import Config
+from app.doctor import Check
+from app.errors import UnknownSwarm
+from app.feed import Feed
+from app.invite import Invite
+from app.settings import Settings, Value
+from app.snapshot import PeerView, Snapshot, SwarmView
+
+TOKEN = "a-token-that-is-long-enough"
+HASH = "ab" * 32
+SWARM = SwarmView("home", HASH, "home#abababab", active=True)
+
+
+class DoubleNode:
+    """Satisfies `app.api.control.Control`."""
+
+    def __init__(self) -> None:
+        self.feed = Feed()
+        self.asked: list[tuple[object, ...]] = []
+        self.stopped = trio.Event()
+        self.state = "client"
+
+    def snapshot(self) -> Snapshot:
+        peers = (PeerView("12D3other", "box", 0, 4, 0.001, "lan", 1.0, "serving"),)
+        return Snapshot(
+            "12D3me",
+            "client",
+            self.state,
+            "http://127.0.0.1:1",
+            swarm="home",
+            manifest=HASH,
+            peers=peers,
+            swarms=(SWARM,),
+        )
+
+    async def create(self, name: str, model: str, *, private: bool) -> Joining:
+        self.asked.append(("create", name, model, private))
+        return Joining(SWARM, "client", "")
+
+    async def join(self, target: str) -> Joining:
+        self.asked.append(("join", target))
+        if target == "nowhere":
+            raise UnknownSwarm("nobody knows\n the swarm nowhere")
+        if target == "broken":
+            raise ZeroDivisionError("a bug")
+        return Joining(SWARM, "client", "joined")
+
+    async def leave(self, name: str) -> SwarmView:
+        self.asked.append(("leave", name))
+        return SWARM
+
+    async def invite(self, name: str | None) -> Invite:
+        return Invite(name or "home", HASH)
+
+    def config(self) -> Config:
+        return Config(Settings(), {})
+
+    async def set_config(self, name: str, text: str | None) -> Value:
+        self.asked.append(("set", name, text))
+        return text
+
+    def network_checks(self) -> Sequence[Check]:
+        return [Check("clock", "ok", "fine")]
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@asynccontextmanager
+async def running_api(node: DoubleNode) -> AsyncIterator[Client]:
+    """The real server on a free port, and a client with the right token."""
+    sock = open_socket(0, explicit=True)
+    client = Client(url_of(sock), TOKEN)
+    over = trio.Event()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve, build_application(node, TOKEN, "0"), sock, over.wait)
+        try:
+            yield client
+        finally:
+            node.feed.close()
+            over.set()
