@@ -31,7 +31,12 @@ class StreamReset(StreamClosed):
 
 
 class HandshakeError(P2PError):
-    """The secure handshake with a peer failed; it may run something else or another version."""
+    """The secure handshake with a peer failed; it may run something else or another version.
+
+    `peer` is whom this node dialled, or None where the other side began.
+    """
+
+    peer: str | None = None
 
 
 class WrongSecret(HandshakeError):

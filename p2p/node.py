@@ -104,6 +104,7 @@ class Libp2pNetwork:
         self._puncher = HolePuncher(self.host, self.reachability.seen_at, self._on_direct)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
         self._remembered: list[Remembered] = []
+        self._relay = config.relay
         self._nursery: trio.Nursery | None = None
         self._scope: trio.CancelScope | None = None
         self._stopped = trio.Event()
@@ -200,6 +201,13 @@ class Libp2pNetwork:
     def on_link_lost(self, listener: Callable[[str], None]) -> None:
         """Tell `listener` of each peer whose last link was reset or fell silent."""
         self._board.on_link_lost(listener)
+
+    def allow_relaying(self, allowed: bool) -> None:
+        """Whether this node may carry connections for others: it does once others can dial it, or never."""
+        self._relay = None if allowed else False
+        if not allowed:
+            self.relay.disable()
+        self._on_reach_changed()
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close the link; a peer that misbehaved is held off with a growing backoff."""
@@ -319,7 +327,7 @@ class Libp2pNetwork:
     def _on_reach_changed(self) -> None:
         reachable = self.reachability.state is Reach.VERIFIED
         self.relayed.needed = self.reachability.state is Reach.UNVERIFIED
-        if self._config.relay is None:
+        if self._relay is None:
             (self.relay.enable if reachable else self.relay.disable)()
         self.host.confirmed = [address.of(self.peer_id) for address in self.reachability.verified]
         self._on_addresses_changed()

@@ -126,6 +126,7 @@ class NoiseTransport(ISecureTransport):
         except (trio.TooSlowError, ConnectionClosedError, ProtocolError, HandshakeError) as error:
             reason = str(error) or "it took too long"
             failure, cause = _Failed(f"the secure handshake with {whom} failed: {reason}"), error
+        failure.peer = None if expected is None else str(expected)
         logger.info("%s", failure)
         if self._on_failure is not None:
             self._on_failure(failure)
