@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Segment, StepPlan, attend_cached, attend_whole, write_cache
-from engine.block import Block, Quantisation, block_forward, build_block
+from engine.attention import Segment, SegmentPlan, StepPlan, attend_cached, attend_whole, write_cache
+from engine.block import Attend, Block, Quantisation, block_forward, build_block
 from engine.config import ModelConfig
 from engine.errors import EngineError, SessionError
 from engine.graphs import DecodeGraphs, SpanParts
-from engine.kv import KVLease, KVPool
+from engine.kv import BlockCache, KVLease, KVPool
 from engine.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
 from engine.tensors import load_part
@@ -63,16 +63,21 @@ class SpanRunner:
         return self.pool.open(expected_tokens)
 
     @torch.inference_mode()
-    def step(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """Run the rows of several sessions through the span: (N, hidden) -> (N, hidden).
+    def step(self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int] | None = None) -> Tensor:
+        """Run the rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
 
-        Either every session advances by its segment or, on an error, none does.
+        Either every session advances by its segment or, on an error, none does. A session uses the same part always.
         """
+        start, stop = blocks or (self.start, self.stop)
+        if not self.start <= start < stop <= self.stop:
+            raise SessionError(f"blocks {start}:{stop} are not all among {self.start}:{self.stop}")
         self._admit(hidden, segments)
-        if self._graphs is not None and self._graphs.covers(segments):
+        whole = (start, stop) == (self.start, self.stop)
+        if whole and self._graphs is not None and self._graphs.covers(segments):
             x = self._graphs.step(hidden, segments)
         else:
-            x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments))
+            part = slice(start - self.start, stop - self.start)
+            x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments), part)
         for segment in segments:
             segment.lease.length = segment.stop
         return x
@@ -91,17 +96,13 @@ class SpanRunner:
         for segment in segments:
             segment.lease.reserve(segment.stop)
 
-    def _run(self, x: Tensor, segments: list[Segment]) -> Tensor:
+    def _run(self, x: Tensor, segments: list[Segment], part: slice) -> Tensor:
         plan = StepPlan(segments, self.options.device)
         rope = self._rope.at(plan.positions)
-        for block, cache in zip(self.blocks, self.pool.blocks, strict=True):
+        for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
             plans = plan.for_window(self.config.window_of(block.index))
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, cache: Tensor = cache, plans: list = plans) -> Tensor:  # type: ignore[type-arg]
-                write_cache(cache, plan, k, v)
-                return attend_cached(cache, plans, q)
-
-            x = block_forward(block, self.config, x, rope, attend)
+            x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans))
         return x
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -118,6 +119,14 @@ class SpanRunner:
 
             x = block_forward(block, self.config, x, rope, attend)
         return x.view(batch, length, size)
+
+
+def _cached(cache: BlockCache, plan: StepPlan, plans: list[SegmentPlan]) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        write_cache(cache, plan, k, v)
+        return attend_cached(cache, plans, q)
+
+    return attend
 
 
 def load_span(

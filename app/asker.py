@@ -1,0 +1,195 @@
+"""The asker: prompts in, replies out, through whatever hops the swarm offers.
+
+It runs the model's two ends and chooses the tokens; `app.route_session` keeps the hops. A reply is an async iterator
+inside an async context, so that leaving the context frees the hops at once, whatever happened.
+
+    async with asker.reply(prompt_ids, settings, max_tokens=50) as reply:
+        async for piece in reply: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.errors import AppError
+from app.hop_links import HopLinks
+from app.network import FrameStream, Network
+from app.records import Announcement
+from app.route_session import RouteSession, SessionSettings
+from app.routing import UNKNOWN_LINK_S, Bans, Demand, Hop, NoRoute, Route, find_route, mend_route
+from app.runner import Device, Piece, ReplyEnds, ReplyText
+from app.session_wire import DTYPE_NAMES, Frame
+from app.span import Span
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+Members = Callable[[], Sequence[Announcement]]
+
+
+class PromptTooLong(AppError):
+    """The prompt leaves no room for a reply in the model's context."""
+
+
+@dataclass
+class ReplyFigures:
+    """How a reply goes; complete when it has ended."""
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    ttft_s: float | None = None
+    tokens_per_s: float | None = None  # behind the first token; None where there was only one
+    recoveries: int = 0
+    longest_gap_s: float = 0.0
+    route: Route = ()
+
+
+class Asker:
+    """Generates replies over the swarm; `run` must be running."""
+
+    def __init__(
+        self,
+        network: Network,
+        ends: ReplyEnds,
+        device: Device,
+        members: Members,
+        *,
+        own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
+        settings: SessionSettings | None = None,
+    ) -> None:
+        self._network, self._ends, self._device, self._members = network, ends, device, members
+        self._own_server = own_server
+        self._settings = settings or SessionSettings()
+        self._links: HopLinks | None = None
+        self.bans = Bans()
+        self.active = 0
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep the streams to hops until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._links = HopLinks(self._network, nursery, self._own_server)
+            task_status.started()
+            await trio.sleep_forever()
+
+    @asynccontextmanager
+    async def reply(self, prompt_ids: Sequence[int], settings: Any, *, max_tokens: int) -> AsyncIterator[Reply]:
+        """Begin a reply of at most `max_tokens`; `settings` go to the ends as they are."""
+        assert self._links is not None, "the asker is not running"
+        context = self._ends.context_length
+        if len(prompt_ids) >= context:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
+            )
+        text = self._ends.begin(prompt_ids, settings)
+        tokens = min(len(prompt_ids) + max_tokens, context)
+        guide = _Guide(self, Demand(Span(0, self._ends.n_blocks), tokens, len(prompt_ids)))
+        session = RouteSession(
+            self._links,
+            guide,
+            self._embed,
+            tokens=tokens,
+            width=self._ends.hidden_size,
+            dtype=self._ends.dtype,
+            settings=self._settings,
+        )
+        self.active += 1
+        try:
+            yield Reply(session, text, self._device, prompt_ids)
+        finally:
+            self.active -= 1
+            await session.close()
+
+    async def _embed(self, token_ids: Sequence[int]) -> bytes:
+        return await self._device.run(self._ends.embed, token_ids)
+
+    def members(self) -> Sequence[Announcement]:
+        """Who is in the swarm now."""
+        return self._members()
+
+    def link_s(self) -> Callable[[str, str], float]:
+        """One-way seconds between two peers, as far as this node can tell; "" is this node."""
+        own = self._network.peer_id
+        rtt_s = {link.peer: link.rtt_s for link in self._network.links() if link.rtt_s is not None}
+
+        def to(peer: str) -> float:
+            return 0.0 if peer in ("", own) else rtt_s.get(peer, 2 * UNKNOWN_LINK_S) / 2
+
+        # Two peers are taken to be as far from each other as the farther one is from here.
+        return lambda a, b: 0.0 if a == b else max(to(a), to(b))
+
+
+class Reply:
+    """An iterator over the pieces of one reply."""
+
+    def __init__(self, session: RouteSession, text: ReplyText, device: Device, prompt_ids: Sequence[int]) -> None:
+        self._session, self._text, self._device = session, text, device
+        self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
+        self._begin = self._last_at = trio.current_time()
+        self._first_at = 0.0
+        self.figures = ReplyFigures(len(prompt_ids))
+
+    def __aiter__(self) -> Reply:
+        return self
+
+    async def __anext__(self) -> Piece:
+        """The next token; raises `NoRoute` or `SessionLost` where the swarm cannot go on."""
+        if self.figures.finish_reason is not None:
+            raise StopAsyncIteration
+        token_ids, embedded = self._next
+        frame = await self._session.advance(token_ids, embedded)
+        piece = await self._device.run(_choose, self._text, frame)
+        self._next = ([piece.token_id], piece.embedding)
+        self._note(piece, trio.current_time())
+        return piece
+
+    def _note(self, piece: Piece, now: float) -> None:
+        figures = self.figures
+        figures.token_ids.append(piece.token_id)
+        figures.finish_reason = piece.finish_reason
+        figures.recoveries = self._session.recoveries
+        figures.route = self._session.route
+        if figures.ttft_s is None:
+            figures.ttft_s, self._first_at = now - self._begin, now
+        else:
+            figures.longest_gap_s = max(figures.longest_gap_s, now - self._last_at)
+            figures.tokens_per_s = (len(figures.token_ids) - 1) / max(now - self._first_at, 1e-9)
+        self._last_at = now
+
+
+def _choose(text: ReplyText, frame: Frame) -> Piece:
+    return text.choose(frame.body, DTYPE_NAMES[frame.dtype])
+
+
+class _Guide:
+    """Routes for one session, from what its asker knows."""
+
+    def __init__(self, asker: Asker, demand: Demand) -> None:
+        self._asker, self._demand = asker, demand
+
+    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+        members, link_s = self._asker.members(), self._asker.link_s()
+        banned = self._asker.bans.active(trio.current_time())
+        shunned = {*avoid, *banned}
+        try:
+            if current:
+                return mend_route(current, members, self._demand, link_s, avoid=shunned)
+            return find_route(members, self._demand, link_s, avoid=shunned)
+        except NoRoute as error:
+            holders = [m.peer for m in members if m.serves and m.span is not None and error.block in m.span]
+            reasons = [f"{peer} ({banned[peer]})" for peer in holders if peer in banned]
+            raise NoRoute(error.block, f" that can be used now: {'; '.join(reasons)}" if reasons else "") from None
+
+    def failed(self, peer: str, why: str, *, busy: bool) -> None:
+        self._asker.bans.ban(peer, trio.current_time(), why, brief=busy)
+
+    def worked(self, peer: str) -> None:
+        self._asker.bans.forgive(peer)
+
+
+__all__ = ["Asker", "Hop", "PromptTooLong", "Reply", "ReplyFigures", "Route"]

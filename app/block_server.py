@@ -1,0 +1,474 @@
+"""The block server: sessions of many askers over the hosted blocks, in batched device steps.
+
+Each stream has a reader that only judges frames and queues work; one task drives the device and sends what comes out.
+Whatever touches the cache (begin, cut, close) happens between two steps, in the order it arrived. The rules of a
+session are in `app.hop_session`, the order of work in `app.batching`, the frames in `app.session_wire`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from app.batching import URGENT_ROWS, AdmissionLimits, BatchLimits, BatchQueue, Load, Waiting, why_busy
+from app.errors import RecordError
+from app.hop_session import HopSession, Verdict, first_to_evict
+from app.network import FrameStream, Network, Priority
+from app.outlets import Outlet, Outlets, Parcel
+from app.runner import BlockRunner, Device, StepOutput, StepWork
+from app.session_wire import (
+    DTYPE_NAMES,
+    DTYPES,
+    PROTOCOL,
+    Frame,
+    Kind,
+    Trouble,
+    Turn,
+    decode,
+    decode_turn,
+    encode_trouble,
+    header,
+    plain,
+)
+from engine.errors import EngineError
+from p2p.errors import P2PError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger("shoal.sessions")
+
+DRAIN_S = 30.0
+_REMEMBERED_CLOSED = 4096
+_CHECK_KEPT_EVERY = 32  # steps
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a block server behaves."""
+
+    batch: BatchLimits = field(default_factory=BatchLimits)
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    kept_bytes: int = 1 << 30  # host memory for outputs that may have to be replayed
+    idle_s: float = 120.0
+
+
+@dataclass
+class ServerFigures:
+    """What the server has done since it started."""
+
+    steps: int = 0
+    rows: int = 0
+    urgent_steps: int = 0
+    urgent_rows: int = 0
+    busy_s: float = 0.0
+    dropped_frames: int = 0
+
+
+class BlockServer:
+    """Serves the blocks of a runner to the swarm; `run` must be running."""
+
+    def __init__(
+        self, network: Network, runner: BlockRunner | None, device: Device, settings: ServerSettings | None = None
+    ) -> None:
+        self._network, self._runner, self._device = network, runner, device
+        self._settings = settings or ServerSettings()
+        self._queue = BatchQueue(self._settings.batch)
+        self._sessions: dict[bytes, HopSession] = {}
+        self._replies: dict[bytes, Outlet] = {}  # the stream of each session's asker
+        self._closed: OrderedDict[bytes, int] = OrderedDict()  # epochs of sessions that are over
+        self._deferred: list[Callable[[], Awaitable[None]]] = []  # what waits for the end of a step
+        self._stepping = False
+        self._wake = trio.Event()
+        self._emptied = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self.draining = False
+        self.figures = ServerFigures()
+        network.accept(PROTOCOL, self.attend)
+
+    # --- what others see ----------------------------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions are open."""
+        return len(self._sessions)
+
+    @property
+    def queued_rows(self) -> int:
+        """Tokens that wait for the device."""
+        return self._queue.rows
+
+    @property
+    def kv_free_tokens(self) -> int:
+        """Room for new sessions."""
+        return self._runner.kv_free_tokens if self._runner is not None else 0
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            self._outlets = Outlets(
+                self._network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
+            )
+            nursery.start_soon(self._drive)
+            nursery.start_soon(self._sweep)
+            task_status.started()
+
+    async def drain(self, within_s: float = DRAIN_S) -> bool:
+        """Take no new sessions and ask the askers to move theirs; whether all have left in time."""
+        self.draining = True
+        for session in list(self._sessions.values()):
+            await self._complain(session, "draining", "this node is about to leave; move on to another")
+        with trio.move_on_after(within_s):
+            while self._sessions:
+                self._emptied = trio.Event()
+                await self._emptied.wait()
+        return not self._sessions
+
+    async def host(self, runner: BlockRunner | None) -> None:
+        """Serve other blocks from now on; sessions over the old ones end."""
+
+        async def change() -> None:
+            for session in list(self._sessions.values()):
+                await self._complain(session, "closed", "this node now hosts other blocks")
+                self._end(session.id, session.epoch)
+            self._runner, self.draining = runner, False
+
+        await self._between_steps(change)
+
+    # --- streams ------------------------------------------------------------------------------------------------------
+
+    async def attend(self, stream: FrameStream) -> None:
+        """Read one peer's stream to its end; the sessions that it opened there end with it."""
+        if self._nursery is None:
+            return
+        answers = Outlet(stream, self._nursery)
+        try:
+            while True:
+                frame = decode(await stream.receive())
+                if frame.kind == Kind.DATA:
+                    await self._take(frame, stream.peer)
+                else:
+                    await self._obey(frame, stream.peer, answers)
+        except RecordError as error:
+            log.warning("%s sent a bad frame, its stream is closed: %s", stream.peer, error)
+            await stream.reset()
+        except P2PError:
+            pass
+        finally:
+            answers.broken = True
+            self._deferred.append(partial(self._forget_stream, answers))
+            self._wake.set()
+
+    async def _take(self, frame: Frame, peer: str) -> None:
+        """Queue hidden states, or answer them from what is kept."""
+        session = self._sessions.get(frame.session)
+        verdict = Verdict.DROP
+        if session is not None and self._runner is not None and frame.width == self._runner.hidden_size:
+            verdict = session.judge(peer, frame.epoch, frame.position, frame.rows)
+        if session is None or verdict is Verdict.DROP:
+            self.figures.dropped_frames += 1
+            return
+        session.heard_at = now = trio.current_time()
+        if verdict is Verdict.COMPUTE:
+            session.accepted(frame.rows)
+            if not session.turn.after:
+                session.forget_before(frame.position)  # the asker asks on, so it has what came before
+            urgent = frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from
+            dtype = DTYPE_NAMES[frame.dtype]
+            position, rows = frame.position, frame.rows
+            self._queue.put(
+                Waiting(session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now)
+            )
+            self._wake.set()
+        elif verdict is Verdict.REPEAT:
+            await self._resend(session, frame.position, frame.position + frame.rows, must=False)
+        else:
+            await self._complain(session, "gap", f"tokens at {frame.position} do not follow {session.received}")
+
+    async def _obey(self, frame: Frame, peer: str, answers: Outlet) -> None:
+        """Do what an asker orders."""
+        if frame.kind == Kind.TURN:
+            turn = decode_turn(frame)
+            await self._between_steps(partial(self._turn, frame, turn, peer, answers))
+            return
+        session = self._sessions.get(frame.session)
+        if session is None or session.asker != peer:
+            self.figures.dropped_frames += 1
+            if session is None and frame.kind == Kind.PROBE:
+                await answers.push(_parcel(plain(Kind.STATE, frame.session, 0)))
+            return
+        if frame.kind == Kind.CLOSE:
+            await self._between_steps(partial(self._close, frame, peer))
+        elif frame.kind == Kind.PROBE:
+            session.heard_at = trio.current_time()
+            state = plain(
+                Kind.STATE, session.id, session.epoch, session.length, session.received, min(self._queue.rows, 2**31)
+            )
+            await answers.push(_parcel(state))
+        elif frame.kind == Kind.GO and frame.epoch == session.epoch:
+            session.send_from = frame.position
+            await self._resend(session, frame.position, session.length)
+
+    # --- between steps ------------------------------------------------------------------------------------------------
+
+    async def _between_steps(self, act: Callable[[], Awaitable[None]]) -> None:
+        if self._stepping or self._deferred:
+            self._deferred.append(act)
+            self._wake.set()
+        else:
+            await act()
+
+    async def _turn(self, frame: Frame, turn: Turn, peer: str, answers: Outlet) -> None:
+        session = self._sessions.get(frame.session)
+        known_epoch = session.epoch if session is not None else self._closed.get(frame.session, -1)
+        if frame.epoch <= known_epoch or (session is not None and session.asker != peer) or answers.broken:
+            self.figures.dropped_frames += 1
+            return
+        if session is not None and (session.turn.span != turn.span or session.turn.tokens != turn.tokens):
+            self._end(session.id, known_epoch)
+            session = None
+        if session is None:
+            refusal = self._open(frame, turn, peer)
+            if refusal is not None:
+                await answers.push(_parcel(encode_trouble(frame.session, frame.epoch, 0, refusal)))
+                return
+            session = self._sessions[frame.session]
+        else:
+            self._queue.drop(session.id)
+            before = session.length
+            session.begin_epoch(frame.epoch, frame.position, turn)
+            if session.length < before and self._runner is not None:
+                self._runner.truncate(session.id, session.length)
+        self._replies[session.id] = answers
+        session.heard_at = trio.current_time()
+        if turn.after and not turn.relay:
+            self._outlets.prepare(turn.after)
+        await answers.push(
+            _parcel(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from))
+        )
+        if session.send_from is not None:
+            await self._resend(session, session.send_from, session.length)
+
+    def _open(self, frame: Frame, turn: Turn, peer: str) -> Trouble | None:
+        """Admit a new session, or say why not."""
+        runner = self._runner
+        if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
+            hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
+            return Trouble("refused", f"blocks {turn.span} were asked for, but {hosted} is hosted here")
+        if self.draining:
+            return Trouble("draining", "this node is about to leave")
+        if turn.tokens > runner.context_length:
+            return Trouble("refused", f"{turn.tokens} tokens are above the context of {runner.context_length}")
+        own = [session for session in self._sessions.values() if session.asker == peer]
+        others = {session.asker for session in self._sessions.values()} - {peer}
+        tokens = sum(session.turn.tokens for session in own)
+        load = Load(len(self._sessions), len(own), len(others), tokens, runner.kv_free_tokens, runner.kv_total_tokens)
+        busy = why_busy(load, turn.tokens, self._settings.admission)
+        if busy is not None:
+            return Trouble("busy", busy)
+        try:
+            runner.open(frame.session, turn.tokens)
+        except EngineError as error:
+            return Trouble("busy", str(error))
+        self._closed.pop(frame.session, None)
+        self._sessions[frame.session] = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
+        return None
+
+    async def _close(self, frame: Frame, peer: str) -> None:
+        session = self._sessions.get(frame.session)
+        if session is not None and session.asker == peer and frame.epoch >= session.epoch:
+            self._end(session.id, frame.epoch)
+
+    async def _forget_stream(self, answers: Outlet) -> None:
+        for id in [id for id, outlet in self._replies.items() if outlet is answers]:
+            self._end(id, self._sessions[id].epoch)
+
+    def _end(self, id: bytes, epoch: int) -> None:
+        """Free all that a session holds here."""
+        if self._sessions.pop(id, None) is None:
+            return
+        del self._replies[id]
+        self._queue.drop(id)
+        if self._runner is not None:
+            self._runner.close(id)
+        self._closed[id] = epoch
+        if len(self._closed) > _REMEMBERED_CLOSED:
+            self._closed.popitem(last=False)
+        if not self._sessions:
+            self._emptied.set()
+
+    # --- the device ---------------------------------------------------------------------------------------------------
+
+    async def _drive(self) -> None:
+        """Step after step, for ever; nothing else uses the runner while a step is under way."""
+        while True:
+            while self._deferred:
+                await self._deferred.pop(0)()
+            work = self._queue.take(trio.current_time())
+            if work is None or isinstance(work, float):
+                self._wake = trio.Event()
+                with trio.move_on_at(float("inf") if work is None else work):
+                    await self._wake.wait()
+                continue
+            await self._step(work)
+
+    async def _step(self, work: list[Waiting]) -> None:
+        runner = self._runner
+        assert runner is not None, "no session outlives its runner"
+        begin = trio.current_time()
+        self._stepping = True
+        try:
+            outputs = await self._device.run(runner.step, [self._step_work(item) for item in work])
+        except EngineError as error:
+            await self._step_failed(work, error)
+            return
+        finally:
+            self._stepping = False
+        now = trio.current_time()
+        for item, output in zip(work, outputs, strict=True):
+            await self._computed(item, output)
+        self._queue.done(work, now - begin, now)
+        self._count(work, now - begin)
+        if self.figures.steps % _CHECK_KEPT_EVERY == 0 or not work[0].urgent:
+            await self._evict()
+
+    def _step_work(self, item: Waiting) -> StepWork:
+        turn = self._sessions[item.session].turn
+        span = turn.span
+        return StepWork(item.session, span.start, span.stop, item.position, item.rows, item.data, item.dtype, turn.wire)
+
+    async def _step_failed(self, work: list[Waiting], error: EngineError) -> None:
+        """Find the session at fault by stepping each alone; the others go on."""
+        if len(work) > 1:
+            for item in work:
+                await self._step([item])
+            return
+        session = self._sessions[work[0].session]
+        log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
+        await self._complain(session, "failed", str(error))
+        self._end(session.id, session.epoch)
+
+    async def _computed(self, item: Waiting, output: StepOutput) -> None:
+        session = self._sessions[item.session]
+        session.computed(item.rows, output.data, output.dtype)
+        first, stop = session.send_from, item.position + item.rows
+        if first is None or first >= stop:
+            if first is not None and not session.turn.after:
+                session.forget_before(stop)
+            return
+        if first <= item.position:
+            await self._send(session, item.position, output.data)
+        else:
+            await self._resend(session, first, stop)
+
+    def _count(self, work: list[Waiting], seconds: float) -> None:
+        rows = sum(item.rows for item in work)
+        self.figures.steps += 1
+        self.figures.rows += rows
+        self.figures.busy_s += seconds
+        if work[0].urgent:
+            self.figures.urgent_steps += 1
+            self.figures.urgent_rows += rows
+
+    async def _evict(self) -> None:
+        """Keep the kept outputs within their budget: whole sessions go, and their askers are told."""
+        kept_bytes = sum(len(session.kept) for session in self._sessions.values())
+        while kept_bytes > self._settings.kept_bytes:
+            session = first_to_evict(list(self._sessions.values()))
+            kept_bytes -= session.evict()
+            await self._complain(session, "evicted", "outputs are no longer kept for replay")
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    async def _resend(self, session: HopSession, start: int, stop: int, *, must: bool = True) -> None:
+        """Send kept outputs of [start, stop), as far as the successor needs them."""
+        if session.send_from is None:
+            return
+        start = max(start, session.send_from)
+        chunk = self._settings.batch.chunk_rows
+        for first in range(start, stop, chunk):
+            data = session.kept_rows(first, min(first + chunk, stop))
+            if data is None:
+                if must:
+                    await self._complain(session, "missing", f"outputs at {first} are no longer kept")
+                return
+            await self._send(session, first, data)
+
+    async def _send(self, session: HopSession, position: int, data: bytes) -> None:
+        """Send outputs downstream: to the successor, or to the asker at the end of the route or where no way leads."""
+        turn = session.turn
+        rows = len(data) // session.row_bytes
+        urgent = position >= turn.urgent_from or not turn.after
+        priority = Priority.DECODE if urgent else Priority.PREFILL
+        parcel = self._data_parcel(session, Kind.DATA, position, rows, data, priority)
+        if not turn.after:
+            await self._replies[session.id].push(parcel)
+        elif turn.relay or not await self._outlets.push(turn.after, parcel):
+            await self._relay(session, parcel)
+
+    def _data_parcel(
+        self, session: HopSession, kind: Kind, position: int, rows: int, data: bytes, priority: Priority
+    ) -> Parcel:
+        dtype = DTYPES[session.dtype]
+        width = self._runner.hidden_size if self._runner is not None else 0
+        head = header(kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
+        return Parcel(session.id, (head, data), priority)
+
+    async def _relay(self, session: HopSession, parcel: Parcel) -> None:
+        """Send through the asker what was meant for the successor."""
+        frame = decode(b"".join(parcel.parts))
+        if frame.epoch == session.epoch:
+            again = self._data_parcel(
+                session, Kind.RELAY, frame.position, frame.rows, bytes(frame.body), parcel.priority
+            )
+            await self._replies[session.id].push(again)
+
+    def _undeliverable(self, peer: str, parcels: list[Parcel]) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(self._relay_all, parcels)
+
+    async def _relay_all(self, parcels: list[Parcel]) -> None:
+        for parcel in parcels:
+            session = self._sessions.get(parcel.session)
+            if session is not None:
+                await self._relay(session, parcel)
+
+    def _link_lost(self, peer: str) -> None:
+        assert self._nursery is not None
+        self._nursery.start_soon(self._tell_link_lost, peer)
+
+    async def _tell_link_lost(self, peer: str) -> None:
+        for session in list(self._sessions.values()):
+            if session.turn.after == peer:
+                await self._complain(session, "link", f"the link to the next hop {peer} broke")
+
+    async def _complain(self, session: HopSession, code: str, text: str) -> None:
+        outlet = self._replies.get(session.id)
+        if outlet is not None:
+            trouble = encode_trouble(session.id, session.epoch, session.kept_from, Trouble(code, text))
+            await outlet.push(_parcel(trouble))
+
+    async def _sweep(self) -> None:
+        """End sessions whose askers have gone quiet."""
+        while True:
+            await trio.sleep(self._settings.idle_s / 8)
+            quiet_since = trio.current_time() - self._settings.idle_s
+            for session in list(self._sessions.values()):
+                if session.heard_at < quiet_since:
+                    await self._complain(session, "closed", "the session was idle for too long")
+                    await self._between_steps(partial(self._end_quiet, session, quiet_since))
+
+    async def _end_quiet(self, session: HopSession, quiet_since: float) -> None:
+        if self._sessions.get(session.id) is session and session.heard_at < quiet_since:
+            self._end(session.id, session.epoch)
+
+
+def _parcel(message: bytes) -> Parcel:
+    return Parcel(b"", (message,), Priority.CONTROL)

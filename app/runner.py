@@ -1,0 +1,114 @@
+"""What serving needs of an engine, declared by its consumer: bytes in, bytes out, no tensors.
+
+`engine.runner` implements `BlockRunner` and `engine.asking` implements `ReplyEnds` without knowing this file. Both are
+plain synchronous objects; who calls them and on which thread is decided here and by the callers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import trio
+
+T = TypeVar("T")
+
+
+class StepWork(NamedTuple):
+    """One session's share of a device step: `rows` tokens, the first at `position`, through blocks start to stop."""
+
+    session: bytes
+    start: int
+    stop: int
+    position: int
+    rows: int
+    data: memoryview  # rows x hidden numbers of format `dtype`
+    dtype: str
+    wire: str  # the format wanted back; empty: the device's own
+
+
+class StepOutput(NamedTuple):
+    """What one session's rows became."""
+
+    data: bytes
+    dtype: str
+
+
+class BlockRunner(Protocol):
+    """Hosted blocks on one device, with a cache for sessions; never called from two threads at once."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def kv_free_tokens(self) -> int: ...
+    @property
+    def kv_total_tokens(self) -> int: ...
+    def open(self, session: bytes, tokens: int) -> None:
+        """Lease cache for a session of this many tokens; raises `engine.errors.CacheFull` where there is no room."""
+
+    def close(self, session: bytes) -> None:
+        """Give a session's cache back; unknown ones are fine."""
+
+    def truncate(self, session: bytes, length: int) -> None:
+        """Forget a session's tokens from position `length` on."""
+
+    def step(self, work: Sequence[StepWork]) -> list[StepOutput]:
+        """Advance all these sessions, or raise `engine.errors.EngineError` and advance none."""
+
+
+class Piece(NamedTuple):
+    """One more token of a reply."""
+
+    token_id: int
+    text: str  # what it completes; may be empty
+    finish_reason: str | None
+    embedding: bytes  # of this token, to go on with; empty at the end
+
+
+class ReplyText(Protocol):
+    """One reply in the making."""
+
+    def choose(self, hidden: memoryview, dtype: str) -> Piece:
+        """The next token behind the last block's output of the last position."""
+
+
+class ReplyEnds(Protocol):
+    """The two ends of a model, run by the asker: tokens to hidden states, hidden states to tokens."""
+
+    @property
+    def n_blocks(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def context_length(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    def embed(self, token_ids: Sequence[int]) -> bytes:
+        """Hidden states of these tokens in format `dtype`."""
+
+    def begin(self, prompt_ids: Sequence[int], settings: Any) -> ReplyText:
+        """A new reply to this prompt."""
+
+
+class Device(Protocol):
+    """Where synchronous work runs, one piece at a time."""
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run `function(*args)` and wait for its result."""
+
+
+class DeviceThread:
+    """One worker thread for one device: torch never runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(1)
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run it in the thread; a cancelled caller still waits for the end, because a step cannot be undone."""
+        return await trio.to_thread.run_sync(function, *args, limiter=self._limiter)

@@ -1,0 +1,145 @@
+"""A model made of hashes: its hidden state is a digest of all that it should depend on, so a wrong cache shows at once.
+
+Block b's output at position p is a hash of b, p and every input of the block up to p. `greedy` is the yardstick.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import trio
+
+from app.runner import Piece, StepOutput, StepWork
+from engine.errors import CacheFull, SessionError
+
+WIDTH = 4  # numbers of four bytes: a digest of 16
+ROW_BYTES = 4 * WIDTH
+T = TypeVar("T")
+
+
+def digest(*parts: bytes | int) -> bytes:
+    """16 bytes that depend on all parts."""
+    return hashlib.blake2b(b"|".join(p if isinstance(p, bytes) else b"%d" % p for p in parts), digest_size=16).digest()
+
+
+class HashRunner:
+    """Blocks [start, stop) of a model of hashes, with a cache of `kv_tokens`."""
+
+    def __init__(self, start: int, stop: int, kv_tokens: int = 1 << 20, context_length: int = 4096) -> None:
+        self.start, self.stop, self.hidden_size = start, stop, WIDTH
+        self.context_length, self.kv_total_tokens, self.kv_free_tokens = context_length, kv_tokens, kv_tokens
+        self.leases: dict[bytes, int] = {}
+        self.caches: dict[tuple[bytes, int], list[bytes]] = {}  # (session, block) -> a running hash for each position
+        self.batches: list[list[tuple[bytes, int, int]]] = []
+        self.lies = False
+
+    def open(self, session: bytes, tokens: int) -> None:
+        if tokens > self.kv_free_tokens:
+            raise CacheFull(f"no room for {tokens} tokens")
+        assert session not in self.leases
+        self.leases[session] = tokens
+        self.kv_free_tokens -= tokens
+
+    def close(self, session: bytes) -> None:
+        self.kv_free_tokens += self.leases.pop(session, 0)
+        for key in [key for key in self.caches if key[0] == session]:
+            del self.caches[key]
+
+    def truncate(self, session: bytes, length: int) -> None:
+        for (owner, _), cache in self.caches.items():
+            if owner == session:
+                assert length <= len(cache)
+                del cache[length:]
+
+    def step(self, work: Sequence[StepWork]) -> list[StepOutput]:
+        self.batches.append([(item.session, item.position, item.rows) for item in work])
+        return [self._advance(item) for item in work]
+
+    def _advance(self, item: StepWork) -> StepOutput:
+        if item.session not in self.leases:
+            raise SessionError("no such session")
+        assert self.start <= item.start < item.stop <= self.stop
+        data = bytes(item.data)
+        rows = [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
+        assert len(rows) == item.rows
+        for block in range(item.start, item.stop):
+            cache = self.caches.setdefault((item.session, block), [])
+            if len(cache) != item.position:
+                raise SessionError(f"position {item.position} does not continue {len(cache)} tokens")
+            rows = through(block, cache, rows)
+        return StepOutput(b"".join(rows), "f32")
+
+
+def through(block: int, cache: list[bytes], rows: Sequence[bytes]) -> list[bytes]:
+    """Run rows through one block, growing its cache."""
+    outputs = []
+    for row in rows:
+        cache.append(digest(cache[-1] if cache else b"", row))
+        outputs.append(digest(block, len(cache), cache[-1]))
+    return outputs
+
+
+@dataclass(frozen=True)
+class HashEnds:
+    """The ends of a model of hashes."""
+
+    n_blocks: int = 8
+    context_length: int = 4096
+    hidden_size: int = WIDTH
+    dtype: str = "f32"
+
+    def embed(self, token_ids: Sequence[int]) -> bytes:
+        return b"".join(digest(b"embed", token) for token in token_ids)
+
+    def begin(self, prompt_ids: Sequence[int], settings: Any) -> HashReply:
+        return HashReply(self, int(settings))
+
+
+class HashReply:
+    """Takes the last hidden state for the next token."""
+
+    def __init__(self, ends: HashEnds, max_tokens: int) -> None:
+        self._ends, self._left = ends, max_tokens
+
+    def choose(self, hidden: memoryview, dtype: str) -> Piece:
+        token = token_of(bytes(hidden[-ROW_BYTES:]))
+        self._left -= 1
+        return Piece(token, f"{token} ", "length" if not self._left else None, self._ends.embed([token]))
+
+
+def token_of(hidden: bytes) -> int:
+    """The token that a hidden state stands for."""
+    return int.from_bytes(hidden[:4], "little")
+
+
+def greedy(prompt: Sequence[int], count: int, n_blocks: int = 8) -> list[int]:
+    """What the undisturbed model replies."""
+    ends = HashEnds(n_blocks)
+    caches: list[list[bytes]] = [[] for _ in range(n_blocks)]
+    tokens: list[int] = []
+    new = list(prompt)
+    for _ in range(count):
+        data = ends.embed(new)
+        rows = [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
+        for block, cache in enumerate(caches):
+            rows = through(block, cache, rows)
+        tokens.append(token_of(rows[-1]))
+        new = [tokens[-1]]
+    return tokens
+
+
+class InlineDevice:
+    """Runs work on the loop after a while of simulated time: threads and an autojumping clock do not mix."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        if self.seconds:
+            await trio.sleep(self.seconds)
+        else:
+            await trio.lowlevel.checkpoint()
+        return function(*args)

@@ -1,0 +1,75 @@
+"""Swarms of block servers on the in-memory network, for tests of sessions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from app.asker import Asker, ReplyFigures
+from app.block_server import BlockServer, ServerSettings
+from app.records import Announcement
+from app.route_session import SessionSettings
+from app.runner import BlockRunner, ReplyEnds
+from app.span import Span
+from p2p.memory import LinkProfile, MemoryFabric, open_fabric
+from tests.app.hash_model import HashEnds, HashRunner, InlineDevice
+
+STEP_S = 0.01
+
+
+class SessionSwarm:
+    """Nodes that serve blocks, a membership that knows them all, and askers."""
+
+    def __init__(self, fabric: MemoryFabric, nursery: trio.Nursery) -> None:
+        self.fabric, self.nursery = fabric, nursery
+        self.servers: dict[str, BlockServer] = {}
+        self.runners: dict[str, Any] = {}
+        self.announcements: dict[str, Announcement] = {}
+
+    async def serve(
+        self, name: str, runner: BlockRunner, *, speed: float = 100.0, settings: ServerSettings | None = None
+    ) -> BlockServer:
+        """A node that serves blocks."""
+        server = BlockServer(self.fabric.node(name), runner, InlineDevice(STEP_S), settings)
+        await self.nursery.start(server.run)
+        self.servers[name], self.runners[name] = server, runner
+        span = Span(runner.start, runner.stop)
+        self.announcements[name] = Announcement(name, 1, 0, "", "serving", span, speed, 10 * speed, 1 << 40)
+        return server
+
+    async def asker(
+        self, name: str = "asker", ends: ReplyEnds | None = None, settings: SessionSettings | None = None
+    ) -> Asker:
+        """A node that hosts nothing."""
+        network = self.fabric.node(name)
+        asker = Asker(
+            network, ends or HashEnds(), InlineDevice(), lambda: list(self.announcements.values()), settings=settings
+        )
+        await self.nursery.start(asker.run)
+        return asker
+
+    def kill(self, name: str) -> None:
+        """Crash a node; membership has not noticed yet."""
+        self.fabric.kill(name)
+
+
+async def ask(asker: Asker, prompt: Sequence[int], count: int) -> ReplyFigures:
+    """One whole reply of the model of hashes."""
+    async with asker.reply(prompt, count, max_tokens=count) as reply:
+        async for _ in reply:
+            pass
+    return reply.figures
+
+
+@asynccontextmanager
+async def open_swarm(*spans: tuple[int, int], delay_s: float = 0.005) -> AsyncIterator[SessionSwarm]:
+    """A swarm of model-of-hashes nodes `n0`, `n1`, ... that serve these spans; checks that nothing leaks."""
+    async with open_fabric(profile=LinkProfile(delay_s=delay_s)) as fabric, trio.open_nursery() as nursery:
+        swarm = SessionSwarm(fabric, nursery)
+        for index, (start, stop) in enumerate(spans):
+            await swarm.serve(f"n{index}", HashRunner(start, stop))
+        yield swarm
+        nursery.cancel_scope.cancel()
