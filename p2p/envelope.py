@@ -116,7 +116,7 @@ def open_envelope(raw: bytes, rule: Rule[T], *, now_ms: int, peer: str | None = 
         raise EnvelopeError(f"expected a statement of {rule.domain!r}, got one of {envelope.domain!r}")
     if len(envelope.payload) > rule.max_payload_bytes:
         raise EnvelopeError(f"a {rule.domain} payload of {len(envelope.payload)} bytes is too large")
-    _check_times(envelope, rule.max_lifetime_ms, now_ms)
+    check_times(envelope, rule.max_lifetime_ms, now_ms)
     signer = envelope.peer
     if peer is not None and signer != peer:
         raise EnvelopeError(f"the statement was signed by {signer}, not by {peer}")
@@ -128,7 +128,8 @@ def open_envelope(raw: bytes, rule: Rule[T], *, now_ms: int, peer: str | None = 
         raise EnvelopeError(f"the {rule.domain} of {signer} was refused: {error}") from error
 
 
-def _check_times(envelope: Envelope, max_lifetime_ms: int | None, now_ms: int) -> None:
+def check_times(envelope: Envelope, max_lifetime_ms: int | None, now_ms: int) -> None:
+    """Refuse, with `EnvelopeError`, what has expired, comes from the future, or wants to last too long."""
     lifetime_ms = envelope.expires_at_ms - envelope.sequence
     if lifetime_ms <= 0 or envelope.expires_at_ms > NEVER:
         raise EnvelopeError("the statement expires before it was made, or at an impossible time")

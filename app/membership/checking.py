@@ -1,0 +1,49 @@
+"""The one place where a statement of a member is taken or refused. Pure, but for remembering what was verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from app.records import ANNOUNCEMENT_RULE, Announcement, Suspicion, read_suspicion
+from p2p.envelope import Envelope, check_times, open_envelope, parse
+from p2p.errors import EnvelopeError
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What every statement of a swarm must fit."""
+
+    swarm: str
+    n_blocks: int
+
+
+def check_announcement(raw: bytes, terms: Terms, now_ms: int) -> Announcement:
+    """The announcement in `raw`, or `EnvelopeError`.
+
+    Refused are: what is malformed or not signed by whom it names, expired or from the future, of another swarm, or
+    about blocks that the model does not have.
+    """
+    check_times(parse(raw), ANNOUNCEMENT_RULE.max_lifetime_ms, now_ms)
+    said = _verified(raw)[1]
+    if said.swarm != terms.swarm:
+        raise EnvelopeError(f"the announcement of {said.peer} belongs to another swarm")
+    spans = (said.span, *said.held) if said.span else said.held
+    if any(span.stop > terms.n_blocks for span in spans):
+        raise EnvelopeError(f"{said.peer} announces blocks beyond the model's {terms.n_blocks}")
+    return said
+
+
+def check_suspicion(raw: bytes, terms: Terms, now_ms: int) -> Suspicion:
+    """The suspicion in `raw`, or `EnvelopeError`."""
+    said = read_suspicion(raw, now_ms=now_ms)
+    if said.swarm != terms.swarm:
+        raise EnvelopeError(f"the suspicion of {said.peer} belongs to another swarm")
+    return said
+
+
+# An announcement comes from several members, and is verified once: what its bytes are worth never changes, only the
+# time does, which is why it is read here as of the moment it was made.
+@lru_cache(maxsize=2048)
+def _verified(raw: bytes) -> tuple[Envelope, Announcement]:
+    return open_envelope(raw, ANNOUNCEMENT_RULE, now_ms=parse(raw).sequence)

@@ -1,0 +1,152 @@
+"""Who is looked at, and when: SWIM-like, with this node's own probes alone deciding.
+
+Each period a few members are probed, every one in its turn by a shuffled list, and all route neighbours besides. A
+lost link, or a signed suspicion from another member, makes this node probe at once. A probe that fails makes its
+member suspect, and the suspicion is passed on (only now: a false one goes no further than its first hearers); a second
+failure makes it dead. The dead are tried again now and then, which is how a partition heals.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import trio
+
+from app.membership.allowance import Allowance
+from app.membership.talk import Outcome, Talk
+
+
+@dataclass(frozen=True)
+class Tempo:
+    """How often things happen, in seconds."""
+
+    period_s: float = 2.0
+    probes_per_period: int = 2
+    retry_s: float = 1.0  # from a member's first failure to the second look
+    dead_retry_s: float = 6.0
+    push_delay_s: float = 0.1  # changes that come together go out together
+    compare_s: float = 60.0
+    refresh_s: float = 600.0
+    lifetime_s: float = 1800.0
+    provide_s: float = 600.0
+    strangers_at_once: int = 16
+    looks_at_once: int = 64
+
+
+Sign = Callable[[str, int], bytes]  # (accused, number) -> a suspicion of this node's own
+
+
+class Prober:
+    """Keeps looking after the members of a table; `run` does."""
+
+    def __init__(self, talk: Talk, tempo: Tempo, rng: random.Random, sign: Sign) -> None:
+        self._talk, self._table, self._tempo, self._rng, self._sign = talk, talk.table, tempo, rng, sign
+        self.neighbours: frozenset[str] = frozenset()
+        self._nursery: trio.Nursery | None = None
+        self._looking: dict[str, bytes | None] = {}  # who is being looked at, and another's suspicion of it
+        self._meeting: dict[str, None] = {}
+        self._round: list[str] = []
+        self._stirred = trio.Event()
+        self._prompted = Allowance(burst=1, per_s=0.2)  # looks at one member that others can bring about
+        self._slots = trio.CapacityLimiter(tempo.looks_at_once)
+
+    async def run(self) -> None:
+        """Probe for ever."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._meet_strangers)
+            try:
+                await self._beat()
+            finally:
+                self._nursery = None
+
+    def look_at(self, peer: str, accusation: bytes | None = None) -> None:
+        """Probe a member at once because somebody else gave reason to."""
+        if peer not in self._looking and self._prompted.take(peer, trio.current_time()):
+            self.probe(peer, accusation)
+
+    def probe(self, peer: str, accusation: bytes | None = None) -> None:
+        """Probe a member at once, unless that is under way."""
+        if self._nursery is not None and peer not in self._looking and peer in self._table:
+            self._looking[peer] = accusation
+            self._nursery.start_soon(self._look, peer)
+
+    def stir(self) -> None:
+        """There may be strangers to meet."""
+        self._stirred.set()
+
+    async def _beat(self) -> None:
+        dead_due_at = trio.current_time()
+        await trio.sleep(self._rng.uniform(0, self._tempo.period_s))
+        while True:
+            now = trio.current_time()
+            due = {peer: None for peer in (*self.neighbours, *self._next_members())}
+            if now >= dead_due_at and (dead := self._table.dead()):
+                due[self._rng.choice(dead)] = None
+                dead_due_at = now + self._tempo.dead_retry_s * self._rng.uniform(0.7, 1.3)
+            for peer in due:
+                self.probe(peer)
+            await trio.sleep(self._tempo.period_s * self._rng.uniform(0.9, 1.1))
+
+    def _next_members(self) -> Iterable[str]:
+        chosen: list[str] = []
+        for _ in range(self._tempo.probes_per_period):
+            if not self._round:
+                self._round = list(self._table.present())
+                self._rng.shuffle(self._round)
+            if self._round:
+                chosen.append(self._round.pop())
+        return chosen
+
+    async def _look(self, peer: str) -> None:
+        try:
+            async with self._slots:
+                if await self._attempt(peer):
+                    return
+            await trio.sleep(self._tempo.retry_s * self._rng.uniform(0.8, 1.2))
+            if self._table.state(peer) == "suspect":
+                async with self._slots:
+                    await self._attempt(peer)
+        finally:
+            del self._looking[peer]
+
+    async def _attempt(self, peer: str) -> bool:
+        """Probe once; False where the member has become suspect."""
+        was_dead = self._table.state(peer) == "dead"
+        outcome = await self._talk.probe(peer)
+        if outcome is Outcome.NO_MEMBER:
+            self._talk.drop(peer)
+        elif outcome is Outcome.ALIVE and was_dead:
+            await self._talk.compare(peer)  # it may come from the other side of a partition
+        elif outcome is Outcome.FAILED:
+            number = self._table.number(peer)
+            change = self._talk.failed(peer)
+            if change is not None and change.kind == "suspected":
+                self._talk.accuse(peer, self._looking[peer] or self._sign(peer, number))
+                return False
+        return True
+
+    async def _meet_strangers(self) -> None:
+        async with trio.open_nursery() as nursery:
+            while True:
+                while len(self._meeting) < self._tempo.strangers_at_once:
+                    stranger = self._table.next_stranger(self._meeting)
+                    if stranger is None:
+                        break
+                    self._meeting[stranger] = None
+                    nursery.start_soon(self._meet, stranger)
+                await self._stirred.wait()
+                self._stirred = trio.Event()
+
+    async def _meet(self, peer: str) -> None:
+        try:
+            outcome = await self._talk.probe(peer)
+            if outcome is Outcome.NO_MEMBER:
+                self._talk.drop(peer)
+            elif outcome is not Outcome.ALIVE:  # a stranger too busy to answer will be told of again
+                self._talk.failed(peer)
+        finally:
+            del self._meeting[peer]
+            self.stir()
