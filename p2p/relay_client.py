@@ -70,7 +70,8 @@ class RelayClient:
         self._offering: dict[str, Address] = {}  # relays heard of, and where they listen
         self._places: dict[str, float] = {}  # relay -> until, unix seconds
         self._refused_until: dict[str, float] = {}
-        self.needed = False
+        self._wake = trio.Event()
+        self._needed = False
         host.relay_dial = self.dial
         host.handle(STOP, self._stop)
 
@@ -79,10 +80,21 @@ class RelayClient:
         """The relays that hold a place for this node."""
         return list(self._places)
 
+    @property
+    def needed(self) -> bool:
+        """Whether this node wants places at relays."""
+        return self._needed
+
+    @needed.setter
+    def needed(self, value: bool) -> None:
+        self._needed = value
+        self._wake.set()
+
     def heard_of(self, peer: str, address: Address) -> None:
         """`peer` relays for others and listens at `address`."""
         if address.scope is not Scope.RELAY and len(self._offering) < 64:
             self._offering[peer] = address.of(peer)
+            self._wake.set()
 
     def withdrawn(self, peer: str) -> None:
         """`peer` no longer relays."""
@@ -96,7 +108,9 @@ class RelayClient:
                 await self._reserve_one()
             for relay in [r for r, until in self._places.items() if until - time.time() < 300]:
                 await self._reserve(relay)
-            await trio.sleep(_CHECK_S * random.uniform(0.2, 1.0))
+            with trio.move_on_after(_CHECK_S * random.uniform(0.5, 1.0)):
+                await self._wake.wait()
+            self._wake = trio.Event()
 
     async def dial(self, address: Address) -> Connection:
         """A connection to `address.peer` through the relay that the address names."""
