@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import platform
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.cli.arguments import size_argument
@@ -43,11 +46,19 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
     """All checks of this machine; the devices that were found are added to `devices`."""
-    from app.doctor import check_python, check_torch, disk_of, examine_machine
+    from app.doctor import check_python, disk_of
     from app.places import cache_folder
 
     yield check_python(sys.version_info[:3], f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield disk_of(cache_folder())
+    yield from examine_devices(arguments, devices)
+    yield from examine_network(arguments.home)
+
+
+def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
+    """The lines about torch and what it can compute on."""
+    from app.doctor import check_torch, examine_machine
+
     try:
         import torch
     except (ImportError, OSError) as error:  # a missing or mismatched shared library is an OSError
@@ -58,6 +69,31 @@ def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Ch
 
     devices += probe_devices()
     yield from examine_machine(devices, wanted_models(arguments.model), arguments.max_vram)
+
+
+def examine_network(folder: Path) -> Iterator[Check]:
+    """The lines about the network: of the running node, or what can be said without one."""
+    from app.client import running_client
+    from app.config import load_config
+    from app.doctor import Check
+    from app.doctor_network import resting_checks
+    from app.errors import AppError
+    from app.home import Home, read_sequence
+    from p2p.addresses import parse_address
+
+    try:
+        client = running_client(folder)
+        if client is not None:
+            yield from (Check(**line) for line in client.get("/api/doctor"))
+            return
+        home = Home(folder)
+        settings = load_config(home.config_file, os.environ).settings
+    except AppError as error:
+        yield Check("network", "fail", str(error), "mend this first, then run it again")
+        return
+    ports = [parse_address(text).port for text in settings.listen]
+    now_ms = time.time_ns() // 10**6
+    yield from resting_checks(ports, settings.api_port, now_ms=now_ms, last_said_ms=read_sequence(home))
 
 
 def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:

@@ -1,0 +1,108 @@
+"""`shoal config`: every setting, its value and where it comes from."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from app.cli.command import Command, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """get NAME, set NAME VALUE, unset NAME, list."""
+    parser.set_defaults(action="list")
+    actions = parser.add_subparsers(metavar="get|set|unset|list")
+    get = actions.add_parser("get", help="print one setting's value")
+    put = actions.add_parser("set", help="change one setting; lists are written with commas")
+    unset = actions.add_parser("unset", help="let one setting have its default again")
+    everything = actions.add_parser("list", help="print every setting, explained")
+    for name, action in (("get", get), ("set", put), ("unset", unset), ("list", everything)):
+        action.set_defaults(action=name)
+        # A child's default must not undo what stood before the action's name.
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print facts for a program")
+        if name != "list":
+            action.add_argument("name", metavar="NAME")
+    put.add_argument("value", metavar="VALUE")
+
+
+def run_config(arguments: argparse.Namespace) -> int:
+    """Read or change settings, through the running node where there is one."""
+    if arguments.action == "list":
+        return _print_all(_settings(arguments), arguments)
+    from app.config import setting_named
+
+    name = setting_named(arguments.name).name
+    if arguments.action != "get":
+        _change(arguments, name, arguments.value if arguments.action == "set" else None)
+    facts = next(setting for setting in _settings(arguments) if setting["name"] == name)
+    if arguments.json:
+        print_json(facts)
+    elif arguments.action == "get":
+        print(_shown(facts["value"]))
+    else:
+        print(f"{name} = {_shown(facts['value'])}{_note(facts, arguments)}")
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    from app.client import running_client
+
+    client = running_client(arguments.home)
+    if client is not None:
+        answer: list[dict[str, Any]] = client.get("/api/config")
+        return answer
+    from app.config import load_config
+    from app.home import Home
+    from app.settings import SETTINGS
+
+    config = load_config(Home(arguments.home).config_file, os.environ)
+    return [config.facts(name) for name in SETTINGS]
+
+
+def _change(arguments: argparse.Namespace, name: str, value: str | None) -> None:
+    from app.client import running_client
+
+    client = running_client(arguments.home)
+    if client is not None:
+        client.set_config(name, value)
+        return
+    from app.config import set_value, unset
+    from app.home import Home
+
+    home = Home.open(arguments.home)
+    if value is None:
+        unset(home.config_file, name)
+    else:
+        set_value(home.config_file, name, value)
+
+
+def _print_all(settings: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        print_json(settings)
+        return 0
+    for setting in settings:
+        origin = "" if setting["origin"] == "default" else f"  (from {setting['origin']})"
+        print(f"{setting['name']} = {_shown(setting['value'])}{origin}\n    {setting['help']}")
+    return 0
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ",".join(value) if isinstance(value, list | tuple) else str(value)
+
+
+def _note(facts: dict[str, Any], arguments: argparse.Namespace) -> str:
+    if facts["origin"] in ("environment", "flag"):
+        return f"  (the file is changed, but the {facts['origin']} goes before it)"
+    from app.client import running_client
+
+    if facts["live"] or running_client(arguments.home) is None:
+        return ""
+    return "  (takes effect at the node's next start)"
+
+
+COMMANDS = (Command("config", "read and change settings", run_config, add_arguments, prints_facts=True),)

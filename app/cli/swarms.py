@@ -1,0 +1,201 @@
+"""`shoal create`, `join`, `leave`, `swarms`, `invite`: which swarms this node belongs to.
+
+Where a node runs it is asked, and acts at once; else the home folder is changed, and the next `shoal serve` acts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.cli.command import Command, print_json
+from app.cli.models import progress_on_stderr
+from app.errors import UsageError
+
+if TYPE_CHECKING:
+    from app.remembered import Remembered
+
+INVITE_VARIABLE = "SHOAL_INVITE"
+_MAX_INPUT = 8192
+_BEFORE_START = "start a node with `shoal serve` to take part"
+
+
+def add_create_arguments(parser: argparse.ArgumentParser) -> None:
+    """The new swarm's name and model."""
+    parser.add_argument("name", metavar="NAME", help="up to 63 letters a-z, digits, '-', '.' and '_'")
+    parser.add_argument("--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder or a GGUF file")
+    parser.add_argument("--private", action="store_true", help="only who has an invite can connect")
+
+
+def add_join_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where to go."""
+    words = f"a name, a name#hash, an invite, a file that holds one, or - to read it; default: {INVITE_VARIABLE}"
+    parser.add_argument("target", nargs="?", metavar="NAME|NAME#HASH|INVITE", help=words)
+
+
+def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to forget."""
+    parser.add_argument("name", metavar="NAME", help="as `shoal swarms` shows it")
+
+
+def add_invite_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which swarm, and how to show it."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="default: the active swarm")
+    parser.add_argument("--qr", action="store_true", help="draw a QR code too")
+
+
+def run_create(arguments: argparse.Namespace) -> int:
+    """Found a swarm and join it; the model is read here, so that its progress can be shown."""
+    from app.client import running_client
+    from app.founding import Wish, found
+    from app.home import Home
+    from app.places import cache_folder
+    from app.remembered import update
+
+    home = Home.open(arguments.home)
+    wish = Wish(arguments.name, arguments.model, arguments.private)
+    with progress_on_stderr(arguments.model) as fetching, progress_on_stderr("reading the model") as reading:
+        swarm = found(home, cache_folder(), wish, fetching, reading)
+    update(home, lambda known: known.joined(swarm))
+    client = running_client(arguments.home)
+    if client is None:
+        _say_resting(arguments, swarm, f"created {swarm}: {_BEFORE_START}")
+    else:
+        _say(arguments, client.post("/api/join", {"target": f"{swarm.name}#{swarm.model_hash}"}), "created")
+    return 0
+
+
+def run_join(arguments: argparse.Namespace) -> int:
+    """Go to a swarm."""
+    from app.client import running_client
+
+    target = read_target(arguments.target)
+    client = running_client(arguments.home)
+    if client is not None:
+        _say(arguments, client.post("/api/join", {"target": target}), "joined")
+        return 0
+    from app.home import Home
+    from app.joining import join_at_rest
+
+    swarm = join_at_rest(Home.open(arguments.home), target, os.environ)
+    _say_resting(arguments, swarm, f"{swarm} is this node's swarm now: {_BEFORE_START}")
+    return 0
+
+
+def run_leave(arguments: argparse.Namespace) -> int:
+    """Forget a swarm."""
+    from app.client import running_client
+    from app.home import Home
+    from app.joining import leave_at_rest
+
+    client = running_client(arguments.home)
+    if client is not None:
+        left = client.post("/api/leave", {"name": arguments.name})
+    else:
+        left = swarm_facts(leave_at_rest(Home.open(arguments.home), arguments.name), active=False)
+    if arguments.json:
+        print_json(left)
+    else:
+        print(f"left {left['pinned']}")
+    return 0
+
+
+def run_swarms(arguments: argparse.Namespace) -> int:
+    """List the remembered swarms."""
+    from app.home import Home
+    from app.remembered import load
+
+    known = load(Home(arguments.home))
+    swarms = [swarm_facts(swarm, active=swarm.id == known.active_id) for swarm in known.swarms]
+    if arguments.json:
+        print_json(swarms)
+        return 0
+    for swarm in swarms:
+        mark = "*" if swarm["active"] else " "
+        print(f"{mark} {swarm['pinned']}{'  private' if swarm['private'] else ''}")
+    if not swarms:
+        print("This node is in no swarm. `shoal join NAME|INVITE` goes to one, `shoal create NAME` founds one.")
+    return 0
+
+
+def run_invite(arguments: argparse.Namespace) -> int:
+    """Print an invite: on stdout the line alone, so that it can be piped on."""
+    from app.client import running_client
+    from app.home import Home
+    from app.invite import parse_invite
+    from app.joining import invite_at_rest
+
+    client = running_client(arguments.home)
+    if client is not None:
+        invite = parse_invite(client.post("/api/invite", {"name": arguments.name})["invite"])
+    else:
+        invite = invite_at_rest(Home.open(arguments.home), arguments.name, os.environ)
+        print("shoal: no node runs here: the invite leads to this machine once one does", file=sys.stderr)
+    if arguments.json:
+        addresses = list(invite.addresses)
+        print_json({"invite": str(invite), "name": invite.name, "manifest": invite.model_hash, "addresses": addresses})
+        return 0
+    if arguments.qr:
+        print(invite.qr())
+    print(invite)
+    return 0
+
+
+def read_target(argument: str | None) -> str:
+    """What to join: the argument itself, or the invite that a file, the input or the environment holds.
+
+    An argument can be seen by every user of the machine while the command runs, the other three cannot.
+    """
+    from app.invite import is_invite
+
+    if argument is None:
+        if INVITE_VARIABLE not in os.environ:
+            raise UsageError(
+                f"say where to go: a swarm's name, or an invite (also as a file, from -, or {INVITE_VARIABLE})"
+            )
+        return os.environ[INVITE_VARIABLE].strip()
+    if argument == "-":
+        return sys.stdin.read(_MAX_INPUT).strip()
+    if not is_invite(argument) and (os.sep in argument or "." in argument) and Path(argument).is_file():
+        with open(argument, encoding="utf-8", errors="replace") as file:
+            text = file.read(_MAX_INPUT).strip()
+        if not is_invite(text):
+            raise UsageError(f"the file {argument} holds no invite, which begins with 'shoal:'")
+        return text
+    return argument
+
+
+def swarm_facts(swarm: Remembered, *, active: bool) -> dict[str, Any]:
+    """A remembered swarm as `--json` shows it."""
+    from app.joining import view_of
+    from app.snapshot import facts
+
+    return facts(view_of(swarm, active=active))
+
+
+def _say(arguments: argparse.Namespace, outcome: dict[str, Any], done: str) -> None:
+    if arguments.json:
+        print_json(outcome)
+    elif outcome["state"] == "joining":
+        print(f"{outcome['swarm']['pinned']}: {outcome['reason']}; the node keeps trying")
+    else:
+        print(f"{done} {outcome['swarm']['pinned']}: {outcome['reason'] or outcome['state']}")
+
+
+def _say_resting(arguments: argparse.Namespace, swarm: Remembered, words: str) -> None:
+    if arguments.json:
+        print_json({"swarm": swarm_facts(swarm, active=True), "state": "idle", "reason": "no node runs"})
+    else:
+        print(words)
+
+
+COMMANDS = (
+    Command("create", "found a swarm and join it", run_create, add_create_arguments, prints_facts=True),
+    Command("join", "go to a swarm by name or invite", run_join, add_join_arguments, prints_facts=True),
+    Command("leave", "leave a swarm and forget it", run_leave, add_leave_arguments, prints_facts=True),
+    Command("swarms", "list the swarms this node remembers", run_swarms, prints_facts=True),
+    Command("invite", "print an invite to a swarm", run_invite, add_invite_arguments, prints_facts=True),
+)

@@ -1,0 +1,163 @@
+"""Swarms of a home folder where no node runs: founding, joining by invite, leaving, listing, inviting."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import app.cli
+from app.home import Home
+from app.invite import Invite, new_secret, parse_invite
+from app.manifest_store import ManifestStore
+from app.remembered import load
+from p2p.identity import Identity
+
+HASH = "ab" * 32
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(cache))
+
+
+def shoal(home: Path, *arguments: str) -> int:
+    return app.cli.main(["--home", str(home), *arguments])
+
+
+def facts(home: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What a command that works says with --json."""
+    capsys.readouterr()
+    assert shoal(home, *arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def an_invite(name: str = "home", secret: bytes | None = None, model_hash: str = HASH) -> Invite:
+    return Invite(name, model_hash, (f"/ip4/127.0.0.1/tcp/4/p2p/{Identity.generate().peer_id}",), secret)
+
+
+def test_create_signs_a_swarm_and_makes_it_the_active_one(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = facts(tmp_path, capsys, "create", "Home", "--model", "tiny-random")
+    assert made["swarm"]["name"] == "home"
+    [swarm] = facts(tmp_path, capsys, "swarms")
+    assert (swarm["active"], swarm["private"]) == (True, False)
+    manifest = ManifestStore(cache).load(swarm["manifest"])
+    assert manifest is not None
+    assert ManifestStore(cache).source(manifest.hash) == "tiny-random"
+    remembered = load(Home(tmp_path)).active
+    assert remembered is not None
+    assert remembered.record is not None
+
+
+def test_a_private_swarm_has_a_secret_that_only_its_invite_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal(tmp_path, "create", "den", "--model", "tiny-random", "--private") == 0
+    active = load(Home(tmp_path)).active
+    assert active is not None
+    assert active.secret is not None
+    said = capsys.readouterr()
+    assert facts(tmp_path, capsys, "swarms")[0]["private"] is True
+    assert active.secret.hex() not in said.out + said.err + json.dumps(facts(tmp_path, capsys, "swarms"))
+    assert shoal(tmp_path, "invite") == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1
+    assert parse_invite(captured.out).secret == active.secret
+    assert "no node runs here" in captured.err
+
+
+def test_an_invite_leads_here_and_where_this_node_was_invited(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    invite = an_invite()
+    assert shoal(tmp_path, "config", "set", "advertise", "/dns4/example.org/tcp/7464") == 0
+    assert shoal(tmp_path, "join", str(invite)) == 0
+    peer = facts(tmp_path, capsys, "id")["peer_id"]
+    passed_on = facts(tmp_path, capsys, "invite", "home")
+    assert passed_on["addresses"] == [f"/dns4/example.org/tcp/7464/p2p/{peer}", *invite.addresses]
+    assert parse_invite(passed_on["invite"]).model_hash == HASH
+    assert shoal(tmp_path, "invite", "--qr") == 0
+    assert len(capsys.readouterr().out.splitlines()) > 10
+
+
+@pytest.mark.parametrize("how", ["argument", "file", "input", "environment"])
+def test_an_invite_need_not_be_an_argument(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = new_secret()
+    invite = an_invite(secret=secret)
+    file = tmp_path / "invite.txt"
+    file.write_text(f"{invite}\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{invite}\n"))
+    monkeypatch.setenv("SHOAL_INVITE", str(invite))
+    arguments = {"argument": [str(invite)], "file": [str(file)], "input": ["-"], "environment": []}[how]
+    assert shoal(tmp_path / "home", "join", *arguments) == 0
+    active = load(Home(tmp_path / "home")).active
+    assert active is not None
+    assert (active.secret, active.addresses) == (secret, invite.addresses)
+    assert "shoal serve" in capsys.readouterr().out
+
+
+def test_swarms_are_switched_and_left_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        assert shoal(tmp_path, "join", str(an_invite(name))) == 0
+    assert [swarm["active"] for swarm in facts(tmp_path, capsys, "swarms")] == [False, True]
+    assert shoal(tmp_path, "join", "one") == 0
+    assert [swarm["active"] for swarm in facts(tmp_path, capsys, "swarms")] == [True, False]
+    assert facts(tmp_path, capsys, "leave", "one")["pinned"] == "one#abababab"
+    assert [swarm["name"] for swarm in facts(tmp_path, capsys, "swarms")] == ["two"]
+    assert shoal(tmp_path, "leave", "two") == 0
+    assert shoal(tmp_path, "swarms") == 0
+    assert "in no swarm" in capsys.readouterr().out
+
+
+def test_two_swarms_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model_hash in ("ab" * 32, "cd" * 32):
+        assert shoal(tmp_path, "join", str(an_invite(model_hash=model_hash))) == 0
+    assert shoal(tmp_path, "leave", "home") == 2
+    assert "write one of home#abababab, home#cdcdcdcd" in capsys.readouterr().err
+    assert shoal(tmp_path, "leave", "home#cdcdcdcd") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["create", "home", "--model", "/no/such/model"], 1, "there is no model"),
+        (["create", "Not A Name", "--model", "tiny-random"], 2, "is not a swarm's name"),
+        (["create", "home#abababab", "--model", "tiny-random"], 2, "has no '#'"),
+        (["create", "known", "--model", "tiny-random"], 1, "a member of known#abababab already"),
+        (["join", "shoal:nonsense"], 1, "the invite is mistyped"),
+        (["join", "not a name"], 2, "is not a swarm's name"),
+        (["join"], 2, "say where to go"),
+        (["leave", "unheard-of"], 1, "does not remember a swarm unheard-of"),
+        (["invite", "unheard-of"], 1, "does not remember a swarm unheard-of"),
+        (["status"], 1, "no node runs in"),
+        (["peers"], 1, "start one with `shoal serve`"),
+        (["stop"], 1, "no node runs in"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str], status: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal(tmp_path, "join", str(an_invite("known"))) == 0
+    capsys.readouterr()
+    assert shoal(tmp_path, *arguments) == status
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_nowhere_to_invite_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal(tmp_path, "invite") == 2
+    assert "in no swarm" in capsys.readouterr().err
