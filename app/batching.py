@@ -36,8 +36,7 @@ class BatchLimits:
 
     chunk_rows: int = 256
     urgent_rows: int = 64
-    wait_share: float = 0.5  # of a usual urgent step
-    max_wait_s: float = 0.01
+    max_wait_s: float = 0.05
 
 
 class BatchQueue:
@@ -95,16 +94,20 @@ class BatchQueue:
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._limits.chunk_rows)
 
     def _worth_waiting(self, urgent: list[Waiting], now: float) -> float | None:
-        """Until when to wait for sessions that are on their way; None: begin now."""
-        limits = self._limits
-        patience_s = min(limits.max_wait_s, limits.wait_share * self._step_s)
-        until = min(work.arrived_at for work in urgent) + patience_s
-        if now >= until or sum(work.rows for work in urgent) >= limits.urgent_rows:
+        """Until when to wait for a session that is on its way; None: begin now.
+
+        Waiting delays those who are here; not waiting delays the one who comes by most of a step, and costs a step.
+        Sessions that once went together come back together, so a little patience grows large batches.
+        """
+        step_s = min(self._step_s, self._limits.max_wait_s)
+        until = min(work.arrived_at for work in urgent) + step_s
+        if now >= until or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
+        slack_s = step_s / 4
         for session, left_at in self._left_at.items():
             back_at = left_at + self._away_s.get(session, float("inf"))
-            if back_at <= until and now <= back_at + patience_s:
-                return until
+            if now <= back_at + slack_s and (len(urgent) + 1) * (back_at - now) < 2 * step_s:
+                return min(until, max(back_at, now) + slack_s)
         return None
 
     def _pick(self, heads: list[Waiting], max_rows: int) -> list[Waiting]:

@@ -27,11 +27,13 @@ class StepWork(NamedTuple):
     wire: str  # the format wanted back; empty: the device's own
 
 
-class StepOutput(NamedTuple):
+class StepOutput(Protocol):
     """What one session's rows became."""
 
-    data: bytes
-    dtype: str
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 class BlockRunner(Protocol):
@@ -58,17 +60,21 @@ class BlockRunner(Protocol):
     def truncate(self, session: bytes, length: int) -> None:
         """Forget a session's tokens from position `length` on."""
 
-    def step(self, work: Sequence[StepWork]) -> list[StepOutput]:
+    def step(self, work: Sequence[StepWork]) -> Sequence[StepOutput]:
         """Advance all these sessions, or raise `engine.errors.EngineError` and advance none."""
 
 
-class Piece(NamedTuple):
-    """One more token of a reply."""
+class Piece(Protocol):
+    """One more token of a reply: the text that it completes (maybe none), and its embedding unless it is the last."""
 
-    token_id: int
-    text: str  # what it completes; may be empty
-    finish_reason: str | None
-    embedding: bytes  # of this token, to go on with; empty at the end
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+    @property
+    def embedding(self) -> bytes: ...
 
 
 class ReplyText(Protocol):

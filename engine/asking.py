@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.block import Holding
 from engine.chat_template import ChatTemplate
 from engine.errors import EngineError
 from engine.head import Ends, load_ends
@@ -78,6 +79,6 @@ class SwarmReply:
         return Token(token, text, finish_reason, b"" if finish_reason else self._ends.embed([token]))
 
 
-def load_swarm_ends(source: ModelSource, device: torch.device, dtype: torch.dtype) -> SwarmEnds:
+def load_swarm_ends(source: ModelSource, how: Holding) -> SwarmEnds:
     """Read the embedding and the head of a model, and nothing else."""
-    return SwarmEnds(source, load_ends(source, device, dtype), dtype)
+    return SwarmEnds(source, load_ends(source, how), how.dtype)

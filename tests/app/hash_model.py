@@ -8,16 +8,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from app.runner import Piece, StepOutput, StepWork
+from app.runner import StepWork
 from engine.errors import CacheFull, SessionError
 
 WIDTH = 4  # numbers of four bytes: a digest of 16
 ROW_BYTES = 4 * WIDTH
 T = TypeVar("T")
+
+
+class Output(NamedTuple):
+    """What a step made of one session's rows."""
+
+    data: bytes
+    dtype: str
+
+
+class Token(NamedTuple):
+    """One more token."""
+
+    token_id: int
+    text: str
+    finish_reason: str | None
+    embedding: bytes
 
 
 def digest(*parts: bytes | int) -> bytes:
@@ -54,11 +70,11 @@ class HashRunner:
                 assert length <= len(cache)
                 del cache[length:]
 
-    def step(self, work: Sequence[StepWork]) -> list[StepOutput]:
+    def step(self, work: Sequence[StepWork]) -> list[Output]:
         self.batches.append([(item.session, item.position, item.rows) for item in work])
         return [self._advance(item) for item in work]
 
-    def _advance(self, item: StepWork) -> StepOutput:
+    def _advance(self, item: StepWork) -> Output:
         if item.session not in self.leases:
             raise SessionError("no such session")
         assert self.start <= item.start < item.stop <= self.stop
@@ -70,7 +86,7 @@ class HashRunner:
             if len(cache) != item.position:
                 raise SessionError(f"position {item.position} does not continue {len(cache)} tokens")
             rows = through(block, cache, rows)
-        return StepOutput(b"".join(rows), "f32")
+        return Output(b"".join(rows), "f32")
 
 
 def through(block: int, cache: list[bytes], rows: Sequence[bytes]) -> list[bytes]:
@@ -104,10 +120,10 @@ class HashReply:
     def __init__(self, ends: HashEnds, max_tokens: int) -> None:
         self._ends, self._left = ends, max_tokens
 
-    def choose(self, hidden: memoryview, dtype: str) -> Piece:
+    def choose(self, hidden: memoryview, dtype: str) -> Token:
         token = token_of(bytes(hidden[-ROW_BYTES:]))
         self._left -= 1
-        return Piece(token, f"{token} ", "length" if not self._left else None, self._ends.embed([token]))
+        return Token(token, f"{token} ", "length" if not self._left else None, self._ends.embed([token]))
 
 
 def token_of(hidden: bytes) -> int:

@@ -18,6 +18,7 @@ from p2p.memory import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import HashEnds, HashRunner, InlineDevice
 
 STEP_S = 0.01
+PROMPT = list(range(100, 140))
 
 
 class SessionSwarm:
@@ -73,3 +74,13 @@ async def open_swarm(*spans: tuple[int, int], delay_s: float = 0.005) -> AsyncIt
             await swarm.serve(f"n{index}", HashRunner(start, stop))
         yield swarm
         nursery.cancel_scope.cancel()
+
+
+async def no_leaks(swarm: SessionSwarm) -> None:
+    """Wait for what is on its way; then no living node holds a session or a slot."""
+    await trio.sleep(1)
+    for name, server in swarm.servers.items():
+        if name in swarm.fabric.nodes:
+            runner = swarm.runners[name]
+            assert (server.sessions, server.queued_rows) == (0, 0), name
+            assert runner.kv_free_tokens == runner.kv_total_tokens, name
