@@ -174,7 +174,7 @@ def why_busy(load: Load, tokens: int, limits: AdmissionLimits) -> str | None:
         return f"{load.peer_sessions} sessions of yours are open already"
     if tokens > load.free_tokens:
         return f"no room for {tokens} tokens, {load.free_tokens} of {load.total_tokens} cache slots are free"
-    fair_share = load.total_tokens / (load.peers + 1)
+    fair_share = load.total_tokens / (load.peers + 2)  # itself, the others, and one who may come
     within_share = load.peer_tokens + tokens <= fair_share
     if load.peer_sessions and not within_share and load.free_tokens - tokens < limits.reserve * load.total_tokens:
         return f"the last cache slots are kept for others, {load.peer_tokens} are yours already"

@@ -1,0 +1,190 @@
+"""Sessions under bad schedules: frames doubled, held back, lost or come from the past, hops that die, freeze and wake.
+
+Whatever the schedule, the reply is the undisturbed one: never a wrong cache, never a wrong token, never a leak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from app.network import FrameStream, Payload, Priority
+from app.session_wire import PROTOCOL, Kind, Trouble, Turn, decode, encode_trouble, encode_turn, header, plain
+from app.span import Span
+from p2p.errors import P2PError
+from p2p.memory import MemoryNode
+from tests.app.hash_model import ROW_BYTES, WIDTH, greedy
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
+
+PAIRS = ((0, 3), (3, 6), (6, 8), (0, 3), (3, 6), (6, 8))
+TOKENS = 10
+Fault = Literal["double", "hold", "lose", "past"]
+
+
+class Meddler:
+    """Stands on every stream that a node opens, and does to the n-th frame what the schedule says."""
+
+    def __init__(self, schedule: dict[int, tuple[Fault, int]]) -> None:
+        self._schedule = schedule
+        self._count = 0
+        self._held: list[tuple[int, FrameStream, bytes, Priority]] = []
+
+    def stand_between(self, node: MemoryNode) -> None:
+        usual = node.open
+
+        async def opened(peer: str, protocol: str, **options: Any) -> Any:
+            return MeddledStream(await usual(peer, protocol, **options), self)
+
+        node.open = opened  # type: ignore[method-assign]
+
+    async def send(self, stream: FrameStream, message: bytes, priority: Priority, past: list[bytes]) -> None:
+        self._count += 1
+        fault, number = self._schedule.get(self._count, ("", 0))
+        is_data = decode(message).kind == Kind.DATA
+        past.append(message)
+        if fault == "hold" and is_data:
+            self._held.append((self._count + number, stream, message, priority))
+        elif not (
+            fault == "lose" and is_data
+        ):  # a reliable stream loses nothing but by breaking; orders would time out
+            await stream.send(message, priority)
+        if fault == "double":
+            await stream.send(message, priority)
+        if fault == "past":
+            await stream.send(past[number % len(past)], priority)
+        due = [held for held in self._held if held[0] <= self._count]
+        self._held = [held for held in self._held if held[0] > self._count]
+        for _, late_stream, late, late_priority in due:
+            try:
+                await late_stream.send(late, late_priority)
+            except P2PError:
+                pass
+
+
+class MeddledStream:
+    """A stream whose frames pass through the meddler."""
+
+    def __init__(self, stream: FrameStream, meddler: Meddler) -> None:
+        self._stream, self._meddler = stream, meddler
+        self._past: list[bytes] = []
+        self.peer = stream.peer
+        self.receive, self.wait_room = stream.receive, stream.wait_room
+        self.aclose, self.reset = stream.aclose, stream.reset
+
+    async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
+        body = message if isinstance(message, bytes) else b"".join(message)  # type: ignore[arg-type]
+        await self._meddler.send(self._stream, body, priority, self._past)
+
+
+faults = st.dictionaries(
+    st.integers(1, 120), st.tuples(st.sampled_from(["double", "hold", "lose", "past"]), st.integers(1, 12)), max_size=12
+)
+events = st.lists(
+    st.tuples(
+        st.integers(1, TOKENS - 1), st.sampled_from(["kill", "freeze", "resume", "drain", "part"]), st.integers(0, 5)
+    ),
+    max_size=4,
+)
+
+
+def happen(swarm: SessionSwarm, what: str, name: str) -> None:
+    """Let something happen to a node, so that every block is still served by somebody."""
+    twin = f"n{(int(name[1]) + 3) % 6}"
+    nodes = swarm.fabric.nodes
+    whole = twin in nodes and not nodes[twin].frozen and not swarm.servers[twin].draining
+    if what == "kill" and name in nodes and whole:
+        swarm.kill(name)
+    elif what == "freeze" and name in nodes and whole:
+        swarm.fabric.freeze(name)
+    elif what == "resume":
+        for node in nodes.values():
+            if node.frozen:
+                swarm.fabric.resume(node.peer_id)
+    elif what == "drain" and name in nodes and whole:
+        swarm.nursery.start_soon(swarm.servers[name].drain)
+        swarm.announcements[name] = replace(swarm.announcements[name], state="draining")
+    elif what == "part" and name in nodes:
+        swarm.nursery.start_soon(nodes[name].disconnect, "asker")
+
+
+async def disturbed_reply(
+    schedule: dict[int, tuple[Fault, int]], happenings: Sequence[tuple[int, str, int]]
+) -> list[int]:
+    async with open_swarm(*PAIRS) as swarm:
+        meddler = Meddler(schedule)
+        asker = await swarm.asker()
+        for node in swarm.fabric.nodes.values():
+            meddler.stand_between(node)
+        with trio.fail_after(300):
+            async with asker.reply(PROMPT, TOKENS, max_tokens=TOKENS) as reply:
+                async for _ in reply:
+                    for at, what, number in happenings:
+                        if at == len(reply.figures.token_ids):
+                            happen(swarm, what, f"n{number}")
+        await trio.sleep(60)
+        for node in swarm.fabric.nodes.values():
+            if node.frozen:
+                swarm.fabric.resume(node.peer_id)
+        await no_leaks(swarm)
+        return reply.figures.token_ids
+
+
+@settings(max_examples=150)
+@given(faults, events)
+def test_no_schedule_changes_a_reply(
+    schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]]
+) -> None:
+    tokens = trio.run(disturbed_reply, schedule, happenings, clock=MockClock(autojump_threshold=0))
+    assert tokens == greedy(PROMPT, TOKENS)
+
+
+async def test_strangers_change_nothing(autojump_clock: MockClock) -> None:
+    """A peer that knows the session's id, and even the epoch, is dropped unless it is the predecessor or the asker."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker, thief = await swarm.asker(), swarm.fabric.node("thief")
+        async with asker.reply(PROMPT, TOKENS, max_tokens=TOKENS) as reply:
+            async for _ in reply:
+                for name, server in swarm.servers.items():
+                    (session,) = server._sessions.values()
+                    stream = await thief.open(name, PROTOCOL)
+                    for epoch in (session.epoch, session.epoch + 1):
+                        for message in forgeries(session.id, epoch, session.length):
+                            await stream.send(message)
+        assert reply.figures.token_ids == greedy(PROMPT, TOKENS)
+        assert reply.figures.recoveries == 0
+        await no_leaks(swarm)
+
+
+def forgeries(session: bytes, epoch: int, position: int) -> list[bytes]:
+    """All that a stranger might try."""
+    turn = Turn(Span(0, 4), "thief", "thief", 100, 0, 0)
+    head = header(Kind.DATA, session, epoch, position, dtype=1, rows=1, width=WIDTH, length=ROW_BYTES)
+    return [
+        head + bytes(ROW_BYTES),
+        encode_turn(session, epoch, 0, turn),
+        plain(Kind.GO, session, epoch, 0),
+        plain(Kind.CLOSE, session, epoch + 1),
+        plain(Kind.READY, session, epoch, 7),
+        encode_trouble(session, epoch, 0, Trouble("failed", "not true")),
+    ]
+
+
+async def test_a_bad_frame_costs_its_sender_the_stream_and_nobody_else(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker, thief = await swarm.asker(), swarm.fabric.node("thief")
+        stream = await thief.open("n0", PROTOCOL)
+        await stream.send(b"not a frame")
+        with trio.move_on_after(1) as waited:
+            try:
+                await stream.receive()
+            except P2PError:
+                pass
+        assert not waited.cancelled_caught
+        figures = await ask(asker, PROMPT, 4)
+        assert figures.token_ids == greedy(PROMPT, 4)

@@ -1,0 +1,126 @@
+"""Session frames: what is written is read back, and no bytes raise anything but the one error."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import RecordError
+from app.session_wire import (
+    HEADER_BYTES,
+    KEEP,
+    MAX_TOKENS,
+    MAX_WIDTH,
+    Kind,
+    Trouble,
+    Turn,
+    decode,
+    decode_trouble,
+    decode_turn,
+    encode_trouble,
+    encode_turn,
+    header,
+    plain,
+)
+from app.span import Span
+
+SESSION = bytes(range(16))
+peers = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)
+tokens = st.integers(0, MAX_TOKENS)
+turns = st.builds(
+    Turn,
+    st.builds(lambda start, more: Span(start, start + more), st.integers(0, 4000), st.integers(1, 90)),
+    peers,
+    peers,
+    st.integers(1, MAX_TOKENS),
+    tokens,
+    st.none() | tokens,
+    st.booleans(),
+    st.sampled_from(["", "f32", "bf16", "f16"]),
+)
+
+
+def read_all(message: bytes) -> None:
+    frame = decode(message)
+    if frame.kind == Kind.TURN:
+        decode_turn(frame)
+    elif frame.kind == Kind.TROUBLE:
+        decode_trouble(frame)
+
+
+@given(turns, st.integers(0, 2**32 - 1), st.sampled_from([0, 7, KEEP]))
+def test_turns_come_back(turn: Turn, epoch: int, cut_to: int) -> None:
+    frame = decode(encode_turn(SESSION, epoch, cut_to, turn))
+    assert (frame.session, frame.epoch, frame.position, frame.kind) == (SESSION, epoch, cut_to, Kind.TURN)
+    assert decode_turn(frame) == turn
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([(1, 4), (2, 2), (3, 2)]), st.integers(0, 2**20))
+def test_data_comes_back(rows: int, width: int, format: tuple[int, int], position: int) -> None:
+    dtype, item_bytes = format
+    body = bytes(range(rows * width * item_bytes))
+    head = header(Kind.DATA, SESSION, 3, position, dtype=dtype, rows=rows, width=width, length=len(body))
+    frame = decode(head + body)
+    assert (frame.position, frame.rows, frame.width, frame.dtype, bytes(frame.body)) == (
+        position, rows, width, dtype, body,
+    )  # fmt: skip
+
+
+def test_trouble_comes_back_in_bounds_and_printable() -> None:
+    frame = decode(encode_trouble(SESSION, 1, 5, Trouble("busy", "full \x1b[31m" + "x" * 1000)))
+    trouble = decode_trouble(frame)
+    assert trouble.code == "busy"
+    assert trouble.text.startswith("full  [31mxx")
+    assert len(trouble.text) == 400
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_raise_only_the_one_error(message: bytes) -> None:
+    with contextlib.suppress(RecordError):
+        read_all(message)
+
+
+@given(turns, st.data())
+def test_any_damage_raises_only_the_one_error(turn: Turn, data: st.DataObject) -> None:
+    message = bytearray(encode_turn(SESSION, 1, KEEP, turn))
+    for _ in range(data.draw(st.integers(1, 4))):
+        message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(RecordError):
+        read_all(bytes(message))
+
+
+@given(st.binary(max_size=100))
+def test_any_body_raises_only_the_one_error(body: bytes) -> None:
+    for kind in Kind:
+        with contextlib.suppress(RecordError):
+            read_all(header(kind, SESSION, 1, 0, dtype=1, rows=1, width=1, length=len(body)) + body)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(plain(Kind.GO, SESSION, 1)[:-1], id="short"),
+        pytest.param(plain(Kind.GO, SESSION, 1) + b"x", id="a body that was not announced"),
+        pytest.param(header(Kind.GO, SESSION, 1, 0, length=1) + b"x", id="a body where none belongs"),
+        pytest.param(plain(77, SESSION, 1), id="unknown kind"),
+        pytest.param(header(Kind.DATA, SESSION, 1, 0, dtype=9, rows=1, width=1, length=4) + bytes(4), id="format"),
+        pytest.param(header(Kind.DATA, SESSION, 1, 0, dtype=1, rows=0, width=1, length=0), id="no rows"),
+        pytest.param(header(Kind.DATA, SESSION, 1, 0, dtype=1, rows=2, width=1, length=4) + bytes(4), id="too little"),
+        pytest.param(
+            header(Kind.DATA, SESSION, 1, MAX_TOKENS, dtype=1, rows=1, width=1, length=4) + bytes(4), id="position"
+        ),
+        pytest.param(
+            header(Kind.DATA, SESSION, 1, 0, dtype=2, rows=1, width=MAX_WIDTH + 1, length=2 * MAX_WIDTH + 2)
+            + bytes(2 * MAX_WIDTH + 2),
+            id="width",
+        ),
+    ],
+)
+def test_what_breaks_the_bounds_is_refused(message: bytes) -> None:
+    assert HEADER_BYTES == 40
+    with pytest.raises(RecordError):
+        decode(message)
