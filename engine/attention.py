@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kv import KVLease
+from engine.kv import BlockCache, KVLease
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Segment:
 
 @dataclass
 class SegmentPlan:
-    """Where one segment's rows lie and what they may see, for blocks with one attention window."""
+    """What one segment's rows may see, for blocks with one attention window."""
 
-    rows: slice
+    count: int
     stop: int
     seen_from: int  # the oldest position any row sees
     run: int | None  # first slot of the session's run, or None: use `seen_slots`
@@ -60,14 +60,10 @@ class StepPlan:
     def for_window(self, window: int | None) -> list[SegmentPlan]:
         """The plans of all segments for blocks that see `window` tokens (None: all)."""
         if window not in self._by_window:
-            row, plans = 0, []
-            for segment in self._segments:
-                plans.append(self._plan(segment, row, window))
-                row += segment.count
-            self._by_window[window] = plans
+            self._by_window[window] = [self._plan(segment, window) for segment in self._segments]
         return self._by_window[window]
 
-    def _plan(self, segment: Segment, row: int, window: int | None) -> SegmentPlan:
+    def _plan(self, segment: Segment, window: int | None) -> SegmentPlan:
         lease, stop = segment.lease, segment.stop
         # Row i sees the positions (start + i - window, start + i].
         seen_from = 0 if window is None else max(segment.start - window + 1, 0)
@@ -80,53 +76,50 @@ class StepPlan:
             if window is not None:
                 mask &= key > query - window
         seen_slots = None if lease.first_slot is not None else lease.slots(seen_from, stop)
-        rows = slice(row, row + segment.count)
-        return SegmentPlan(rows, stop, seen_from, lease.first_slot, seen_slots, mask, causal)
+        return SegmentPlan(segment.count, stop, seen_from, lease.first_slot, seen_slots, mask, causal)
 
 
-def write_cache(cache: Tensor, plan: StepPlan, k: Tensor, v: Tensor) -> None:
-    """Put the new keys and values (N, kv_heads, head_dim) into the pool (2 * kv_heads, slots, head_dim)."""
-    kv_heads = k.shape[1]
+def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None:
+    """Put the new keys and values, each (N, kv_heads, 1, head_dim), into a block's pool."""
     if plan.run is not None:
-        start, stop = plan.run + plan.span[0], plan.run + plan.span[1]
-        cache[:kv_heads, start:stop] = k.transpose(0, 1)
-        cache[kv_heads:, start:stop] = v.transpose(0, 1)
+        first, count = plan.run + plan.span[0], plan.span[1] - plan.span[0]
+        cache.keys.narrow(2, first, count).copy_(k.transpose(0, 2))
+        cache.values.narrow(2, first, count).copy_(v.transpose(0, 2))
     else:
         assert plan.slots is not None
-        cache[:kv_heads].index_copy_(1, plan.slots, k.transpose(0, 1))
-        cache[kv_heads:].index_copy_(1, plan.slots, v.transpose(0, 1))
+        cache.keys.index_copy_(2, plan.slots, k.transpose(0, 2))
+        cache.values.index_copy_(2, plan.slots, v.transpose(0, 2))
 
 
-def attend_cached(cache: Tensor, plans: list[SegmentPlan], q: Tensor) -> Tensor:
-    """Each row of q (N, heads, head_dim) attends to its own session's past: (N, heads * head_dim)."""
-    kv_heads = cache.shape[0] // 2
-    outputs = []
-    for plan in plans:
-        if plan.run is not None:
-            seen = cache[:, plan.run + plan.seen_from : plan.run + plan.stop]
-        else:
-            assert plan.seen_slots is not None
-            seen = cache.index_select(1, plan.seen_slots)
-        out = F.scaled_dot_product_attention(
-            q[plan.rows].transpose(0, 1).unsqueeze(0),  # (1, heads, count, head_dim)
-            seen[:kv_heads].unsqueeze(0),
-            seen[kv_heads:].unsqueeze(0),
-            attn_mask=plan.mask,
-            is_causal=plan.causal,
-            enable_gqa=True,
-        )
-        outputs.append(out[0].transpose(0, 1).reshape(q[plan.rows].shape[0], -1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+def attend_cached(cache: BlockCache, plans: list[SegmentPlan], q: Tensor) -> Tensor:
+    """Each row of q (N, heads, 1, head_dim) attends to its own session's past: (N, heads * head_dim)."""
+    if len(plans) == 1:
+        return _attend_segment(cache, plans[0], q)
+    parts = q.split([plan.count for plan in plans])
+    return torch.cat([_attend_segment(cache, plan, part) for plan, part in zip(plans, parts, strict=True)])
+
+
+def _attend_segment(cache: BlockCache, plan: SegmentPlan, q: Tensor) -> Tensor:
+    if plan.run is not None:
+        first, count = plan.run + plan.seen_from, plan.stop - plan.seen_from
+        keys, values = cache.keys.narrow(2, first, count), cache.values.narrow(2, first, count)
+    else:
+        assert plan.seen_slots is not None
+        keys, values = cache.keys.index_select(2, plan.seen_slots), cache.values.index_select(2, plan.seen_slots)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 2), keys, values, attn_mask=plan.mask, is_causal=plan.causal, enable_gqa=True
+    )  # (1, heads, count, head_dim)
+    return out.transpose(0, 2).reshape(q.shape[0], -1)
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, batch: int, window: int | None) -> Tensor:
     """Causal attention inside `batch` sequences of equal length, with no cache; differentiable.
 
-    q is (batch * length, heads, head_dim); the answer is (batch * length, heads * head_dim).
+    q is (batch * length, heads, 1, head_dim); the answer is (batch * length, heads * head_dim).
     """
 
     def split(x: Tensor) -> Tensor:
-        return x.view(batch, -1, *x.shape[1:]).transpose(1, 2)  # (batch, heads, length, head_dim)
+        return x.view(batch, -1, x.shape[1], x.shape[3]).transpose(1, 2)  # (batch, heads, length, head_dim)
 
     length = q.shape[0] // batch
     mask = None

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.linear import DenseLinear, Int8Linear, Linear
+from engine.linear import DenseLinear, Int8Linear, Linear, packed
 from engine.rope import rotate
 
 Quantisation = Literal["none", "int8"]
-# q (N, heads, head_dim), k and v (N, kv_heads, head_dim) -> (N, heads * head_dim)
+# q (N, heads, 1, head_dim), k and v (N, kv_heads, 1, head_dim) -> (N, heads * head_dim)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -46,10 +46,19 @@ class Block:
         return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in linears)
 
 
-def build_block(
-    index: int, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, quantisation: Quantisation
-) -> Block:
+@dataclass(frozen=True)
+class Holding:
+    """How weights are held: where, in which dtype, quantised or not, and on a CPU once more for batches."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quantisation: Quantisation = "none"
+    packed: bool = False
+
+
+def build_block(index: int, tensors: Mapping[str, Tensor], how: Holding) -> Block:
     """Fuse and move the tensors of one part (by role) to the device."""
+    device, dtype = how.device, how.dtype
 
     def vector(role: str) -> Tensor | None:
         return tensors[role].to(device, dtype) if role in tensors else None
@@ -58,12 +67,14 @@ def build_block(
         weight = torch.cat([tensors[role] for role in roles]) if len(roles) > 1 else tensors[roles[0]]
         biases = [tensors[f"{role}_bias"] for role in roles if f"{role}_bias" in tensors]
         bias = torch.cat(biases).to(device, dtype) if biases else None
-        if quantisation == "int8":
+        if how.quantisation == "int8":
             return Int8Linear.of(weight.to(device, dtype), bias)
-        return DenseLinear(weight.to(device, dtype).contiguous(), bias)
+        weight = weight.to(device, dtype).contiguous()
+        return DenseLinear(weight, bias, packed(weight) if how.packed else None)
 
     attn_norm, mlp_norm = vector("attn_norm"), vector("mlp_norm")
-    assert attn_norm is not None and mlp_norm is not None  # the loader checked that every role is there
+    assert attn_norm is not None  # the loader checked that every role is there
+    assert mlp_norm is not None
     return Block(
         index=index,
         attn_norm=attn_norm,
@@ -81,14 +92,15 @@ def block_forward(block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tens
     """Run one block over the rows x (N, hidden); `rope` holds the rows' cosines and sines."""
     heads, kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
     normed = F.rms_norm(x, (config.hidden_size,), block.attn_norm, config.norm_eps)
-    qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, head_dim)
+    qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, 1, head_dim)
     if block.q_norm is not None:
-        q = F.rms_norm(qkv[:, :heads], (head_dim,), block.q_norm, config.norm_eps)
-        k = F.rms_norm(qkv[:, heads : heads + kv_heads], (head_dim,), block.k_norm, config.norm_eps)
-        q, k = rotate(q, *rope), rotate(k, *rope)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q = rotate(F.rms_norm(q, (head_dim,), block.q_norm, config.norm_eps), *rope)
+        k = rotate(F.rms_norm(k, (head_dim,), block.k_norm, config.norm_eps), *rope)
     else:
-        q, k = rotate(qkv[:, : heads + kv_heads], *rope).split((heads, kv_heads), dim=1)
-    x = x + block.o(attend(q, k, qkv[:, heads + kv_heads :]))
+        turned, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        q, k = rotate(turned, *rope).split((heads, kv_heads), dim=1)
+    x = block.o(attend(q, k, v), residual=x)
     normed = F.rms_norm(x, (config.hidden_size,), block.mlp_norm, config.norm_eps)
     gate, up = block.gate_up(normed).chunk(2, dim=-1)
-    return x + block.down(F.silu(gate) * up)
+    return block.down(F.silu(gate) * up, residual=x)

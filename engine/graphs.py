@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention import Segment
-from engine.block import Block, block_forward
+from engine.block import Attend, Block, block_forward
 from engine.config import ModelConfig
-from engine.kv import PAGE_TOKENS, KVPool
+from engine.kv import PAGE_TOKENS, BlockCache, KVPool
 from engine.rope import RotaryTable
 
 log = logging.getLogger("shoal.engine.graphs")
@@ -111,7 +111,7 @@ class DecodeGraphs:
     def _capture(self, rows: int, pages: int) -> StepBuffers:
         pool = self._parts.pool
         device = pool.device
-        x = torch.zeros(rows, self._parts.config.hidden_size, device=device, dtype=pool.blocks[0].dtype)
+        x = torch.zeros(rows, self._parts.config.hidden_size, device=device, dtype=pool.blocks[0].keys.dtype)
         staged = page_table(rows, pages, [], pool.scratch_page).pin_memory()
         where = staged.to(device)
         step = fused_step if self.fused else plain_step
@@ -124,7 +124,7 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             out = step(self._parts, x, where)
         self._memory = self._memory or graph.pool()
-        buffers = StepBuffers(x, where, staged, [None] * rows, torch.cuda.Event(), out, graph)  # type: ignore[no-untyped-call]
+        buffers = StepBuffers(x, where, staged, [None] * rows, torch.cuda.Event(), out, graph)
         self._captured[rows, pages] = buffers
         return buffers
 
@@ -176,17 +176,16 @@ def plain_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
     return x
 
 
-def _gathered(cache: Tensor, new_slots: Tensor, slots: Tensor, visible: Tensor) -> Callable[..., Tensor]:
+def _gathered(cache: BlockCache, new_slots: Tensor, slots: Tensor, visible: Tensor) -> Attend:
     """Attention of one row per session over pages gathered by index; `visible` is (rows, length)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv_heads = k.shape[1]
-        cache.index_copy_(1, new_slots, torch.cat((k, v), dim=1).transpose(0, 1))
-        seen = cache[:, slots].transpose(0, 1)  # (rows, 2 * kv_heads, length, head_dim)
+        cache.keys.index_copy_(2, new_slots, k.transpose(0, 2))
+        cache.values.index_copy_(2, new_slots, v.transpose(0, 2))
+        # (kv_heads, rows, length, head_dim) -> (rows, kv_heads, length, head_dim)
+        keys, values = cache.keys[0][:, slots].transpose(0, 1), cache.values[0][:, slots].transpose(0, 1)
         mask = visible[:, None, None, :]
-        out = F.scaled_dot_product_attention(
-            q.unsqueeze(2), seen[:, :kv_heads], seen[:, kv_heads:], attn_mask=mask, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
         return out.reshape(q.shape[0], -1)
 
     return attend

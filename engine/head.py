@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.block import Holding
 from engine.config import ModelConfig
-from engine.linear import DenseLinear
+from engine.linear import DenseLinear, packed
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource
 from engine.tensors import load_part
 
@@ -17,11 +18,11 @@ from engine.tensors import load_part
 class Ends:
     """Embedding, final norm and output matrix (the embedding itself where they are tied)."""
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, final_norm: Tensor, output: Tensor) -> None:
+    def __init__(self, config: ModelConfig, embedding: Tensor, final_norm: Tensor, output: DenseLinear) -> None:
         self.config = config
         self._embedding = embedding
         self._final_norm = final_norm
-        self._output = DenseLinear(output)
+        self._output = output
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> Tensor:
@@ -36,9 +37,10 @@ class Ends:
         return self._output(normed).float()
 
 
-def load_ends(source: ModelSource, device: torch.device, dtype: torch.dtype) -> Ends:
-    """Read the embedding and the head, and nothing else."""
-    embedding = load_part(source, EMBEDDING_PART, dtype)["embedding"].to(device, dtype)
-    head = load_part(source, HEAD_PART, dtype)
-    output = head["output"].to(device, dtype) if "output" in head else embedding
-    return Ends(source.config, embedding, head["final_norm"].to(device, dtype), output)
+def load_ends(source: ModelSource, how: Holding) -> Ends:
+    """Read the embedding and the head, and nothing else; they are never quantised."""
+    embedding = load_part(source, EMBEDDING_PART, how.dtype)["embedding"].to(how.device, how.dtype)
+    head = load_part(source, HEAD_PART, how.dtype)
+    output = head["output"].to(how.device, how.dtype) if "output" in head else embedding
+    linear = DenseLinear(output, packed=packed(output) if how.packed else None)
+    return Ends(source.config, embedding, head["final_norm"].to(how.device, how.dtype), linear)

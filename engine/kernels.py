@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.block import Block
 from engine.config import ModelConfig
-from engine.kv import PAGE_TOKENS
+from engine.kv import PAGE_TOKENS, BlockCache
 from engine.linear import Int8Linear, Linear
 
 ATTEND_WARPS = 4
@@ -26,14 +26,14 @@ MAX_ROWS = 16  # one tensor-core tile; a larger batch is better off with the lib
 
 
 @triton.jit
-def _load_rows(x_ptr, rows, k, K_SIZE: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_rows(x_ptr, rows, k, K_SIZE: tl.constexpr, ROWS: tl.constexpr):
     r = tl.arange(0, ROWS)
     mask = (r[:, None] < rows) & (k[None, :] < K_SIZE)
     return tl.load(x_ptr + r[:, None] * K_SIZE + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _load_weight(w_ptr, n, k, N_SIZE, K_SIZE: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_weight(w_ptr, n, k, N_SIZE, K_SIZE: tl.constexpr, EVEN: tl.constexpr):
     address = w_ptr + n[:, None].to(tl.int64) * K_SIZE + k[None, :]
     if EVEN:
         return tl.load(address, eviction_policy="evict_first")
@@ -41,7 +41,7 @@ def _load_weight(w_ptr, n, k, N_SIZE, K_SIZE: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)
@@ -51,7 +51,7 @@ def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _product_kernel(  # type: ignore[no-untyped-def]
+def _product_kernel(
     x_ptr, w_ptr, out_ptr, scale_ptr, bias_ptr, residual_ptr, rows, n_out,
     K_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
@@ -87,7 +87,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _vector_kernel(  # type: ignore[no-untyped-def]
+def _vector_kernel(
     x_ptr, w_ptr, out_ptr, norm_ptr, scale_ptr, bias_ptr, residual_ptr, n_out, eps,
     K_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -140,7 +140,7 @@ def _vector_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _normed(low, high, norm_ptr, dims, eps, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+def _normed(low, high, norm_ptr, dims, eps, HALF: tl.constexpr):
     rstd = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
     weight_low = tl.load(norm_ptr + dims).to(tl.float32)[None, :]
     weight_high = tl.load(norm_ptr + HALF + dims).to(tl.float32)[None, :]
@@ -148,9 +148,9 @@ def _normed(low, high, norm_ptr, dims, eps, HALF: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _attend_kernel(  # type: ignore[no-untyped-def]
-    qkv_ptr, cache_ptr, out_ptr, partial_ptr, stats_ptr, counter_ptr, pages_ptr, position_ptr, cos_ptr, sin_ptr,
-    q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
+def _attend_kernel(
+    qkv_ptr, keys_ptr, values_ptr, out_ptr, partial_ptr, stats_ptr, counter_ptr, pages_ptr, position_ptr, cos_ptr,
+    sin_ptr, q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     SPLIT_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_POWER: tl.constexpr, WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
@@ -181,14 +181,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     if QK_NORM:
         q_low, q_high = _normed(q_low, q_high, q_norm_ptr, dims, eps, HALF)
         k_low, k_high = _normed(k_low, k_high, k_norm_ptr, dims, eps, HALF)
-    dtype = cache_ptr.dtype.element_ty
+    dtype = keys_ptr.dtype.element_ty
     new_low, new_high = (k_low * cos - k_high * sin).to(dtype), (k_high * cos + k_low * sin).to(dtype)
     v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
     new_v = tl.load(v_at).to(dtype)
     turned_low, turned_high = (q_low * cos - q_high * sin).to(dtype), (q_high * cos + q_low * sin).to(dtype)
 
-    keys = cache_ptr + kv_head.to(tl.int64) * slots * head_dim
-    values = cache_ptr + (KV_HEADS + kv_head).to(tl.int64) * slots * head_dim
+    keys = keys_ptr + kv_head.to(tl.int64) * slots * head_dim
+    values = values_ptr + kv_head.to(tl.int64) * slots * head_dim
     if split == n_splits - 1:
         page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
         slot = page * PAGE + position % PAGE
@@ -339,15 +339,15 @@ class PagedRows:
 
 
 def attend(
-    qkv: Tensor, cache: Tensor, out: Tensor, block: Block, config: ModelConfig, where: PagedRows,
+    qkv: Tensor, cache: BlockCache, out: Tensor, block: Block, config: ModelConfig, where: PagedRows,
     scratch: AttentionScratch,
 ) -> None:  # fmt: skip
     """Rotate, write the new keys and values to the cache, attend to each row's past: out (rows, heads * head_dim)."""
     window = config.window_of(block.index)
     _attend_kernel[(out.shape[0], config.n_kv_heads, scratch.max_splits)](
-        qkv, cache, out, scratch.partial, scratch.stats, scratch.counter, where.pages, where.positions,
-        where.cos, where.sin, _or(block.q_norm, qkv), _or(block.k_norm, qkv), config.norm_eps,
-        config.head_dim**-0.5, cache.shape[1], where.pages.shape[1],
+        qkv, cache.keys, cache.values, out, scratch.partial, scratch.stats, scratch.counter, where.pages,
+        where.positions, where.cos, where.sin, _or(block.q_norm, qkv), _or(block.k_norm, qkv), config.norm_eps,
+        config.head_dim**-0.5, cache.keys.shape[2], where.pages.shape[1],
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, GROUP=scratch.group,
         PAGE=PAGE_TOKENS, SPLIT_PAGES=scratch.split_pages, MAX_SPLITS=scratch.max_splits,
         SPLITS_POWER=triton.next_power_of_2(scratch.max_splits), WINDOW=window or 0,

@@ -7,6 +7,7 @@ The pool decides nothing about time: who is idle and whom to close is for the ca
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class Pages:
         return pages
 
     def _scattered(self, count: int) -> list[int]:
-        pages, page = [], -1
+        pages: list[int] = []
+        page = -1
         while len(pages) < count:
             page = self._free.find(b"\1", page + 1)
             pages.append(page)
@@ -104,7 +106,7 @@ class KVLease:
 
     def _set_pages(self, pages: list[int]) -> None:
         self.pages = pages
-        one_run = all(b == a + 1 for a, b in zip(pages, pages[1:], strict=False))
+        one_run = all(b == a + 1 for a, b in pairwise(pages))
         self.first_slot = (pages[0] * PAGE_TOKENS if pages else 0) if one_run else None
 
     def slots(self, start: int, stop: int) -> Tensor:
@@ -112,6 +114,14 @@ class KVLease:
         positions = torch.arange(start, stop)
         pages = torch.tensor(self.pages, dtype=torch.int64)
         return (pages[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).to(self.pool.device)
+
+
+@dataclass(frozen=True)
+class BlockCache:
+    """The pool of one block: each (1, kv_heads, slots, head_dim), as attention takes it."""
+
+    keys: Tensor
+    values: Tensor
 
 
 class KVPool:
@@ -128,10 +138,11 @@ class KVPool:
         self.leases: set[KVLease] = set()
         # One page more than is leased: rows that only pad a batch write there.
         self.scratch_page = self.pages.free_count
-        shape = (2 * config.n_kv_heads, self.total_tokens + PAGE_TOKENS, config.head_dim)
+        shape = (1, config.n_kv_heads, self.total_tokens + PAGE_TOKENS, config.head_dim)
         # Zeros cost nothing until touched, and masked slots must not hold NaN.
-        # Keys in the first half of the heads, values in the second: (2 * kv_heads, slots, head_dim) per block.
-        self.blocks = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(n_blocks)]
+        self.blocks = [
+            BlockCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")) for _ in range(n_blocks)
+        ]
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease room for a new session; raises `CacheFull` where there is none."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import Segment
+from engine.budget import Precision, block_bytes
 from engine.chat_template import ChatTemplate
 from engine.errors import EngineError
 from engine.head import Ends, load_ends
@@ -94,11 +95,15 @@ class Reply:
 
 def local_options(source: ModelSource, device: torch.device, dtype: torch.dtype, free_bytes: int) -> SpanOptions:
     """Options for one conversation at a time: a cache for the whole context, or what a share of the memory holds."""
-    whole = source.config.context_length * token_bytes(source.config, source.config.n_blocks, dtype)
-    return SpanOptions(device, dtype, kv_bytes=min(whole, int(free_bytes * KV_SHARE)))
+    config = source.config
+    whole = config.context_length * token_bytes(config, config.n_blocks, dtype)
+    weights = config.n_blocks * block_bytes(config, Precision(dtype.itemsize, dtype.itemsize))
+    # A second copy of the weights reads prompts faster; it is worth memory that nobody else needs.
+    roomy = device.type == "cpu" and 4 * weights < free_bytes
+    return SpanOptions(device, dtype, packed=roomy, kv_bytes=min(whole, int(free_bytes * KV_SHARE)))
 
 
 def load_local(source: ModelSource, options: SpanOptions, progress: LoadProgress | None = None) -> LocalModel:
     """Load a whole model."""
     span = load_span(source, 0, source.config.n_blocks, options, progress)
-    return LocalModel(source, load_ends(source, options.device, options.dtype), span)
+    return LocalModel(source, load_ends(source, options), span)

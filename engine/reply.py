@@ -5,8 +5,8 @@ Knows nothing of where logits come from, so the local model and the swarm's aske
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -23,7 +23,7 @@ class ReplySettings:
     """What the asker wants of a reply."""
 
     max_tokens: int = 512
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class ReplyWriter:
     """The tokens and the text of one reply so far."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Sequence[int]
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Collection[int]
     ) -> None:
         self._stream = tokenizer.stream()
         self._history = list(prompt_ids)

@@ -74,16 +74,15 @@ class RotaryTable:
         return angles.cos() * self._amplitude, angles.sin() * self._amplitude
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(N,) positions -> cos (N, 1, head_dim) and signed sin (N, 1, head_dim) for `rotate`."""
+        """(N,) positions -> cosines and signed sines for `rotate`, each (N, 1, 1, head_dim)."""
         cos, sin = self.turns(positions)
         # The first half of the sine is negated here, so that a rotation needs no negation per block.
-        both = torch.cat((cos, cos, -sin, sin), dim=-1).to(self._dtype).unsqueeze(1)
+        both = torch.cat((cos, cos, -sin, sin), dim=-1).to(self._dtype)[:, None, None]
         half = both.shape[-1] // 2
         return both[..., :half], both[..., half:]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x (N, heads, head_dim) to their positions."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+    """Rotate heads x (N, heads, 1, head_dim) to their positions."""
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
     return torch.addcmul(x * cos, swapped, sin)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import Segment, SegmentPlan, StepPlan, attend_cached, attend_whole, write_cache
-from engine.block import Attend, Block, Quantisation, block_forward, build_block
+from engine.block import Attend, Block, Holding, block_forward, build_block
 from engine.config import ModelConfig
 from engine.errors import EngineError, SessionError
 from engine.graphs import DecodeGraphs, SpanParts
@@ -21,18 +21,14 @@ from engine.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
 from engine.tensors import load_part
 
-
 LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 
 @dataclass(frozen=True)
-class SpanOptions:
-    """How a span is held: where, in which dtype, and with how much memory for the cache."""
+class SpanOptions(Holding):
+    """How a span is held, and how much memory its cache may take."""
 
-    device: torch.device
-    dtype: torch.dtype
-    kv_bytes: int
-    quantisation: Quantisation = "none"
+    kv_bytes: int = 0
 
 
 class SpanRunner:
@@ -138,7 +134,7 @@ def load_span(
     blocks: list[Block] = []
     for index in range(start, stop):
         tensors = load_part(source, block_part(index), options.dtype)
-        blocks.append(build_block(index, tensors, options.device, options.dtype, options.quantisation))
+        blocks.append(build_block(index, tensors, options))
         if progress is not None:
             progress(len(blocks), stop - start)
     return SpanRunner(source.config, start, blocks, options)

@@ -19,6 +19,7 @@ import torch
 from engine.attention import Segment
 from engine.config import ModelConfig, Rope
 from engine.head import Ends
+from engine.linear import DenseLinear, packed
 from engine.span import SpanRunner
 from tests.engine.random_spans import random_span
 
@@ -37,9 +38,11 @@ class Shoal:
     """The engine with random weights."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._span: SpanRunner = random_span(config, kv_bytes=1 << 30)
+        self._span: SpanRunner = random_span(config, kv_bytes=1 << 30, packed=True)
         embedding = torch.randn(config.vocab_size, config.hidden_size) * 0.02
-        self._ends = Ends(config, embedding, torch.ones(config.hidden_size), embedding)
+        self._ends = Ends(
+            config, embedding, torch.ones(config.hidden_size), DenseLinear(embedding, packed=packed(embedding))
+        )
 
     def prefill_s(self) -> float:
         """Seconds from a prompt to its last logits."""

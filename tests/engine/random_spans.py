@@ -44,7 +44,7 @@ def random_block(config: ModelConfig, index: int, options: SpanOptions) -> Block
     norms = {"attn_norm": hidden, "mlp_norm": hidden}
     norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim} if config.qk_norm else {}
     tensors |= {role: 1 + 0.1 * random(size) for role, size in norms.items()}
-    return build_block(index, tensors, options.device, options.dtype, options.quantisation)
+    return build_block(index, tensors, options)
 
 
 def random_span(
@@ -53,8 +53,9 @@ def random_span(
     dtype: torch.dtype = torch.float32,
     kv_bytes: int = 1 << 24,
     quantisation: Quantisation = "none",
+    packed: bool = False,
 ) -> SpanRunner:
     """All blocks of a config with random weights."""
-    options = SpanOptions(torch.device(device), dtype, kv_bytes, quantisation)
+    options = SpanOptions(torch.device(device), dtype, quantisation, packed, kv_bytes)
     blocks = [random_block(config, index, options) for index in range(config.n_blocks)]
     return SpanRunner(config, 0, blocks, options)

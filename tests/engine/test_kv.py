@@ -69,10 +69,12 @@ def test_no_page_is_lost_or_lent_twice(data: st.DataObject) -> None:
     pages = Pages(12)
     lent: list[list[int]] = []
     for _ in range(30):
-        if lent and data.draw(st.booleans()):
-            pages.give_back(lent.pop(data.draw(st.integers(0, len(lent) - 1))))
+        returns: bool = data.draw(st.booleans())
+        if lent and returns:
+            index: int = data.draw(st.integers(0, len(lent) - 1))
+            pages.give_back(lent.pop(index))
         else:
-            count = data.draw(st.integers(0, 8))
+            count: int = data.draw(st.integers(0, 8))
             after = lent[-1][-1] if lent and lent[-1] else None
             taken = pages.take(count, after)
             assert (taken is None) == (count > 12 - sum(map(len, lent)))

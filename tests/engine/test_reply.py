@@ -59,7 +59,7 @@ def test_text_held_back_for_a_stop_string_is_shown_when_the_limit_comes() -> Non
 def test_nothing_from_a_stop_string_on_is_ever_shown(text: str, stops: list[str]) -> None:
     pieces, writer = write(text, ReplySettings(100, GREEDY, tuple(stops)))
     shown = "".join(pieces)
-    # The reply ends with the first stop string to be complete; of several that complete at once, the earliest start counts.
+    # The first stop string to be complete ends the reply; of several that end together, the earliest start counts.
     ends = {at + len(stop): at for stop in stops if (at := text.find(stop)) >= 0}
     expected = text
     if ends:
