@@ -15,8 +15,25 @@ swarm.py      all of these together: `Swarm`
 
 from __future__ import annotations
 
+from app.membership.finding import Found, fetch_manifest, resolve_swarm, value_check
 from app.membership.member import Change, ChangeKind, Listener, Member, State
 from app.membership.prober import Tempo
+from app.membership.service import SwarmService
 from app.membership.swarm import Said, Swarm, SwarmSetup
 
-__all__ = ["Change", "ChangeKind", "Listener", "Member", "Said", "State", "Swarm", "SwarmSetup", "Tempo"]
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "Found",
+    "Listener",
+    "Member",
+    "Said",
+    "State",
+    "Swarm",
+    "SwarmService",
+    "SwarmSetup",
+    "Tempo",
+    "fetch_manifest",
+    "resolve_swarm",
+    "value_check",
+]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from app.records import ANNOUNCEMENT_RULE, Announcement, Suspicion, read_suspicion
-from p2p.envelope import Envelope, check_times, open_envelope, parse
+from app.records import ANNOUNCEMENT_RULE, SUSPICION_RULE, Announcement, Suspicion, read_announcement, read_suspicion
+from p2p.envelope import check_times, parse
 from p2p.errors import EnvelopeError
 
 
@@ -25,7 +25,7 @@ def check_announcement(raw: bytes, terms: Terms, now_ms: int) -> Announcement:
     about blocks that the model does not have.
     """
     check_times(parse(raw), ANNOUNCEMENT_RULE.max_lifetime_ms, now_ms)
-    said = _verified(raw)[1]
+    said = _verified_announcement(raw)
     if said.swarm != terms.swarm:
         raise EnvelopeError(f"the announcement of {said.peer} belongs to another swarm")
     spans = (said.span, *said.held) if said.span else said.held
@@ -36,14 +36,20 @@ def check_announcement(raw: bytes, terms: Terms, now_ms: int) -> Announcement:
 
 def check_suspicion(raw: bytes, terms: Terms, now_ms: int) -> Suspicion:
     """The suspicion in `raw`, or `EnvelopeError`."""
-    said = read_suspicion(raw, now_ms=now_ms)
+    check_times(parse(raw), SUSPICION_RULE.max_lifetime_ms, now_ms)
+    said = _verified_suspicion(raw)
     if said.swarm != terms.swarm:
         raise EnvelopeError(f"the suspicion of {said.peer} belongs to another swarm")
     return said
 
 
-# An announcement comes from several members, and is verified once: what its bytes are worth never changes, only the
+# A statement comes from several members, and is verified once: what its bytes are worth never changes, only the
 # time does, which is why it is read here as of the moment it was made.
 @lru_cache(maxsize=2048)
-def _verified(raw: bytes) -> tuple[Envelope, Announcement]:
-    return open_envelope(raw, ANNOUNCEMENT_RULE, now_ms=parse(raw).sequence)
+def _verified_announcement(raw: bytes) -> Announcement:
+    return read_announcement(raw, now_ms=parse(raw).sequence)
+
+
+@lru_cache(maxsize=1024)
+def _verified_suspicion(raw: bytes) -> Suspicion:
+    return read_suspicion(raw, now_ms=parse(raw).sequence)

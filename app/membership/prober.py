@@ -26,7 +26,7 @@ class Tempo:
     probes_per_period: int = 2
     retry_s: float = 1.0  # from a member's first failure to the second look
     dead_retry_s: float = 6.0
-    push_delay_s: float = 0.1  # changes that come together go out together
+    push_delay_s: float = 0.2  # changes that come together go out together
     compare_s: float = 60.0
     refresh_s: float = 600.0
     lifetime_s: float = 1800.0
@@ -50,6 +50,7 @@ class Prober:
         self._round: list[str] = []
         self._stirred = trio.Event()
         self._prompted = Allowance(burst=1, per_s=0.2)  # looks at one member that others can bring about
+        self._reunions = Allowance(burst=1, per_s=0.2)
         self._slots = trio.CapacityLimiter(tempo.looks_at_once)
 
     async def run(self) -> None:
@@ -118,8 +119,8 @@ class Prober:
         outcome = await self._talk.probe(peer)
         if outcome is Outcome.NO_MEMBER:
             self._talk.drop(peer)
-        elif outcome is Outcome.ALIVE and was_dead:
-            await self._talk.compare(peer)  # it may come from the other side of a partition
+        elif outcome is Outcome.ALIVE and was_dead and self._reunions.take("", trio.current_time()):
+            await self._talk.compare(peer)  # it may come from the other side of a partition, and know others there
         elif outcome is Outcome.FAILED:
             number = self._table.number(peer)
             change = self._talk.failed(peer)

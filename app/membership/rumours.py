@@ -16,7 +16,7 @@ from app.membership.wire import MAX_BATCH_BYTES, fitting
 
 FAN_OUT = 4
 RIDES = 6
-RIDERS_PER_MESSAGE = 16
+RIDERS_PER_MESSAGE = 8
 MAX_RUMOURS = 1024
 
 Topic = tuple[str, str]  # the statement's domain, and whom it is about: a newer one replaces it

@@ -103,6 +103,11 @@ class Swarm:
         """What this node says of itself."""
         return self._own
 
+    @property
+    def own_raw(self) -> bytes:
+        """The signed form of it."""
+        return self._own_raw
+
     def members(self) -> tuple[Member, ...]:
         """Every other member that is not gone; those not `proven` are known from others only."""
         return self.table.members()

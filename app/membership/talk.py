@@ -90,13 +90,15 @@ class Talk:
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    async def probe(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Outcome:
+    async def probe(self, peer: str) -> Outcome:
         """See whether a member answers, and swap news with it."""
         suspected = 0 if self.table.state(peer) in PRESENT else self.table.number(peer)
-        request = wire.ProbeRequest(self._id, suspected, [self._own(), *self.rumours.take_riders()])
+        # Strangers are met in crowds, and may be nobody: no news is spent on them.
+        riders = [] if self.table.seen_at(peer) is None else self.rumours.take_riders()
+        request = wire.ProbeRequest(self._id, suspected, [self._own(), *riders])
         started_at = trio.current_time()
         try:
-            body = await self.network.call(peer, wire.PROBE, request.encode(), timeout_s=timeout_s)
+            body = await self.network.call(peer, wire.PROBE, request.encode(), timeout_s=CALL_TIMEOUT_S)
             rtt_s = trio.current_time() - started_at
             await self._hear_all(wire.unpack(body, wire.MAX_BATCH_BYTES), peer)
         except P2PError as error:
@@ -153,9 +155,11 @@ class Talk:
         request = self._admit(peer, body, wire.ProbeRequest.decode)
         if request.suspected:
             self._hooks.outbid(request.suspected)
+        is_known = self.table.seen_at(peer) is not None
         await self._hear_all(request.statements, peer)
         self._met(peer)
-        return wire.pack(wire.fitting([self._own(), *self.rumours.take_riders()], wire.MAX_BATCH_BYTES))
+        riders = self.rumours.take_riders() if is_known else []
+        return wire.pack(wire.fitting([self._own(), *riders], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
         request = self._admit(peer, body, wire.TableRequest.decode)
