@@ -17,18 +17,18 @@ import trio
 
 from . import dialer, rawio, sockopts
 from .addressbook import AddressBook
-from .addresses import Address, BadAddress, Scope, address_of, advertised, parse_address
+from .addresses import Address, Scope, address_of, advertised, parse_address
 from .admission import Admission, ConnectionLimits, DenyList
 from .connection import Connection, Stream, StreamHandler
 from .errors import P2PError, PeerUnreachable, Refused
 from .identity import Identity
+from .listening import open_listeners
 from .supervise import guarded, supervise
 from .upgrade import Channel
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-DEFAULT_PORT = 7464
 DIAL_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 
@@ -36,10 +36,6 @@ Companion = Callable[[Connection], Awaitable[None]]
 RelayDial = Callable[[Address], Awaitable[Connection]]
 
 log = logging.getLogger("shoal.p2p.host")
-
-
-class PortTaken(P2PError):
-    """The port that was asked for is in use; choose another one, or 0 for any free port."""
 
 
 @dataclass(frozen=True)
@@ -186,38 +182,7 @@ class Host:
                 nursery.start_soon(connection.close, "this node stops")
 
     async def _open_listeners(self) -> list[trio.SocketListener]:
-        wanted = self._listening or self._listen
-        if wanted:
-            return await self._bind(wanted)
-        try:
-            return await self._bind(_everywhere(DEFAULT_PORT))
-        except PortTaken:
-            return await self._bind(_everywhere(0))
-
-    async def _bind(self, wanted: Sequence[Address]) -> list[trio.SocketListener]:
-        listeners: list[trio.SocketListener] = []
-        chosen = 0
-        try:
-            for address in wanted:
-                if address.ip is None:
-                    raise BadAddress(f"{address}: give an IP address to listen on, not a name")
-                try:
-                    # A second wildcard takes the port that the first one got, so that both families share it.
-                    port = address.port or (chosen if address.ip.is_unspecified else 0)
-                    listener = await sockopts.listen(address.host, port)
-                except OSError as error:
-                    if error.errno == errno.EADDRINUSE:
-                        raise PortTaken(f"{address} is in use; choose another --listen port, or 0 for any") from error
-                    if address.ip.version == 6 and listeners:
-                        log.info("no IPv6 here: %s (%s)", address, error)
-                        continue
-                    raise PortTaken(f"{address} cannot be listened on: {error}") from error
-                chosen = listener.socket.getsockname()[1]
-                listeners.append(listener)
-        except BaseException:
-            for listener in listeners:
-                listener.socket.close()
-            raise
+        listeners = await open_listeners(self._listening or self._listen)
         self._listening = [address_of(*listener.socket.getsockname()[:2]) for listener in listeners]
         return listeners
 
@@ -379,7 +344,3 @@ class _Dial:
     done: trio.Event = field(default_factory=trio.Event)
     connection: Connection | None = None
     failure: str = ""
-
-
-def _everywhere(port: int) -> list[Address]:
-    return [Address("ip4", "0.0.0.0", port), Address("ip6", "::", port)]

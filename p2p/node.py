@@ -6,8 +6,7 @@ Satisfies `app.network.Network` without knowing it. Peers are named by their pee
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,43 +15,40 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from . import dht, heartbeat, peers_store, reachability
+from . import dht, heartbeat, reachability
 from .addressbook import AddressBook
 from .addresses import Address, Scope, parse_address, parse_known, same_lan
 from .admission import ConnectionLimits
 from .bandwidth import Bandwidth
 from .connection import Connection, Stream
 from .dht import Directory
-from .dht_wire import Contact
 from .discovery import MEANS, Means, Seeker
 from .errors import HandshakeError, P2PError, Refused
 from .heartbeat import Heartbeat, Hello
-from .holepunch import HolePuncher
 from .host import Host, HostConfig
 from .identify import Courtesies
 from .identity import Identity
 from .limits import Limits
 from .link import RequestHandler, StreamHandler
 from .mdns import LocalNetwork
-from .peers_store import Remembered
-from .reachability import Reach, Reachability
-from .relay_client import RelayClient
+from .peers_store import PeerMemory
+from .reachability import Reachability
 from .relay_server import RelayServer
 from .rpc import LANES, Switchboard
 from .selftest import check_libp2p
 from .sockopts import own_interfaces
 from .streams import MessageStream
 from .supervise import guarded, supervise
+from .surroundings import HostSurroundings
+from .traversal import Traversal
 from .upgrade import channel_of
 from .values import CONTROL, LinkInfo, LinkKind, Payload
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-SAVE_S = 60.0
 PRUNE_S = 60.0
 PRUNE_ABOVE = 0.8
-RELAY_GRACE_S = 30.0
 
 log = logging.getLogger("shoal.p2p.node")
 
@@ -97,14 +93,12 @@ class Libp2pNetwork:
         self._board.on_misbehaved = self._on_misbehaved
         self._heartbeat = Heartbeat(self._hello, self._heard, config.heartbeat_s)
         self._directory: Directory | None = None
-        self.reachability = Reachability(self.host, self._ask_reach, self._on_reach_changed)
-        self.relay = RelayServer(self.host)
+        self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay)
+        self.traversal.say_hello = self._heartbeat.say_hello
+        self.traversal.renew_link = self._board.renew
         self._courtesies = Courtesies(self.host, identity)
-        self.relayed = RelayClient(self.host, self._on_addresses_changed)
-        self._puncher = HolePuncher(self.host, self.reachability.seen_at, self._on_direct)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
-        self._remembered: list[Remembered] = []
-        self._relay = config.relay
+        self._memory = PeerMemory(config.remember_at if "remembered" in config.discovery else None, self.host)
         self._nursery: trio.Nursery | None = None
         self._scope: trio.CancelScope | None = None
         self._stopped = trio.Event()
@@ -115,12 +109,9 @@ class Libp2pNetwork:
             self.host.handle(lane, partial(self._attend, lane))
         self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
         self.host.accompany(self._heartbeat.accompany)
-        self.host.accompany(self._puncher.accompany)
-        self._board.serve(reachability.METHOD, self.reachability.handle)
-        if self._config.relay:
-            self.relay.enable()
+        self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
-            self._directory = Directory(self.peer_id, self._ask, _Surroundings(self), is_valid_value)
+            self._directory = Directory(self.peer_id, self._ask, HostSurroundings(self.host), is_valid_value)
             self._board.serve(dht.METHOD, self._directory.handle)
 
     # --- what `app.network.Network` asks ------------------------------------------------------------------------------
@@ -204,10 +195,17 @@ class Libp2pNetwork:
 
     def allow_relaying(self, allowed: bool) -> None:
         """Whether this node may carry connections for others: it does once others can dial it, or never."""
-        self._relay = None if allowed else False
-        if not allowed:
-            self.relay.disable()
-        self._on_reach_changed()
+        self.traversal.allow_relaying(allowed)
+
+    @property
+    def reachability(self) -> Reachability:
+        """What is known of how others reach this node."""
+        return self.traversal.reachability
+
+    @property
+    def relay(self) -> RelayServer:
+        """The relay role of this node."""
+        return self.traversal.server
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close the link; a peer that misbehaved is held off with a growing backoff."""
@@ -227,12 +225,13 @@ class Libp2pNetwork:
                 task_status.started()
         finally:
             self._nursery = None
-            self._save()
+            self._memory.save()
             self._stopped.set()
 
     async def stop(self) -> None:
         """Say goodbye to every peer and end `run`; takes no longer than a second, whoever is frozen."""
         if self._scope is not None:
+            self._memory.save()  # while it is known who is connected
             await self.host.goodbye()
             self._scope.cancel()
             await self._stopped.wait()
@@ -252,19 +251,16 @@ class Libp2pNetwork:
         means = self._config.discovery
         for text in self._config.peers:
             self.seek(text)
-        if "remembered" in means and self._config.remember_at is not None:
-            self._remembered = await trio.to_thread.run_sync(peers_store.load_peers, self._config.remember_at)
-            for entry in self._remembered:
-                self._seeker.want(entry.peer, entry.addresses)
-            nursery.start_soon(self._save_now_and_then)
+        for entry in await self._memory.load():
+            self._seeker.want(entry.peer, entry.addresses)
+        nursery.start_soon(supervise, "remembering peers", self._memory.run)
         if "mdns" in means and not self._config.advertise:
             local = LocalNetwork(self.peer_id, lambda: self.host.addresses, self._seeker.want)
             nursery.start_soon(supervise, "mDNS", local.run)
         if self._directory is not None:
             nursery.start_soon(supervise, "the directory", partial(self._directory.maintain, self._probe))
         nursery.start_soon(supervise, "discovery", self._seeker.run)
-        nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
-        nursery.start_soon(supervise, "the relay client", self.relayed.run)
+        nursery.start_soon(self.traversal.run)
         nursery.start_soon(supervise, "pruning", self._prune)
 
     # --- within -------------------------------------------------------------------------------------------------------
@@ -305,49 +301,20 @@ class Libp2pNetwork:
         return connection is not None and _kind(connection) == "lan"
 
     def _on_misbehaved(self, peer: str, why: str) -> None:
+        self._start(partial(self.disconnect, peer, misbehaved=True))
+
+    def _start(self, task: Callable[..., Awaitable[None]], *arguments: object) -> None:
         if self._nursery is not None:
-            self._nursery.start_soon(guarded, f"dropping {peer}", partial(self.disconnect, peer, misbehaved=True))
+            self._nursery.start_soon(guarded, "a task of the network", task, *arguments)
 
     def _hello(self, connection: Connection) -> Hello:
-        observed = None if connection.relayed or connection.initiated else connection.address.of(None)
-        return Hello(tuple(self.host.addresses), observed, self.relay.enabled)
+        return self.traversal.hello(connection)
 
     def _heard(self, connection: Connection, hello: Hello) -> None:
         self._book.add(connection.peer, hello.addresses, trio.current_time())
-        if connection.initiated and not connection.relayed:
-            self.reachability.observed(connection.peer, hello.observed)
-        self.reachability.met(connection.peer)
-        if hello.relay and connection.initiated and not connection.relayed:
-            self.relayed.heard_of(connection.peer, connection.address)
-        elif not hello.relay:
-            self.relayed.withdrawn(connection.peer)
+        self.traversal.heard(connection, hello)
         if self._directory is not None:
             self._directory.saw(connection.peer)
-
-    def _on_reach_changed(self) -> None:
-        reachable = self.reachability.state is Reach.VERIFIED
-        self.relayed.needed = self.reachability.state is Reach.UNVERIFIED
-        if self._relay is None:
-            (self.relay.enable if reachable else self.relay.disable)()
-        self.host.confirmed = [address.of(self.peer_id) for address in self.reachability.verified]
-        self._on_addresses_changed()
-
-    def _on_addresses_changed(self) -> None:
-        if self._nursery is not None:
-            self._nursery.start_soon(guarded, "saying hello again", self._heartbeat.say_hello)
-
-    def _on_direct(self, peer: str) -> None:
-        self._board.renew(peer)
-        if self._nursery is not None:
-            self._nursery.start_soon(guarded, f"leaving the relay to {peer}", self._leave_relay, peer)
-
-    async def _leave_relay(self, peer: str) -> None:
-        await trio.sleep(RELAY_GRACE_S)  # what began on the relayed link may end there
-        best = self.host.connection(peer)
-        if best is not None and not best.relayed:
-            for connection in self.host.connections():
-                if connection.peer == peer and connection.relayed:
-                    await connection.close("there is a direct one")
 
     async def _prune(self) -> None:
         """Keep room for newcomers: where most places are taken, links that carried nothing lately are closed."""
@@ -362,45 +329,6 @@ class Libp2pNetwork:
             for peer in idle[: max(0, spare)]:
                 log.info("closing the idle link to %s: many others are open", peer)
                 await self.disconnect(peer)
-
-    def _save(self) -> None:
-        path = self._config.remember_at
-        if path is None or "remembered" not in self._config.discovery:
-            return
-        now, clock = time.time(), trio.current_time()
-        proven = [
-            Remembered(peer, tuple(addresses), now - (clock - at)) for peer, addresses, at in self._book.proven_peers()
-        ]
-        connected = [Remembered(peer, tuple(self._book.addresses(peer)), now) for peer in self._board_peers()]
-        self._remembered = peers_store.merge(self._remembered, [*proven, *(e for e in connected if e.addresses)])
-        try:
-            peers_store.save_peers(path, self._remembered)
-        except OSError as error:
-            log.warning("the peers cannot be remembered in %s: %s", path, error)
-
-    async def _save_now_and_then(self) -> None:
-        while True:
-            await trio.sleep(SAVE_S)
-            self._save()
-
-
-class _Surroundings:
-    """What the directory may know of the node."""
-
-    def __init__(self, network: Libp2pNetwork) -> None:
-        self._network = network
-
-    def addresses(self) -> Sequence[Address]:
-        return self._network.host.addresses
-
-    def addresses_of(self, peer: str) -> Sequence[Address]:
-        return self._network.host.book.addresses(peer)
-
-    def learn(self, contact: Contact) -> None:
-        self._network.host.book.add(contact.peer, contact.addresses, trio.current_time())
-
-    def is_connected(self, peer: str) -> bool:
-        return self._network.host.connection(peer) is not None
 
 
 def _kind(connection: Connection) -> LinkKind:

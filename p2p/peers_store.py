@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import trio
 
 from .addresses import Address, is_peer_id, parse_known
 from .platform import write_private
 
+if TYPE_CHECKING:
+    from .host import Host
+
 MAX_REMEMBERED = 200
+SAVE_S = 60.0
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 1
 
@@ -81,3 +88,38 @@ def _read(entry: Any) -> Remembered | None:
         return None
     usable = parse_known([text for text in addresses[:64] if isinstance(text, str)], peer)
     return Remembered(peer, tuple(usable), float(seen_at) if isinstance(seen_at, int | float) else 0.0)
+
+
+class PeerMemory:
+    """Keeps the file in step with whom a host reaches; None as path remembers nothing."""
+
+    def __init__(self, path: Path | None, host: Host) -> None:
+        self._path = path
+        self._host = host
+        self._known: list[Remembered] = []
+
+    async def load(self) -> list[Remembered]:
+        """The peers of earlier days."""
+        if self._path is not None:
+            self._known = await trio.to_thread.run_sync(load_peers, self._path)
+        return self._known
+
+    async def run(self) -> None:
+        """Save now and then."""
+        while True:
+            await trio.sleep(SAVE_S)
+            self.save()
+
+    def save(self) -> None:
+        """Write whom this host reached; a failure is logged, it is only a memory."""
+        if self._path is None:
+            return
+        now, clock, book = time.time(), trio.current_time(), self._host.book
+        reached = [Remembered(peer, tuple(where), now - (clock - at)) for peer, where, at in book.proven_peers()]
+        connected = {connection.peer for connection in self._host.connections()}
+        present = [Remembered(peer, tuple(book.addresses(peer)), now) for peer in connected]
+        self._known = merge(self._known, [*reached, *(entry for entry in present if entry.addresses)])
+        try:
+            save_peers(self._path, self._known)
+        except OSError as error:
+            log.warning("the peers cannot be remembered in %s: %s", self._path, error)

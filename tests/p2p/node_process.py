@@ -46,7 +46,7 @@ async def answer(network: Libp2pNetwork, words: list[str]) -> str:
             case ["addresses"]:
                 return " ".join(network.addresses())
             case ["reach"]:
-                return f"{network.reachability.state} relay={network.relay.enabled}"
+                return f"{network.traversal.reachability.state} relay={network.traversal.server.enabled}"
             case ["cpu"]:
                 return str(time.process_time())
     except P2PError as error:

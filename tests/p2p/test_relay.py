@@ -31,12 +31,12 @@ async def behind_a_relay(
     """A relay, a node that holds a place there, and that node's relayed address."""
     relay, hidden = make_network(relay=True), make_network()
     if limits is not None:
-        relay.relay._limits = limits
+        relay.traversal.server._limits = limits
     async with relay.running(), hidden.running():
         hidden.serve("echo", echo)
-        hidden.relayed.needed = True
+        hidden.traversal.client.needed = True
         hidden.seek(relay.addresses()[0])
-        await until(lambda: hidden.relayed.places == [relay.peer_id])
+        await until(lambda: hidden.traversal.client.places == [relay.peer_id])
         relayed = parse_address(hidden.addresses()[-1])
         assert relayed.relay == relay.peer_id
         yield relay, hidden, relayed
