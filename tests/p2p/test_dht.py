@@ -82,9 +82,9 @@ class Surroundings:
 
 
 async def test_a_provider_is_found_through_the_nodes_in_between(autojump_clock: trio.abc.Clock) -> None:
-    nodes = await World().mesh(60)
+    nodes = await World().mesh(40)
     assert await nodes[7].provide(KEY) == dht.STORE_ON
-    for asker in (nodes[0], nodes[33], nodes[59]):
+    for asker in (nodes[0], nodes[33], nodes[39]):
         assert await asker.find_providers(KEY, timeout_s=5) == [peer_named(8)]
     assert await nodes[3].find_providers(bytes(32), timeout_s=5) == []
 
@@ -100,9 +100,9 @@ async def test_one_bootstrap_node_is_enough(autojump_clock: trio.abc.Clock) -> N
 
 async def test_frozen_peers_do_not_hold_a_lookup_up(autojump_clock: trio.abc.Clock) -> None:
     world = World()
-    nodes = await world.mesh(60)
+    nodes = await world.mesh(40)
     await nodes[7].provide(KEY)
-    victims = random.Random(1).sample([node for node in world.nodes if node not in (peer_named(1), peer_named(8))], 25)
+    victims = random.Random(1).sample([node for node in world.nodes if node not in (peer_named(1), peer_named(8))], 18)
     world.frozen.update(victims)
     started_at = trio.current_time()
     assert await nodes[0].find_providers(KEY, timeout_s=20) == [peer_named(8)]
