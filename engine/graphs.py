@@ -26,6 +26,7 @@ from engine.rope import RotaryTable
 log = logging.getLogger("shoal.engine.graphs")
 
 BATCHES = (1, 2, 4, 8, 16)
+MAX_CAPTURED = 64  # each holds a little memory for its intermediate results
 SMALLEST_PAGES = 16  # 1024 tokens; longer contexts get graphs of their own, doubling
 
 
@@ -69,11 +70,11 @@ class StepBuffers:
 
 
 class DecodeGraphs:
-    """Captured decode steps of one span, by batch size and page count."""
+    """Captured decode steps of one span, by batch size, page count and part of the span."""
 
     def __init__(self, parts: SpanParts) -> None:
         self._parts = parts
-        self._captured: dict[tuple[int, int], StepBuffers] = {}
+        self._captured: dict[tuple[int, int, int, int], StepBuffers] = {}
         self._memory: Any = None  # the graphs' common memory pool
         self.fused = triton_works() and _kernels_support(parts.config)
 
@@ -81,13 +82,18 @@ class DecodeGraphs:
         """Whether a captured step can serve these segments: one token each, not too many."""
         return len(segments) <= BATCHES[-1] and all(segment.count == 1 for segment in segments)
 
-    def step(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """One token for each session: (N, hidden) -> (N, hidden)."""
+    def step(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> Tensor:
+        """One token for each session through some of the span's blocks: (N, hidden) -> (N, hidden)."""
         rows = next(size for size in BATCHES if size >= len(segments))
         pages = SMALLEST_PAGES
         while pages < max(len(segment.lease.pages) for segment in segments):
             pages *= 2
-        buffers = self._captured.get((rows, pages)) or self._capture(rows, pages)
+        key = (rows, pages, part.start, part.stop)
+        if key not in self._captured:
+            if len(self._captured) >= MAX_CAPTURED:
+                del self._captured[next(iter(self._captured))]  # the oldest
+            self._captured[key] = self._capture(rows, pages, part)
+        buffers = self._captured[key]
         buffers.x[: len(segments)].copy_(hidden, non_blocking=True)
         self._show(buffers, segments)
         buffers.graph.replay()
@@ -108,7 +114,7 @@ class DecodeGraphs:
         buffers.where.copy_(buffers.staged, non_blocking=True)
         buffers.copied.record()
 
-    def _capture(self, rows: int, pages: int) -> StepBuffers:
+    def _capture(self, rows: int, pages: int, part: slice) -> StepBuffers:
         pool = self._parts.pool
         device = pool.device
         x = torch.zeros(rows, self._parts.config.hidden_size, device=device, dtype=pool.blocks[0].keys.dtype)
@@ -118,15 +124,13 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # builds kernels and library handles, which capture forbids
-            step(self._parts, x, where)
+            step(self._parts, part, x, where)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            out = step(self._parts, x, where)
+            out = step(self._parts, part, x, where)
         self._memory = self._memory or graph.pool()
-        buffers = StepBuffers(x, where, staged, [None] * rows, torch.cuda.Event(), out, graph)
-        self._captured[rows, pages] = buffers
-        return buffers
+        return StepBuffers(x, where, staged, [None] * rows, torch.cuda.Event(), out, graph)
 
 
 def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page: int) -> Tensor:
@@ -136,7 +140,7 @@ def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page:
     return torch.tensor(table + [blank] * (rows - len(segments)), dtype=torch.int32)
 
 
-def fused_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
+def fused_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tensor:
     """One token for each row through Triton's kernels: five launches a block."""
     from engine import kernels
 
@@ -150,7 +154,7 @@ def fused_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
     attended = x.new_empty(rows, config.n_heads * config.head_dim)
     gated = x.new_empty(rows, config.intermediate_size)
     residual = kernels.Fold(residual=x)
-    for block, cache in zip(parts.blocks, parts.pool.blocks, strict=True):
+    for block, cache in zip(parts.blocks[part], parts.pool.blocks[part], strict=True):
         kernels.product(x, block.qkv, qkv, kernels.Fold(norm=block.attn_norm, eps=config.norm_eps))
         kernels.attend(qkv, cache, attended, block, config, paged, scratch)
         kernels.product(attended, block.o, x, residual)
@@ -160,7 +164,7 @@ def fused_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
     return x
 
 
-def plain_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
+def plain_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tensor:
     """One token for each row through torch's own operations, over pages gathered by index."""
     positions, pages = where[:, 0].to(torch.int64), where[:, 1:].to(torch.int64)
     rows = x.shape[0]
@@ -169,7 +173,7 @@ def plain_step(parts: SpanParts, x: Tensor, where: Tensor) -> Tensor:
     new_slots = slots.gather(1, positions[:, None]).view(-1)
     age = positions[:, None] - torch.arange(slots.shape[1], device=x.device)
     rope = parts.rope.at(positions)
-    for block, cache in zip(parts.blocks, parts.pool.blocks, strict=True):
+    for block, cache in zip(parts.blocks[part], parts.pool.blocks[part], strict=True):
         window = parts.config.window_of(block.index)
         visible = age >= 0 if window is None else (age >= 0) & (age < window)
         x = block_forward(block, parts.config, x, rope, _gathered(cache, new_slots, slots, visible))

@@ -68,11 +68,10 @@ class SpanRunner:
         if not self.start <= start < stop <= self.stop:
             raise SessionError(f"blocks {start}:{stop} are not all among {self.start}:{self.stop}")
         self._admit(hidden, segments)
-        whole = (start, stop) == (self.start, self.stop)
-        if whole and self._graphs is not None and self._graphs.covers(segments):
-            x = self._graphs.step(hidden, segments)
+        part = slice(start - self.start, stop - self.start)
+        if self._graphs is not None and self._graphs.covers(segments):
+            x = self._graphs.step(hidden, segments, part)
         else:
-            part = slice(start - self.start, stop - self.start)
             x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments), part)
         for segment in segments:
             segment.lease.length = segment.stop
@@ -97,7 +96,6 @@ class SpanRunner:
         rope = self._rope.at(plan.positions)
         for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
             plans = plan.for_window(self.config.window_of(block.index))
-
             x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans))
         return x
 
