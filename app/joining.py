@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from app.config import load_config
-from app.errors import UnknownSwarm, UsageError
+from app.errors import AppError, UnknownSwarm, UsageError
 from app.home import Home, hold
 from app.invite import MAX_ADDRESSES, Invite, is_invite, parse_invite
+from app.records import SwarmRecord, read_record
 from app.remembered import Memberships, Remembered, load, update
 from app.snapshot import SwarmView
 from app.swarm_name import SwarmName, pinned
 from p2p.addresses import Scope, advertised, parse_address
+from p2p.errors import EnvelopeError
 from p2p.identity import load_or_create
 
 _OWN_ADDRESSES = 4
@@ -29,15 +30,39 @@ def view_of(swarm: Remembered, *, active: bool) -> SwarmView:
     return SwarmView(swarm.name, swarm.model_hash, str(swarm), private, active, swarm.joined_at_ms)
 
 
+def record_of(swarm: Remembered) -> SwarmRecord | None:
+    """The signed record that was kept of a swarm, if one was, and is whole."""
+    if swarm.record is None:
+        return None
+    try:
+        # As of a time that no record lies ahead of: a machine that starts with its clock set back knows its swarms.
+        record = read_record(swarm.record, now_ms=2**62)
+    except EnvelopeError:
+        return None
+    return record if record.id == swarm.id else None
+
+
 def remembered_target(known: Memberships, target: str) -> Remembered | SwarmName:
     """The swarm that a person means, or the name that members have to be asked about."""
     if is_invite(target):
-        return Remembered.from_invite(parse_invite(target), now_ms=time.time_ns() // 10**6)
+        return _invited(known, parse_invite(target))
     wanted = SwarmName.parse(target)
     found = known.matching(wanted)
     if not found:
         return wanted
     return _only(found, wanted)
+
+
+def _invited(known: Memberships, invite: Invite) -> Remembered:
+    """The swarm of an invite; one with another secret must not undo what this node knows and may be right."""
+    swarm = Remembered.from_invite(invite, now_ms=time.time_ns() // 10**6)
+    old = next((one for one in known.swarms if one.id == swarm.id), None)
+    if old is not None and old.secret != swarm.secret:
+        raise AppError(
+            f"this node knows {old} with another secret: if this invite is the right one, "
+            f"forget the old one first with `shoal leave {old}`"
+        )
+    return swarm
 
 
 def named(known: Memberships, name: str | None) -> Remembered:
@@ -87,8 +112,8 @@ def join_at_rest(home: Home, target: str, environment: Mapping[str, str]) -> Rem
 
         config = load_config(home.config_file, environment)
         with hold(home):  # the node's identity is used meanwhile
-            meant = resolve_in_passing(home, config.settings, meant)
-    joined = replace(meant)
+            meant = resolve_in_passing(home, config, meant)
+    joined: Remembered = meant
     update(home, lambda known: known.joined(joined))
     return joined
 

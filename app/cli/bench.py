@@ -40,4 +40,6 @@ def run_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (Command("bench", "measure how fast this machine runs a model", run_bench, add_arguments, prints_facts=True),)
+COMMANDS = (
+    Command("bench", "measure how fast this machine runs a model", run_bench, add_arguments, prints_facts=True),
+)

@@ -7,7 +7,17 @@ import importlib
 from app.cli.command import Command
 
 # Modules of `app.cli` in the order that `shoal --help` shows their commands.
-GROUPS: tuple[str, ...] = ("chat", "models", "bench", "doctor")
+GROUPS: tuple[str, ...] = (
+    "serve",
+    "swarms",
+    "status",
+    "chat",
+    "models",
+    "bench",
+    "config",
+    "identity",
+    "doctor",
+)
 
 
 def all_commands() -> tuple[Command, ...]:

@@ -108,6 +108,17 @@ def test_an_invite_need_not_be_an_argument(
     assert "shoal serve" in capsys.readouterr().out
 
 
+def test_another_secret_does_not_undo_the_known_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    right = an_invite(secret=new_secret())
+    assert shoal(tmp_path, "join", str(right)) == 0
+    for wrong in (an_invite(secret=new_secret()), an_invite(secret=None)):
+        assert shoal(tmp_path, "join", str(wrong)) == 1
+        assert "with another secret" in capsys.readouterr().err
+    active = load(Home(tmp_path)).active
+    assert active is not None
+    assert active.secret == right.secret
+
+
 def test_swarms_are_switched_and_left_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         assert shoal(tmp_path, "join", str(an_invite(name))) == 0

@@ -1,0 +1,87 @@
+"""`shoal serve`: the node, in the foreground."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from app.cli.command import Command
+
+if TYPE_CHECKING:
+    from app.config import Config
+    from app.home import Home
+    from app.snapshot import Snapshot
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How this node takes part; what is not given comes from the configuration."""
+    words = "a swarm's name, an invite, a file that holds one, or - to read it (default: the last active swarm)"
+    parser.add_argument("--join", metavar="NAME", help=words)
+    parser.add_argument("--listen", metavar="ADDR", action="append", help="like /ip4/0.0.0.0/tcp/7464 (repeatable)")
+    parser.add_argument("--advertise", metavar="MULTIADDR", action="append", help="told to others instead of guesses")
+    parser.add_argument("--discovery", metavar="MEANS", help="some of mdns,dht,invite,remembered")
+    parser.add_argument("--peer", metavar="MULTIADDR", action="append", help="connect to this peer (repeatable)")
+    parser.add_argument("--api-port", metavar="P", type=int, help="the control API's port; 0 is any free one")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="for the log file and stderr")
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Run the node until it is asked to stop."""
+    from app.cli.swarms import INVITE_VARIABLE, read_target
+    from app.home import Home, hold
+    from app.joining import remembered_target
+    from app.logs import start_logging
+    from app.remembered import load
+
+    wanted = arguments.join if arguments.join is not None or INVITE_VARIABLE in os.environ else ""
+    target = read_target(wanted) if wanted != "" else None
+    home = Home.open(arguments.home)
+    with hold(home):
+        config = configure(home, arguments)
+        if target is not None:
+            remembered_target(load(home), target)  # what makes no sense is said before anything heavy is loaded
+        start_logging(home.log_folder, arguments.log_level)
+        import trio
+
+        from app.node import Node
+        from app.places import cache_folder
+
+        node = Node(home, config, cache_folder(), on_ready=say_ready)
+        trio.run(node.run, target)
+    return 0
+
+
+def configure(home: Home, arguments: argparse.Namespace) -> Config:
+    """The settings in force: the file, which is written or migrated first, the environment, and the flags."""
+    from app.config import ensure_file, load_config, migrate, setting_named
+
+    kept = migrate(home.config_file)
+    if kept is not None:
+        print(f"shoal: the configuration was brought up to date; its former text is in {kept}", file=sys.stderr)
+    ensure_file(home.config_file)
+    discovery = None if arguments.discovery is None else setting_named("discovery").parse(arguments.discovery)
+    flags = {
+        "listen": _many(arguments.listen),
+        "advertise": _many(arguments.advertise),
+        "peers": _many(arguments.peer),
+        "discovery": discovery,
+        "api_port": arguments.api_port,
+    }
+    return load_config(home.config_file, os.environ).with_flags(flags)
+
+
+def _many(values: list[str] | None) -> tuple[str, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def say_ready(snapshot: Snapshot) -> None:
+    """The one line that scripts wait for."""
+    swarm = "none" if snapshot.swarm is None else f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}"
+    print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}", flush=True)
+
+
+COMMANDS = (Command("serve", "run the node in the foreground", run_serve, add_arguments),)

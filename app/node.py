@@ -1,0 +1,312 @@
+"""A running node: puts home, identity, network, swarm and API together, and does what the API asks.
+
+How it hangs on the network and takes part in a swarm is in `app.dwelling` and `app.stay`; here it is decided which
+swarm that is, what is remembered of it, and how the node comes and goes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING
+
+import trio
+
+from app.api import server
+from app.api.control import Joining
+from app.api.routes import build_application
+from app.config import Config, load_config, set_value, unset
+from app.doctor import Check
+from app.doctor_network import running_checks
+from app.dwelling import Dwelling
+from app.feed import Feed
+from app.founding import Wish, found
+from app.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
+from app.invite import Invite
+from app.joining import invite_to, named, remembered_target, view_of
+from app.manifest_store import ManifestStore
+from app.node_network import apply_live, network_view
+from app.remembered import Memberships, Remembered, load, update
+from app.resolving import resolve_aside, resolve_name
+from app.settings import Value
+from app.snapshot import Snapshot, State, SwarmView
+from app.stay import Surroundings
+from app.swarm_name import SwarmName
+from p2p import envelope
+from p2p.identity import load_or_create
+from p2p.platform import stop_signals
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+JOIN_PATIENCE_S = 15.0  # after which a join goes on by itself, and the person is told that it does
+TICK_S = 2.0  # between two looks at figures that change without telling
+
+log = logging.getLogger("shoal.node")
+
+
+class Node:
+    """The whole node; satisfies `app.api.control.Control`."""
+
+    def __init__(
+        self, home: Home, config: Config, cache: Path, on_ready: Callable[[Snapshot], None] = lambda snapshot: None
+    ) -> None:
+        self._home, self._config, self._cache, self._on_ready = home, config, cache, on_ready
+        self._flags = {
+            name: getattr(config.settings, name) for name in config.origins if config.origins[name] == "flag"
+        }
+        self._identity = load_or_create(home.key_file)
+        self._known: Memberships = load(home)
+        self._last_said_ms = read_sequence(home)
+        self._sequence = envelope.Sequence(self._last_said_ms)
+        self._version = importlib.metadata.version("shoal")
+        self._started_at_ms = _now_ms()
+        self._api_url = ""
+        self._state: State = "starting"
+        self._reason = ""
+        self.feed = Feed()
+        self._dwelling = Dwelling(home, self._surroundings())
+        self._switching = trio.Lock()
+        self._stop_asked = trio.Event()
+        self._api_over, self._api_ended = trio.Event(), trio.Event()
+        self._is_reachable = self._was_ready = False
+
+    def _surroundings(self) -> Surroundings:
+        return Surroundings(
+            identity=self._identity,
+            manifests=ManifestStore(self._cache),
+            sequence=self._sequence,
+            config=self.config,
+            known=lambda: self._known,
+            app_version=self._version,
+            changed=self.feed.touch,
+            note=self._note,
+            remember=self._remember,
+        )
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+
+    async def run(self, target: str | None = None) -> None:
+        """Live until asked to stop; `target` is where to go instead of the swarm that was active last."""
+        port = self._config.settings.api_port
+        sock = server.open_socket(port, explicit=self._config.explicit("api_port"))
+        self._api_url = server.url_of(sock)
+        if target is None and self._known.active is not None:
+            self._dwelling.go(self._known.active)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._heed_signals, nursery.cancel_scope)
+                await nursery.start(self._dwell)
+                await nursery.start(self._serve_api, sock)
+                self._write_node_file()
+                self._is_reachable = True
+                self._say_ready()
+                nursery.start_soon(self._tick)
+                nursery.start_soon(self._arrive, target)
+                await self._stop_asked.wait()
+                await self._wind_down()
+                nursery.cancel_scope.cancel()
+        finally:
+            sock.close()
+            remove_node_file(self._home)
+            write_sequence(self._home, self._sequence.last)
+
+    async def _dwell(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        self._dwelt = trio.Event()
+        await self._dwelling.run(task_status=task_status)
+        self._dwelt.set()
+
+    async def _serve_api(self, sock: socket, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        application = build_application(self, api_token(self._home), self._version)
+        await server.serve(application, sock, self._api_over.wait, task_status=task_status)
+        self._api_ended.set()
+
+    async def _wind_down(self) -> None:
+        """Leave the swarm while the API still tells of it, then end the streams of events, then the API."""
+        self._say("draining", "leaving the swarm")
+        self._dwelling.leave_for_good()
+        await self._dwelt.wait()
+        self._say("stopping", "the node has left")
+        self.feed.close()
+        self._api_over.set()
+        await self._api_ended.wait()
+
+    async def _heed_signals(
+        self, everything: trio.CancelScope, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with trio.open_signal_receiver(*stop_signals()) as signals:
+            task_status.started()
+            async for _ in signals:
+                if self._stop_asked.is_set():
+                    everything.cancel()  # asked twice: at once
+                self.stop()
+
+    async def _tick(self) -> None:
+        while True:
+            await trio.sleep(TICK_S)
+            self.feed.touch()
+
+    async def _arrive(self, target: str | None) -> None:
+        if target is not None:
+            self._say("joining", "looking for the swarm")
+            await self.join(target)
+        elif self._dwelling.stay is None:
+            self._say("idle", "in no swarm: go to one with `shoal join`, or found one with `shoal create`")
+            log.warning("this node is in no swarm: `shoal join NAME|INVITE` goes to one, `shoal create` founds one")
+
+    # --- what it says ------------------------------------------------------------------------------------------------
+
+    def _note(self, kind: str, text: str) -> None:
+        log.info("%s", text)
+        self.feed.note(kind, text)
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        """Once: when it has joined, and whoever is told so can reach it."""
+        stay = self._dwelling.stay
+        if stay is not None and stay.joined and self._is_reachable and not self._was_ready:
+            self._was_ready = True
+            self._on_ready(self.snapshot())
+
+    def _say(self, state: State, reason: str) -> None:
+        self._state, self._reason = state, reason
+        self._note("state", f"{state}: {reason}")
+
+    def snapshot(self) -> Snapshot:
+        """The state at this moment."""
+        stay, network = self._dwelling.stay, self._dwelling.network
+        speaks = stay is not None and not self._stop_asked.is_set()
+        state, reason = (stay.state, stay.reason) if stay is not None and speaks else (self._state, self._reason)
+        manifest = stay.manifest if stay is not None else None
+        return Snapshot(
+            peer_id=self._identity.peer_id,
+            state=state,
+            reason=reason,
+            api_url=self._api_url,
+            name=self._config.settings.name,
+            swarm=stay.swarm.name if stay is not None else None,
+            manifest=stay.swarm.model_hash if stay is not None else None,
+            private=stay is not None and stay.swarm.secret is not None,
+            blocks_total=manifest.config.n_blocks if manifest is not None else None,
+            listen_addrs=self._dwelling.listen_addrs(),
+            version=self._version,
+            pid=os.getpid(),
+            started_at_ms=self._started_at_ms,
+            network=network_view(network, self._config),
+            peers=stay.peers(network) if stay is not None and network is not None else (),
+            swarms=tuple(view_of(swarm, active=self._is_here(swarm)) for swarm in self._known.swarms),
+        )
+
+    def network_checks(self) -> Sequence[Check]:
+        """The doctor's lines about the network."""
+        stay = self._dwelling.stay
+        heard = [member.announcement.sequence for member in stay.members()] if stay is not None else []
+        checks = running_checks(self.snapshot(), now_ms=_now_ms(), last_said_ms=self._last_said_ms, heard_ms=heard)
+        return list(checks)
+
+    # --- what it is asked to do --------------------------------------------------------------------------------------
+
+    async def create(self, name: str, model: str, *, private: bool) -> Joining:
+        """Found a swarm of a model on this machine, and go there."""
+        wish = Wish(name, model, private)
+        make = partial(found, self._home, self._cache, wish, _ignore_progress, _ignore_progress)
+        swarm = await trio.to_thread.run_sync(make)
+        await self._remember(swarm)
+        return await self.join(f"{swarm.name}#{swarm.model_hash}")
+
+    async def join(self, target: str) -> Joining:
+        """Go to the swarm that a name or an invite means; what cannot be entered leaves the node where it was."""
+        async with self._switching:
+            known = await trio.to_thread.run_sync(load, self._home)
+            meant = remembered_target(known, target)
+            if isinstance(meant, SwarmName):
+                meant = await self._resolve(meant)
+            before = self._dwelling.stay
+            stay = self._dwelling.go(known.joined(meant).active)
+            assert stay is not None
+            with trio.move_on_after(JOIN_PATIENCE_S):
+                await stay.settled.wait()
+            if stay.failure is not None:
+                self._dwelling.go(None if before is None else before.swarm)
+                raise stay.failure
+            await self._remember(stay.swarm)
+            self._note("swarm", f"this node's swarm is {stay.swarm}")
+            return Joining(view_of(stay.swarm, active=True), stay.state, stay.reason)
+
+    async def leave(self, name: str) -> SwarmView:
+        """Forget a swarm, leaving it first where it is the active one."""
+        async with self._switching:
+            swarm = named(await trio.to_thread.run_sync(load, self._home), name)
+            if self._is_here(swarm):
+                self._dwelling.go(None)
+                self._say("idle", f"left {swarm}")
+            self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.left(swarm.id))
+            self._note("swarm", f"{swarm} is forgotten")
+            return view_of(swarm, active=False)
+
+    async def invite(self, name: str | None) -> Invite:
+        """An invite through this node, and through other members that can be reached."""
+        swarm = named(await trio.to_thread.run_sync(load, self._home), name)
+        own, others = self._dwelling.listen_addrs(), list(swarm.addresses)
+        stay, network = self._dwelling.stay, self._dwelling.network
+        if network is not None:
+            own = tuple(network.addresses())
+        if stay is not None and self._is_here(swarm):
+            others = [a for m in stay.members() if m.present for a in m.announcement.addresses[:1]] + others
+        return invite_to(swarm, own, others)
+
+    def config(self) -> Config:
+        """The settings in force."""
+        return self._config
+
+    async def set_config(self, name: str, text: str | None) -> Value:
+        """Write one setting to the file, and follow it at once where that can be done."""
+        path = self._home.config_file
+        change = partial(unset, path, name) if text is None else partial(set_value, path, name, text)
+        value: Value = await trio.to_thread.run_sync(change)
+        self._config = load_config(path, os.environ).with_flags(self._flags)
+        stay, network = self._dwelling.stay, self._dwelling.network
+        if network is not None:
+            await apply_live(network, self._config)
+        if stay is not None:
+            stay.announce_name(self._config.settings.name)
+        self._note("setting", f"the setting {name} was changed")
+        return value
+
+    def stop(self) -> None:
+        """Drain and end."""
+        self._stop_asked.set()
+
+    # --- within ------------------------------------------------------------------------------------------------------
+
+    async def _resolve(self, wanted: SwarmName) -> Remembered:
+        """Ask whoever can be reached; from inside a private swarm, over a public network made for this."""
+        network = self._dwelling.public_network()
+        if network is None:
+            return await resolve_aside(self._home, self._config, wanted)
+        return await resolve_name(network, self._config, wanted, self._dwelling.refusals_to)
+
+    async def _remember(self, swarm: Remembered) -> None:
+        self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.joined(swarm))
+
+    def _is_here(self, swarm: Remembered) -> bool:
+        stay = self._dwelling.stay
+        return stay is not None and stay.swarm.id == swarm.id
+
+    def _write_node_file(self) -> None:
+        info = NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, self._dwelling.listen_addrs())
+        write_node_file(self._home, info)
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 10**6
+
+
+def _ignore_progress(done: int, total: int) -> None:
+    """Whoever follows the API is told when the model has been read, and not before."""

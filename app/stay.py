@@ -1,0 +1,182 @@
+"""A node's time in one swarm: from looking for it, over taking part, to saying goodbye.
+
+It knows how a swarm is entered (its record, its manifest, its members) and what can be seen of it. Which swarm it is,
+and when it is left for another, is decided by `app.node`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import trio
+
+from app.config import Config
+from app.errors import AppError, UnknownSwarm
+from app.joining import record_of
+from app.manifest_store import ManifestStore
+from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
+from app.model_manifest import Manifest
+from app.network import Network
+from app.node_network import told_peers
+from app.records import SwarmRecord
+from app.refusals import Refusals
+from app.remembered import Memberships, Remembered
+from app.snapshot import PeerView, State
+from app.swarm_name import SwarmName
+from p2p.envelope import Sequence
+from p2p.errors import P2PError, WrongSecret
+from p2p.identity import Identity
+from p2p.node import Libp2pNetwork
+
+LOOK_AGAIN_S = 0.5
+
+log = logging.getLogger("shoal.node")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a stay needs of its node."""
+
+    identity: Identity
+    manifests: ManifestStore
+    sequence: Sequence
+    config: Callable[[], Config]
+    known: Callable[[], Memberships]
+    app_version: str
+    changed: Callable[[], None]  # something that can be seen has changed
+    note: Callable[[str, str], None]  # (kind, text): something happened
+    remember: Callable[[Remembered], Awaitable[None]]
+
+
+class Stay:
+    """One membership, and how far it has come."""
+
+    def __init__(self, swarm: Remembered, around: Surroundings) -> None:
+        self.swarm = swarm
+        self._around = around
+        self.state: State = "joining"
+        self.reason = f"looking for members of {swarm}"
+        self.settled = trio.Event()  # it has joined, or failed, or both will take longer than anybody waits
+        self.joined = False
+        self.failure: AppError | P2PError | None = None
+        self.manifest: Manifest | None = None
+        self.membership: Swarm | None = None
+        self._told = told_peers(around.config(), swarm)
+        self._refusals = Refusals(self._told)
+
+    # --- what can be seen --------------------------------------------------------------------------------------------
+
+    def members(self) -> tuple[Member, ...]:
+        """The other members that are known."""
+        return () if self.membership is None else self.membership.members()
+
+    def peers(self, network: Network) -> tuple[PeerView, ...]:
+        """The other members as a person sees them."""
+        links = {link.peer: link for link in network.links()}
+        views = []
+        for member in self.members():
+            link, said = links.get(member.peer), member.announcement
+            measured = None if link is None else link.rtt_s
+            view = PeerView(
+                peer=member.peer,
+                name=said.name,
+                start=said.span.start if said.span else None,
+                stop=said.span.stop if said.span else None,
+                rtt_s=member.rtt_s if measured is None else measured,
+                link=None if link is None else link.kind,
+                state=said.state if member.state == "alive" else member.state,
+                device=said.device,
+                tokens_per_s=said.decode_tokens_per_s,
+            )
+            views.append(view)
+        return tuple(sorted(views, key=lambda view: (view.start is None, view.start or 0, view.peer)))
+
+    # --- its course --------------------------------------------------------------------------------------------------
+
+    async def run(self, network: Libp2pNetwork, service: SwarmService) -> None:
+        """Enter the swarm and take part until cancelled; `service` then answers strangers who ask for it."""
+        for peer, addresses in self._told.items():
+            network.learn(peer, addresses)
+            for address in addresses:
+                network.seek(address)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._weigh_refusals, network)
+            record, manifest, peers = await self._enter(network)
+            nursery.cancel_scope.cancel()
+        service.keep(manifest)
+        try:
+            await self._take_part(network, service, (record, manifest), peers)
+        finally:
+            service.take_part(None)
+
+    async def leave(self) -> None:
+        """Say goodbye; takes two seconds at most."""
+        if self.membership is not None:
+            await self.membership.leave()
+
+    def refused(self, error: WrongSecret) -> None:
+        """A peer that this node dialled holds another secret; it matters if it was to lead into this swarm."""
+        self._refusals.hear(error)
+
+    def announce_name(self, name: str) -> None:
+        """Tell the members what this node is called now."""
+        if self.membership is not None:
+            self.membership.announce(name=name)
+
+    async def _weigh_refusals(self, network: Network) -> None:
+        self.failure = await self._refusals.conclusive(network)
+        self._say("joining", str(self.failure))
+        self.settled.set()
+
+    async def _enter(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
+        """The swarm's record and its model's manifest, from this machine or from members; and whom to ask first."""
+        store, model_hash = self._around.manifests, self.swarm.model_hash
+        record = record_of(self.swarm)
+        manifest = await trio.to_thread.run_sync(store.load, model_hash)
+        peers = tuple(self._told)
+        wanted = SwarmName(self.swarm.name, model_hash)
+        while record is None or manifest is None:
+            try:
+                found = await resolve_swarm(network, wanted, via=self._told, secret=self.swarm.secret)
+                record, peers = record or found.record, (*found.peers, *self._told)
+                if manifest is None:
+                    manifest = await fetch_manifest(network, peers, model_hash)
+                    await trio.to_thread.run_sync(store.save, manifest)
+            except (UnknownSwarm, P2PError) as error:
+                log.info("%s: %s", self.swarm, error)
+                await trio.sleep(LOOK_AGAIN_S)
+        self.swarm = replace(self.swarm, record=record.raw)
+        return record, manifest, peers
+
+    async def _take_part(
+        self,
+        network: Network,
+        service: SwarmService,
+        what: tuple[SwarmRecord, Manifest],
+        peers: tuple[str, ...],
+    ) -> None:
+        around, (record, manifest) = self._around, what
+        setup = SwarmSetup(secret=self.swarm.secret, sequence=around.sequence)
+        membership = Swarm(network, around.identity, record, manifest.config.n_blocks, setup)
+        membership.announce(state="client", name=around.config().settings.name, app_version=around.app_version)
+        membership.join_via(peers)
+        membership.subscribe(self._on_change)
+        await around.remember(self.swarm)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(membership.run)
+            service.take_part(membership)
+            self.manifest, self.membership, self.joined = manifest, membership, True
+            self._say("client", "this node hosts no blocks")
+            self.settled.set()
+
+    def _on_change(self, change: Change) -> None:
+        if change.kind in ("joined", "dead", "left", "draining", "moved"):
+            self._around.note("peer", f"{change.member.peer} {change.kind}")
+        else:
+            self._around.changed()
+
+    def _say(self, state: State, reason: str) -> None:
+        self.state, self.reason = state, reason
+        self._around.note("state", f"{state}: {reason}")
