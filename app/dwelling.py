@@ -21,6 +21,7 @@ from app.remembered import Remembered
 from app.stay import Stay, Surroundings
 from p2p.addresses import advertised
 from p2p.errors import HandshakeError, WrongSecret
+from p2p.listening import PortTaken
 from p2p.node import Libp2pNetwork
 from p2p.sockopts import own_ips
 from p2p.supervise import supervise
@@ -79,26 +80,34 @@ class Dwelling:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own one network after another; reports started once the first one listens."""
         while not self._leaving:
-            swarm = self.stay.swarm if self.stay is not None else None
-            self._secret = swarm.secret if swarm is not None else None
-            config = network_config(self._home, self._around.config(), swarm, self._bound)
-            network = Libp2pNetwork(
-                self._around.identity,
-                config,
-                is_valid_value=value_check(self._secret),
-                on_handshake_failure=self._on_handshake_failure,
-            )
-            service = self._service(network)
-            async with network.running():
-                await apply_live(network, self._around.config())
-                self._bound = tuple(str(address) for address in network.host.listening)
-                self.network = network
-                task_status.started()
-                task_status = trio.TASK_STATUS_IGNORED
-                try:
-                    await self._dwell_on(network, service)
-                finally:
-                    self.network = None
+            try:
+                await self._own_network(task_status)
+            except* PortTaken:
+                if not self._bound or self._around.config().explicit("listen"):
+                    raise
+                self._bound = ()  # somebody took the port between two networks: any other will do
+            task_status = trio.TASK_STATUS_IGNORED
+
+    async def _own_network(self, task_status: TaskStatus[None]) -> None:
+        swarm = self.stay.swarm if self.stay is not None else None
+        self._secret = swarm.secret if swarm is not None else None
+        network = Libp2pNetwork(
+            self._around.identity,
+            network_config(self._home, self._around.config(), swarm, self._bound),
+            is_valid_value=value_check(self._secret),
+            on_handshake_failure=self._on_handshake_failure,
+        )
+        service = self._service(network)
+        async with network.running():
+            await apply_live(network, self._around.config())
+            self._bound = tuple(str(address) for address in network.host.listening)
+            self.network = network
+            self._around.changed()
+            task_status.started()
+            try:
+                await self._dwell_on(network, service)
+            finally:
+                self.network = None
 
     async def _dwell_on(self, network: Libp2pNetwork, service: SwarmService) -> None:
         """Be in one swarm after another, as long as this network can speak with their members."""

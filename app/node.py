@@ -73,8 +73,9 @@ class Node:
         self.feed = Feed()
         self._dwelling = Dwelling(home, self._surroundings())
         self._switching = trio.Lock()
-        self._stop_asked = trio.Event()
+        self._stop_asked, self._dwelt = trio.Event(), trio.Event()
         self._api_over, self._api_ended = trio.Event(), trio.Event()
+        self._told_addresses: tuple[str, ...] = ()
         self._is_reachable = self._was_ready = False
 
     def _surroundings(self) -> Surroundings:
@@ -118,7 +119,6 @@ class Node:
             write_sequence(self._home, self._sequence.last)
 
     async def _dwell(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        self._dwelt = trio.Event()
         await self._dwelling.run(task_status=task_status)
         self._dwelt.set()
 
@@ -151,6 +151,7 @@ class Node:
         while True:
             await trio.sleep(TICK_S)
             self.feed.touch()
+            self._write_node_file()
 
     async def _arrive(self, target: str | None) -> None:
         if target is not None:
@@ -300,8 +301,11 @@ class Node:
         return stay is not None and stay.swarm.id == swarm.id
 
     def _write_node_file(self) -> None:
-        info = NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, self._dwelling.listen_addrs())
-        write_node_file(self._home, info)
+        """Say where this node is reached, whenever that is news: addresses come and go with the machine's networks."""
+        addresses = self._dwelling.listen_addrs()
+        if addresses and addresses != self._told_addresses:
+            self._told_addresses = addresses
+            write_node_file(self._home, NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, addresses))
 
 
 def _now_ms() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -45,14 +46,27 @@ def run_serve(arguments: argparse.Namespace) -> int:
         if target is not None:
             remembered_target(load(home), target)  # what makes no sense is said before anything heavy is loaded
         start_logging(home.log_folder, arguments.log_level)
-        import trio
-
-        from app.node import Node
-        from app.places import cache_folder
-
-        node = Node(home, config, cache_folder(), on_ready=say_ready)
-        trio.run(node.run, target)
+        live(home, config, target)
     return 0
+
+
+def live(home: Home, config: Config, target: str | None) -> None:
+    """The node's whole life; an error that nobody foresaw is in the log with all that is known of it."""
+    log = logging.getLogger("shoal.node")
+    for name in config.unknown:
+        log.warning("%s: there is no setting %r; the line is ignored", home.config_file, name)
+    import trio
+
+    from app.node import Node
+    from app.places import cache_folder
+
+    # The loop must get its turn soon beside the threads that compute: the default costs it 5 ms each time.
+    sys.setswitchinterval(0.0005)
+    try:
+        trio.run(Node(home, config, cache_folder(), on_ready=say_ready).run, target)
+    except Exception:
+        log.debug("the node ended with an error", exc_info=True)
+        raise
 
 
 def configure(home: Home, arguments: argparse.Namespace) -> Config:

@@ -1,0 +1,160 @@
+"""Nodes in this process, over real libp2p on loopback: what joins, settings and refusals do to a running one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+import app.membership.finding
+import app.node
+from app.config import load_config
+from app.errors import NameConflict, UnknownSwarm
+from app.founding import Wish, found
+from app.home import Home, find_node, hold
+from app.invite import Invite, new_secret
+from app.node import Node
+from app.remembered import Remembered, load, update
+from app.settings import Value
+from p2p.errors import WrongSecret
+from p2p.identity import Identity
+
+QUIET: dict[str, Value] = {"listen": ("/ip4/127.0.0.1/tcp/0",), "api_port": 0, "discovery": ("invite",)}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def found_swarm(folder: Path, cache: Path, name: str, *, private: bool = False) -> Remembered:
+    """A home folder whose active swarm it founded itself."""
+    home = Home.open(folder)
+    swarm = found(home, cache, Wish(name, "tiny-random", private), lambda done, total: None, lambda done, total: None)
+    update(home, lambda known: known.joined(swarm))
+    return swarm
+
+
+@asynccontextmanager
+async def living(folder: Path, cache: Path, target: str | None = None, **flags: Value) -> AsyncIterator[Node]:
+    """A node that lives as long as the block, and must end in order."""
+    home = Home.open(folder)
+    with hold(home):
+        node = Node(home, load_config(home.config_file, {}).with_flags({**QUIET, **flags}), cache)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.run, target)
+            await until(node, lambda: find_node(home) is not None)
+            yield node
+            node.stop()
+
+
+async def until(node: Node, check: Callable[[], bool]) -> None:
+    """Wait until something that the feed tells of is so."""
+    with trio.fail_after(20):
+        while not check():
+            await node.feed.wait_beyond(node.feed.version)
+
+
+def sees(node: Node, other: Node) -> bool:
+    return other.snapshot().peer_id in {peer.peer for peer in node.snapshot().peers if peer.link}
+
+
+async def test_a_new_name_reaches_the_others(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().state == "client")
+        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+            await until(b, lambda: sees(b, a))
+            await until(a, lambda: sees(a, b))
+            await b.set_config("name", "loft")
+            await until(a, lambda: [peer.name for peer in a.snapshot().peers] == ["loft"])
+        await until(a, lambda: a.snapshot().peers == ())  # b said goodbye
+
+
+async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+        await until(a, lambda: sees(a, b))
+        await a.set_config("deny", b.snapshot().peer_id)
+        await until(a, lambda: a.snapshot().network.links == 0)
+        assert a.config().settings.deny == (b.snapshot().peer_id,)
+
+
+async def test_an_invite_to_nobody_is_remembered_and_tried_on(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.node, "JOIN_PATIENCE_S", 0.2)
+    absent = Invite("gone", "cd" * 32, (f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}",))
+    async with living(tmp_path, cache) as node:
+        outcome = await node.join(str(absent))
+        assert (outcome.state, outcome.swarm.name) == ("joining", "gone")
+        assert node.snapshot().state == "joining"
+        assert node.snapshot().blocks_total is None
+    active = load(Home(tmp_path)).active
+    assert active is not None
+    assert active.name == "gone"
+
+
+async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "den", private=True)
+    found_swarm(tmp_path / "b", cache, "home")
+    async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache) as b:
+        await until(b, lambda: b.snapshot().state == "client")
+        wrong = replace(await a.invite(None), secret=new_secret())
+        with pytest.raises(WrongSecret, match="holds another secret"):
+            await b.join(str(wrong))
+        await until(b, lambda: b.snapshot().state == "client" and b.snapshot().network.advertised != ())
+        assert [swarm.name for swarm in b.snapshot().swarms] == ["home"]
+        # A bare name asked at a private swarm's door is answered the same.
+        address = a.snapshot().listen_addrs[0]
+        await b.leave("home")
+        await b.set_config("peers", address)
+        with pytest.raises(WrongSecret, match="holds another secret"):
+            await b.join("den")
+
+
+async def test_two_swarms_of_one_name_are_a_conflict(tmp_path: Path, cache: Path) -> None:
+    from app.records import sign_record
+    from p2p.identity import load_or_create
+
+    found_swarm(tmp_path / "a", cache, "home")
+    impostor = Home.open(tmp_path / "c")
+    record = sign_record(load_or_create(impostor.key_file), "home", "ee" * 32, now_ms=1)
+    update(impostor, lambda known: replace(known.joined(Remembered.from_record(record, now_ms=1)), active_id=None))
+    async with living(tmp_path / "a", cache) as a, living(tmp_path / "c", cache) as c:
+        await until(c, lambda: c.snapshot().listen_addrs != ())
+        doors = (a.snapshot().listen_addrs[0], c.snapshot().listen_addrs[0])
+        async with living(tmp_path / "b", cache, peers=doors) as b:
+            await until(b, lambda: b.snapshot().network.links == 2)
+            with pytest.raises(NameConflict, match="several swarms are called home"):
+                await b.join("home")
+            pinned = a.snapshot().swarms[0].pinned
+            assert (await b.join(pinned)).state == "client"
+
+
+async def test_an_unknown_name_leaves_the_node_idle(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.membership.finding, "FIND_TIMEOUT_S", 0.3)
+    async with living(tmp_path, cache) as node:
+        node_idle = node.snapshot().state
+        with pytest.raises(UnknownSwarm, match="nobody that could be asked knows"):
+            await node.join("nowhere")
+        assert node.snapshot().state == node_idle == "idle"
+
+
+async def test_the_secret_is_nowhere_but_in_the_invite(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    swarm = found_swarm(tmp_path, cache, "den", private=True)
+    assert swarm.secret is not None
+    async with living(tmp_path, cache) as node:
+        await until(node, lambda: node.snapshot().state == "client")
+        invite = str(await node.invite("den"))
+        told = [repr(node.snapshot()), caplog.text, *(note.text for note in node.feed.notes_after(0))]
+    assert not any(secret in text for text in told for secret in (swarm.secret.hex(), repr(swarm.secret), invite[20:]))
