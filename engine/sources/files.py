@@ -18,9 +18,9 @@ MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json of today is about 35 MB
 
 
 def shown(value: object) -> str:
-    """A short, printable form of an untrusted value."""
+    """A short, printable form of an untrusted value; of a long one both ends, since a path's end tells most."""
     text = repr(value) if not isinstance(value, int) else str(value) if abs(value) < 10**40 else "a huge number"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= 80 else f"{text[:30]}...{text[-47:]}"
 
 
 def file_size(path: Path) -> int:
