@@ -50,6 +50,8 @@ class Prober:
         self._round: list[str] = []
         self._stirred = trio.Event()
         self._prompted = Allowance(burst=1, per_s=0.2)  # looks at one member that others can bring about
+        # On a link that loses much, suspicions must not breed suspicions.
+        self._accusations = Allowance(burst=2, per_s=0.05)
         self._reunions = Allowance(burst=1, per_s=0.2)
         self._slots = trio.CapacityLimiter(tempo.looks_at_once)
 
@@ -125,7 +127,8 @@ class Prober:
             number = self._table.number(peer)
             change = self._talk.failed(peer)
             if change is not None and change.kind == "suspected":
-                self._talk.accuse(peer, self._looking[peer] or self._sign(peer, number))
+                if self._accusations.take(peer, trio.current_time()):
+                    self._talk.accuse(peer, self._looking[peer] or self._sign(peer, number))
                 return False
         return True
 

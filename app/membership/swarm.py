@@ -87,7 +87,7 @@ class Swarm:
         self._talk = Talk(network, terms, self.table, self, lambda: self._own_raw, self._now_ms)
         tempo, rng = self._setup.tempo, self._setup.rng
         self._prober = Prober(self._talk, tempo, rng, self._sign_suspicion)
-        self._pusher = Pusher(self._talk, tempo.push_delay_s, rng, self._prober.probe)
+        self._pusher = Pusher(self._talk, tempo.push_delay_s, rng, self._prober.look_at)
         self._seeking = Seeking(self._talk, record, self._setup.secret, self._setup.wall_clock, tempo, rng)
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
@@ -121,8 +121,7 @@ class Swarm:
         number = self._setup.sequence.next(self._now_ms())
         expires_at_ms = number + int(self._setup.tempo.lifetime_s * 1000)
         addresses = tuple(self._network.addresses())[:MAX_ADDRESSES]
-        self._own = replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses)
-        self._own_raw = self._signed()
+        self._say(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
         self._talk.said(self._own_raw, urgent=kind_of_news(before, self._own) != "updated")
         return self._own
 
@@ -147,7 +146,7 @@ class Swarm:
         """Tell the others goodbye; takes two seconds at most. Cancel `run` afterwards."""
         self.announce(state="left", span=None)
         with trio.move_on_after(FAREWELL_S):
-            await self._pusher.flush()
+            await self._pusher.farewell(self._own_raw)
         self._talk.listening = False
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -205,18 +204,17 @@ class Swarm:
     def _may_outbid(self) -> bool:
         return self._outbids.take("", trio.current_time())
 
-    def _signed(self) -> bytes:
-        """This node's announcement, with as many of its addresses as fit."""
+    def _say(self, said: Announcement) -> None:
+        """Sign an announcement with as many of its addresses as fit, and keep it as others will read it."""
         while True:
-            raw = sign_announcement(self._identity, self._own)
+            raw = sign_announcement(self._identity, said)
             try:
-                read_announcement(raw, now_ms=self._own.sequence)
+                self._own, self._own_raw = read_announcement(raw, now_ms=said.sequence), raw
+                return
             except EnvelopeError:
-                if not self._own.addresses:
+                if not said.addresses:
                     raise
-                self._own = replace(self._own, addresses=self._own.addresses[:-1])
-                continue
-            return raw
+                said = replace(said, addresses=said.addresses[:-1])
 
     def _sign_suspicion(self, accused: str, number: int) -> bytes:
         sequence = self._setup.sequence.next(self._now_ms())

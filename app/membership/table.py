@@ -127,6 +127,8 @@ class Table:
             self._held_off.pop(peer, None)
         elif self._held_off.get(peer, now) > now:
             return None
+        if entry is None and not self._has_room(sender):
+            return None  # before the signature is checked: a flood costs next to nothing
         said = check_announcement(raw, self._terms, now_ms)
         if entry is None:
             key = envelope.public_key[:KEY_BYTES]
@@ -225,26 +227,29 @@ class Table:
     # --- within ------------------------------------------------------------------------------------------------------
 
     def _welcome(self, entry: _Entry) -> Change | None:
-        if entry.key in self._peer_of or not self._make_room(entry.via):
+        if entry.key in self._peer_of:
             return None
+        self._make_room()
         peer = entry.said.peer
         self._entries[peer], self._peer_of[entry.key] = entry, peer
         self._enter(entry, spoken_state(entry.said), entry.since)
         return Change("joined", entry.member())
 
-    def _make_room(self, via: str) -> bool:
+    def _has_room(self, via: str) -> bool:
         if self._stranger_count >= self._limits.strangers:
-            greediest = max(self._strangers, key=lambda name: len(self._strangers[name]))
-            if len(self._strangers[greediest]) <= len(self._strangers.get(via, ())) + 1:
-                return False
-            evicted = self._entries[next(iter(self._strangers[greediest]))]
+            return len(self._strangers[self._greediest()]) > len(self._strangers.get(via, ())) + 1
+        return len(self._entries) < self._limits.members or bool(self._gone)
+
+    def _make_room(self) -> None:
+        if self._stranger_count >= self._limits.strangers:
+            evicted = self._entries[next(iter(self._strangers[self._greediest()]))]
             self._remove(evicted.said.peer)
             self._evicted.append(Change("left", evicted.member(), evicted.member()))
-        if len(self._entries) >= self._limits.members:
-            if not self._gone:
-                return False
+        elif len(self._entries) >= self._limits.members:
             self._remove(next(iter(self._gone)))
-        return True
+
+    def _greediest(self) -> str:
+        return max(self._strangers, key=lambda via: len(self._strangers[via]))
 
     def _enter(self, entry: _Entry, state: State, now: float) -> None:
         peer = entry.said.peer

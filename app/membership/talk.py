@@ -106,9 +106,12 @@ class Talk:
         self._met(peer, rtt_s)
         return Outcome.ALIVE
 
-    async def tell(self, peer: str, statements: list[bytes]) -> Outcome:
-        """Pass statements on."""
-        body = wire.Tell(self._id, statements).encode()
+    def telling(self, statements: list[bytes]) -> bytes:
+        """The body that passes these statements on."""
+        return wire.Tell(self._id, statements).encode()
+
+    async def tell(self, peer: str, body: bytes) -> Outcome:
+        """Pass statements on, as `telling` wrote them."""
         try:
             await self.network.call(peer, wire.TELL, body, timeout_s=CALL_TIMEOUT_S)
         except P2PError as error:
@@ -130,7 +133,7 @@ class Talk:
         while wanted:
             batch = wire.fitting(wanted, wire.MAX_BATCH_BYTES)
             wanted = wanted[len(batch) :]
-            if await self.tell(peer, batch) is not Outcome.ALIVE:
+            if await self.tell(peer, self.telling(batch)) is not Outcome.ALIVE:
                 break
         return Outcome.ALIVE
 

@@ -1,0 +1,141 @@
+"""A live node among hostile ones: it keeps serving the others, believes nothing unsigned, and stays within bounds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trio.testing import MockClock
+
+from app.membership import SwarmService, wire
+from app.membership.talk import Talk
+from app.model_manifest import Manifest
+from app.records import Announcement, sign_announcement
+from app.span import Span
+from p2p.errors import P2PError, Refused, RemoteError
+from p2p.identity import Identity
+from tests.app.swarms import Sim, identity, open_sim, wall_clock
+
+METHODS = (wire.TELL, wire.PROBE, wire.TABLE, wire.FIND, wire.MANIFEST)
+BODIES = st.lists(st.tuples(st.sampled_from(METHODS), st.binary(max_size=200), st.booleans()), min_size=1, max_size=20)
+
+
+class NoManifests:
+    def load(self, model_hash: str) -> Manifest | None:
+        return None
+
+
+def announcement(who: Identity, swarm: str) -> bytes:
+    now_ms = int(wall_clock() * 1000)
+    said = Announcement(who.peer_id, now_ms, now_ms + 600_000, swarm, "serving", Span(0, 8))
+    return sign_announcement(who, said)
+
+
+def told(sim: Sim, statements: list[bytes]) -> list[bytes]:
+    """The bodies that tell these statements."""
+    bodies = []
+    while statements:
+        batch = wire.fitting(statements, wire.MAX_BATCH_BYTES)
+        statements = statements[len(batch) :]
+        bodies.append(wire.Tell(bytes.fromhex(sim.record.id), batch).encode())
+    return bodies
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(bodies=BODIES)
+def test_garbage_at_every_method_costs_its_sender_and_nobody_else(bodies: list[tuple[str, bytes, bool]]) -> None:
+    async def main() -> None:
+        async with open_sim() as sim:
+            nodes = await sim.grow(3)
+            SwarmService(nodes[0].network, NoManifests())
+            codes = set()
+            for number, (method, body, right_swarm) in enumerate(bodies):
+                stranger = sim.fabric.node(f"stranger {number}")
+                prefix = bytes.fromhex(sim.record.id) if right_swarm else b""
+                try:
+                    await stranger.call(nodes[0].peer, method, prefix + body, timeout_s=5)
+                except RemoteError as error:
+                    codes.add(error.code)
+                except P2PError:
+                    pass
+            assert codes <= {"malformed", "not_member", "unknown"}
+            assert nodes[0].knows() == {nodes[1].peer, nodes[2].peer}
+            nodes[1].swarm.announce(state="draining")
+            await sim.until(lambda: nodes[0].state_of(nodes[1].peer) == "draining", 5)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+async def test_a_peer_that_sends_garbage_is_held_off(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(3)
+        stranger = sim.fabric.node("stranger")
+        with pytest.raises(RemoteError, match="cut off"):
+            await stranger.call(nodes[0].peer, wire.TELL, b"x", timeout_s=5)
+        await trio.sleep(1)
+        with pytest.raises(Refused):
+            await stranger.call(nodes[0].peer, wire.TELL, b"x", timeout_s=5)
+
+
+async def test_ten_thousand_identities_announced_at_once(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(8)
+        target, hostile = nodes[0], nodes[7]
+        good = {node.peer for node in nodes[1:]}
+        sybils = [announcement(identity(1_000_000 + number), sim.record.id) for number in range(10_000)]
+        for body in told(sim, sybils):
+            await hostile.network.call(target.peer, wire.TELL, body, timeout_s=30)
+        assert good <= target.knows()
+        assert len(target.swarm.table) <= 1024 + 7
+        newcomer = sim.add(50, [nodes[1].peer])  # somebody honest joins in the middle of it
+        await sim.until(lambda: newcomer.peer in target.swarm.table.present(), 5)
+        await sim.until(lambda: target.knows() == good | {newcomer.peer}, 60)
+        # Nobody was heard to answer, so nobody was passed on.
+        assert all(len(node.swarm.table) == 8 for node in nodes[1:7])
+
+
+async def test_worthless_statements_without_end_are_cut_off(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(4)
+        target, hostile = nodes[0], nodes[3]
+        rng = random.Random(1)
+        refused = 0
+        for _ in range(20):
+            junk = [rng.randbytes(200) for _ in range(100)]
+            try:
+                await hostile.network.call(target.peer, wire.TELL, told(sim, junk)[0], timeout_s=5)
+            except P2PError:
+                refused += 1
+            await trio.sleep(0.01)
+        assert refused > 10
+        assert hostile.peer not in target.knows()
+        assert target.knows() >= {nodes[1].peer, nodes[2].peer}
+
+
+async def test_a_member_that_changes_its_mind_all_the_time_cannot_flood_the_others(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(10)
+        await trio.sleep(60)
+        before = sum(node.network.traffic.messages_out for node in nodes)
+        for number in range(300):
+            nodes[0].swarm.announce(state="serving", span=Span(number % 8, 9))
+            await trio.sleep(0.1)
+        sent = sum(node.network.traffic.messages_out for node in nodes) - before
+        assert sent < 30 * 10 * 10  # ten messages a second and node, for two in peace
+        await trio.sleep(20)
+        assert all(node.swarm.table.number(nodes[0].peer) == nodes[0].swarm.own.sequence for node in nodes[1:])
+
+
+async def test_what_is_kept_for_others_is_bounded(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim:
+        node = sim.add(0)
+        await trio.sleep(1)
+        talk: Talk = node.swarm._talk
+        for number in range(6000):
+            talk._news.take(f"peer {number}", 0.0)
+            talk.rumours.add(("suspicion", f"peer {number}"), bytes(100), urgent=True)
+        assert len(talk._news) <= 4096
+        assert len(talk.rumours) <= 2048
