@@ -80,7 +80,6 @@ class Asker:
     @asynccontextmanager
     async def reply(self, prompt_ids: Sequence[int], settings: Any, *, max_tokens: int) -> AsyncIterator[Reply]:
         """Begin a reply of at most `max_tokens`; `settings` go to the ends as they are."""
-        assert self._links is not None, "the asker is not running"
         context = self._ends.context_length
         if len(prompt_ids) >= context:
             raise PromptTooLong(
@@ -88,10 +87,16 @@ class Asker:
             )
         text = self._ends.begin(prompt_ids, settings)
         tokens = min(len(prompt_ids) + max_tokens, context)
-        guide = _Guide(self, Demand(Span(0, self._ends.n_blocks), tokens, len(prompt_ids)))
+        async with self.session(tokens, len(prompt_ids)) as session:
+            yield Reply(session, text, self._device, prompt_ids)
+
+    @asynccontextmanager
+    async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
+        """A session of at most `tokens` tokens, for those who choose them themselves."""
+        assert self._links is not None, "the asker is not running"
         session = RouteSession(
             self._links,
-            guide,
+            _Guide(self, Demand(Span(0, self._ends.n_blocks), tokens, prompt_tokens)),
             self._embed,
             tokens=tokens,
             width=self._ends.hidden_size,
@@ -100,7 +105,7 @@ class Asker:
         )
         self.active += 1
         try:
-            yield Reply(session, text, self._device, prompt_ids)
+            yield session
         finally:
             self.active -= 1
             await session.close()

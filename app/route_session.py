@@ -41,6 +41,7 @@ MIN_OVERDUE_S = 1.0
 OVERDUE_TIMES = 8.0
 _SMOOTH = 0.2
 SLOW_LINK_BYTES_PER_S = 250_000  # tokens on their way over such a link are not lost yet
+LOOK_AGAIN_S = 1.0
 _ROUNDS = 3  # epochs until hops and plan agree
 
 
@@ -99,7 +100,8 @@ class RouteSession:
         self._links, self._guide, self._embed, self._settings = links, guide, embed, settings
         self._tokens, self._width, self._dtype = tokens, width, DTYPES[dtype]
         self._history: list[int] = []
-        self._route: Route = ()
+        self._route: Route = ()  # in use, or being set up
+        self._settled: Route = ()  # the last one that stood
         self._hops: dict[str, HopLink] = {}
         self._epoch = 0
         self._flowing = False  # the route is set up and has been fed all tokens
@@ -109,10 +111,12 @@ class RouteSession:
         self._ready: dict[str, HopState] = {}
         self._states: dict[str, Frame] = {}
         self._leaving: set[str] = set()  # hops that are draining
+        self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._relayed: set[tuple[str, str]] = set()  # links that go through this asker
         self._bad_links: dict[tuple[str, str], int] = {}
         self._event = trio.Event()
         self._urgent_from = 0
+        self._look_again_at = 0.0  # for somebody to take over from hops that leave
         self._advanced_at, self._progress = 0.0, -1  # when hops last got further, and how far
         self.recoveries = 0
 
@@ -130,6 +134,8 @@ class RouteSession:
         self._history += token_ids
         self._answer = None
         begin = trio.current_time()
+        if self._leaving and self._can_leave():
+            self._flowing = False
         smooth = self._flowing and self._trouble is None
         if smooth:
             await self._feed(first, embedded)
@@ -146,6 +152,13 @@ class RouteSession:
                     self._usual_s += (_SMOOTH if self._usual_s else 1.0) * (took_s - self._usual_s)
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from position `length` on; the hops are told with the next tokens, in a new epoch."""
+        assert 0 <= length <= len(self._history), "only what was fed can be forgotten"
+        del self._history[length:]
+        self._cut_to = min(self._cut_to, length)
+        self._flowing = False
 
     async def close(self) -> None:
         """Free all hops at once; never waits for them."""
@@ -179,9 +192,11 @@ class RouteSession:
 
     def lost(self, peer: str) -> None:
         """The stream to a hop broke."""
-        if peer in self._hops:
+        if any(hop.peer == peer for hop in self._route):
             self._trouble = _HopFailed(peer, "its stream broke")
             self._event.set()
+        else:
+            self._hops.pop(peer, None)
 
     def _complained(self, peer: str, trouble: Trouble) -> None:
         log.info("session %s: %s says %s: %s", self.id.hex()[:8], peer, trouble.code, trouble.text)
@@ -260,10 +275,10 @@ class RouteSession:
     async def _probe(self) -> None:
         """Ask every hop how far it is; whoever is silent, or a link that lost something, is the trouble."""
         self._states.clear()
-        for link in self._hops.values():
-            await link.send(self.id, plain(Kind.PROBE, self.id, self._epoch, len(self._history)))
+        for hop in self._route:
+            await self._hops[hop.peer].send(self.id, plain(Kind.PROBE, self.id, self._epoch, len(self._history)))
         with trio.move_on_after(self._settings.probe_s):
-            while self._answer is None and self._trouble is None and len(self._states) < len(self._hops):
+            while self._answer is None and self._trouble is None and len(self._states) < len(self._route):
                 self._event = trio.Event()
                 await self._event.wait()
         if self._answer is not None or self._trouble is not None:
@@ -306,13 +321,12 @@ class RouteSession:
     async def _mend(self) -> None:
         """Set up a route on which all tokens so far are cached or under way."""
         begin = trio.current_time()
-        wait_s = self._settings.new_route_s if self._route else self._settings.first_route_s
-        self.recoveries += bool(self._route)
+        wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
+        self.recoveries += bool(self._settled) and self._trouble is not None
         while True:
             self._note_failure()
             try:
-                route = self._guide.route(self._route, sorted(self._leaving))
-                await self._set_up(route)
+                await self._set_up(self._next_route())
                 return
             except NoRoute:
                 if trio.current_time() - begin > wait_s:
@@ -322,6 +336,27 @@ class RouteSession:
             except _HopFailed as failure:
                 self._trouble = failure
 
+    def _next_route(self) -> Route:
+        """A route without the hops that leave; one that still has them where there is no other yet."""
+        try:
+            return self._guide.route(self._settled, sorted(self._leaving))
+        except NoRoute:
+            if not self._leaving:
+                raise
+            return self._guide.route(self._settled, [])
+
+    def _can_leave(self) -> bool:
+        """Whether the route has hops that are about to go and, looked up now and then, others could take over."""
+        now = trio.current_time()
+        if now < self._look_again_at or not any(hop.peer in self._leaving for hop in self._route):
+            return False
+        self._look_again_at = now + LOOK_AGAIN_S
+        try:
+            self._guide.route(self._settled, sorted(self._leaving))
+        except NoRoute:
+            return False
+        return True
+
     def _note_failure(self) -> None:
         trouble, self._trouble = self._trouble, None
         if trouble is not None and not trouble.blameless:
@@ -329,11 +364,11 @@ class RouteSession:
             self._guide.failed(trouble.peer, trouble.why, busy=trouble.busy)
 
     async def _set_up(self, route: Route) -> None:
-        """Begin an epoch on this route and get all tokens under way; raises `_HopFailed`."""
+        """Begin an epoch on this route and get all tokens under way; raises `_HopFailed`.
+
+        Hops of the old route are left when the new one stands: until then they may be needed again.
+        """
         self._flowing = False
-        staying = {hop.peer for hop in route}
-        for peer in [peer for peer in self._hops if peer not in staying]:
-            await self._leave(peer)
         self._route = route
         self._urgent_from = len(self._history)
         await self._reach_all()
@@ -341,7 +376,7 @@ class RouteSession:
         fed = len(self._history)
         # Where every hop is new, it is known beforehand from where each must send.
         known = plan_resume([HopState(0, 0)] * len(route), fed) if fresh else None
-        cuts = [KEEP] * len(route)
+        cuts = [self._cut_to] * len(route)
         for _ in range(_ROUNDS):
             states = await self._turn(cuts, known)
             plan = plan_resume(states, fed)
@@ -354,8 +389,11 @@ class RouteSession:
             raise _HopFailed(wrong[0], "it does not cut its cache as told")
         if known is None:
             await self._go(plan)
-        self._flowing = True
+        self._flowing, self._cut_to, self._settled = True, KEEP, route
         await self._feed(plan.feed_from)
+        staying = {hop.peer for hop in route}
+        for peer in [peer for peer in self._hops if peer not in staying]:
+            await self._leave(peer)
 
     async def _reach_all(self) -> None:
         failures: list[_HopFailed] = []

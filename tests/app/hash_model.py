@@ -147,6 +147,14 @@ def greedy(prompt: Sequence[int], count: int, n_blocks: int = 8) -> list[int]:
     return tokens
 
 
+def last_hidden(history: Sequence[int], n_blocks: int = 8) -> bytes:
+    """The undisturbed model's output behind the last of these tokens."""
+    rows = [HashEnds(n_blocks).embed([token]) for token in history]
+    for block in range(n_blocks):
+        rows = through(block, [], rows)
+    return rows[-1]
+
+
 class InlineDevice:
     """Runs work on the loop after a while of simulated time: threads and an autojumping clock do not mix."""
 

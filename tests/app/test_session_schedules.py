@@ -5,7 +5,8 @@ Whatever the schedule, the reply is the undisturbed one: never a wrong cache, ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from app.asker import Asker
 from app.network import FrameStream, Payload, Priority
 from app.session_wire import PROTOCOL, Kind, Trouble, Turn, decode, encode_trouble, encode_turn, header, plain
 from app.span import Span
 from p2p.errors import P2PError
 from p2p.memory import MemoryNode
-from tests.app.hash_model import ROW_BYTES, WIDTH, greedy
+from tests.app.hash_model import ROW_BYTES, WIDTH, greedy, last_hidden
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 
 PAIRS = ((0, 3), (3, 6), (6, 8), (0, 3), (3, 6), (6, 8))
@@ -107,6 +109,7 @@ def happen(swarm: SessionSwarm, what: str, name: str) -> None:
             if node.frozen:
                 swarm.fabric.resume(node.peer_id)
     elif what == "drain" and name in nodes and whole:
+        swarm.servers[name].draining = True
         swarm.nursery.start_soon(swarm.servers[name].drain)
         swarm.announcements[name] = replace(swarm.announcements[name], state="draining")
     elif what == "part" and name in nodes:
@@ -116,23 +119,30 @@ def happen(swarm: SessionSwarm, what: str, name: str) -> None:
 async def disturbed_reply(
     schedule: dict[int, tuple[Fault, int]], happenings: Sequence[tuple[int, str, int]]
 ) -> list[int]:
+    async with meddled_swarm(schedule) as (swarm, asker):
+        async with asker.reply(PROMPT, TOKENS, max_tokens=TOKENS) as reply:
+            async for _ in reply:
+                for at, what, number in happenings:
+                    if at == len(reply.figures.token_ids):
+                        happen(swarm, what, f"n{number}")
+        return reply.figures.token_ids
+
+
+@asynccontextmanager
+async def meddled_swarm(schedule: dict[int, tuple[Fault, int]]) -> AsyncIterator[tuple[SessionSwarm, Asker]]:
+    """A swarm whose frames are meddled with; what happens in it must end in good time and leave nothing behind."""
     async with open_swarm(*PAIRS) as swarm:
         meddler = Meddler(schedule)
         asker = await swarm.asker()
         for node in swarm.fabric.nodes.values():
             meddler.stand_between(node)
         with trio.fail_after(300):
-            async with asker.reply(PROMPT, TOKENS, max_tokens=TOKENS) as reply:
-                async for _ in reply:
-                    for at, what, number in happenings:
-                        if at == len(reply.figures.token_ids):
-                            happen(swarm, what, f"n{number}")
+            yield swarm, asker
         await trio.sleep(60)
         for node in swarm.fabric.nodes.values():
             if node.frozen:
                 swarm.fabric.resume(node.peer_id)
         await no_leaks(swarm)
-        return reply.figures.token_ids
 
 
 @settings(max_examples=150)
@@ -142,6 +152,29 @@ def test_no_schedule_changes_a_reply(
 ) -> None:
     tokens = trio.run(disturbed_reply, schedule, happenings, clock=MockClock(autojump_threshold=0))
     assert tokens == greedy(PROMPT, TOKENS)
+
+
+@settings(max_examples=150)
+@given(faults, events, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 8)), min_size=3, max_size=TOKENS))
+def test_no_schedule_mixes_tokens_that_were_taken_back_with_those_that_came_instead(
+    schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]], feeds: list[tuple[int, int]]
+) -> None:
+    async def run() -> None:
+        async with meddled_swarm(schedule) as (swarm, asker), asker.session(200) as session:
+            history: list[int] = []
+            for turn, (count, taken_back) in enumerate(feeds):
+                for at, what, number in happenings:
+                    if at == turn:
+                        happen(swarm, what, f"n{number}")
+                new = [1000 * turn + index for index in range(count)]
+                history += new
+                frame = await session.advance(new)
+                assert bytes(frame.body[-ROW_BYTES:]) == last_hidden(history), turn
+                if taken_back:
+                    del history[max(len(history) - taken_back, 0) :]
+                    session.cut(len(history))
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
 
 
 async def test_strangers_change_nothing(autojump_clock: MockClock) -> None:

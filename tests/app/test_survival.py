@@ -192,6 +192,28 @@ async def test_a_draining_hop_hands_over_without_a_gap(autojump_clock: MockClock
         await no_leaks(swarm)
 
 
+async def test_a_draining_hop_stays_until_somebody_can_take_over(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        drained: list[bool] = []
+
+        async def drain() -> None:
+            drained.append(await swarm.servers["n1"].drain())
+
+        async def relief() -> None:
+            await trio.sleep(3)
+            await swarm.serve("relief", HashRunner(4, 8))
+
+        def begin() -> None:
+            swarm.nursery.start_soon(drain)
+            swarm.nursery.start_soon(relief)
+
+        figures = await disturbed(await swarm.asker(), 5, begin, 200)
+        assert drained == [True]
+        assert figures.longest_gap_s < 0.5
+        assert [hop.peer for hop in figures.route] == ["n0", "relief"]
+        await no_leaks(swarm)
+
+
 async def test_hops_that_cannot_reach_each_other_go_through_the_asker(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 3), (3, 6), (6, 8)) as swarm:
         nodes = swarm.fabric.nodes
