@@ -23,7 +23,7 @@ log = logging.getLogger("shoal.membership")
 
 LOOK_UP_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 2.0
-ASKS_AT_ONCE = 32
+ASKS_AT_ONCE = 64
 ASK_AGAIN_S = 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -49,6 +49,7 @@ class Seeking:
         self._told: dict[str, None] = {}
         self._hurry = trio.Event()
         self._asked_at: dict[str, float] = {}
+        self._slots = trio.CapacityLimiter(ASKS_AT_ONCE)
 
     def try_first(self, peers: Iterable[str]) -> None:
         """Peers that are likely to be members."""
@@ -101,43 +102,50 @@ class Seeking:
                 return
 
     async def _ask_providers(self, keys: Iterable[bytes]) -> None:
-        found: dict[str, None] = {}
+        """Look up all of these keys and ask whom they lead to; while alone, the first answer is enough."""
+        alone = not self._talk.table.present()
 
         async def look(key: bytes) -> None:
             try:
-                found.update(dict.fromkeys(await self._talk.network.find_providers(key, timeout_s=LOOK_UP_TIMEOUT_S)))
+                found = await self._talk.network.find_providers(key, timeout_s=LOOK_UP_TIMEOUT_S)
             except P2PError as error:
                 log.debug("the directory gave no answer: %s", error)
+                return
+            await self._ask_all([peer for peer in found if peer not in self._talk.table])
+            if alone and self._talk.table.present():
+                nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for key in keys:
                 nursery.start_soon(look, key)
-        await self._ask_all([peer for peer in found if peer not in self._talk.table])
 
     async def _ask_all(self, peers: Iterable[str]) -> None:
         """Compare tables with all of these that were not asked lately; while alone, the first answer is enough."""
-        now = trio.current_time()
-        due = [
-            peer
-            for peer in dict.fromkeys(peers)
-            if peer != self._talk.network.peer_id and now - self._asked_at.get(peer, -ASK_AGAIN_S) >= ASK_AGAIN_S
-        ]
-        self._rng.shuffle(due)
-        for peer in due:
-            self._asked_at[peer] = now
-        for peer in list(self._asked_at)[:-_MAX_ASKED]:
-            del self._asked_at[peer]
+        due = self._due(peers)
         alone = not self._talk.table.present()
-        slots = trio.CapacityLimiter(ASKS_AT_ONCE)
 
         async def ask(peer: str) -> None:
-            async with slots:
+            async with self._slots:
                 if await self._talk.compare(peer, ASK_TIMEOUT_S) is Outcome.ALIVE and alone:
                     nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for peer in due:
                 nursery.start_soon(ask, peer)
+
+    def _due(self, peers: Iterable[str]) -> list[str]:
+        now = trio.current_time()
+        due = [
+            peer
+            for peer in dict.fromkeys(peers)
+            if peer != self._talk.network.peer_id and now - self._asked_at.get(peer, -ASK_AGAIN_S) >= ASK_AGAIN_S
+        ]
+        for peer in due:
+            self._asked_at.pop(peer, None)
+            self._asked_at[peer] = now
+        for peer in list(self._asked_at)[:-_MAX_ASKED]:
+            del self._asked_at[peer]
+        return due
 
     async def _provide(self) -> None:
         """Be findable, and keep the swarm's record in the directory."""

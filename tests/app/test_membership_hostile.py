@@ -73,7 +73,7 @@ async def test_a_peer_that_sends_garbage_is_held_off(autojump_clock: MockClock) 
     async with open_sim() as sim:
         nodes = await sim.grow(3)
         stranger = sim.fabric.node("stranger")
-        with pytest.raises(RemoteError, match="cut off"):
+        with pytest.raises(P2PError):
             await stranger.call(nodes[0].peer, wire.TELL, b"x", timeout_s=5)
         await trio.sleep(1)
         with pytest.raises(Refused):

@@ -1,0 +1,115 @@
+"""Two hundred nodes through partitions and hours of churn, and what each of them keeps in memory."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterable
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.membership import Swarm, Tempo
+from app.span import Span
+from p2p.memory import DirectoryProfile, LinkProfile
+from tests.app.swarms import SimNode, open_sim
+
+pytestmark = pytest.mark.soak
+
+
+def kept_bytes(roots: Iterable[object], besides: set[int]) -> int:
+    """The size of all that can be reached from `roots` through plain containers and our own objects."""
+    seen, todo, total = set(besides), list(roots), 0
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen or isinstance(thing, type) or callable(thing) or type(thing).__module__.startswith("trio"):
+            continue
+        seen.add(id(thing))
+        total += sys.getsizeof(thing)
+        todo += gc.get_referents(thing)
+    return total
+
+
+def table_bytes(swarm: Swarm) -> int:
+    """What a membership keeps of the others."""
+    return kept_bytes([swarm.table, swarm._talk.rumours, swarm._talk._news, swarm._talk._changes], set())
+
+
+async def test_memory_is_linear_in_members(
+    autojump_clock: MockClock, record_property: Callable[[str, object], None]
+) -> None:
+    sizes = {}
+    for count in (50, 100, 200):
+        async with open_sim() as sim:
+            nodes = await sim.grow(count)
+            await trio.sleep(120)
+            sizes[count] = sum(table_bytes(node.swarm) for node in nodes[:10]) / 10
+    record_property("bytes", sizes)
+    assert sizes[200] <= 4.4 * sizes[50]
+    assert sizes[200] / 200 <= 8192
+
+
+async def test_a_partition_of_two_hundred_heals(
+    autojump_clock: MockClock, record_property: Callable[[str, object], None]
+) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(200)
+        for share in (100, 180):
+            half = {node.peer for node in nodes[:share]}
+            sim.fabric.partition(half)
+
+            def apart(half: set[str] = half) -> bool:
+                return all(
+                    {*node.swarm.table.present()} <= half
+                    if node.peer in half
+                    else not {*node.swarm.table.present()} & half
+                    for node in nodes
+                )
+
+            apart_s = await sim.until(apart, 60)
+            await trio.sleep(120)
+            sim.fabric.heal()
+            healed_s = await sim.until(lambda: all(len(node.swarm.table.present()) == 199 for node in nodes), 60)
+            record_property(f"partition_{share}", (round(apart_s, 1), round(healed_s, 1)))
+            await trio.sleep(60)
+
+
+async def test_hours_of_churn(autojump_clock: MockClock, record_property: Callable[[str, object], None]) -> None:
+    """Nodes come, crash, leave, freeze and move for three hours; whoever is there is known to nearly everybody."""
+    rng = random.Random(7)
+    link = LinkProfile(delay_s=0.03, jitter_s=0.03, loss=0.0005)
+    async with open_sim(link=link, directory=DirectoryProfile(loss=0.1), tempo=Tempo(period_s=4.0)) as sim:
+        alive: list[SimNode] = await sim.grow(60)
+        frozen: list[SimNode] = []
+        number, checked, wrong = 60, 0, 0
+        for _ in range(180):
+            for _ in range(rng.randrange(3)):
+                number += 1
+                alive.append(sim.add(number, [rng.choice(alive).peer]))
+            for _ in range(rng.randrange(3)):
+                node = alive.pop(rng.randrange(len(alive)))
+                how = rng.choice(("crash", "leave", "freeze"))
+                if how == "freeze":
+                    sim.fabric.freeze(node.peer)
+                    frozen.append(node)
+                    continue
+                if how == "leave":
+                    await node.swarm.leave()
+                sim.kill(node)
+            if frozen and rng.random() < 0.5:
+                node = frozen.pop()
+                sim.fabric.resume(node.peer)
+                alive.append(node)
+            start = rng.randrange(16)
+            rng.choice(alive).swarm.announce(state="serving", span=Span(start, start + 8))
+            await trio.sleep(60)
+            truth = {node.peer for node in alive}
+            for node in alive:
+                knows = {*node.swarm.table.present()}
+                checked += len(truth) - 1
+                wrong += len(truth - {node.peer} - knows) + len(knows - truth)
+        record_property("wrong", f"{wrong} of {checked}")
+        assert wrong <= checked * 0.01
+        assert max(len(node.swarm.table) for node in alive) <= 2 * number
