@@ -110,7 +110,12 @@ class Swarm:
 
     def members(self) -> tuple[Member, ...]:
         """Every other member that is not gone; those not `proven` are known from others only."""
-        return self.table.members()
+        members = self.table.members()
+        if all(member.rtt_s is not None for member in members):
+            return members
+        # Not probed yet, only heard from: the link's heartbeat may know.
+        rtt_of = {link.peer: link.rtt_s for link in self._network.links()}
+        return tuple(m if m.rtt_s is not None else replace(m, rtt_s=rtt_of.get(m.peer)) for m in members)
 
     def announce(self, **changes: Unpack[Said]) -> Announcement:
         """Say something new of this node; another state or span reaches everybody within seconds.
