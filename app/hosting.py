@@ -1,0 +1,175 @@
+"""The blocks that this node hosts in its swarm: how many fit, which ones are wanted most, loading, serving, moving.
+
+The decisions are pure and elsewhere (`engine.budget`, `app.placement`); here they are carried out. Sessions are the
+block server's, membership is the swarm's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.block_server import BlockServer
+from app.errors import AppError
+from app.membership import Swarm
+from app.network import Network
+from app.placement import Candidate, Move, decide
+from app.runner import DeviceThread
+from app.snapshot import State
+from app.span import Span
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from engine.hosting import Hosted, HostingPlan
+    from engine.sources.base import ModelSource
+
+log = logging.getLogger("shoal.hosting")
+
+REFRESH_S = 30.0  # between two announcements of figures that only drift
+
+
+@dataclass(frozen=True)
+class HostingWish:
+    """What the person wants of this node's hosting."""
+
+    device: str | None = None
+    max_vram_bytes: int | None = None  # 0: host nothing
+    blocks: Span | None = None  # these and no others
+
+
+class CannotHost(AppError):
+    """The blocks that the person asked for cannot be hosted here."""
+
+
+Say = Callable[[State, str], None]
+
+
+class Hosting:
+    """Hosts blocks in one swarm; `run` until cancelled."""
+
+    def __init__(self, network: Network, swarm: Swarm, source: ModelSource, wish: HostingWish, say: Say) -> None:
+        self._network, self._swarm, self._source, self._wish, self._say = network, swarm, source, wish, say
+        self._device = DeviceThread()
+        self.server = BlockServer(network, None, self._device)
+        self._plan: HostingPlan | None = None
+        self._hosted: Hosted | None = None
+        self._span: Span | None = None
+        self._settled_at = 0.0
+        self._news = trio.Event()
+
+    def facts(self) -> dict[str, Any]:
+        """The snapshot's fields about what is hosted."""
+        return {
+            "start": None if self._span is None else self._span.start,
+            "stop": None if self._span is None else self._span.stop,
+            "device": None if self._plan is None else self._plan.device.id,
+            "tokens_per_s": self._tokens_per_s,
+            "sessions": self.server.sessions,
+        }
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return 0.0 if self._hosted is None else self._hosted.throughput.decode_tokens_per_s
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Choose, load, serve, and choose again when the swarm changes; started once it serves or stays a client."""
+        self._plan = await self._make_plan()
+        if self._plan is None:
+            task_status.started()
+            return
+        stop_listening = self._swarm.subscribe(lambda change: self._news.set())
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.server.run)
+                move = self._decide(self._plan)
+                assert move is not None, "a node without a place is given one"
+                await self._load(self._plan, move)
+                task_status.started()
+                while True:
+                    await self._follow_the_swarm(self._plan)
+        finally:
+            stop_listening()
+
+    async def drain(self) -> None:
+        """Take no more sessions, and let those that are here move on."""
+        if self._span is not None:
+            self._swarm.announce(state="draining")
+            await self.server.drain()
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    async def _make_plan(self) -> HostingPlan | None:
+        """What fits here, or None where this node stays a client."""
+        from engine.hosting import plan_hosting
+
+        wish, config = self._wish, self._source.config
+        if wish.max_vram_bytes == 0:
+            self._say("client", "the memory limit is 0, so this node hosts nothing")
+            return None
+        if wish.blocks is not None and wish.blocks.stop > config.n_blocks:
+            raise CannotHost(f"blocks {wish.blocks} were asked for, but the model has {config.n_blocks} blocks")
+        plan = await self._device.run(plan_hosting, config, wish.device, wish.max_vram_bytes)
+        if wish.blocks is not None and plan.blocks < len(wish.blocks):
+            raise CannotHost(f"blocks {wish.blocks} do not fit here: {plan.budget.reason}")
+        if plan.blocks == 0:
+            self._say("client", plan.budget.reason)
+            return None
+        return plan
+
+    def _decide(self, plan: HostingPlan) -> Move | None:
+        if self._wish.blocks is not None:
+            return None if self._span is not None else Move(self._wish.blocks, 0.0, "these blocks were asked for")
+        settled_s = trio.current_time() - self._settled_at
+        me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
+        others = [member.announcement for member in self._swarm.members() if member.present]
+        return decide(me, others, self._swarm.n_blocks)
+
+    async def _follow_the_swarm(self, plan: HostingPlan) -> None:
+        """Wait for a reason to move, and move if it still stands when this node's turn has come."""
+        move = self._decide(plan)
+        self._news = trio.Event()
+        if move is None:
+            with trio.move_on_after(REFRESH_S) as waiting:
+                await self._news.wait()
+            if waiting.cancelled_caught:
+                self._announce()
+            return
+        await trio.sleep(move.after_s)
+        if self._decide(plan) is not None:
+            self._say("loading", f"moving to {move.span}: {move.reason}")
+            await self.drain()
+            await self._load(plan, move)
+
+    # --- hosting -----------------------------------------------------------------------------------------------------
+
+    async def _load(self, plan: HostingPlan, move: Move) -> None:
+        from engine.hosting import host_blocks
+
+        span = move.span
+        self._say("loading", f"blocks {span}: {move.reason}")
+        self._swarm.announce(state="loading", span=span, device=plan.device.name)
+        await self.server.host(None)
+        self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
+        load = partial(host_blocks, self._source, span.start, span.stop, plan)
+        self._hosted, self._span = await self._device.run(load), span
+        self._settled_at = trio.current_time()
+        await self.server.host(self._hosted.runner)
+        self._announce()
+        self._say("serving", move.reason)
+
+    def _announce(self) -> None:
+        assert self._hosted is not None, "only what is loaded is announced"
+        throughput = self._hosted.throughput
+        self._swarm.announce(
+            state="serving",
+            span=self._span,
+            decode_tokens_per_s=throughput.decode_tokens_per_s,
+            prefill_tokens_per_s=throughput.prefill_tokens_per_s,
+            kv_free_tokens=self.server.kv_free_tokens,
+        )

@@ -1,0 +1,75 @@
+"""From a device and a memory limit to hosted blocks: what fits, loading it, and how fast it turned out to be."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from engine.budget import Allowance, BlockBudget, Precision, default_headroom, int8_weights, plan_blocks
+from engine.config import ModelConfig
+from engine.device import Device, find_device, probe_devices
+from engine.dtypes import pick_dtype
+from engine.linear import cpu_products
+from engine.measure import Throughput, measure_span
+from engine.runner import SessionRunner
+from engine.sources.base import ModelSource
+from engine.span import LoadProgress, SpanOptions, load_span
+
+
+@dataclass(frozen=True)
+class HostingPlan:
+    """What one device can host of one model."""
+
+    device: Device
+    dtype: torch.dtype
+    quantised: bool
+    budget: BlockBudget
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks fit."""
+        return self.budget.blocks
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """Loaded blocks, ready to be served."""
+
+    runner: SessionRunner
+    throughput: Throughput
+    weight_bytes: int
+
+
+def plan_hosting(
+    config: ModelConfig, device_name: str | None, cap_bytes: int | None, *, quantised: bool = False
+) -> HostingPlan:
+    """How many blocks fit on a device (the best one where none is named) beside the rest of what runs there."""
+    device = find_device(device_name, probe_devices())
+    dtype = pick_dtype(device.id).dtype
+    precision = int8_weights(dtype.itemsize) if quantised else Precision(dtype.itemsize, dtype.itemsize)
+    headroom = default_headroom(device.kind, device.total_bytes)
+    budget = plan_blocks(config, Allowance(device.free_bytes, headroom, cap_bytes), precision)
+    return HostingPlan(device, dtype, quantised, budget)
+
+
+def host_blocks(
+    source: ModelSource, start: int, stop: int, plan: HostingPlan, progress: LoadProgress | None = None
+) -> Hosted:
+    """Read blocks [start, stop) onto the plan's device and measure them."""
+    options = SpanOptions(
+        torch.device(plan.device.id), plan.dtype, "int8" if plan.quantised else "none", kv_bytes=plan.budget.kv_bytes
+    )
+    if options.device.type == "cpu":
+        options = dataclasses.replace(options, packed=_has_room_for_copies(plan, stop - start))
+        cpu_products(plan.dtype)  # measured now, not under the first prompt
+    span = load_span(source, start, stop, options, progress)
+    return Hosted(SessionRunner(span), measure_span(span), span.weight_bytes)
+
+
+def _has_room_for_copies(plan: HostingPlan, blocks: int) -> bool:
+    """Whether a second copy of the weights, laid out for batches, stays within the limit."""
+    budget = plan.budget
+    copies = blocks * budget.weight_bytes_per_block
+    return not plan.quantised and copies <= (budget.blocks - blocks) * budget.weight_bytes_per_block
