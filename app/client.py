@@ -70,14 +70,30 @@ class Client:
         """Change one setting; None is its default again."""
         return self.put(f"/api/config/{quote(name, safe='')}", {"value": value})
 
+    def chat(self, request: dict[str, Any], *, silence_s: float = PATIENT_S) -> Iterator[dict[str, Any]]:
+        """The pieces of a reply, `{"text": …}`, and at its end `{"done": …}`; what goes wrong on the way is raised."""
+        for line in self._lines("POST", "/api/chat", request, silence_s):
+            piece: dict[str, Any] = json.loads(line)
+            if "error" in piece:
+                raise _failure(200, line)
+            yield piece
+            if "done" in piece:
+                return
+        raise ApiFailure("the reply broke off: the node has ended")
+
     def events(self, *, silence_s: float = 60.0) -> Iterator[Event]:
         """The node's events until it leaves; `silence_s` without a byte is taken for a lost line."""
+        return _events(self._lines("GET", "/api/events", None, silence_s))
+
+    def _lines(self, method: str, path: str, body: dict[str, Any] | None, silence_s: float) -> Iterator[bytes]:
+        """The lines of an answer as they come."""
         connection = self._connection(silence_s)
         try:
-            answer = self._send(connection, "GET", "/api/events", None)
+            answer = self._send(connection, method, path, body)
             if answer.status != 200:
                 raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))
-            yield from _events(answer)
+            while line := answer.readline(_MAX_LINE_BYTES):
+                yield line
         except (OSError, http.client.HTTPException) as error:
             raise self._gone(error) from error
         finally:
@@ -152,9 +168,9 @@ def _failure(status: int, raw: bytes) -> AppError:
     return ApiFailure(message)
 
 
-def _events(answer: http.client.HTTPResponse) -> Iterator[Event]:
+def _events(lines: Iterator[bytes]) -> Iterator[Event]:
     name, data = "", ""
-    while line := answer.readline(_MAX_LINE_BYTES):
+    for line in lines:
         text = line.decode("utf-8", "replace").rstrip("\r\n")
         if text.startswith("event:"):
             name = text[6:].strip()

@@ -10,11 +10,12 @@ import importlib.metadata
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -25,6 +26,7 @@ from app.config import Config, load_config, set_value, unset
 from app.doctor import Check
 from app.doctor_network import running_checks
 from app.dwelling import Dwelling
+from app.errors import AppError
 from app.feed import Feed
 from app.founding import Wish, found
 from app.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
@@ -33,6 +35,7 @@ from app.joining import invite_to, named, remembered_target, view_of
 from app.manifest_store import ManifestStore
 from app.node_network import apply_live, network_view
 from app.remembered import Memberships, Remembered, load, update
+from app.replying import ReplyRequest
 from app.resolving import resolve_aside, resolve_name
 from app.settings import Value
 from app.snapshot import Snapshot, State, SwarmView
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 JOIN_PATIENCE_S = 15.0  # after which a join goes on by itself, and the person is told that it does
+READY = ("serving", "client")
 TICK_S = 2.0  # between two looks at figures that change without telling
 
 log = logging.getLogger("shoal.node")
@@ -171,7 +175,7 @@ class Node:
     def _say_ready(self) -> None:
         """Once: when it has joined, and whoever is told so can reach it."""
         stay = self._dwelling.stay
-        if stay is not None and stay.joined and self._is_reachable and not self._was_ready:
+        if stay is not None and stay.state in READY and self._is_reachable and not self._was_ready:
             self._was_ready = True
             self._on_ready(self.snapshot())
 
@@ -195,6 +199,7 @@ class Node:
             manifest=stay.swarm.model_hash if stay is not None else None,
             private=stay is not None and stay.swarm.secret is not None,
             blocks_total=manifest.config.n_blocks if manifest is not None else None,
+            **(stay.hosted() if stay is not None else {}),
             listen_addrs=self._dwelling.listen_addrs(),
             version=self._version,
             pid=os.getpid(),
@@ -261,6 +266,15 @@ class Node:
         if stay is not None and self._is_here(swarm):
             others = [a for m in stay.members() if m.present for a in m.announcement.addresses[:1]] + others
         return invite_to(swarm, own, others)
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """The swarm's reply to a conversation."""
+        stay = self._dwelling.stay
+        if stay is None or stay.replying is None:
+            raise AppError("this node is in no swarm yet: go to one with `shoal join`, or wait until it has joined")
+        async with aclosing(stay.replying.reply(request)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def config(self) -> Config:
         """The settings in force."""

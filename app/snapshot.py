@@ -78,6 +78,7 @@ class Snapshot:
     stop: int | None = None
     device: str | None = None
     sessions: int = 0
+    tokens_per_s: float = 0.0
     listen_addrs: tuple[str, ...] = ()
     version: str = ""
     pid: int = 0
@@ -116,6 +117,24 @@ def facts(value: Any) -> dict[str, Any]:
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """What `shoal status` says: the snapshot without the lists that have commands of their own."""
     return {name: getattr(snapshot, name) for name in STATUS_FIELDS}
+
+
+def coverage(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """What `shoal blocks` says: for every block who serves it, the fastest first."""
+    serving = [peer for peer in snapshot.peers if peer.state == "serving"]
+    if snapshot.state == "serving":
+        own = PeerView(snapshot.peer_id, start=snapshot.start, stop=snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
+        serving.append(own)
+    serving.sort(key=lambda peer: (-peer.tokens_per_s, peer.peer))
+    return [{"block": block, "holders": _holders(block, serving)} for block in range(snapshot.blocks_total or 0)]
+
+
+def _holders(block: int, serving: Sequence[PeerView]) -> list[dict[str, Any]]:
+    return [
+        {"peer": peer.peer, "tokens_per_s": peer.tokens_per_s}
+        for peer in serving
+        if peer.start is not None and peer.stop is not None and peer.start <= block < peer.stop
+    ]
 
 
 def snapshot_from(values: Mapping[str, Any]) -> Snapshot:

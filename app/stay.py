@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -23,12 +24,16 @@ from app.node_network import told_peers
 from app.records import SwarmRecord
 from app.refusals import Refusals
 from app.remembered import Memberships, Remembered
+from app.replying import Replying
 from app.snapshot import PeerView, State
 from app.swarm_name import SwarmName
 from p2p.envelope import Sequence
 from p2p.errors import P2PError, WrongSecret
 from p2p.identity import Identity
 from p2p.node import Libp2pNetwork
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
 
 LOOK_AGAIN_S = 0.5
 
@@ -63,6 +68,7 @@ class Stay:
         self.failure: AppError | P2PError | None = None
         self.manifest: Manifest | None = None
         self.membership: Swarm | None = None
+        self.replying: Replying | None = None
         self._told = told_peers(around.config(), swarm)
         self._refusals = Refusals(self._told)
 
@@ -92,6 +98,10 @@ class Stay:
             )
             views.append(view)
         return tuple(sorted(views, key=lambda view: (view.start is None, view.start or 0, view.peer)))
+
+    def hosted(self) -> dict[str, Any]:
+        """The snapshot's fields about blocks and sessions."""
+        return {"sessions": 0 if self.replying is None else self.replying.active}
 
     # --- its course --------------------------------------------------------------------------------------------------
 
@@ -168,14 +178,27 @@ class Stay:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
-            self._say("client", "this node hosts no blocks")
-            self.settled.set()
+            await nursery.start(self._start_replying, network, membership)
+            self._settle("client", "this node hosts no blocks")
+
+    async def _start_replying(
+        self, network: Network, membership: Swarm, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        self.replying = Replying(network, membership, self._source, self._around.manifests.cache)
+        await self.replying.run(task_status=task_status)
+
+    def _source(self) -> str | None:
+        return self._around.manifests.source(self.swarm.model_hash)
 
     def _on_change(self, change: Change) -> None:
         if change.kind in ("joined", "dead", "left", "draining", "moved"):
             self._around.note("peer", f"{change.member.peer} {change.kind}")
         else:
             self._around.changed()
+
+    def _settle(self, state: State, reason: str) -> None:
+        self._say(state, reason)
+        self.settled.set()
 
     def _say(self, state: State, reason: str) -> None:
         self.state, self.reason = state, reason

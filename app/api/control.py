@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from app.config import Config
 from app.doctor import Check
 from app.feed import Feed
 from app.invite import Invite
+from app.replying import ReplyRequest
 from app.settings import Value
 from app.snapshot import Snapshot, SwarmView
 
@@ -44,6 +45,9 @@ class Control(Protocol):
 
     async def invite(self, name: str | None) -> Invite:
         """An invite to a remembered swarm, or to the active one."""
+
+    def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """The swarm's reply: `{"text": …}` for each piece, then `{"done": …}` with what can be said of it."""
 
     def config(self) -> Config:
         """The settings in force."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import trio
@@ -20,7 +20,7 @@ APART_S = 0.2  # between two snapshots to one follower
 SILENCE_S = 15.0  # after which a comment shows that the line is alive
 
 
-async def stream(control: Control, last_note: int) -> AsyncIterator[bytes]:
+async def stream(control: Control, last_note: int) -> AsyncGenerator[bytes, None]:
     """The bytes of one follower's stream; `last_note` is the number it saw before it lost the line."""
     feed = control.feed
     while not feed.closed:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Header
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, FastAPI, Header, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api import failures
 from app.api.control import Control, Joining
 from app.api.events import stream
 from app.api.guard import Application, Guard
+from app.api.streaming import Streamed, json_lines
+from app.replying import ReplyRequest
 from app.settings import SETTINGS
-from app.snapshot import facts, status_facts
+from app.snapshot import coverage, facts, status_facts
 
 _MAX_TEXT = 4096
+_MAX_PROMPT = 2**19
 _MAX_NOTE = 2**53
 
 
@@ -50,6 +52,33 @@ class InviteRequest(_Body):
     name: str | None = Field(default=None, max_length=_MAX_TEXT)
 
 
+class Message(_Body):
+    """One message of a conversation."""
+
+    role: str = Field(max_length=32)
+    content: str = Field(max_length=_MAX_PROMPT)
+
+
+class ChatRequest(_Body):
+    """A conversation, and how its next message is to be chosen."""
+
+    messages: list[Message] = Field(min_length=1, max_length=1000)
+    max_tokens: int = Field(default=512, ge=1, le=10**6)
+    temperature: float = Field(default=0.7, ge=0, le=100)
+    top_k: int = Field(default=0, ge=0, le=10**6)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    seed: int = Field(default=0, ge=0, lt=2**64)
+    stop: list[str] = Field(default=[], max_length=16)
+
+    def request(self) -> ReplyRequest:
+        """As the node takes it."""
+        values = self.model_dump(exclude={"messages", "stop"})
+        messages = tuple(message.model_dump() for message in self.messages)
+        return ReplyRequest(messages=messages, stop=tuple(self.stop), **values)
+
+
 class SettingRequest(_Body):
     """A setting's new value as a person writes it; null is its default."""
 
@@ -78,10 +107,9 @@ def _looking(control: Control) -> APIRouter:
     async def snapshot() -> dict[str, Any]:
         return facts(control.snapshot())
 
-    @router.get("/events")
-    async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> StreamingResponse:
-        headers = {"cache-control": "no-store"}
-        return StreamingResponse(stream(control, last_event_id), media_type="text/event-stream", headers=headers)
+    @router.get("/events", response_class=Response)
+    async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> Response:
+        return Streamed(stream(control, last_event_id), "text/event-stream")
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
@@ -90,6 +118,10 @@ def _looking(control: Control) -> APIRouter:
     @router.get("/peers")
     async def peers() -> list[dict[str, Any]]:
         return [facts(peer) for peer in control.snapshot().peers]
+
+    @router.get("/blocks")
+    async def blocks() -> list[dict[str, Any]]:
+        return coverage(control.snapshot())
 
     @router.get("/swarms")
     async def swarms() -> list[dict[str, Any]]:
@@ -125,6 +157,12 @@ def _acting(control: Control) -> APIRouter:
     async def invite(request: InviteRequest) -> dict[str, Any]:
         made = await control.invite(request.name)
         return {"invite": str(made), "name": made.name, "manifest": made.model_hash, "addresses": made.addresses}
+
+    @router.post("/chat", response_class=Response)
+    async def chat(request: ChatRequest) -> Response:
+        pieces = control.reply(request.request())
+        first = await anext(pieces)  # what cannot even begin has a status of its own
+        return Streamed(json_lines(first, pieces), "application/x-ndjson")
 
     @router.post("/stop", status_code=202)
     async def stop() -> dict[str, bool]:

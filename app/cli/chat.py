@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from app.cli.chat_swarm import swarm_conversation
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
-from app.errors import NotRunning, UsageError
+from app.errors import UsageError
 
 if TYPE_CHECKING:
     from engine.local import LocalModel, Reply
@@ -37,19 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_chat(arguments: argparse.Namespace) -> int:
     """Answer one prompt, or talk until the end of the input."""
-    if not arguments.local:
-        raise NotRunning("no node is running here: add --local to run the whole model in this process")
     if arguments.prompt is None and arguments.json:
         raise UsageError("--json answers one prompt: give it as an argument")
-    settings = reply_settings(arguments)
-    model = load_model(arguments.model, arguments.device)
-    conversation = Conversation(model, settings, arguments.system)
+    conversation = local_conversation(arguments) if arguments.local else swarm_conversation(arguments)
     if arguments.prompt is not None:
         conversation.say(arguments.prompt, as_json=arguments.json)
         return 0
     for line in prompts():
         conversation.say(line, as_json=False)
     return 0
+
+
+def local_conversation(arguments: argparse.Namespace) -> Conversation:
+    """A conversation with a whole model in this process."""
+    settings = reply_settings(arguments)
+    return Conversation(load_model(arguments.model, arguments.device), settings, arguments.system)
 
 
 def reply_settings(arguments: argparse.Namespace) -> ReplySettings:

@@ -1,8 +1,9 @@
-"""`shoal status`, `peers`, `stop`: what the running node and its swarm are doing."""
+"""`shoal status`, `peers`, `blocks`, `stop`: what the running node and its swarm are doing."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from typing import Any
 
@@ -38,6 +39,31 @@ def run_peers(arguments: argparse.Namespace) -> int:
     if not peers:
         print("Nobody else is here yet. `shoal invite` prints an invite for others.")
     return 0
+
+
+def run_blocks(arguments: argparse.Namespace) -> int:
+    """Print for every block who serves it."""
+    from app.client import client_of
+
+    blocks = client_of(arguments.home).get("/api/blocks")
+    if arguments.json:
+        print_json(blocks)
+        return 0
+    for line in coverage_lines(blocks):
+        print(line)
+    if not blocks:
+        print("The node is in no swarm yet.")
+    return 0
+
+
+def coverage_lines(blocks: list[dict[str, Any]]) -> list[str]:
+    """Runs of blocks with the same holders, one line each."""
+    lines = []
+    for _, run in itertools.groupby(blocks, key=lambda block: [holder["peer"] for holder in block["holders"]]):
+        same = list(run)
+        holders = [f"{one['peer']} ({one['tokens_per_s']:.1f} tokens/s)" for one in same[0]["holders"]]
+        lines.append(f"{same[0]['block']}:{same[-1]['block'] + 1}  {', '.join(holders) or 'nobody'}")
+    return lines
 
 
 def run_stop(arguments: argparse.Namespace) -> int:
@@ -89,5 +115,6 @@ def _lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
 COMMANDS = (
     Command("status", "what this node is doing", run_status, prints_facts=True),
     Command("peers", "the other members of the swarm", run_peers, prints_facts=True),
+    Command("blocks", "who serves which block of the model", run_blocks, prints_facts=True),
     Command("stop", "ask the node to drain and end", run_stop),
 )

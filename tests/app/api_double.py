@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import trio
 
@@ -13,9 +14,10 @@ from app.api.server import open_socket, serve, url_of
 from app.client import Client
 from app.config import Config
 from app.doctor import Check
-from app.errors import UnknownSwarm
+from app.errors import AppError, UnknownSwarm
 from app.feed import Feed
 from app.invite import Invite
+from app.replying import ReplyRequest
 from app.settings import Settings, Value
 from app.snapshot import PeerView, Snapshot, SwarmView
 
@@ -31,6 +33,7 @@ class DoubleNode:
         self.feed = Feed()
         self.asked: list[tuple[object, ...]] = []
         self.stopped = trio.Event()
+        self.freed = trio.Event()
         self.state = "client"
 
     def snapshot(self) -> Snapshot:
@@ -64,6 +67,21 @@ class DoubleNode:
 
     async def invite(self, name: str | None) -> Invite:
         return Invite(name or "home", HASH)
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+        self.asked.append(("chat", request))
+        if request.max_tokens == 1:
+            raise AppError("no route: nobody serves block 3")
+        try:
+            for word in request.messages[-1]["content"].split():
+                yield {"text": word}
+                if word == "break":
+                    raise AppError("block 3 was lost")
+                if word == "wait":
+                    await trio.sleep_forever()
+            yield {"done": {"finish_reason": "stop"}}
+        finally:
+            self.freed.set()
 
     def config(self) -> Config:
         return Config(Settings(), {})

@@ -13,7 +13,7 @@ import trio
 from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
 from app.client import ApiFailure, Client, Event, WrongToken
-from app.errors import NotRunning, UnknownSwarm, UsageError
+from app.errors import AppError, NotRunning, UnknownSwarm, UsageError
 from tests.app.api_double import TOKEN, DoubleNode, running_api
 
 T = TypeVar("T")
@@ -156,6 +156,46 @@ def test_nobody_there_is_said() -> None:
 def test_a_url_that_is_none_is_said() -> None:
     with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:7465"):
         Client("ftp://x", TOKEN).get("/api/status")
+
+
+async def chat(client: Client, text: str, **more: Any) -> list[dict[str, Any]]:
+    request = {"messages": [{"role": "user", "content": text}], **more}
+    return await threaded(lambda: list(client.chat(request)))
+
+
+async def test_a_reply_comes_piece_by_piece() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        assert await chat(client, "a b", temperature=0) == [
+            {"text": "a"},
+            {"text": "b"},
+            {"done": {"finish_reason": "stop"}},
+        ]
+    assert node.freed.is_set()
+
+
+async def test_a_reply_that_cannot_begin_or_breaks_off_is_said() -> None:
+    async with running_api(DoubleNode()) as client:
+        with pytest.raises(AppError, match="nobody serves block 3"):
+            await chat(client, "a", max_tokens=1)
+        with pytest.raises(AppError, match="block 3 was lost"):
+            await chat(client, "a break b")
+        with pytest.raises(UsageError, match="temperature"):
+            await chat(client, "a", temperature=-1)
+
+
+async def test_whoever_leaves_in_the_middle_frees_the_session_at_once() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+
+        def read_one() -> None:
+            pieces = client.chat({"messages": [{"role": "user", "content": "a wait b"}]})
+            next(pieces)
+            pieces.close()  # type: ignore[attr-defined]
+
+        await threaded(read_one)
+        with trio.fail_after(5):
+            await node.freed.wait()
 
 
 async def collect(client: Client, count: int) -> list[Event]:

@@ -1,0 +1,130 @@
+"""Replies from the swarm for this node's own user: the model's two ends here, its blocks wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.asker import Asker, ReplyFigures
+from app.errors import AppError
+from app.membership import Swarm
+from app.network import FrameStream, Network
+from app.runner import DeviceThread
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from engine.asking import SwarmEnds
+    from engine.reply import ReplySettings
+
+
+@dataclass(frozen=True)
+class ReplyRequest:
+    """A conversation, and how its next message is to be chosen."""
+
+    messages: tuple[Mapping[str, str], ...]
+    max_tokens: int = 512
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+
+
+class NoModelHere(AppError):
+    """The model's files are not on this machine, so that it cannot turn text into tokens and back."""
+
+
+class Replying:
+    """Asks the swarm; the ends are loaded when the first question comes."""
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Swarm,
+        source: Callable[[], str | None],
+        cache: Path,
+        own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
+    ) -> None:
+        self._network, self._membership, self._source, self._cache = network, membership, source, cache
+        self._own_server = own_server
+        self._thread = DeviceThread()
+        self._lock = trio.Lock()
+        self._ends: SwarmEnds | None = None
+        self._asker: Asker | None = None
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def active(self) -> int:
+        """How many replies are being written."""
+        return 0 if self._asker is None else self._asker.active
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Be ready to ask until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """The reply's pieces as `{"text": …}`, and at its end `{"done": …}` with the fields of `chat --json`."""
+        ends, asker = await self._ready()
+        settings = await self._thread.run(_settings, request)
+        prompt_ids = await self._thread.run(ends.prompt_ids, request.messages)
+        pieces: list[str] = []
+        async with asker.reply(prompt_ids, settings, max_tokens=request.max_tokens) as reply:
+            async for piece in reply:
+                pieces.append(piece.text)
+                yield {"text": piece.text}
+            yield {"done": _facts("".join(pieces), reply.figures)}
+
+    async def _ready(self) -> tuple[SwarmEnds, Asker]:
+        async with self._lock:
+            if self._ends is None or self._asker is None:
+                source = await trio.to_thread.run_sync(self._source)
+                if source is None:
+                    raise NoModelHere(
+                        f"the model of {self._membership.record} is not on this machine: get its files, then name "
+                        "them with `shoal create --model` or `shoal pull`"
+                    )
+                self._ends = await self._thread.run(_load_ends, source, self._cache)
+                self._asker = Asker(
+                    self._network, self._ends, self._thread, self._announcements, own_server=self._own_server
+                )
+                assert self._nursery is not None, "replies need a running node"
+                await self._nursery.start(self._asker.run)
+        return self._ends, self._asker
+
+    def _announcements(self) -> Sequence[Any]:
+        others = [member.announcement for member in self._membership.members() if member.present]
+        return [*others, self._membership.own]
+
+
+def _load_ends(source_name: str, cache: Path) -> SwarmEnds:
+    import torch
+
+    from engine.asking import load_swarm_ends
+    from engine.block import Holding
+    from engine.sources.opening import open_source
+
+    return load_swarm_ends(open_source(source_name, cache), Holding(torch.device("cpu"), torch.float32))
+
+
+def _settings(request: ReplyRequest) -> ReplySettings:
+    from engine.reply import ReplySettings
+    from engine.sampler import Sampling
+
+    r = request
+    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed)
+    return ReplySettings(r.max_tokens, sampling, r.stop)
+
+
+def _facts(text: str, figures: ReplyFigures) -> dict[str, Any]:
+    route = [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in figures.route]
+    return {"text": text, **asdict(figures), "route": route}
