@@ -31,7 +31,7 @@ class TableLimits:
     gone: int = 512
     held_off: int = 4096
     gone_kept_s: float = 1800.0
-    held_off_s: float = 30.0
+    held_off_s: float = 15.0
 
 
 @dataclass(slots=True, eq=False)

@@ -27,6 +27,7 @@ from p2p.errors import EnvelopeError, P2PError, ProtocolError, QueueFull, Refuse
 log = logging.getLogger("shoal.membership")
 
 CALL_TIMEOUT_S = 2.0
+MEETING_TIMEOUT_S = 5.0  # for a stranger, who must first be dialled, and is not urgent
 TABLE_TIMEOUT_S = 5.0
 FRESH_S = 1.0  # a suspicion of somebody that was met so lately is not looked into
 _NEWS = ("joined", "moved", "draining", "updated", "left")
@@ -94,11 +95,13 @@ class Talk:
         """See whether a member answers, and swap news with it."""
         suspected = 0 if self.table.state(peer) in PRESENT else self.table.number(peer)
         # Strangers are met in crowds, and may be nobody: no news is spent on them.
-        riders = [] if self.table.seen_at(peer) is None else self.rumours.take_riders()
+        is_stranger = self.table.seen_at(peer) is None
+        riders = [] if is_stranger else self.rumours.take_riders()
         request = wire.ProbeRequest(self._id, suspected, [self._own(), *riders])
+        timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
         started_at = trio.current_time()
         try:
-            body = await self.network.call(peer, wire.PROBE, request.encode(), timeout_s=CALL_TIMEOUT_S)
+            body = await self.network.call(peer, wire.PROBE, request.encode(), timeout_s=timeout_s)
             rtt_s = trio.current_time() - started_at
             await self._hear_all(wire.unpack(body, wire.MAX_BATCH_BYTES), peer)
         except P2PError as error:

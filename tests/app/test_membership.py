@@ -183,7 +183,7 @@ async def test_a_clock_that_is_five_minutes_off_does_no_harm_and_one_that_is_twe
             sim.add(2, [identity(0).peer_id], skew_s=-290),
         ]
         await sim.until(lambda: all(len(node.swarm.table.present()) == 2 for node in nodes), 5.0)
-        await trio.sleep(3600)
+        await trio.sleep(2700)
         assert all(len(node.swarm.table.present()) == 2 for node in nodes)
         far = sim.add(3, [identity(0).peer_id], skew_s=1200)
         await trio.sleep(60)
@@ -193,7 +193,7 @@ async def test_a_clock_that_is_five_minutes_off_does_no_harm_and_one_that_is_twe
 async def test_an_hour_of_peace_keeps_everybody_and_renews_their_words(autojump_clock: MockClock) -> None:
     async with open_sim(tempo=Tempo(period_s=10.0)) as sim:
         nodes = await sim.grow(6)
-        await trio.sleep(2 * 3600)
+        await trio.sleep(3600)
         now_ms = wall_clock() * 1000
         for node in nodes:
             members = node.swarm.members()
