@@ -9,33 +9,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
 from app.config import Config
 from app.errors import AppError, UnknownSwarm
+from app.hosting import CannotHost, Hosting, HostingWish
 from app.joining import record_of
 from app.manifest_store import ManifestStore
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
 from app.model_manifest import Manifest
-from app.network import Network
+from app.network import FrameStream, Network
 from app.node_network import told_peers
 from app.records import SwarmRecord
 from app.refusals import Refusals
 from app.remembered import Memberships, Remembered
 from app.replying import Replying
 from app.snapshot import PeerView, State
+from app.span import Span
 from app.swarm_name import SwarmName
+from engine.errors import EngineError
+from engine.sources.base import ModelSource
+from engine.sources.opening import open_source
 from p2p.envelope import Sequence
 from p2p.errors import P2PError, WrongSecret
 from p2p.identity import Identity
 from p2p.node import Libp2pNetwork
 
-if TYPE_CHECKING:
-    from trio_typing import TaskStatus
-
 LOOK_AGAIN_S = 0.5
+# A newcomer looks around for so long before it takes a place: it may be alone.
+COMPANY_S = 2.0
 
 log = logging.getLogger("shoal.node")
 
@@ -68,6 +72,7 @@ class Stay:
         self.failure: AppError | P2PError | None = None
         self.manifest: Manifest | None = None
         self.membership: Swarm | None = None
+        self.hosting: Hosting | None = None
         self.replying: Replying | None = None
         self._told = told_peers(around.config(), swarm)
         self._refusals = Refusals(self._told)
@@ -101,6 +106,8 @@ class Stay:
 
     def hosted(self) -> dict[str, Any]:
         """The snapshot's fields about blocks and sessions."""
+        if self.hosting is not None:
+            return self.hosting.facts()
         return {"sessions": 0 if self.replying is None else self.replying.active}
 
     # --- its course --------------------------------------------------------------------------------------------------
@@ -122,7 +129,10 @@ class Stay:
             service.take_part(None)
 
     async def leave(self) -> None:
-        """Say goodbye; takes two seconds at most."""
+        """Let sessions move on, half a minute at most, then say goodbye, two seconds at most."""
+        if self.hosting is not None:
+            self._say("draining", "sessions move to other members")
+            await self.hosting.drain()
         if self.membership is not None:
             await self.membership.leave()
 
@@ -178,14 +188,42 @@ class Stay:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
-            await nursery.start(self._start_replying, network, membership)
-            self._settle("client", "this node hosts no blocks")
+            self.replying = Replying(network, membership, self._source, around.manifests.cache, self._attend_self)
+            await nursery.start(self.replying.run)
+            await self._host(network, membership)
 
-    async def _start_replying(
-        self, network: Network, membership: Swarm, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        self.replying = Replying(network, membership, self._source, self._around.manifests.cache)
-        await self.replying.run(task_status=task_status)
+    async def _host(self, network: Network, membership: Swarm) -> None:
+        """Host blocks until cancelled; a node that cannot, or shall not, stays as a client and says why."""
+        settings = self._around.config().settings
+        if settings.max_vram == 0:
+            self._settle("client", "the memory limit is 0, so this node hosts nothing")
+            return
+        blocks = None if settings.blocks is None else Span.parse(settings.blocks)
+        wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
+        try:
+            source = await trio.to_thread.run_sync(self._open_source)
+            if blocks is None:
+                self._say("joining", "looking at what the others host")
+                with trio.move_on_after(COMPANY_S):
+                    await membership.joined()
+            self.hosting = Hosting(network, membership, source, wish, self._settle)
+            await self.hosting.run()
+        except (CannotHost, EngineError) as error:
+            log.warning("%s: this node hosts nothing: %s", self.swarm, error)
+            self.hosting = None
+            membership.announce(state="client", span=None)
+            self._settle("client", f"this node hosts nothing: {error}")
+
+    async def _attend_self(self, stream: FrameStream) -> None:
+        """This node's own questions to its own blocks."""
+        if self.hosting is not None:
+            await self.hosting.server.attend(stream)
+
+    def _open_source(self) -> ModelSource:
+        name = self._source()
+        if name is None:
+            raise CannotHost(f"the files of the model of {self.swarm} are not on this machine")
+        return open_source(name, self._around.manifests.cache)
 
     def _source(self) -> str | None:
         return self._around.manifests.source(self.swarm.model_hash)

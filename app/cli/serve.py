@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from app.cli.arguments import size_argument
 from app.cli.command import Command
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How this node takes part; what is not given comes from the configuration."""
     words = "a swarm's name, an invite, a file that holds one, or - to read it (default: the last active swarm)"
     parser.add_argument("--join", metavar="NAME", help=words)
+    parser.add_argument("--blocks", metavar="A:B", help="host exactly these (default: the node chooses by itself)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, … (default: the best there is)")
+    parser.add_argument(
+        "--max-vram", metavar="SIZE", type=size_argument, help="the most memory to host with, like 6GB; 0: host nothing"
+    )
     parser.add_argument("--listen", metavar="ADDR", action="append", help="like /ip4/0.0.0.0/tcp/7464 (repeatable)")
     parser.add_argument("--advertise", metavar="MULTIADDR", action="append", help="told to others instead of guesses")
     parser.add_argument("--discovery", metavar="MEANS", help="some of mdns,dht,invite,remembered")
@@ -84,6 +90,9 @@ def configure(home: Home, arguments: argparse.Namespace) -> Config:
         "peers": _many(arguments.peer),
         "discovery": discovery,
         "api_port": arguments.api_port,
+        "blocks": arguments.blocks,
+        "device": arguments.device,
+        "max_vram": arguments.max_vram,
     }
     return load_config(home.config_file, os.environ).with_flags(flags)
 

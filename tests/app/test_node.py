@@ -23,7 +23,7 @@ from app.settings import Value
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 
-QUIET: dict[str, Value] = {"listen": ("/ip4/127.0.0.1/tcp/0",), "api_port": 0, "discovery": ("invite",)}
+QUIET: dict[str, Value] = {"listen": ("/ip4/127.0.0.1/tcp/0",), "api_port": 0, "discovery": ("invite",), "max_vram": 0}
 
 
 @pytest.fixture(scope="module")
