@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,12 @@ def model() -> LocalModel:
 
 
 @pytest.fixture(scope="module")
-def oracle(model: LocalModel) -> Iterator[Any]:
+def oracle(model: LocalModel) -> Any:
     import transformers
 
     file: Path = starter_file(cache_folder())
     loader: Any = transformers.AutoModelForCausalLM
-    yield loader.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
+    return loader.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32).eval()
 
 
 def greedy(model: LocalModel, prompt: str, count: int) -> tuple[list[int], list[int], str]:

@@ -1,0 +1,37 @@
+"""From a memory limit to hosted blocks on this machine's CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.budget import FLOAT32, block_bytes
+from engine.hosting import host_blocks, plan_hosting
+from engine.sources.base import ModelSource
+from engine.sources.opening import open_source
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return open_source("tiny-random", Path(tmp_path_factory.mktemp("cache")))
+
+
+def test_a_limit_decides_how_many_blocks_are_hosted(tiny: ModelSource) -> None:
+    assert plan_hosting(tiny.config, "cpu", None).blocks == tiny.config.n_blocks
+    assert plan_hosting(tiny.config, "cpu", 0).blocks == 0
+    plan = plan_hosting(tiny.config, "cpu", 3_000_000)
+    assert 0 < plan.blocks < tiny.config.n_blocks
+    assert plan.budget.total_bytes <= 3_000_000
+
+
+def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
+    plan = plan_hosting(tiny.config, "cpu", 3_000_000)
+    seen: list[tuple[int, int]] = []
+    hosted = host_blocks(tiny, 2, 2 + plan.blocks, plan, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (plan.blocks, plan.blocks)
+    assert hosted.weight_bytes <= plan.blocks * block_bytes(tiny.config, FLOAT32)
+    assert hosted.throughput.decode_tokens_per_s > 0
+    runner = hosted.runner
+    assert (runner.start, runner.stop) == (2, 2 + plan.blocks)
+    assert runner.kv_free_tokens == runner.kv_total_tokens > 0, "measuring left something in the cache"

@@ -1,0 +1,68 @@
+"""Products with weights: every way to multiply gives the same, int8 stays close and takes a quarter of the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.linear import TIMED_ROWS, DenseLinear, Int8Linear, _candidates, cpu_products, packed
+
+ROWS = (1, 2, 3, 4, 7, 16, 33, 200)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_dense_product_is_exact_for_any_number_of_rows(rows: int, biased: bool, is_packed: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(40, 24), torch.randn(40) if biased else None
+    x, residual = torch.randn(rows, 24), torch.randn(rows, 40)
+    linear = DenseLinear(weight, bias, packed(weight) if is_packed else None)
+    expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    with torch.inference_mode():
+        assert torch.allclose(linear(x).double(), expected, atol=1e-5)
+        assert torch.allclose(linear(x, residual).double(), expected + residual.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", TIMED_ROWS)
+def test_every_way_to_multiply_agrees(rows: int) -> None:
+    x, weight = torch.randn(rows, 24), torch.randn(40, 24)
+    for way in _candidates(rows):
+        assert torch.allclose(way(x, weight), x @ weight.t(), atol=1e-5)
+    assert cpu_products(torch.float32)[TIMED_ROWS.index(rows)] in _candidates(rows)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_int8_stays_within_half_a_step_of_each_weight(rows: int) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(40, 24), torch.randn(40), torch.randn(rows, 24)
+    linear = Int8Linear.of(weight, bias)
+    step = weight.abs().amax(dim=1) / 127
+    assert ((linear.quantised * linear.scale[:, None] - weight).abs() <= step[:, None] * 0.501).all()
+    bound = 0.501 * x.abs().sum(dim=1, keepdim=True) * step + 1e-4
+    with torch.inference_mode():
+        assert ((linear(x) - (x @ weight.t() + bias)).abs() <= bound).all()
+        assert torch.allclose(linear(x, residual=bias.expand(rows, 40)), linear(x) + bias, atol=1e-5)
+    assert linear.nbytes == 40 * 24 + 40 * 4 + 40 * 4
+
+
+def test_a_row_of_zeros_survives_int8() -> None:
+    linear = Int8Linear.of(torch.zeros(3, 8))
+    assert linear(torch.ones(1, 8)).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_a_gradient_passes_through_int8_and_packed_weights() -> None:
+    weight = torch.randn(6, 4)
+    for linear in (DenseLinear(weight, packed=packed(weight)), Int8Linear.of(weight)):
+        x = torch.randn(2, 4, requires_grad=True)
+        linear(x).sum().backward()
+        assert x.grad is not None
+        assert torch.allclose(x.grad, weight.sum(0).expand(2, 4), atol=0.05)
+
+
+def test_packed_weights_are_counted_twice() -> None:
+    weight = torch.randn(64, 32)
+    copy = packed(weight)
+    if copy is None:
+        pytest.skip("this torch has no packed weights")
+    assert DenseLinear(weight, packed=copy).nbytes == 2 * weight.nbytes
