@@ -139,10 +139,9 @@ class KVPool:
         # One page more than is leased: rows that only pad a batch write there.
         self.scratch_page = self.pages.free_count
         shape = (1, config.n_kv_heads, self.total_tokens + PAGE_TOKENS, config.head_dim)
-        # Zeros cost nothing until touched, and masked slots must not hold NaN.
-        self.blocks = [
-            BlockCache(*(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")) for _ in range(n_blocks)
-        ]
+        # A CPU commits memory when it is written, and reads only what was; elsewhere masked slots must not hold NaN.
+        make = torch.empty if device.type == "cpu" else torch.zeros
+        self.blocks = [BlockCache(*(make(shape, device=device, dtype=dtype) for _ in "kv")) for _ in range(n_blocks)]
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease room for a new session; raises `CacheFull` where there is none."""

@@ -119,3 +119,12 @@ def test_a_closed_session_cannot_be_continued() -> None:
 def test_a_session_longer_than_the_context_is_refused_when_it_opens() -> None:
     with pytest.raises(SessionError, match="2049 tokens are more than this model's context of 2048"):
         random_span(CONFIG).open(2049)
+
+
+def test_a_large_pool_takes_no_memory_until_it_is_used() -> None:
+    import psutil
+
+    before = psutil.Process().memory_info().rss
+    pool = KVPool(CONFIG, 2, 4 << 30, torch.device("cpu"), torch.float32)
+    pool.open(100)
+    assert psutil.Process().memory_info().rss - before < 200 << 20
