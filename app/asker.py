@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from app.choosing import Chooser
 from app.errors import AppError
 from app.hop_links import HopLinks
 from app.network import FrameStream, Network
 from app.records import Announcement
 from app.route_session import RouteSession, SessionSettings
 from app.routing import UNKNOWN_LINK_S, Bans, Demand, Hop, NoRoute, Route, find_route, mend_route
-from app.runner import Device, Piece, ReplyEnds, ReplyText
-from app.session_wire import DTYPE_NAMES, Frame
+from app.runner import Choice, Device, Piece, ReplyEnds
+from app.session_wire import DTYPE_NAMES
 from app.span import Span
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Asker:
     ) -> None:
         self._network, self._ends, self._device, self._members = network, ends, device, members
         self._own_server = own_server
+        self._chooser = Chooser(ends, device)
         self._settings = settings or SessionSettings()
         self._links: HopLinks | None = None
         self.bans = Bans()
@@ -88,7 +90,7 @@ class Asker:
         text = self._ends.begin(prompt_ids, settings)
         tokens = min(len(prompt_ids) + max_tokens, context)
         async with self.session(tokens, len(prompt_ids)) as session:
-            yield Reply(session, text, self._device, prompt_ids)
+            yield Reply(session, text, self._chooser, prompt_ids)
 
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
@@ -132,8 +134,8 @@ class Asker:
 class Reply:
     """An iterator over the pieces of one reply."""
 
-    def __init__(self, session: RouteSession, text: ReplyText, device: Device, prompt_ids: Sequence[int]) -> None:
-        self._session, self._text, self._device = session, text, device
+    def __init__(self, session: RouteSession, text: Any, chooser: Chooser, prompt_ids: Sequence[int]) -> None:
+        self._session, self._text, self._chooser = session, text, chooser
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
         self._begin = self._last_at = trio.current_time()
         self._first_at = 0.0
@@ -148,7 +150,7 @@ class Reply:
             raise StopAsyncIteration
         token_ids, embedded = self._next
         frame = await self._session.advance(token_ids, embedded)
-        piece = await self._device.run(_choose, self._text, frame)
+        piece = await self._chooser.choose(Choice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
         self._next = ([piece.token_id], piece.embedding)
         self._note(piece, trio.current_time())
         return piece
@@ -165,10 +167,6 @@ class Reply:
             figures.longest_gap_s = max(figures.longest_gap_s, now - self._last_at)
             figures.tokens_per_s = (len(figures.token_ids) - 1) / max(now - self._first_at, 1e-9)
         self._last_at = now
-
-
-def _choose(text: ReplyText, frame: Frame) -> Piece:
-    return text.choose(frame.body, DTYPE_NAMES[frame.dtype])
 
 
 class _Guide:

@@ -150,14 +150,14 @@ def mend_route(
 class Bans:
     """Peers to avoid for a while: longer each time, forgiven by success."""
 
-    def __init__(self, first_s: float = 5.0, longest_s: float = 300.0) -> None:
+    def __init__(self, first_s: float = 1.0, longest_s: float = 300.0) -> None:
         self._first_s, self._longest_s = first_s, longest_s
         self._bans: dict[str, tuple[int, float, str]] = {}  # peer -> (how often, until, why)
 
     def ban(self, peer: str, now: float, why: str, *, brief: bool = False) -> None:
         """Avoid a peer; `brief` where it is busy rather than broken."""
         times = self._bans.get(peer, (0, 0.0, ""))[0]
-        first_s = self._first_s / 5 if brief else self._first_s
+        first_s = self._first_s / 2 if brief else self._first_s
         self._bans[peer] = (times + 1, now + min(first_s * 2**times, self._longest_s), why)
 
     def forgive(self, peer: str) -> None:

@@ -77,11 +77,12 @@ class Piece(Protocol):
     def embedding(self) -> bytes: ...
 
 
-class ReplyText(Protocol):
-    """One reply in the making."""
+class Choice(NamedTuple):
+    """A reply that waits for its next token, with the last block's output behind its last one."""
 
-    def choose(self, hidden: memoryview, dtype: str) -> Piece:
-        """The next token behind the last block's output of the last position."""
+    reply: Any  # what `ReplyEnds.begin` gave
+    hidden: memoryview  # of several rows the last one counts
+    dtype: str
 
 
 class ReplyEnds(Protocol):
@@ -98,8 +99,11 @@ class ReplyEnds(Protocol):
     def embed(self, token_ids: Sequence[int]) -> bytes:
         """Hidden states of these tokens in format `dtype`."""
 
-    def begin(self, prompt_ids: Sequence[int], settings: Any) -> ReplyText:
+    def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
         """A new reply to this prompt."""
+
+    def choose(self, choices: Sequence[Choice]) -> Sequence[Piece]:
+        """The next token of each of these replies; they share one pass through the head."""
 
 
 class Device(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -24,7 +24,18 @@ class Token(NamedTuple):
     token_id: int
     text: str
     finish_reason: str | None
-    embedding: bytes  # of this token; empty at the end
+    embedding: bytes
+
+
+class Choice(Protocol):
+    """A reply that waits for its next token, with the last block's output."""
+
+    @property
+    def reply(self) -> Any: ...
+    @property
+    def hidden(self) -> memoryview: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 class SwarmEnds:
@@ -60,23 +71,28 @@ class SwarmEnds:
                 f"the prompt has {len(prompt_ids)} tokens, but the model's context is {self.context_length}: shorten it"
             )
         settings = replace(settings, max_tokens=min(settings.max_tokens, room))
-        return SwarmReply(self, ReplyWriter(self.tokenizer, prompt_ids, settings, tuple(self.end_ids)), settings)
+        return SwarmReply(ReplyWriter(self.tokenizer, prompt_ids, settings, tuple(self.end_ids)), settings.max_tokens)
+
+    def choose(self, choices: Sequence[Choice]) -> list[Token]:
+        """The next token of each reply, behind the last row of its hidden states."""
+        dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
+        rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-1:] for choice in choices]
+        logits = self.ends.logits(torch.cat([row.to(dtype) if dtype else row for row in rows]))
+        writers = [choice.reply.writer for choice in choices]
+        texts = [writer.choose(row) for writer, row in zip(writers, logits, strict=True)]
+        embedded = self.embed([writer.last_token for writer in writers])
+        size = len(embedded) // len(writers)
+        return [
+            Token(writer.last_token, text, writer.finish_reason, embedded[index * size : (index + 1) * size])
+            for index, (writer, text) in enumerate(zip(writers, texts, strict=True))
+        ]
 
 
-class SwarmReply:
-    """One reply in the making: hidden states in, tokens and text out."""
+class SwarmReply(NamedTuple):
+    """One reply in the making."""
 
-    def __init__(self, ends: SwarmEnds, writer: ReplyWriter, settings: ReplySettings) -> None:
-        self._ends = ends
-        self.writer = writer
-        self.max_tokens = settings.max_tokens
-
-    def choose(self, hidden: memoryview, dtype: str) -> Token:
-        """The next token behind the last block's output; of several rows the last one counts."""
-        rows = to_tensor([hidden], dtype, self._ends.hidden_size)
-        text = self.writer.choose(self._ends.ends.logits(rows[-1:])[0])
-        token, finish_reason = self.writer.last_token, self.writer.finish_reason
-        return Token(token, text, finish_reason, b"" if finish_reason else self._ends.embed([token]))
+    writer: ReplyWriter
+    max_tokens: int
 
 
 def load_swarm_ends(source: ModelSource, how: Holding) -> SwarmEnds:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from app.runner import StepWork
+from app.runner import Choice, StepWork
 from engine.errors import CacheFull, SessionError
 
 WIDTH = 4  # numbers of four bytes: a digest of 16
@@ -111,19 +111,22 @@ class HashEnds:
         return b"".join(digest(b"embed", token) for token in token_ids)
 
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> HashReply:
-        return HashReply(self, int(settings))
+        return HashReply(int(settings))
+
+    def choose(self, choices: Sequence[Choice]) -> list[Token]:
+        tokens = []
+        for choice in choices:
+            token = token_of(bytes(choice.hidden[-ROW_BYTES:]))
+            choice.reply.left -= 1
+            tokens.append(Token(token, f"{token} ", None if choice.reply.left else "length", self.embed([token])))
+        return tokens
 
 
 class HashReply:
-    """Takes the last hidden state for the next token."""
+    """Counts the tokens that may still come."""
 
-    def __init__(self, ends: HashEnds, max_tokens: int) -> None:
-        self._ends, self._left = ends, max_tokens
-
-    def choose(self, hidden: memoryview, dtype: str) -> Token:
-        token = token_of(bytes(hidden[-ROW_BYTES:]))
-        self._left -= 1
-        return Token(token, f"{token} ", "length" if not self._left else None, self._ends.embed([token]))
+    def __init__(self, max_tokens: int) -> None:
+        self.left = max_tokens
 
 
 def token_of(hidden: bytes) -> int:
