@@ -6,6 +6,7 @@ and when it is left for another, is decided by `app.node`.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -202,9 +203,11 @@ class Stay:
         wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
         try:
             source = await trio.to_thread.run_sync(self._open_source)
-            if blocks is None:
-                self._say("joining", "looking at what the others host")
-                with trio.move_on_after(COMPANY_S):
+            self._say("joining", "looking at what the others host")
+            async with trio.open_nursery() as nursery:
+                # Torch takes seconds to load, which go by while the members are met.
+                nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
+                with trio.move_on_after(0 if blocks is not None else COMPANY_S):
                     await membership.joined()
             self.hosting = Hosting(network, membership, source, wish, self._settle)
             await self.hosting.run()

@@ -23,12 +23,14 @@ SILENCE_S = 15.0  # after which a comment shows that the line is alive
 async def stream(control: Control, last_note: int) -> AsyncGenerator[bytes, None]:
     """The bytes of one follower's stream; `last_note` is the number it saw before it lost the line."""
     feed = control.feed
-    while not feed.closed:
-        seen = feed.version
+    while True:
+        seen, is_last = feed.version, feed.closed
         for note in feed.notes_after(last_note):
             last_note = note.number
             yield _event("note", dataclasses.asdict(note), note.number)
         yield _event("snapshot", facts(control.snapshot()))
+        if is_last:
+            return
         while feed.version <= seen and not feed.closed:
             with trio.move_on_after(SILENCE_S):
                 await feed.wait_beyond(seen)
