@@ -52,13 +52,18 @@ class Seeking:
         self._slots = trio.CapacityLimiter(ASKS_AT_ONCE)
 
     def try_first(self, peers: Iterable[str]) -> None:
-        """Peers that are likely to be members."""
+        """Peers that are likely to be members: ask them now, if this node is alone."""
         for peer in peers:
-            self._told[peer] = None
+            self.remember(peer)
             self._asked_at.pop(peer, None)
-        for peer in list(self._told)[:-_MAX_TOLD]:
-            del self._told[peer]
         self._hurry.set()
+
+    def remember(self, peer: str) -> None:
+        """Somebody to turn to, should this node find itself alone: after a long sleep it has forgotten all others."""
+        self._told.pop(peer, None)
+        self._told[peer] = None
+        if len(self._told) > _MAX_TOLD:
+            del self._told[next(iter(self._told))]
 
     async def run(self) -> None:
         """Seek and be found, for ever."""

@@ -175,6 +175,8 @@ class Swarm:
         if change.member.present:
             if change.member.proven:
                 self._seeking.met.set()
+                if change.kind == "proven":
+                    self._seeking.remember(change.member.peer)
             else:
                 self._prober.stir()
         for listener in tuple(self._listeners):

@@ -10,7 +10,7 @@ from app.membership import Tempo, wire
 from app.records import sign_suspicion
 from app.span import Span
 from p2p.envelope import CLOCK_TOLERANCE_MS
-from p2p.memory import LinkProfile
+from p2p.memory import DirectoryProfile, LinkProfile
 from tests.app.swarms import Sim, SimNode, identity, open_sim, wall_clock
 
 
@@ -105,6 +105,19 @@ async def test_a_frozen_node_that_goes_on_is_taken_back_by_all(autojump_clock: M
         sim.fabric.resume(victim.peer)
         await sim.until(lambda: all_see(others, victim.peer, "alive"), 30.0)
         await sim.until(lambda: len(victim.swarm.table.present()) == 14, 30.0)
+
+
+async def test_a_node_that_slept_for_an_hour_finds_its_swarm_again_without_help(autojump_clock: MockClock) -> None:
+    async with open_sim(directory=DirectoryProfile(loss=1.0), tempo=Tempo(period_s=20.0)) as sim:
+        nodes = await sim.grow(4)
+        sleeper, others = nodes.pop(), nodes
+        sim.fabric.freeze(sleeper.peer)
+        await trio.sleep(3000)
+        assert all(sleeper.peer not in node.swarm.table for node in others)  # long forgotten
+        assert len(sleeper.swarm.table) == 0
+        sim.fabric.resume(sleeper.peer)
+        await sim.until(lambda: len(sleeper.swarm.table.present()) == 3, 60)
+        await sim.until(lambda: all(sleeper.peer in node.knows() for node in others), 5)
 
 
 async def test_a_lost_link_alone_is_no_death(autojump_clock: MockClock) -> None:
