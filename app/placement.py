@@ -82,9 +82,11 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
 def best_window(speeds: Sequence[float], length: int, speed: float, peer: str) -> Span:
     """The window whose support lifts the worst-served blocks most; nodes differ in how they break ties."""
 
-    def merit(start: int) -> tuple[list[float], float]:
+    def merit(start: int) -> tuple[list[float], int, float]:
         span = Span(start, start + length)
-        return sorted(_added(speeds, span, speed)), _chance(peer, str(start))
+        # Of equal windows, one that joins others (or the model's ends) leaves no gap too small for the next node.
+        joins = (start == 0 or speeds[start - 1] > 0) + (span.stop == len(speeds) or speeds[span.stop] > 0)
+        return sorted(_added(speeds, span, speed)), joins, _chance(peer, str(start))
 
     start = max(range(len(speeds) - length + 1), key=merit)
     return Span(start, start + length)
@@ -105,9 +107,29 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], speeds: Sequence[f
     windows = [Span(start, start + length) for start in starts]
     possible = [window for window in windows if can_leave(me.span, window, others, n_blocks)]
     if not possible:
-        return None
+        return _make_way(me, others, hole, n_blocks)
     best = max(possible, key=lambda window: sorted(_added(speeds, window, me.tokens_per_s)))
     return Move(best, _rank(me, others, hole, n_blocks) * HOLE_STAGGER_S, f"nobody serves block {hole}")
+
+
+def _make_way(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks: int) -> Move | None:
+    """Shift towards a hole that nobody can fill, as far as others serve what is left behind; neighbours then follow."""
+    assert me.span is not None
+    served = [speed > 0 for speed in block_speeds(others, n_blocks, SERVES)]
+    span, towards_end = me.span, hole >= me.span.stop
+    behind = span.blocks() if towards_end else reversed(span.blocks())
+    spare = 0
+    for block in behind:
+        if not served[block]:
+            break
+        spare += 1
+    room = hole + 1 - span.stop if towards_end else span.start - hole
+    step = min(spare, room)
+    if step == 0:
+        return None
+    step = step if towards_end else -step
+    wait_s = HOLE_STAGGER_S * (1 + 2 * _chance(me.peer, str(hole)))  # of two that could shift, one goes first
+    return Move(Span(span.start + step, span.stop + step), wait_s, f"making way: nobody can take block {hole}")
 
 
 def _rank(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks: int) -> int:

@@ -114,3 +114,40 @@ def test_a_swarm_that_grows_node_by_node_is_covered_and_balanced() -> None:
     speeds = block_speeds(swarm, 40)
     bound = sum(len(member.span) * member.decode_tokens_per_s for member in swarm if member.span) / 40
     assert min(speeds) >= 0.75 * bound
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_nodes_that_just_suffice_cover_the_model_as_they_come(count: int, length: int, rng: random.Random) -> None:
+    members: list[Announcement] = []
+    for _ in range(count):
+        peer = f"p{rng.random()}"
+        move = decide(Candidate(peer, length, 10.0), members, count * length)
+        assert move is not None
+        members.append(holder(peer, move.span.start, move.span.stop))
+    assert min(block_speeds(members, count * length)) > 0
+
+
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=6), st.data())
+def test_nodes_shift_until_no_block_is_left_out(lengths: list[int], data: st.DataObject) -> None:
+    blocks = data.draw(st.integers(max(lengths), sum(lengths)))
+    spans: dict[str, Span] = {}
+    for index, length in enumerate(lengths):
+        start: int = data.draw(st.integers(0, blocks - length))
+        spans[f"p{index}"] = Span(start, start + length)
+    for _ in range(400):
+        members = [holder(peer, span.start, span.stop) for peer, span in spans.items()]
+        speeds = block_speeds(members, blocks)
+        if min(speeds) > 0:
+            return
+        moves = []
+        for peer, span in spans.items():
+            others = [member for member in members if member.peer != peer]
+            move = decide(Candidate(peer, len(span), 10.0, span, 1.0), others, blocks)
+            if move is not None:
+                moves.append((move.after_s, peer, move.span))
+        assert moves, f"nobody moves, but blocks are left out: {spans}"
+        _, peer, new = min(moves, key=lambda move: move[:2])
+        others_serve = block_speeds([m for m in members if m.peer != peer], blocks)
+        assert all(others_serve[block] > 0 for block in spans[peer].blocks() if block not in new), "a copy was lost"
+        spans[peer] = new
+    raise AssertionError(f"no end: {spans}")
