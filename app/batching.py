@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 URGENT_ROWS = 8  # more tokens than this are bulk, whoever awaits them
+RECENT = 32.0  # steps since a session was here last, for it to count as active
+LONG_WAIT = 3.0  # steps that few may wait for many
+PATIENT_EVERY = 16  # tokens between two such waits of a session
 _SMOOTH = 0.25
 
 
@@ -36,7 +39,7 @@ class BatchLimits:
 
     chunk_rows: int = 256
     urgent_rows: int = 64
-    max_wait_s: float = 0.05
+    max_step_s: float = 0.1  # a step longer than this is waited for no longer than such a one
 
 
 class BatchQueue:
@@ -51,6 +54,7 @@ class BatchQueue:
         self._step_s = 0.0  # a usual urgent step
         self._left_at: dict[bytes, float] = {}  # when a session's last urgent output went out
         self._away_s: dict[bytes, float] = {}  # how long it usually takes to come back
+        self._patient_at: dict[bytes, int] = {}  # the position at which a session last waited for long
         self.rows = 0
 
     def put(self, work: Waiting) -> None:
@@ -69,6 +73,7 @@ class BatchQueue:
             self.rows -= work.rows
         self._left_at.pop(session, None)
         self._away_s.pop(session, None)
+        self._patient_at.pop(session, None)
 
     def done(self, works: Iterable[Waiting], seconds: float, now: float) -> None:
         """A step is over and its outputs are on their way."""
@@ -94,21 +99,38 @@ class BatchQueue:
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._limits.chunk_rows)
 
     def _worth_waiting(self, urgent: list[Waiting], now: float) -> float | None:
-        """Until when to wait for a session that is on its way; None: begin now.
+        """Until when to wait for sessions that are on their way; None: begin now.
 
-        Waiting delays those who are here; not waiting delays the one who comes by most of a step, and costs a step.
-        Sessions that once went together come back together, so a little patience grows large batches.
+        Waiting delays those who are here; not waiting costs a step for those who come. Sessions that once went together
+        come back together, so what is gained lasts: now and then, few wait longer for many.
         """
-        step_s = min(self._step_s, self._limits.max_wait_s)
-        until = min(work.arrived_at for work in urgent) + step_s
-        if now >= until or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
+        step_s = min(self._step_s, self._limits.max_step_s)
+        oldest_at = min(work.arrived_at for work in urgent)
+        if not step_s or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
+        # Those who went together arrive within a moment of each other, however long they were away.
+        if now < oldest_at + step_s / 8 and any(now < left_at + RECENT * step_s for left_at in self._left_at.values()):
+            return oldest_at + step_s / 8
         slack_s = step_s / 4
-        for session, left_at in self._left_at.items():
-            back_at = left_at + self._away_s.get(session, float("inf"))
-            if now <= back_at + slack_s and (len(urgent) + 1) * (back_at - now) < 2 * step_s:
-                return min(until, max(back_at, now) + slack_s)
-        return None
+        coming = [left_at + self._away_s.get(session, float("inf")) for session, left_at in self._left_at.items()]
+        due = sorted(back_at for back_at in coming if now <= back_at + slack_s and back_at <= now + LONG_WAIT * step_s)
+        if not due:
+            return None
+        soon = (len(urgent) + 1) * (due[0] - now) < 2 * step_s and now < oldest_at + step_s
+        if soon:
+            return min(oldest_at + step_s, max(due[0], now) + slack_s)
+        until = oldest_at + LONG_WAIT * step_s
+        if len(due) < len(urgent) or now >= until or not all(self._may_be_patient(work) for work in urgent):
+            return None
+        return min(until, max(due[0], now) + slack_s)
+
+    def _may_be_patient(self, work: Waiting) -> bool:
+        """Whether a session has not waited long for a while."""
+        last = self._patient_at.get(work.session, -PATIENT_EVERY)
+        if work.position == last or work.position >= last + PATIENT_EVERY:
+            self._patient_at[work.session] = work.position
+            return True
+        return False
 
     def _pick(self, heads: list[Waiting], max_rows: int) -> list[Waiting]:
         """One piece of each session, those of peers that waited longest first, up to `max_rows` in all."""

@@ -78,7 +78,8 @@ async def test_eight_sessions_share_device_steps(autojump_clock: MockClock) -> N
         for number, figures in results.items():
             assert figures.token_ids == greedy([number, *PROMPT], 20)
         assert trio.current_time() - begin < 1.6 * alone_s
-        assert max(len(batch) for batch in swarm.runners["n1"].batches) >= 3
+        batches = [len(batch) for batch in swarm.runners["n1"].batches][-40:]
+        assert sum(batches) / len(batches) > 3
         await no_leaks(swarm)
 
 

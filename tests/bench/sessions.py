@@ -57,7 +57,7 @@ async def serve(model: str, span: Span) -> None:
         server = BlockServer(network, runner, DeviceThread())
         await nursery.start(server.run)
         print(json.dumps({"peer": network.peer_id, "addresses": list(network.addresses())}), flush=True)
-        await trio.lowlevel.wait_readable(sys.stdin)  # the end of input can be read, too
+        await trio.lowlevel.wait_readable(sys.stdin.fileno())  # the end of input can be read, too
         print(json.dumps(vars(server.figures)), flush=True)
         nursery.cancel_scope.cancel()
 
