@@ -18,13 +18,13 @@ import trio
 
 from app.batching import URGENT_ROWS, AdmissionLimits, BatchLimits, BatchQueue, Load, Waiting, why_busy
 from app.errors import RecordError
+from app.hop_sender import HopSender, order
 from app.hop_session import HopSession, Verdict, first_to_evict
-from app.network import FrameStream, Network, Priority
-from app.outlets import Outlet, Outlets, Parcel
+from app.network import FrameStream, Network
+from app.outlets import Outlet
 from app.runner import BlockRunner, Device, StepOutput, StepWork
 from app.session_wire import (
     DTYPE_NAMES,
-    DTYPES,
     PROTOCOL,
     Frame,
     Kind,
@@ -33,7 +33,6 @@ from app.session_wire import (
     decode,
     decode_turn,
     encode_trouble,
-    header,
     plain,
 )
 from engine.errors import EngineError
@@ -81,7 +80,6 @@ class BlockServer:
         self._settings = settings or ServerSettings()
         self._queue = BatchQueue(self._settings.batch)
         self._sessions: dict[bytes, HopSession] = {}
-        self._replies: dict[bytes, Outlet] = {}  # the stream of each session's asker
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # epochs of sessions that are over
         self._deferred: list[Callable[[], Awaitable[None]]] = []  # what waits for the end of a step
         self._stepping = False
@@ -113,9 +111,8 @@ class BlockServer:
         """Serve until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            self._outlets = Outlets(
-                self._network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
-            )
+            self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
+            self._sender.width = self._runner.hidden_size if self._runner is not None else 0
             nursery.start_soon(self._drive)
             nursery.start_soon(self._sweep)
             task_status.started()
@@ -124,7 +121,7 @@ class BlockServer:
         """Take no new sessions and ask the askers to move theirs; whether all have left in time."""
         self.draining = True
         for session in list(self._sessions.values()):
-            await self._complain(session, "draining", "this node is about to leave; move on to another")
+            await self._sender.complain(session, "draining", "this node is about to leave; move on to another")
         with trio.move_on_after(within_s):
             while self._sessions:
                 self._emptied = trio.Event()
@@ -136,9 +133,11 @@ class BlockServer:
 
         async def change() -> None:
             for session in list(self._sessions.values()):
-                await self._complain(session, "closed", "this node now hosts other blocks")
+                await self._sender.complain(session, "closed", "this node now hosts other blocks")
                 self._end(session.id, session.epoch)
             self._runner, self.draining = runner, False
+            if self._nursery is not None:
+                self._sender.width = runner.hidden_size if runner is not None else 0
 
         await self._between_steps(change)
 
@@ -188,9 +187,9 @@ class BlockServer:
             )
             self._wake.set()
         elif verdict is Verdict.REPEAT:
-            await self._resend(session, frame.position, frame.position + frame.rows, must=False)
+            await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
-            await self._complain(session, "gap", f"tokens at {frame.position} do not follow {session.received}")
+            await self._sender.complain(session, "gap", f"tokens at {frame.position} do not follow {session.received}")
 
     async def _obey(self, frame: Frame, peer: str, answers: Outlet) -> None:
         """Do what an asker orders."""
@@ -202,7 +201,7 @@ class BlockServer:
         if session is None or session.asker != peer:
             self.figures.dropped_frames += 1
             if session is None and frame.kind == Kind.PROBE:
-                await answers.push(_parcel(plain(Kind.STATE, frame.session, 0)))
+                await answers.push(order(plain(Kind.STATE, frame.session, 0)))
             return
         if frame.kind == Kind.CLOSE:
             await self._between_steps(partial(self._close, frame, peer))
@@ -211,10 +210,10 @@ class BlockServer:
             state = plain(
                 Kind.STATE, session.id, session.epoch, session.length, session.received, min(self._queue.rows, 2**31)
             )
-            await answers.push(_parcel(state))
+            await answers.push(order(state))
         elif frame.kind == Kind.GO and frame.epoch == session.epoch:
             session.send_from = frame.position
-            await self._resend(session, frame.position, session.length)
+            await self._sender.resend(session, frame.position, session.length)
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
@@ -237,7 +236,7 @@ class BlockServer:
         if session is None:
             refusal = self._open(frame, turn, peer)
             if refusal is not None:
-                await answers.push(_parcel(encode_trouble(frame.session, frame.epoch, 0, refusal)))
+                await answers.push(order(encode_trouble(frame.session, frame.epoch, 0, refusal)))
                 return
             session = self._sessions[frame.session]
         else:
@@ -246,15 +245,11 @@ class BlockServer:
             session.begin_epoch(frame.epoch, frame.position, turn)
             if session.length < before and self._runner is not None:
                 self._runner.truncate(session.id, session.length)
-        self._replies[session.id] = answers
+        self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
-        if turn.after and not turn.relay:
-            self._outlets.prepare(turn.after)
-        await answers.push(
-            _parcel(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from))
-        )
+        await answers.push(order(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)))
         if session.send_from is not None:
-            await self._resend(session, session.send_from, session.length)
+            await self._sender.resend(session, session.send_from, session.length)
 
     def _open(self, frame: Frame, turn: Turn, peer: str) -> Trouble | None:
         """Admit a new session, or say why not."""
@@ -287,14 +282,14 @@ class BlockServer:
             self._end(session.id, frame.epoch)
 
     async def _forget_stream(self, answers: Outlet) -> None:
-        for id in [id for id, outlet in self._replies.items() if outlet is answers]:
+        for id in self._sender.ordered_on(answers):
             self._end(id, self._sessions[id].epoch)
 
     def _end(self, id: bytes, epoch: int) -> None:
         """Free all that a session holds here."""
         if self._sessions.pop(id, None) is None:
             return
-        del self._replies[id]
+        self._sender.end(id)
         self._queue.drop(id)
         if self._runner is not None:
             self._runner.close(id)
@@ -317,20 +312,23 @@ class BlockServer:
                 with trio.move_on_at(float("inf") if work is None else work):
                     await self._wake.wait()
                 continue
-            await self._step(work)
+            self._stepping = True
+            try:
+                await self._step(work)
+            finally:
+                self._stepping = False
 
     async def _step(self, work: list[Waiting]) -> None:
         runner = self._runner
         assert runner is not None, "no session outlives its runner"
         begin = trio.current_time()
-        self._stepping = True
         try:
             outputs = await self._device.run(runner.step, [self._step_work(item) for item in work])
-        except EngineError as error:
+        except Exception as error:  # torch's errors are of every kind, and must cost the session alone
+            if not isinstance(error, EngineError):
+                log.exception("a device step failed")
             await self._step_failed(work, error)
             return
-        finally:
-            self._stepping = False
         now = trio.current_time()
         for item, output in zip(work, outputs, strict=True):
             await self._computed(item, output)
@@ -344,7 +342,7 @@ class BlockServer:
         span = turn.span
         return StepWork(item.session, span.start, span.stop, item.position, item.rows, item.data, item.dtype, turn.wire)
 
-    async def _step_failed(self, work: list[Waiting], error: EngineError) -> None:
+    async def _step_failed(self, work: list[Waiting], error: Exception) -> None:
         """Find the session at fault by stepping each alone; the others go on."""
         if len(work) > 1:
             for item in work:
@@ -352,7 +350,7 @@ class BlockServer:
             return
         session = self._sessions[work[0].session]
         log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
-        await self._complain(session, "failed", str(error))
+        await self._sender.complain(session, "failed", str(error))
         self._end(session.id, session.epoch)
 
     async def _computed(self, item: Waiting, output: StepOutput) -> None:
@@ -364,9 +362,9 @@ class BlockServer:
                 session.forget_before(stop)
             return
         if first <= item.position:
-            await self._send(session, item.position, output.data)
+            await self._sender.send(session, item.position, output.data)
         else:
-            await self._resend(session, first, stop)
+            await self._sender.resend(session, first, stop)
 
     def _count(self, work: list[Waiting], seconds: float) -> None:
         rows = sum(item.rows for item in work)
@@ -383,77 +381,7 @@ class BlockServer:
         while kept_bytes > self._settings.kept_bytes:
             session = first_to_evict(list(self._sessions.values()))
             kept_bytes -= session.evict()
-            await self._complain(session, "evicted", "outputs are no longer kept for replay")
-
-    # --- sending ------------------------------------------------------------------------------------------------------
-
-    async def _resend(self, session: HopSession, start: int, stop: int, *, must: bool = True) -> None:
-        """Send kept outputs of [start, stop), as far as the successor needs them."""
-        if session.send_from is None:
-            return
-        start = max(start, session.send_from)
-        chunk = self._settings.batch.chunk_rows
-        for first in range(start, stop, chunk):
-            data = session.kept_rows(first, min(first + chunk, stop))
-            if data is None:
-                if must:
-                    await self._complain(session, "missing", f"outputs at {first} are no longer kept")
-                return
-            await self._send(session, first, data)
-
-    async def _send(self, session: HopSession, position: int, data: bytes) -> None:
-        """Send outputs downstream: to the successor, or to the asker at the end of the route or where no way leads."""
-        turn = session.turn
-        rows = len(data) // session.row_bytes
-        urgent = position >= turn.urgent_from or not turn.after
-        priority = Priority.DECODE if urgent else Priority.PREFILL
-        parcel = self._data_parcel(session, Kind.DATA, position, rows, data, priority)
-        if not turn.after:
-            await self._replies[session.id].push(parcel)
-        elif turn.relay or not await self._outlets.push(turn.after, parcel):
-            await self._relay(session, parcel)
-
-    def _data_parcel(
-        self, session: HopSession, kind: Kind, position: int, rows: int, data: bytes, priority: Priority
-    ) -> Parcel:
-        dtype = DTYPES[session.dtype]
-        width = self._runner.hidden_size if self._runner is not None else 0
-        head = header(kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
-        return Parcel(session.id, (head, data), priority)
-
-    async def _relay(self, session: HopSession, parcel: Parcel) -> None:
-        """Send through the asker what was meant for the successor."""
-        frame = decode(b"".join(parcel.parts))
-        if frame.epoch == session.epoch:
-            again = self._data_parcel(
-                session, Kind.RELAY, frame.position, frame.rows, bytes(frame.body), parcel.priority
-            )
-            await self._replies[session.id].push(again)
-
-    def _undeliverable(self, peer: str, parcels: list[Parcel]) -> None:
-        assert self._nursery is not None
-        self._nursery.start_soon(self._relay_all, parcels)
-
-    async def _relay_all(self, parcels: list[Parcel]) -> None:
-        for parcel in parcels:
-            session = self._sessions.get(parcel.session)
-            if session is not None:
-                await self._relay(session, parcel)
-
-    def _link_lost(self, peer: str) -> None:
-        assert self._nursery is not None
-        self._nursery.start_soon(self._tell_link_lost, peer)
-
-    async def _tell_link_lost(self, peer: str) -> None:
-        for session in list(self._sessions.values()):
-            if session.turn.after == peer:
-                await self._complain(session, "link", f"the link to the next hop {peer} broke")
-
-    async def _complain(self, session: HopSession, code: str, text: str) -> None:
-        outlet = self._replies.get(session.id)
-        if outlet is not None:
-            trouble = encode_trouble(session.id, session.epoch, session.kept_from, Trouble(code, text))
-            await outlet.push(_parcel(trouble))
+            await self._sender.complain(session, "evicted", "outputs are no longer kept for replay")
 
     async def _sweep(self) -> None:
         """End sessions whose askers have gone quiet."""
@@ -462,13 +390,9 @@ class BlockServer:
             quiet_since = trio.current_time() - self._settings.idle_s
             for session in list(self._sessions.values()):
                 if session.heard_at < quiet_since:
-                    await self._complain(session, "closed", "the session was idle for too long")
+                    await self._sender.complain(session, "closed", "the session was idle for too long")
                     await self._between_steps(partial(self._end_quiet, session, quiet_since))
 
     async def _end_quiet(self, session: HopSession, quiet_since: float) -> None:
         if self._sessions.get(session.id) is session and session.heard_at < quiet_since:
             self._end(session.id, session.epoch)
-
-
-def _parcel(message: bytes) -> Parcel:
-    return Parcel(b"", (message,), Priority.CONTROL)
