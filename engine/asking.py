@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from engine.block import Holding
-from engine.chat_template import ChatTemplate
-from engine.errors import EngineError
 from engine.head import Ends, load_ends
 from engine.reply import ReplySettings, ReplyWriter
 from engine.sources.base import ModelSource
-from engine.tokenizer import Tokenizer
+from engine.text import ModelText
 from engine.wire import to_bytes, to_tensor, wire_name
 
 
@@ -47,38 +44,27 @@ class SwarmEnds:
         self.hidden_size = source.config.hidden_size
         self.context_length = source.config.context_length
         self.dtype = wire_name(dtype)
-        self.tokenizer = Tokenizer(source.tokenizer)
-        self.template = ChatTemplate(source.tokenizer)
-        self.ends = ends
-        eos_id = self.tokenizer.eos_id
-        self.end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+        self._text = ModelText(source)
+        self._ends = ends
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation, ready for the assistant's reply."""
-        return self.tokenizer.encode(self.template.render(messages), add_special=False)
+        return self._text.prompt_ids(messages)
 
     def embed(self, token_ids: Sequence[int]) -> bytes:
         """Hidden states of these tokens."""
-        return bytes(to_bytes(self.ends.embed(token_ids), self.dtype))
+        return bytes(to_bytes(self._ends.embed(token_ids), self.dtype))
 
-    def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> SwarmReply:
+    def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
         """A new reply; raises `EngineError` where the prompt is empty or leaves no room in the context."""
-        room = self.context_length - len(prompt_ids)
-        if not prompt_ids:
-            raise EngineError("the prompt is empty: say something")
-        if room < 1:
-            raise EngineError(
-                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {self.context_length}: shorten it"
-            )
-        settings = replace(settings, max_tokens=min(settings.max_tokens, room))
-        return SwarmReply(ReplyWriter(self.tokenizer, prompt_ids, settings, tuple(self.end_ids)), settings.max_tokens)
+        return self._text.begin(prompt_ids, settings)
 
     def choose(self, choices: Sequence[Choice]) -> list[Token]:
         """The next token of each reply, behind the last row of its hidden states."""
         dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
         rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-1:] for choice in choices]
-        logits = self.ends.logits(torch.cat([row.to(dtype) if dtype else row for row in rows]))
-        writers = [choice.reply.writer for choice in choices]
+        logits = self._ends.logits(torch.cat([row.to(dtype) if dtype else row for row in rows]))
+        writers: list[ReplyWriter] = [choice.reply for choice in choices]
         texts = [writer.choose(row) for writer, row in zip(writers, logits, strict=True)]
         embedded = self.embed([writer.last_token for writer in writers])
         size = len(embedded) // len(writers)
@@ -86,13 +72,6 @@ class SwarmEnds:
             Token(writer.last_token, text, writer.finish_reason, embedded[index * size : (index + 1) * size])
             for index, (writer, text) in enumerate(zip(writers, texts, strict=True))
         ]
-
-
-class SwarmReply(NamedTuple):
-    """One reply in the making."""
-
-    writer: ReplyWriter
-    max_tokens: int
 
 
 def load_swarm_ends(source: ModelSource, how: Holding) -> SwarmEnds:

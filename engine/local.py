@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.attention import Segment
 from engine.budget import Precision, block_bytes
-from engine.chat_template import ChatTemplate
-from engine.errors import EngineError
 from engine.head import Ends, load_ends
 from engine.kv import KVLease, token_bytes
 from engine.reply import ReplySettings, ReplyWriter
 from engine.sources.base import ModelSource
 from engine.span import LoadProgress, SpanOptions, SpanRunner, load_span
-from engine.tokenizer import Tokenizer
+from engine.text import ModelText
 
 PREFILL_ROWS = 512
 KV_SHARE = 0.25  # of the free memory, at most, for the cache of one conversation
@@ -37,16 +35,13 @@ class LocalModel:
 
     def __init__(self, source: ModelSource, ends: Ends, span: SpanRunner) -> None:
         self.config = source.config
-        self.tokenizer = Tokenizer(source.tokenizer)
-        self.template = ChatTemplate(source.tokenizer)
+        self._text = ModelText(source)
         self.ends = ends
         self.span = span
-        eos_id = self.tokenizer.eos_id
-        self.end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation, ready for the assistant's reply."""
-        return self.tokenizer.encode(self.template.render(messages), add_special=False)
+        return self._text.prompt_ids(messages)
 
     def logits_after(self, lease: KVLease, token_ids: Sequence[int]) -> Tensor:
         """Run a session's next tokens through all blocks, in chunks: the logits (vocab,) behind the last one."""
@@ -57,31 +52,21 @@ class LocalModel:
 
     def reply(self, prompt_ids: Sequence[int], settings: ReplySettings) -> Reply:
         """Begin a reply; iterate over it to get its text as it is written."""
-        room = self.config.context_length - len(prompt_ids)
-        if not prompt_ids:
-            raise EngineError("the prompt is empty: say something")
-        if room < 1:
-            raise EngineError(
-                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {self.config.context_length}: "
-                "shorten it"
-            )
-        return Reply(self, prompt_ids, replace(settings, max_tokens=min(settings.max_tokens, room)))
+        return Reply(self, list(prompt_ids), self._text.begin(prompt_ids, settings))
 
 
 class Reply:
     """An iterator over the pieces of one reply's text; its figures are there when it ends."""
 
-    def __init__(self, model: LocalModel, prompt_ids: Sequence[int], settings: ReplySettings) -> None:
-        self._model = model
-        self._prompt_ids = list(prompt_ids)
-        self._max_tokens = settings.max_tokens
-        self.writer = ReplyWriter(model.tokenizer, prompt_ids, settings, model.end_ids)
+    def __init__(self, model: LocalModel, prompt_ids: list[int], writer: ReplyWriter) -> None:
+        self._model, self._prompt_ids = model, prompt_ids
+        self.writer = writer
         self.figures: Figures | None = None
 
     def __iter__(self) -> Iterator[str]:
         model, writer = self._model, self.writer
         begin = time.perf_counter()
-        lease = model.span.open(len(self._prompt_ids) + self._max_tokens)
+        lease = model.span.open(len(self._prompt_ids) + writer.max_tokens)
         try:
             yield writer.choose(model.logits_after(lease, self._prompt_ids))
             first = time.perf_counter()

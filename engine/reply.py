@@ -42,6 +42,7 @@ class ReplyWriter:
         self._stream = tokenizer.stream()
         self._history = list(prompt_ids)
         self._settings = settings
+        self.max_tokens = settings.max_tokens
         self._end_ids = frozenset(end_ids)
         self._held = ""  # text that may turn out to be the beginning of a stop string
         self.token_ids: list[int] = []
