@@ -95,9 +95,9 @@ class Admission:
 
     def begin_handshake(self, ip: IPAddress, now: float) -> str | None:
         """Count one inbound handshake from `ip`, or say why it is refused; pair with `end_handshake`."""
-        ip = plain_ip(ip)
         if self.deny.denies_ip(ip):
             return "its network is on the deny list"
+        ip = source_of(ip)
         if self._handshakes.total() >= self.limits.handshakes:
             return "too many handshakes are under way"
         if self._handshakes[ip] >= self.limits.handshakes_per_ip:
@@ -113,7 +113,7 @@ class Admission:
 
     def end_handshake(self, ip: IPAddress) -> None:
         """The handshake from `ip` is over, well or badly."""
-        _decrement(self._handshakes, plain_ip(ip))
+        _decrement(self._handshakes, source_of(ip))
 
     def refuse_peer(self, peer: str, now: float) -> str | None:
         """Why `peer` may not be spoken to now, or None."""
@@ -128,12 +128,12 @@ class Admission:
         """Count one open connection; False where there is no room left."""
         if self._connections.total() >= self.limits.connections:
             return False
-        self._connections[plain_ip(ip)] += 1
+        self._connections[source_of(ip)] += 1
         return True
 
     def closed(self, ip: IPAddress) -> None:
         """One open connection less."""
-        _decrement(self._connections, plain_ip(ip))
+        _decrement(self._connections, source_of(ip))
 
     def punish(self, peer: str, now: float) -> float:
         """Hold `peer` off, twice as long as the last time; returns for how many seconds."""
@@ -158,6 +158,12 @@ class Admission:
             return False
         bucket.tokens -= 1
         return True
+
+
+def source_of(ip: IPAddress) -> IPAddress:
+    """What counts as one address: an IPv6 customer has a whole /64 to come from."""
+    ip = plain_ip(ip)
+    return ip if ip.version == 4 else ipaddress.IPv6Address(int(ip) >> 64 << 64)
 
 
 def _decrement(counter: Counter[IPAddress], ip: IPAddress) -> None:

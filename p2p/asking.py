@@ -63,11 +63,11 @@ class Asking:
             raise pending.failure
         return pending.answer
 
-    def on_answer(self, frame: Frame, assembler: Assembler) -> None:
-        """Take an answer, a chunk of one, an error or a pong."""
+    def on_answer(self, frame: Frame, assembler: Assembler) -> bool:
+        """Take an answer, a chunk of one, an error or a pong; whether anybody waits for it."""
         pending = self._pending.get(frame.id)
-        if pending is None:  # given up meanwhile
-            return
+        if pending is None or pending.done.is_set():  # given up or answered meanwhile
+            return False
         if frame.kind == Kind.ERROR:
             pending.fail(failure_of(frame))
         elif frame.flags & WHOLE == FIRST and not self._hold(pending, frame.total):
@@ -76,6 +76,7 @@ class Asking:
         elif (whole := assembler.add(frame)) is not None:
             pending.answer = whole.body
             pending.done.set()
+        return True
 
     def _hold(self, pending: Pending, size: int) -> bool:
         if pending.held or not self._link.services.quota.hold(self._link.peer, size, trio.current_time()):

@@ -32,6 +32,7 @@ REFRESH_S = 600.0
 PROBE_S = 60.0
 MAX_OWN_KEYS = 256
 _PROBES = 8
+_TELLERS = 3  # nodes that must have named providers before a search ends early
 _FEW = 4  # with so few peers known, each new one is worth a look around
 _LOOK_AGAIN_S = 5.0
 
@@ -114,19 +115,23 @@ class Directory:
         return await self._publish(Request(Op.PROVIDE, key, tuple(self._around.addresses())))
 
     async def find_providers(self, key: bytes, *, timeout_s: float, enough: int = 32) -> list[str]:
-        """Peers that provide `key`, live ones first as far as anybody knows; whatever was found when time is up."""
+        """Peers that provide `key`, those that most nodes name first; whatever was found when time is up."""
         _check_key(key)
-        found: dict[str, None] = {}
+        named: Counter[str] = Counter()  # by how many
+        told = 0
 
         def take(answer: Answer) -> None:
+            nonlocal told
+            told += bool(answer.providers)
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
                     self._around.learn(contact)
-                    found[contact.peer] = None
+                    named[contact.peer] += 1
 
         take(Answer(providers=tuple(self._providers(key, trio.current_time()))))
-        await self._look_up(Op.PROVIDERS, key, timeout_s, take, lambda: len(found) >= enough)
-        return list(found)
+        # One node alone can name any number of peers that do not exist: it neither ends the search nor leads the list.
+        await self._look_up(Op.PROVIDERS, key, timeout_s, take, lambda: len(named) >= enough and told >= _TELLERS)
+        return [peer for peer, _ in named.most_common()]
 
     async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
         """Learn where `peer` can be dialled, from whoever knows."""

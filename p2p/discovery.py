@@ -100,7 +100,7 @@ class Seeker:
 
     async def _try(self, peer: str) -> None:
         try:
-            reached = await self._connect(peer, self._wanted[peer])
+            reached = await self._connect(peer, self._wanted.get(peer, []))
         finally:
             self._in_flight.discard(peer)
         if peer in self._wanted:

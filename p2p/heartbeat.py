@@ -21,6 +21,7 @@ import trio
 from .addresses import MAX_ADDRESSES_PER_PEER, Address, parse_known
 from .connection import Connection, Stream
 from .errors import P2PError, ProtocolError, StreamClosed
+from .flood import FloodGuard
 from .multistream import read_some
 
 PROTOCOL = "/shoal/1/link"
@@ -34,6 +35,8 @@ _HEADER = struct.Struct("!BH")
 _PING = struct.Struct("!II")
 _KIND_HELLO, _KIND_PING, _KIND_PONG = 1, 2, 3
 _RTT_MEMORY = 0.75
+_BURST_FRAMES = 256  # a side that says more than this at once ...
+_FRAMES_PER_S = 64  # ... and this much ever after only means to keep the other one busy
 
 log = logging.getLogger("shoal.p2p.heartbeat")
 
@@ -142,8 +145,10 @@ class Heartbeat:
     async def _listen(self, stream: Stream) -> None:
         connection = stream.connection
         received = bytearray()
+        flood = FloodGuard(_BURST_FRAMES, _FRAMES_PER_S, trio.current_time())
         while True:
             kind, body = await self._next_frame(stream, received)
+            flood.count(trio.current_time())
             if kind == _KIND_HELLO:
                 self._heard(connection, Hello.decode(body, stream.peer))
             elif kind == _KIND_PING and not connection.initiated and len(body) == _PING.size:

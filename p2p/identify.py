@@ -44,5 +44,4 @@ class Courtesies:
     async def _ping(self, stream: Stream) -> None:
         while True:
             with trio.fail_after(_PING_IDLE_S):
-                data = await read_exactly(stream, _PING_BYTES)
-            await stream.write(data)
+                await stream.write(await read_exactly(stream, _PING_BYTES))

@@ -6,6 +6,7 @@ then held off, and who may connect at all, is for `p2p.admission`.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 
@@ -24,6 +25,9 @@ class Limits:
     # Refusals a peer may run up before it counts as misbehaving, and how many are forgiven each second.
     refusals: float = 500.0
     refusals_forgiven_per_s: float = 10.0
+
+
+MAX_REMEMBERED = 4096  # peers that are gone, of whom it is still known how much they asked for
 
 
 @dataclass
@@ -48,6 +52,7 @@ class Quota:
         self.limits = limits or Limits()
         self._all = _Use()
         self._peers: dict[str, _Peer] = {}
+        self._gone: OrderedDict[str, _Peer] = OrderedDict()
 
     def request(self, peer: str, now: float) -> str | None:
         """Count one request against the peer's rate, or the reason why not."""
@@ -119,10 +124,15 @@ class Quota:
         return True
 
     def forget(self, peer: str) -> None:
-        """Drop the books of a peer that has nothing under way, so that they do not grow with every passer-by."""
+        """Put the books of a peer away that has nothing under way, so that they do not grow with every passer-by.
+
+        Its rate and its refusals are remembered for a while: a new link must not buy it a new start.
+        """
         use = self._peers.get(peer)
         if use is not None and not (use.calls or use.streams or use.bytes):
-            del self._peers[peer]
+            self._gone[peer] = self._peers.pop(peer)
+            if len(self._gone) > MAX_REMEMBERED:
+                self._gone.popitem(last=False)
 
     def under_way(self, peer: str) -> tuple[int, int, int]:
         """Calls, streams and bytes of one peer."""
@@ -132,5 +142,6 @@ class Quota:
     def _peer(self, peer: str, now: float) -> _Peer:
         use = self._peers.get(peer)
         if use is None:
-            use = self._peers[peer] = _Peer(tokens=self.limits.request_burst, tokens_at=now, refusals_at=now)
+            new = _Peer(tokens=self.limits.request_burst, tokens_at=now, refusals_at=now)
+            use = self._peers[peer] = self._gone.pop(peer, new)
         return use

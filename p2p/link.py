@@ -17,16 +17,21 @@ from p2p.asking import Asking
 from p2p.bandwidth import Bandwidth
 from p2p.bytestream import ByteStream
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFull, StreamReset
+from p2p.flood import FloodGuard
 from p2p.frames import FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind
 from p2p.limits import Quota
 from p2p.outbox import Outbox, Outgoing, spoken
-from p2p.serving import Serving, failure_of
+from p2p.serving import BUSY, Serving, failure_of
 from p2p.streams import MessageStream
 from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Payload, buffers_of, check_name
 
 READ_BYTES = 128 * 1024
 FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
+# Frames about calls and streams that are not known (any more). A window of tiny messages may cross a reset, so many are
+# forgiven; who sends nothing else only means to keep this node busy.
+IDLE_FRAMES = 32_768
+IDLE_FRAMES_PER_S = 2000
 
 log = logging.getLogger("shoal.p2p.link")
 
@@ -66,6 +71,7 @@ class PeerLink:
         self._scope = trio.CancelScope()
         self._wake = trio.Event()
         self._written = trio.Event()
+        self._flood = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, trio.current_time())
 
     @property
     def peer(self) -> str:
@@ -174,9 +180,9 @@ class PeerLink:
         self._assembler.drop(id)
         self.post(Outgoing(Kind.CANCEL, id, 0))
 
-    def refuse(self, kind: int, id: int, why: str) -> None:
-        """Say `busy`, and report a peer that was told so too often."""
-        self.post(spoken(kind, id, "busy", why))
+    def refuse(self, kind: int, id: int, why: str, code: str = BUSY) -> None:
+        """Say no, and report a peer that was told so too often."""
+        self.post(spoken(kind, id, code, why))
         if self.services.quota.refused(self._peer, trio.current_time()):
             self.misbehaved(f"it does not heed refusals: {why}")
 
@@ -266,14 +272,16 @@ class PeerLink:
         if kind == Kind.MESSAGE:
             self._on_message(frame)
         elif kind in (Kind.ANSWER, Kind.ERROR, Kind.PONG):
-            self._asking.on_answer(frame, self._assembler)
+            if not self._asking.on_answer(frame, self._assembler):
+                self._flood.count(trio.current_time())
         elif kind == Kind.REQUEST:
             if (whole := self._serving.on_request(frame, self._assembler)) is not None:
                 self._serving.start(whole)
         elif kind == Kind.CANCEL:
             self._assembler.drop(frame.id)
             self._outbox.drop(frame.id)
-            self._serving.on_cancel(frame.id)
+            if not self._serving.on_cancel(frame.id):
+                self._flood.count(trio.current_time())
         elif kind == Kind.PING:
             self._serving.on_ping(frame.id)
         elif kind == Kind.OPEN:
@@ -284,6 +292,7 @@ class PeerLink:
     def _on_message(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)
         if stream is None:  # closed here while this was on its way
+            self._flood.count(trio.current_time())
             return
         if frame.flags & FIRST:
             cost = frame.total + MESSAGE_COST_BYTES
@@ -307,7 +316,8 @@ class PeerLink:
 
     def _on_stream_event(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)
-        if stream is None:
+        if stream is None or (frame.kind == Kind.CREDIT and not frame.arg):
+            self._flood.count(trio.current_time())
             return
         if frame.kind == Kind.OPENED:
             stream.opened.set()

@@ -62,7 +62,7 @@ class NetworkConfig:
     peers: tuple[str, ...] = ()  # multiaddrs with a peer id, dialled again for ever
     discovery: frozenset[Means] = frozenset(MEANS)
     remember_at: Path | None = None
-    secret: bytes | None = None
+    secret: bytes | None = field(default=None, repr=False)
     relay: bool | None = None  # carry connections for others: yes, no, or None: if others can dial this node
     deny: tuple[str, ...] = ()
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)

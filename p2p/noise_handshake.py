@@ -8,15 +8,19 @@ from libp2p.crypto.keys import PrivateKey, PublicKey
 from libp2p.crypto.x25519 import X25519PublicKey
 from libp2p.peer.id import ID
 from libp2p.security.noise.messages import NoiseHandshakePayload, verify_handshake_payload_sig
+from libp2p.security.noise.pb import noise_pb2
 from noise.connection import Keypair, NoiseConnection
 
 from p2p.errors import HandshakeError, ProtocolError, WrongSecret
 from p2p.noise_records import TAG_BYTES, Opener, Sealer
 from p2p.pipe import Pipe
 
-MAX_MESSAGE_BYTES: Final = 8 << 10  # an RSA-4096 identity needs about 1.2 KiB
+MAX_MESSAGE_BYTES: Final = 8 << 10  # what other implementations add to an identity takes up to 1 KiB
 _LENGTH_BYTES: Final = 2
 _REFUSAL: Final = bytes(TAG_BYTES)  # in place of the confirming record: opens under no key
+# libp2p's message around an Ed25519 public key: its type, then 32 bytes.
+_ED25519_PREFIX: Final = bytes.fromhex("08011220")
+_ED25519_BYTES: Final = len(_ED25519_PREFIX) + 32
 
 
 class Handshake:
@@ -107,9 +111,15 @@ class Handshake:
         if static is None:
             raise HandshakeError("it sent no Noise key")
         try:
+            identity = noise_pb2.NoiseHandshakePayload.FromString(payload).identity_key
+            # Before libp2p looks at it: an "RSA key" of a few kilobytes can keep its parser busy for a quarter minute.
+            if len(identity) != _ED25519_BYTES or not identity.startswith(_ED25519_PREFIX):
+                raise HandshakeError("its identity is no Ed25519 key")
             parsed = NoiseHandshakePayload.deserialize(payload)
             signed = verify_handshake_payload_sig(parsed, static)
             remote_peer = ID.from_pubkey(parsed.id_pubkey)
+        except HandshakeError:
+            raise
         except Exception as error:  # protobuf and key parsers raise many kinds
             raise HandshakeError("its identity cannot be read") from error
         if not signed:

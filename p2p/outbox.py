@@ -7,20 +7,20 @@ is bounded, with room for one message of any size whenever it is below the bound
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from p2p.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, encode_header
 from p2p.values import MESSAGE_COST_BYTES, PRIORITIES, Buffer
 
 QUEUE_BYTES = 8 * 2**20
 COALESCE_BYTES = 16 * 1024  # small frames that wait together are written together
-MAX_URGENT_FRAMES = 65_536
+MAX_URGENT_FRAMES = 8192
 
 
 class Outgoing:
     """One message on its way out, and how much of it has been handed to the writer."""
 
-    __slots__ = ("arg", "dropped", "id", "kind", "name", "parts", "priority", "sent", "size")
+    __slots__ = ("arg", "dropped", "id", "kind", "left", "name", "parts", "priority", "sent", "size")
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Outgoing:
         self.parts, self.size, self.name, self.arg = parts, size, name, arg
         self.sent = 0
         self.dropped = False
+        self.left: Callable[[], None] | None = None  # told when the last of it went to the writer, or was dropped
 
     def next_chunk(self) -> tuple[bytes, bool]:
         """The next frame's bytes, and whether it is the last one."""
@@ -76,6 +77,8 @@ class Outbox:
     def __init__(self) -> None:
         self._queues: tuple[deque[Outgoing], ...] = tuple(deque() for _ in range(PRIORITIES))
         self._queued = [0] * PRIORITIES
+        # By id, since a peer chooses how often something is dropped: a search would let it keep this node busy.
+        self._by_id: dict[int, dict[Outgoing, None]] = {}
 
     def has_room(self, priority: int) -> bool:
         """Whether the queue of this priority takes one more message of any size."""
@@ -89,6 +92,7 @@ class Outbox:
         """Queue a message; whoever may be refused asks `has_room` first."""
         self._queues[message.priority].append(message)
         self._queued[message.priority] += message.size + MESSAGE_COST_BYTES
+        self._by_id.setdefault(message.id, {})[message] = None
 
     def urgency(self) -> int | None:
         """The priority of what would be written next, or None when nothing waits."""
@@ -122,11 +126,16 @@ class Outbox:
 
     def drop(self, id: int) -> None:
         """Never send what is queued under this id, nor the rest of what is half sent."""
-        for queue in self._queues:
-            for message in queue:
-                if message.id == id:
-                    message.dropped = True
-                    message.parts = ()  # lets go of the buffers before the queue reaches it
+        for message in self._by_id.pop(id, ()):
+            message.dropped = True
+            message.parts = ()  # lets go of the buffers before the queue reaches it
 
     def _forget(self, message: Outgoing) -> None:
         self._queued[message.priority] -= message.size + MESSAGE_COST_BYTES
+        of_id = self._by_id.get(message.id)
+        if of_id is not None:
+            of_id.pop(message, None)
+            if not of_id:
+                del self._by_id[message.id]
+        if message.left is not None:
+            message.left()

@@ -1,7 +1,9 @@
 """Peers that were reached before, kept in one small file, so that a node finds its way back without help.
 
 `peers.json` is `{"version": 1, "peers": [{"id": …, "addresses": […], "seen_at": unix seconds}, …]}`, the latest
-first, at most 200, written atomically. A file that cannot be read is as good as none: it is only a memory.
+first, at most 200, written atomically. A peer that only came here itself has `"reached": false`; such peers have 50
+places at most, so that a crowd of strangers cannot make a node forget where it was at home. A file that cannot be read
+is as good as none: it is only a memory.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from .host import Host
 
 MAX_REMEMBERED = 200
+MAX_UNREACHED = 50
 SAVE_S = 60.0
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 1
@@ -37,6 +40,7 @@ class Remembered:
     peer: str
     addresses: tuple[Address, ...]
     seen_at: float
+    reached: bool = True  # this node dialled it, and it was there
 
 
 def load_peers(path: Path) -> list[Remembered]:
@@ -59,14 +63,7 @@ def load_peers(path: Path) -> list[Remembered]:
 
 def save_peers(path: Path, peers: Sequence[Remembered]) -> None:
     """Write the latest of `peers`; raises OSError."""
-    latest = sorted(peers, key=lambda entry: -entry.seen_at)[:MAX_REMEMBERED]
-    content = {
-        "version": _VERSION,
-        "peers": [
-            {"id": e.peer, "addresses": [str(address) for address in e.addresses], "seen_at": round(e.seen_at)}
-            for e in latest
-        ],
-    }
+    content = {"version": _VERSION, "peers": [_plain(entry) for entry in _latest(peers)]}
     write_private(path, json.dumps(content, indent=1).encode())
 
 
@@ -76,8 +73,21 @@ def merge(old: Sequence[Remembered], new: Sequence[Remembered]) -> list[Remember
     for entry in new:
         known = peers.get(entry.peer)
         if known is None or entry.seen_at >= known.seen_at:
-            peers[entry.peer] = entry
-    return sorted(peers.values(), key=lambda entry: -entry.seen_at)[:MAX_REMEMBERED]
+            peers[entry.peer] = replace(entry, reached=entry.reached or (known is not None and known.reached))
+    return _latest(peers.values())
+
+
+def _latest(peers: Iterable[Remembered]) -> list[Remembered]:
+    latest = sorted(peers, key=lambda entry: -entry.seen_at)
+    unreached = [entry for entry in latest if not entry.reached][:MAX_UNREACHED]
+    reached = [entry for entry in latest if entry.reached][: MAX_REMEMBERED - len(unreached)]
+    return sorted([*reached, *unreached], key=lambda entry: -entry.seen_at)
+
+
+def _plain(entry: Remembered) -> dict[str, Any]:
+    addresses = [str(address) for address in entry.addresses]
+    plain = {"id": entry.peer, "addresses": addresses, "seen_at": round(entry.seen_at)}
+    return plain if entry.reached else plain | {"reached": False}
 
 
 def _read(entry: Any) -> Remembered | None:
@@ -87,7 +97,8 @@ def _read(entry: Any) -> Remembered | None:
     if not (isinstance(peer, str) and is_peer_id(peer) and isinstance(addresses, list)):
         return None
     usable = parse_known([text for text in addresses[:64] if isinstance(text, str)], peer)
-    return Remembered(peer, tuple(usable), float(seen_at) if isinstance(seen_at, int | float) else 0.0)
+    at = float(seen_at) if isinstance(seen_at, int | float) else 0.0
+    return Remembered(peer, tuple(usable), at, entry.get("reached") is not False)
 
 
 class PeerMemory:
@@ -117,7 +128,8 @@ class PeerMemory:
         now, clock, book = time.time(), trio.current_time(), self._host.book
         reached = [Remembered(peer, tuple(where), now - (clock - at)) for peer, where, at in book.proven_peers()]
         connected = {connection.peer for connection in self._host.connections()}
-        present = [Remembered(peer, tuple(book.addresses(peer)), now) for peer in connected]
+        proven = {entry.peer for entry in reached}
+        present = [Remembered(peer, tuple(book.addresses(peer)), now, peer in proven) for peer in connected]
         self._known = merge(self._known, [*reached, *(entry for entry in present if entry.addresses)])
         try:
             save_peers(self._path, self._known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import trio
@@ -21,6 +22,7 @@ from .host import Host
 from .relay_server import HOP, STOP
 
 PLACES = 2
+MAX_CIRCUITS_A_RELAY = 32  # a relay decides who comes through it; it must not be able to take every place here
 _ASK_TIMEOUT_S = 8.0
 _CHECK_S = 5.0
 
@@ -70,6 +72,7 @@ class RelayClient:
         self._offering: dict[str, Address] = {}  # relays heard of, and where they listen
         self._places: dict[str, float] = {}  # relay -> until, unix seconds
         self._refused_until: dict[str, float] = {}
+        self._circuits: Counter[str] = Counter()
         self._wake = trio.Event()
         self._needed = False
         host.relay_dial = self.dial
@@ -144,6 +147,18 @@ class RelayClient:
         if stream.peer not in self._places:
             await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
             return
+        if self._circuits[stream.peer] >= MAX_CIRCUITS_A_RELAY:
+            await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.RESOURCE_LIMIT_EXCEEDED))
+            return
+        self._circuits[stream.peer] += 1
+        try:
+            await self._attend(stream, request)
+        finally:
+            self._circuits[stream.peer] -= 1
+            if not self._circuits[stream.peer]:
+                del self._circuits[stream.peer]
+
+    async def _attend(self, stream: Stream, request: StopMessage) -> None:
         source = str(ID(request.peer.id))
         await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.OK))
         circuit = stream.connection.address.of(stream.peer).through(source)

@@ -1,13 +1,15 @@
 """The answering half of a link: runs the handlers of what a peer asks, each at its own risk.
 
 An exception in a handler costs that call or stream alone. A call that is over a limit, or names an unknown method, is
-refused at its first chunk, before its body is read.
+refused at its first chunk, before its body is read. A call counts until its answer has gone to the writer, so that a
+peer that asks and does not read has used up its calls soon.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
@@ -23,14 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.p2p.serving")
 
-BUSY = "busy"
+BUSY, MALFORMED = "busy", "malformed"
 
 
 @dataclass(eq=False)
 class _Call:
     size: int
     scope: trio.CancelScope
-    started: bool = False
+    running: bool = False  # its handler is
 
 
 class Serving:
@@ -50,18 +52,19 @@ class Serving:
     def start(self, request: Frame) -> None:
         """Run the handler of a complete request."""
         call = self._calls[request.id]
-        call.started = True
+        call.running = True
         assert self.nursery is not None
         self.nursery.start_soon(self._answer, request, call)
 
-    def on_cancel(self, id: int) -> None:
-        """The caller gave up."""
+    def on_cancel(self, id: int) -> bool:
+        """The caller gave up; whether there was a call to give up."""
         call = self._calls.get(id)
         if call is None:
-            return
+            return False
         call.scope.cancel()
-        if not call.started:
+        if not call.running:
             self._finished(id, call)
+        return True
 
     def on_ping(self, id: int) -> None:
         """Answer a ping, within the rate that requests have."""
@@ -75,6 +78,10 @@ class Serving:
     def accept(self, stream: MessageStream, protocol: str) -> bool:
         """Run the handler of a stream that the peer opens, or refuse it."""
         link = self._link
+        refusal = link.services.quota.request(link.peer, trio.current_time())
+        if refusal is not None:
+            link.refuse(Kind.RESET, stream.id, refusal)
+            return False
         handler = link.services.protocols.get(protocol)
         if handler is None:
             link.post(spoken(Kind.RESET, stream.id, "unknown_protocol", f"this node does not accept {protocol}"))
@@ -123,27 +130,43 @@ class Serving:
         return True
 
     async def _answer(self, request: Frame, call: _Call) -> None:
-        link, method = self._link, request.name
+        link, method, queued = self._link, request.name, False
         try:
             with call.scope:
                 answer = await link.services.methods[method](link.peer, request.body)
                 parts, size = buffers_of(answer)
+                self._keep(call, size)
                 while not link.has_room(request.priority):
                     await link.written()
-                link.post(Outgoing(Kind.ANSWER, request.id, request.priority, parts, size))
+                outgoing = Outgoing(Kind.ANSWER, request.id, request.priority, parts, size)
+                outgoing.left = partial(self._finished, request.id, call)
+                queued = not link.ended
+                link.post(outgoing)
         except Refused as error:
             link.post(spoken(Kind.ERROR, request.id, BUSY, str(error)))
         except RemoteError as error:
             code = error.code if 0 < len(error.code) <= MAX_NAME_BYTES and error.code.isascii() else "internal"
             link.post(spoken(Kind.ERROR, request.id, code, str(error)))
+        except ProtocolError as error:  # of this body; a stack trace for each would let a peer fill the log
+            log.debug("%s sent a malformed %s: %s", link.peer, method, error)
+            link.refuse(Kind.ERROR, request.id, str(error), MALFORMED)
         except Exception:
             log.exception("the handler of %s failed on a call of %s", method, link.peer)
             link.post(spoken(Kind.ERROR, request.id, "internal", f"the peer failed to answer {method}"))
         finally:
-            self._finished(request.id, call)
+            call.running = False
+            if not queued:
+                self._finished(request.id, call)
+
+    def _keep(self, call: _Call, size: int) -> None:
+        """Count an answer's bytes until it has left."""
+        if not self._link.services.quota.hold(self._link.peer, size, trio.current_time()):
+            raise Refused("too many bytes of answers wait to be read")
+        call.size += size
 
     def _finished(self, id: int, call: _Call) -> None:
-        if self._calls.pop(id, None) is not None:
+        if self._calls.get(id) is call:
+            del self._calls[id]
             self._link.services.quota.end_call(self._link.peer, call.size)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -21,6 +22,7 @@ from .errors import HandshakeError, P2PError
 from .identity import Identity
 from .noise import OnFailure, security_options
 from .yamux import YamuxConnection
+from .yamux_budget import UnreadBytes
 
 Muxer = Callable[..., Any]
 
@@ -71,7 +73,8 @@ def libp2p_keys(identity: Identity) -> KeyPair:
 def channel_of(identity: Identity, *, secret: bytes | None = None, on_failure: OnFailure | None = None) -> Channel:
     """This node's channel: Noise and yamux, or the private handshake alone where there is a secret."""
     offers = security_options(libp2p_keys(identity), secret=secret, on_failure=on_failure)
-    return Channel({str(name): transport for name, transport in offers.items()}, {str(YAMUX): YamuxConnection})
+    muxer = partial(YamuxConnection, unread=UnreadBytes())
+    return Channel({str(name): transport for name, transport in offers.items()}, {str(YAMUX): muxer})
 
 
 async def _nothing() -> None:

@@ -24,10 +24,13 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
 from p2p.errors import ProtocolError
+from p2p.flood import FloodGuard
 from p2p.noise_session import NoiseSession
+from p2p.yamux_budget import UnreadBytes
+from p2p.yamux_flow import SendHalf
 from p2p.yamux_sender import Sender
 from p2p.yamux_stream import Buffer, StreamBroken, TooManyStreams, YamuxStream, reset_frame
-from p2p.yamux_table import UNKNOWN_RTT_S, FloodGuard, PingBook, StreamTable
+from p2p.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S, UNKNOWN_RTT_S, PingBook, StreamTable
 from p2p.yamux_wire import (
     ACK,
     DATA,
@@ -61,6 +64,7 @@ class YamuxConnection(IMuxedConn):
         peer_id: ID,
         is_initiator: bool | None = None,
         on_close: Callable[[], Awaitable[Any]] | None = None,
+        unread: UnreadBytes | None = None,
     ) -> None:
         if not isinstance(secured_conn, NoiseSession):
             raise TypeError(f"yamux runs over this package's Noise session, not over {type(secured_conn).__name__}")
@@ -69,7 +73,7 @@ class YamuxConnection(IMuxedConn):
         self.on_close = on_close
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
-        self.table = StreamTable()
+        self.table = StreamTable(unread)
         self.now = trio.current_time
         self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
         self._next_id = 1 if self._is_initiator else 2
@@ -78,7 +82,7 @@ class YamuxConnection(IMuxedConn):
         self._accepted = trio.open_memory_channel(ACCEPT_BACKLOG)
         self._scope = trio.CancelScope()
         self._pings = PingBook(self.now)
-        self._flood = FloodGuard(self.now())
+        self._flood = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, self.now())
         self._ending: str | None = None
 
     @property
@@ -256,30 +260,41 @@ class YamuxConnection(IMuxedConn):
             if body and not stream.recv_closed:
                 stream.on_body(body)
         elif length:
-            stream.sending.window = min(stream.sending.window + length, _MAX_CREDIT)
-            self._sender.outbox.offer(stream.sending)
+            self._on_credit(stream.sending, length)
         if flags & RST:
             stream.on_broken("the peer reset the stream")
             self.table.remove(stream)
             self._flood.count(self.now())
         elif flags & FIN:
+            if stream.recv_closed or not (length or body or stream.receiving.used):
+                self._flood.count(self.now())
             stream.on_end()
             if stream.send_closed:
                 self.table.remove(stream)
-        elif not (length or body or flags):
+        elif not (length or body or flags & SYN) or (kind == DATA and stream.recv_closed):
             self._flood.count(self.now())
+
+    def _on_credit(self, half: SendHalf, length: int) -> None:
+        if half.window == half.credited:  # nothing was sent since the last credit: what should this one be for?
+            self._flood.count(self.now())
+        half.credited = half.window = min(half.window + length, _MAX_CREDIT)
+        self._sender.outbox.offer(half)
 
     def _on_syn(self, stream_id: int) -> YamuxStream | None:
         if stream_id in self.table.open:
             raise ProtocolError(f"opened stream {stream_id} twice")
+        if stream_id % 2 == self._is_initiator:
+            raise ProtocolError(f"opened stream {stream_id}, whose number is this side's to give")
         self._reap()
         if not self.table.admit(inbound=True):
+            self._flood.count(self.now())
             self._sender.outbox.control(reset_frame(stream_id))
             return None
         stream = YamuxStream(stream_id, self, is_initiator=False)
         try:
             self._accepted[0].send_nowait(stream)
         except trio.WouldBlock:
+            self._flood.count(self.now())
             self.table.budget.release(stream.receiving.window)
             self._sender.outbox.control(reset_frame(stream_id))
             return None
@@ -317,6 +332,7 @@ class YamuxConnection(IMuxedConn):
         for stream in list(self.table.open.values()):
             stream.on_broken(reason, keep_buffer=True)
             self.table.remove(stream)
+        self.table.budget.leave()
         self._pings.release_all()
 
     async def _close_session(self) -> None:

@@ -1,7 +1,7 @@
 """Flow control of one yamux connection, without I/O: what may be sent next, and how much a peer may make us hold.
 
-`ReceiveHalf` and `SendHalf` are the two directions of one stream, `Outbox` chooses between streams, `WindowBudget` is
-the one purse that all receive windows of a connection are paid from.
+`ReceiveHalf` and `SendHalf` are the two directions of one stream, `Outbox` chooses between streams; `yamux_budget` is
+the purse that receive windows are paid from.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import Final
 import trio
 
 from p2p.errors import ProtocolError
+from p2p.yamux_budget import WindowBudget
 from p2p.yamux_wire import ACK, BASE_WINDOW_BYTES, DATA, HEADER_BYTES, PING, pack_header
 
 FIRST_WINDOW_BYTES: Final = 1 << 20  # lets 4 MiB cross a long link in three round trips
 MAX_WINDOW_BYTES: Final = 16 << 20
-CONNECTION_WINDOW_BYTES: Final = 64 << 20
-GROWN_WINDOW_BYTES: Final = 48 << 20  # growth stops here, so that new streams always find their base window
 FRAME_BYTES: Final = 64 << 10  # a stream's turn: what one frame carries when others wait
 BATCH_BYTES: Final = 256 << 10  # what is sealed at once: a more urgent stream waits no longer than this
 MAX_CONTROL_BYTES: Final = 48 << 10
@@ -26,32 +25,6 @@ MAX_PONGS: Final = 16
 PRIORITIES: Final = 4
 _SMALL_PIECE_BYTES: Final = 2048
 _MIN_EPOCH_S: Final = 0.005
-
-
-class WindowBudget:
-    """The sum of a connection's receive windows, which is all a peer can make us buffer."""
-
-    __slots__ = ("used",)
-
-    def __init__(self) -> None:
-        self.used = 0
-
-    def admit(self) -> bool:
-        """Take a base window for a new stream, if there is room for one."""
-        if self.used + BASE_WINDOW_BYTES > CONNECTION_WINDOW_BYTES:
-            return False
-        self.used += BASE_WINDOW_BYTES
-        return True
-
-    def grow(self, wanted: int) -> int:
-        """Take up to `wanted` bytes more for a stream that makes good use of its window."""
-        granted = max(0, min(wanted, GROWN_WINDOW_BYTES - self.used))
-        self.used += granted
-        return granted
-
-    def release(self, window: int) -> None:
-        """Give a closed stream's window back."""
-        self.used -= window
 
 
 class ReceiveHalf:
@@ -75,6 +48,11 @@ class ReceiveHalf:
         self.credit += extra
         return extra
 
+    @property
+    def used(self) -> bool:
+        """Whether anything ever arrived."""
+        return self.credit < self.window or self._consumed > 0 or self._epoch_at > 0
+
     def announce(self, length: int) -> None:
         """Spend the peer's credit for a frame of `length` bytes; raises `ProtocolError` where it has less."""
         if length > self.credit:
@@ -95,6 +73,7 @@ class ReceiveHalf:
             else:
                 chunks.append(bytearray(piece))
         self.buffered += len(piece)
+        self.budget.hold(len(piece))
 
     def pop(self, limit: int) -> bytes:
         """Up to `limit` buffered bytes (all of them where it is negative)."""
@@ -112,6 +91,7 @@ class ReceiveHalf:
         else:
             taken = self._join(size)
         self.buffered -= size
+        self.budget.let_go(size)
         self._consumed += size
         return taken
 
@@ -150,18 +130,20 @@ class ReceiveHalf:
     def discard(self) -> None:
         """Forget what nobody will read."""
         self._chunks.clear()
+        self.budget.let_go(self.buffered)
         self.buffered = self._head = 0
 
 
 class SendHalf:
     """What one write still has to send, and the credit for it; buffers are referred to, never copied."""
 
-    __slots__ = ("_parts", "left", "priority", "queued", "started", "stream_id", "taken", "window")
+    __slots__ = ("_parts", "credited", "left", "priority", "queued", "started", "stream_id", "taken", "window")
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
         self.priority = 1
         self.window = BASE_WINDOW_BYTES
+        self.credited = -1  # the window after the last credit
         self.left = 0
         self.started = False  # some of the pending write has left already
         self.queued = False

@@ -1,4 +1,4 @@
-"""The books of one yamux connection: which streams are open, which pings are out, how much nonsense a peer has sent.
+"""The books of one yamux connection: which streams are open, and which pings are out.
 
 Pure values and decisions; the connection does what they say.
 """
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from p2p.errors import ProtocolError
-from p2p.yamux_flow import WindowBudget
+from p2p.yamux_budget import UnreadBytes, WindowBudget
 
 if TYPE_CHECKING:
     from p2p.yamux_stream import YamuxStream
@@ -28,8 +27,8 @@ _REAP_FROM: Final = 64
 class StreamTable:
     """The open streams, within their limits."""
 
-    def __init__(self) -> None:
-        self.budget = WindowBudget()
+    def __init__(self, unread: UnreadBytes | None = None) -> None:
+        self.budget = WindowBudget(unread)
         self.open: dict[int, YamuxStream] = {}
         self._inbound = 0
 
@@ -93,18 +92,3 @@ class PingBook:
         """Wake everybody: there will be no answers."""
         for _, answered in self._waiting.values():
             answered.set()
-
-
-class FloodGuard:
-    """Counts frames that achieve nothing; a peer that sends little else only means to keep this node busy."""
-
-    def __init__(self, now: float) -> None:
-        self._count = 0.0
-        self._counted_at = now
-
-    def count(self, now: float) -> None:
-        """Count one; raises `ProtocolError` where there are too many."""
-        forgiven = (now - self._counted_at) * IDLE_FRAMES_PER_S
-        self._count, self._counted_at = max(0.0, self._count - forgiven) + 1, now
-        if self._count > IDLE_FRAMES:
-            raise ProtocolError("floods this node with frames that do nothing")

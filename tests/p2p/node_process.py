@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -67,6 +68,9 @@ async def main(arguments: argparse.Namespace, lines: trio.SocketStream) -> None:
     identity = load_or_create(arguments.home / "key.json") if arguments.home else Identity.generate()
     network = Libp2pNetwork(identity, config)
     network.serve("echo", echo)
+    if arguments.unread:
+        muxer: Any = network.host.channel.muxers["/yamux/1.0.0"]
+        muxer.keywords["unread"].limit = arguments.unread
     async with network.running():
         await lines.send_all(" ".join([network.peer_id, *network.addresses()]).encode() + b"\n")
         pending = b""
@@ -86,6 +90,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--secret")
     parser.add_argument("--netns", type=Path)
     parser.add_argument("--log", action="store_true")
+    parser.add_argument("--unread", type=int)
     return parser.parse_args(words)
 
 

@@ -22,7 +22,8 @@ from p2p.errors import WrongSecret
 from p2p.noise import security_options
 from p2p.selftest import install_yamux
 from p2p.yamux import ACCEPT_BACKLOG, YamuxConnection
-from p2p.yamux_flow import CONNECTION_WINDOW_BYTES, FIRST_WINDOW_BYTES, MAX_CONTROL_BYTES
+from p2p.yamux_budget import CONNECTION_WINDOW_BYTES
+from p2p.yamux_flow import FIRST_WINDOW_BYTES, MAX_CONTROL_BYTES
 from p2p.yamux_table import MAX_INBOUND
 from p2p.yamux_wire import DATA, FIN, PING, RST, SYN, WINDOW_UPDATE, pack_header
 from tests.p2p.channels import Hostile, attacked, close_sockets

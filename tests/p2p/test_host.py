@@ -361,7 +361,7 @@ async def test_two_hundred_identities_leave_nothing_behind() -> None:
         assert host.admission.connections_open == 1
         assert host.admission.handshakes_in_flight == 0
         assert trio.lowlevel.current_statistics().tasks_living - tasks < 10
-        assert threading.active_count() == started
+        assert threading.active_count() <= started  # an idle worker of trio may end meanwhile
         assert psutil.Process().memory_info().rss - before < 48 << 20
 
 

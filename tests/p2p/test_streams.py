@@ -292,7 +292,10 @@ async def test_pings_measure_the_link() -> None:
 async def test_an_answer_larger_than_what_is_kept_for_one_peer_is_refused_here() -> None:
     async with wired_world() as world:
         world.limits = Limits(bytes_per_peer=2**20)
-        a, b = await two(world)
+        a = await world.node()
+        world.limits = None
+        b = await world.node()
+        b.serve("echo", echo)
 
         async def verbose(peer: str, body: bytes) -> bytes:
             return bytes(2**21)

@@ -9,21 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p.errors import ProtocolError
+from p2p.flood import FloodGuard
+from p2p.yamux_budget import CONNECTION_WINDOW_BYTES, GROWN_WINDOW_BYTES, WindowBudget
 from p2p.yamux_flow import (
     BATCH_BYTES,
-    CONNECTION_WINDOW_BYTES,
     FIRST_WINDOW_BYTES,
     FRAME_BYTES,
-    GROWN_WINDOW_BYTES,
     MAX_CONTROL_BYTES,
     MAX_PONGS,
     MAX_WINDOW_BYTES,
     Outbox,
     ReceiveHalf,
     SendHalf,
-    WindowBudget,
 )
-from p2p.yamux_table import IDLE_FRAMES, FloodGuard
+from p2p.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S
 from p2p.yamux_wire import (
     BASE_WINDOW_BYTES,
     DATA,
@@ -260,7 +259,7 @@ def test_answers_are_bounded() -> None:
 
 
 def test_nonsense_is_forgiven_slowly() -> None:
-    guard = FloodGuard(0.0)
+    guard = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, 0.0)
     for second in range(20):
         for _ in range(100):
             guard.count(float(second))

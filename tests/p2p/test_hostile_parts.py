@@ -1,0 +1,243 @@
+"""What a hostile peer may try against single parts of the network, each at its own boundary."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from Crypto.Util.asn1 import DerSequence
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.pb import crypto_pb2
+from libp2p.peer.id import ID
+from libp2p.security.noise.pb import noise_pb2
+
+from p2p.addressbook import AddressBook
+from p2p.addresses import parse_address
+from p2p.admission import Admission, ConnectionLimits
+from p2p.dht import Directory
+from p2p.dht_wire import Answer, Contact
+from p2p.discovery import Seeker
+from p2p.errors import HandshakeError, ProtocolError
+from p2p.frames import Kind
+from p2p.identity import Identity, peer_id_of
+from p2p.limits import Limits, Quota
+from p2p.node import NetworkConfig
+from p2p.outbox import Outbox, Outgoing
+from p2p.peers_store import MAX_UNREACHED, Remembered, load_peers, merge, save_peers
+from p2p.yamux import YamuxConnection
+from p2p.yamux_budget import UnreadBytes, WindowBudget
+from p2p.yamux_wire import SYN, WINDOW_UPDATE, pack_header
+from tests.p2p.channels import attacked, close_sockets, socket_pair, transport
+from tests.p2p.network_contract import echo
+from tests.p2p.networks import wired_world
+
+__all__ = ["close_sockets"]
+
+PLACE = parse_address("/ip4/198.51.100.7/tcp/7464")
+
+
+def peer(number: int) -> str:
+    return peer_id_of(number.to_bytes(32))
+
+
+def slow_rsa_key() -> bytes:
+    """A libp2p key that says RSA and holds a *private* key of primes whose test takes seconds."""
+    p, q, e = 2**4423 - 1, 2**4253 - 1, 65537
+    d = pow(e, -1, (p - 1) * (q - 1))
+    der = DerSequence([0, p * q, e, d, p, q, d % (p - 1), d % (q - 1), pow(q, -1, p)]).encode()
+    return bytes(crypto_pb2.PublicKey(key_type=crypto_pb2.KeyType.RSA, data=der).SerializeToString())
+
+
+async def test_an_identity_that_takes_seconds_to_read_is_refused_unread() -> None:
+    dialling, listening = create_new_key_pair(), create_new_key_pair()
+    raw = socket_pair()
+    hostile = transport(dialling)
+    payload = noise_pb2.NoiseHandshakePayload(identity_key=slow_rsa_key(), identity_sig=bytes(64))
+    hostile._payload = payload.SerializeToString()
+    began = time.process_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(hostile.secure_outbound, raw[0], ID.from_pubkey(listening.public_key))
+        with pytest.raises(HandshakeError, match="no Ed25519 key"):
+            await transport(listening).secure_inbound(raw[1])
+        nursery.cancel_scope.cancel()
+    assert time.process_time() - began < 1
+
+
+def test_dropping_what_is_queued_does_not_search_the_queue() -> None:
+    outbox = Outbox()
+    for id in range(8000):
+        outbox.put(Outgoing(Kind.PONG, id, 0))
+    began = time.process_time()
+    for _ in range(100_000):
+        outbox.drop(10_000_000)
+    for id in range(8000):
+        outbox.drop(id)
+    assert outbox.urgency() is None
+    assert time.process_time() - began < 2
+
+
+def test_a_new_link_is_no_new_start() -> None:
+    quota = Quota(Limits(requests_per_s=1, request_burst=3, refusals=4, refusals_forgiven_per_s=0))
+    assert [quota.request("a", 0.0) is None for _ in range(4)] == [True, True, True, False]
+    assert not any(quota.refused("a", 0.0) for _ in range(4))
+    quota.forget("a")
+    assert quota.request("a", 0.1) is not None
+    assert quota.refused("a", 0.1)
+    for number in range(10_000):
+        quota.request(str(number), 0.1)
+        quota.forget(str(number))
+    assert len(quota._peers) + len(quota._gone) <= 4097
+
+
+async def test_malformed_calls_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with wired_world() as world:
+        a, b = await world.node(), await world.node()
+
+        async def picky(peer: str, body: bytes) -> bytes:
+            raise ProtocolError("this is no request")
+
+        b.serve("picky", picky)
+        b.serve("echo", echo)
+        with caplog.at_level(logging.INFO, "shoal"), pytest.raises(Exception, match="this is no request"):
+            await a.call(b.peer_id, "picky", b"", timeout_s=5)
+        assert not caplog.records
+        assert await a.call(b.peer_id, "echo", b"on", timeout_s=5) == b"on"
+
+
+async def test_a_call_counts_until_its_answer_has_left() -> None:
+    async with wired_world() as world:
+        world.limits = Limits(calls_per_peer=4, bytes_per_peer=2**20)
+        a, b = await world.node(), await world.node()
+        b.serve("echo", echo)
+        for _ in range(20):
+            assert len(await a.call(b.peer_id, "echo", bytes(100_000), timeout_s=5)) == 100_000
+        await trio.testing.wait_all_tasks_blocked()
+        assert b.services.quota.under_way(a.peer_id) == (0, 0, 0)
+
+
+def test_a_whole_ipv6_network_counts_as_one_address() -> None:
+    admission = Admission(ConnectionLimits(handshakes_per_ip=3, accepts_per_ip_burst=5))
+    network = ipaddress.ip_network("2001:db8:1:2::/64")
+    assert [admission.begin_handshake(network[n], 0.0) is None for n in range(5)] == [True] * 3 + [False] * 2
+    for n in range(3):
+        admission.end_handshake(network[n])
+    assert [admission.begin_handshake(network[n], 0.0) is None for n in range(9, 13)] == [True] * 2 + [False] * 2
+    assert admission.begin_handshake(ipaddress.ip_address("2001:db8:1:3::1"), 0.0) is None
+
+
+async def test_a_stream_number_of_the_other_side_costs_the_connection() -> None:
+    async with attacked() as (victim, hostile):
+        await hostile.session.write(pack_header(WINDOW_UPDATE, SYN, 2, 0))
+        with trio.fail_after(5):
+            await victim.event_closed.wait()
+        assert not victim.table.open
+
+
+def test_the_connection_that_holds_most_has_to_go_when_memory_is_short() -> None:
+    node = UnreadBytes(1000)
+    greedy, modest = WindowBudget(node), WindowBudget(node)
+    modest.hold(100)
+    greedy.hold(890)
+    modest.hold(20)  # over the sum, but below its share
+    with pytest.raises(ProtocolError, match="unread bytes"):
+        greedy.hold(1)
+    greedy.leave()
+    assert (node.total, node.connections) == (120, 1)
+    greedy.let_go(891)  # its readers may still read what came
+    assert node.total == 120
+    modest.hold(800)
+
+
+async def test_unread_bytes_are_counted_exactly_once() -> None:
+    node = UnreadBytes()
+    async with attacked() as (victim, _):
+        connection = YamuxConnection(victim.secured_conn, victim.peer_id, unread=node)
+        connection.table.budget.admit()
+        stream = await connection.open_stream()
+        stream.on_body(b"x" * 100)
+        assert node.total == 100
+        await stream.read(30)
+        assert node.total == 70
+        await stream.reset()
+        assert node.total == 0
+        connection.abort()
+        assert (node.total, node.connections) == (0, 0)
+
+
+def test_strangers_cannot_push_remembered_peers_out(tmp_path: Path) -> None:
+    home = [Remembered(peer(number), (PLACE,), 1000.0) for number in range(1, 201)]
+    crowd = home
+    for wave in range(10):
+        strangers = [
+            Remembered(peer(10_000 + 1000 * wave + n), (PLACE,), 2000.0 + wave, reached=False) for n in range(150)
+        ]
+        crowd = merge(crowd, strangers)
+    save_peers(tmp_path / "peers.json", crowd)
+    kept = load_peers(tmp_path / "peers.json")
+    assert sum(entry.reached for entry in kept) == 150
+    assert sum(not entry.reached for entry in kept) == MAX_UNREACHED
+    again = merge(kept, [Remembered(kept[0].peer, (PLACE,), 3000.0, reached=True)])
+    assert again[0].reached
+
+
+class Alone:
+    """A directory node that knows its peers' addresses and is connected to nobody."""
+
+    def __init__(self) -> None:
+        self.book = AddressBook()
+
+    def addresses(self) -> list[object]:
+        return []
+
+    def addresses_of(self, peer: str) -> list[object]:
+        return []
+
+    def learn(self, contact: Contact) -> None:
+        pass
+
+    def is_connected(self, peer: str) -> bool:
+        return False
+
+
+async def test_one_liar_cannot_hide_a_provider_behind_dead_ones(autojump_clock: trio.abc.Clock) -> None:
+    """It answers at once with a full list of the dead; the honest nodes answer later, with the one that lives."""
+    liar, honest, living = peer(1), [peer(n) for n in range(2, 8)], peer(99)
+    dead = tuple(Contact(peer(1000 + n), (PLACE,)) for n in range(32))
+
+    async def ask(name: str, body: bytes, timeout_s: float) -> bytes:
+        if name == liar:
+            return Answer(providers=dead).encode()
+        await trio.sleep(0.3)
+        return Answer(providers=(Contact(living, (PLACE,)),)).encode()
+
+    directory = Directory(Identity.generate().peer_id, ask, Alone())  # type: ignore[arg-type]
+    for name in (liar, *honest):
+        directory.saw(name)
+    found = await directory.find_providers(bytes(32), timeout_s=5)
+    assert found[0] == living
+
+
+async def test_a_wanted_peer_that_is_forgotten_before_its_turn_harms_nobody() -> None:
+    tried: list[str] = []
+
+    async def connect(name: str, addresses: list[object]) -> bool:
+        tried.append(name)
+        return False
+
+    seeker = Seeker(connect, lambda name: False, lambda: 0)  # type: ignore[arg-type]
+    seeker.want("a", [PLACE])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(seeker._try, "a")
+        seeker._forget("a")
+    assert tried == ["a"]
+
+
+def test_a_secret_is_in_no_repr() -> None:
+    secret = b"the secret of us...."
+    assert repr(secret) not in repr(NetworkConfig(secret=secret))
+    assert secret.decode() not in repr(NetworkConfig(secret=secret))
