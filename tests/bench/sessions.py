@@ -50,7 +50,7 @@ async def serve(model: str, span: Span) -> None:
     """A node: says who it is, and serves until its input ends."""
     sys.setswitchinterval(0.0005)
     source = open_source(model, cache_folder())
-    options = SpanOptions(CPU, torch.float32, kv_bytes=1 << 28)
+    options = SpanOptions(CPU, torch.float32, packed=True, kv_bytes=1 << 28)
     runner = SessionRunner(load_span(source, span.start, span.stop, options))
     network = network_here()
     async with network.running(), trio.open_nursery() as nursery:
@@ -80,8 +80,8 @@ async def measure(
     source: ModelSource, members: list[Announcement], addresses: dict[str, list[str]], arguments: argparse.Namespace
 ) -> dict[str, float | bool]:
     sys.setswitchinterval(0.0005)
-    local = load_local(source, SpanOptions(CPU, torch.float32, kv_bytes=1 << 28))
-    ends = load_swarm_ends(source, Holding(CPU, torch.float32))
+    local = load_local(source, SpanOptions(CPU, torch.float32, packed=True, kv_bytes=1 << 28))
+    ends = load_swarm_ends(source, Holding(CPU, torch.float32, packed=True))
     prompt = ends.prompt_ids([{"role": "user", "content": QUESTION}])
     long_prompt = (prompt * (512 // len(prompt) + 1))[:512]
     network = network_here()
@@ -102,10 +102,15 @@ async def measure(
             _, local_ttft_s, _ = await trio.to_thread.run_sync(local_reply, local, long_prompt, 2)
             long_figures = await stream(asker, ends, long_prompt, 2)
             ttft_ratios.append((long_figures.ttft_s or 0.0) / local_ttft_s)
+        replies: list[ReplyFigures] = []
+
+        async def one_of_many() -> None:
+            replies.append(await stream(asker, ends, prompt, arguments.tokens))
+
         begin = time.perf_counter()
         async with trio.open_nursery() as streams:
             for _ in range(arguments.streams):
-                streams.start_soon(stream, asker, ends, prompt, arguments.tokens)
+                streams.start_soon(one_of_many)
         together = arguments.streams * arguments.tokens / (time.perf_counter() - begin)
         nursery.cancel_scope.cancel()
     return {
@@ -118,6 +123,7 @@ async def measure(
         ),
         f"streams{arguments.streams}_tokens_per_s": round(together, 2),
         f"streams{arguments.streams}_vs_local": round(together / median(local_speeds), 3),
+        "recoveries": sum(figures.recoveries for figures in replies),
         "ttft_512_vs_local": round(median(ttft_ratios), 3),
     }
 
