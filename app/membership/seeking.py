@@ -27,6 +27,7 @@ ASKS_AT_ONCE = 64
 ASK_AGAIN_S = 5.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_COMPANY = 16
 _MAX_TOLD = 256
 _MAX_ASKED = 4096
 
@@ -85,25 +86,25 @@ class Seeking:
                 await self._hurry.wait()
 
     async def _look_up_now_and_then(self) -> None:
-        """Ask the directory: at once and again soon while this node is alone, else every few minutes."""
-        pause_s = 1.0
+        """Ask the directory: often at first and while this node is alone, then every few minutes."""
+        pause_s = _FIRST_PAUSE_S
         while True:
             if not self._talk.table.present():
-                await self._look_up(alone=True)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-            else:
-                pause_s = self._tempo.provide_s * self._rng.uniform(0.5, 1.0)
-                await self._look_up(alone=False)
-            await trio.sleep(pause_s)
+                pause_s = min(pause_s, _LONGEST_PAUSE_S / 2)
+            await self._look_up()
+            pause_s = min(2 * pause_s, self._tempo.provide_s)
+            await trio.sleep(pause_s * self._rng.uniform(0.7, 1.0))
 
-    async def _look_up(self, *, alone: bool) -> None:
+    async def _look_up(self) -> None:
+        """Ask everywhere while few are known: nodes that start together may have met in small groups."""
         keys = keys_to_ask(self._record.name, self._talk.network.peer_id, self._wall(), self._secret)
-        if not alone:
+        was_alone = not self._talk.table.present()
+        if len(self._talk.table.present()) >= _COMPANY:
             await self._ask_providers([self._rng.choice(keys)])
             return
         for start in range(0, len(keys), ASK_AT_ONCE):
             await self._ask_providers(keys[start : start + ASK_AT_ONCE])
-            if self._talk.table.present():
+            if was_alone and self._talk.table.present():
                 return
 
     async def _ask_providers(self, keys: Iterable[bytes]) -> None:
