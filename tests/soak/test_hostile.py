@@ -1,0 +1,53 @@
+"""The long forms of the attacks in `tests.p2p`: a million frames, a thousand dead providers, attackers for minutes."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from p2p.frames import Kind
+from tests.p2p import test_hostile_node, test_hostile_swarm
+from tests.p2p.hostile import MIB, connection_to, open_lane, under_attack, until_cut
+
+CANCELS = test_hostile_node.frame(Kind.CANCEL, 1) * 1000
+
+pytestmark = pytest.mark.soak
+
+
+async def test_a_million_tiny_frames_about_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_hostile_node, "TINY_FRAMES", 1_000_000)
+    await test_hostile_node.test_tiny_frames_about_nothing()
+
+
+async def test_a_million_tiny_frames_that_mean_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_hostile_node, "TINY_FRAMES", 2_000_000)  # of which that test sends half
+    await test_hostile_node.test_tiny_frames_that_mean_something()
+
+
+async def test_a_thousand_dead_providers() -> None:
+    """Memory: 48 MiB."""
+    await test_hostile_swarm.hide_a_provider(1000, grows_by=48 * MIB)
+
+
+@pytest.mark.timeout(600)
+async def test_every_attack_at_once_for_two_minutes() -> None:
+    """Memory: 192 MiB. The honest peer waits longer, but is answered."""
+    async with under_attack(grows_by=192 * MIB, slowest_s=8.0) as victim:
+        with trio.move_on_after(120):
+            async with trio.open_nursery() as nursery:
+
+                async def flood() -> None:
+                    while True:
+                        async with connection_to(victim) as connection:
+                            lane = await open_lane(connection)
+                            await until_cut(lane, CANCELS, 500)
+
+                async def again(attack: object) -> None:
+                    while True:
+                        await attack(victim)  # type: ignore[operator]
+
+                for _ in range(2):
+                    nursery.start_soon(flood)
+                for _ in range(6):
+                    nursery.start_soon(again, test_hostile_node.ask_and_never_read)
+                    nursery.start_soon(again, test_hostile_node.fill_windows)
