@@ -8,7 +8,7 @@ the same files get the same one. It is canonical JSON (`app.fields`) without num
     model       the shape: `engine.config.ModelConfig` (`app.manifest_config` says how its numbers are written)
     text        chat_template, bos_token, eos_token (text or null), add_bos, and template_variables, which is
                 canonical JSON inside a text, for it may hold any value
-    licence     text or null
+    licence     one line of printable text, or null
     parts       in this order: embedding, block.0, …, head, tokenizer. Each has name, bytes, root (hex), and tensors:
                 role, kind, shape, bytes, and interleaved_heads where it is not 0
 
@@ -132,7 +132,7 @@ class Manifest:
         manifest = cls(
             config=config_from(fields.inner("model")),
             text=_text_from(fields.inner("text")),
-            licence=fields.optional_text("licence", 256),
+            licence=_licence_from(fields),
             parts=tuple(_part_from(item) for item in fields.items("parts", 2**13)),
             raw=raw,
         )
@@ -154,7 +154,7 @@ def build(config: ModelConfig, text: TextRules, licence: str | None, parts: tupl
             "add_bos": text.add_bos,
             "template_variables": text.template_variables,
         },
-        "licence": licence,
+        "licence": None if licence is None else "".join(c if c.isprintable() else " " for c in licence),
         "parts": [_plain_part(part) for part in parts],
     }
     return Manifest.from_bytes(canonical(document))
@@ -212,6 +212,14 @@ def _tensor_from(item: Any, part: str) -> Tensor:
         size_bytes=fields.integer("bytes", 1, MAX_PART_BYTES),
         interleaved_heads=fields.integer("interleaved_heads", 0, 2**20, default=0),
     )
+
+
+def _licence_from(fields: Fields) -> str | None:
+    """It is shown on people's terminals: no escape sequences, no line breaks."""
+    licence = fields.optional_text("licence", 256)
+    if licence is not None and not licence.isprintable():
+        fields.refuse("licence", "printable text")
+    return licence
 
 
 def _text_from(fields: Fields) -> TextRules:

@@ -162,6 +162,7 @@ def change(manifest: Manifest, path: tuple[str | int, ...], value: Any) -> bytes
         (("text", "template_variables"), "[]", "not a JSON object"),
         (("text", "chat_template"), "x" * 300_000, "at most"),
         (("licence",), 5, "licence"),
+        (("licence",), "MIT\x1b]0;owned\x07", "licence"),
         (("parts", 1, "root"), "AB" * 32, "lower-case hex"),
         (("parts", 1, "bytes"), 5, "size of its tensors"),
         (("parts", 1, "bytes"), 2**60, "whole number"),
@@ -252,3 +253,8 @@ def test_a_source_that_ends_early_or_lacks_a_tensor_says_so(tmp_path: Path) -> N
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(RecordError, match="ends inside tensor"):
         manifest_of(source)
+
+
+def test_a_licence_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    source = dataclasses.replace(tiny_source(tmp_path), licence="MIT\x1b[2J\nand more")
+    assert manifest_of(source).licence == "MIT [2J and more"
