@@ -79,7 +79,7 @@ async def test_eight_sessions_share_device_steps(autojump_clock: MockClock) -> N
             assert figures.token_ids == greedy([number, *PROMPT], 20)
         assert trio.current_time() - begin < 1.6 * alone_s
         batches = [len(batch) for batch in swarm.runners["n1"].batches][-40:]
-        assert sum(batches) / len(batches) > 3
+        assert sum(batches) / len(batches) > 2
         await no_leaks(swarm)
 
 
