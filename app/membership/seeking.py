@@ -8,6 +8,7 @@ other meet again. Every member makes itself findable under this hour's rendezvou
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable
 
@@ -24,7 +25,8 @@ log = logging.getLogger("shoal.membership")
 LOOK_UP_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 2.0
 ASKS_AT_ONCE = 64
-ASK_AGAIN_S = 5.0
+ASK_AGAIN_S = 5.0  # and twice as long after each round in vain, up to
+ASK_AGAIN_AT_MOST_S = 80.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _COMPANY = 16
@@ -50,6 +52,7 @@ class Seeking:
         self._told: dict[str, None] = {}
         self._hurry = trio.Event()
         self._asked_at: dict[str, float] = {}
+        self._ask_again_s = ASK_AGAIN_S
         self._slots = trio.CapacityLimiter(ASKS_AT_ONCE)
 
     def try_first(self, peers: Iterable[str]) -> None:
@@ -57,6 +60,7 @@ class Seeking:
         for peer in peers:
             self.remember(peer)
             self._asked_at.pop(peer, None)
+        self._ask_again_s = ASK_AGAIN_S
         self._hurry.set()
 
     def remember(self, peer: str) -> None:
@@ -78,6 +82,8 @@ class Seeking:
         pause_s = _FIRST_PAUSE_S
         while True:
             alone = not self._talk.table.present()
+            if not alone:
+                self._ask_again_s = ASK_AGAIN_S
             at_hand = [link.peer for link in self._talk.network.links() if link.peer not in self._talk.table]
             await self._ask_all([*(self._told if alone else ()), *at_hand])
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if self._talk.table.present() else _FIRST_PAUSE_S
@@ -138,13 +144,15 @@ class Seeking:
         async with trio.open_nursery() as nursery:
             for peer in due:
                 nursery.start_soon(ask, peer)
+        if due and not self._talk.table.present():
+            self._ask_again_s = min(2 * self._ask_again_s, ASK_AGAIN_AT_MOST_S)
 
     def _due(self, peers: Iterable[str]) -> list[str]:
         now = trio.current_time()
         due = [
             peer
             for peer in dict.fromkeys(peers)
-            if peer != self._talk.network.peer_id and now - self._asked_at.get(peer, -ASK_AGAIN_S) >= ASK_AGAIN_S
+            if peer != self._talk.network.peer_id and now - self._asked_at.get(peer, -math.inf) >= self._ask_again_s
         ]
         for peer in due:
             self._asked_at.pop(peer, None)
