@@ -165,7 +165,8 @@ async def test_on_links_that_lose_much_suspicions_do_not_breed_suspicions(autoju
         await trio.sleep(60)
         before = sum(node.network.traffic.messages_out for node in nodes)
         await trio.sleep(60)
-        assert (sum(node.network.traffic.messages_out for node in nodes) - before) / 60 / 10 < 10  # 2 in peace
+        rate = (sum(node.network.traffic.messages_out for node in nodes) - before) / 60 / 10
+        assert rate < 15  # 2 in peace, about 10 where every third message is lost; hundreds where they breed
 
 
 async def test_members_find_each_other_by_rendezvous_alone(autojump_clock: MockClock) -> None:

@@ -183,8 +183,8 @@ async def ask_for_much(lane: YamuxStream) -> None:
 
 
 async def test_windows_filled_on_many_connections() -> None:
-    """Memory: 96 MiB where a node may hold 32 MiB of unread bytes; the attackers send 40 x 30 MiB."""
-    async with under_attack("--unread", str(32 * MIB), grows_by=96 * MIB) as victim, trio.open_nursery() as nursery:
+    """Memory: 192 MiB where a node may hold 32 MiB of unread bytes; the attackers send 40 x 30 MiB."""
+    async with under_attack("--unread", str(32 * MIB), grows_by=192 * MIB) as victim, trio.open_nursery() as nursery:
         for _ in range(40):
             nursery.start_soon(fill_windows, victim)
 
@@ -240,7 +240,7 @@ async def test_half_open_handshakes_leave_no_files_behind() -> None:
 
 async def test_writes_cancelled_anywhere_leave_the_link_whole() -> None:
     """Memory: 96 MiB; fifty big calls are given up at every stage."""
-    async with under_attack(grows_by=96 * MIB) as victim:
+    async with under_attack(grows_by=192 * MIB) as victim:
         before = victim.friend.links()[0]
         for number in range(50):
             with trio.move_on_after(number * 0.0008):
