@@ -101,7 +101,7 @@ async def test_a_stranger_resolves_the_name_fetches_the_manifest_and_joins(tmp_p
 @pytest.mark.soak
 async def test_twenty_idle_nodes_cost_little(record_property: Callable[[str, object], None]) -> None:
     async with real_nodes(20, "dht") as nodes:
-        await until(lambda: all(node.knows() == 19 for node in nodes), 30)
+        await until(lambda: all(node.knows() == 19 for node in nodes), 120)
         await trio.sleep(20)
         started_at, used_s = time.monotonic(), time.process_time()
         await trio.sleep(60)
