@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from app.cli.chat_swarm import swarm_conversation
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
+from app.cli.terminal import harmless
 from app.errors import UsageError
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Conversation:
             last = now
             pieces.append(piece)
             if not as_json:
-                print(piece, end="", flush=True)
+                print(harmless(piece), end="", flush=True)
         answer = "".join(pieces)
         self._messages.append({"role": "assistant", "content": answer})
         if as_json:

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import print_json
+from app.cli.terminal import harmless
 from app.errors import NotRunning
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class SwarmConversation:
                 else:
                     print()
             elif not as_json:
-                print(piece["text"], end="", flush=True)
+                print(harmless(piece["text"]), end="", flush=True)
 
 
 def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from app.cli.command import Command, print_json
 from app.cli.progress import ProgressBar
+from app.cli.terminal import harmless
 from app.errors import UsageError
 from app.units import format_size
 
@@ -93,7 +94,7 @@ def describe(model: ModelFacts) -> str:
     """A model in one line."""
     if model.error is not None:
         return f"{model.name}: damaged: {model.error}"
-    licence = model.licence or "licence unknown"
+    licence = harmless(model.licence or "licence unknown")
     return f"{model.name}: {model.blocks} blocks, {format_size(model.size_bytes)}, {licence}, {model.path}"
 
 

@@ -61,7 +61,7 @@ class SwarmSetup:
     `sequence` goes on from the last number that the home folder remembers; whoever made it stores its last one.
     """
 
-    secret: bytes | None = None
+    secret: bytes | None = field(default=None, repr=False)
     sequence: Sequence = field(default_factory=Sequence)
     wall_clock: Callable[[], float] = time.time
     rng: random.Random = field(default_factory=random.Random)
@@ -191,7 +191,8 @@ class Swarm:
 
     def outbid(self, number: int) -> None:
         """Announce again, above `number`, so that doubts about this node end."""
-        if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS and self._may_outbid():
+        # Anybody can claim a number: one near the edge would make members whose clock lags refuse this node.
+        if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS // 2 and self._may_outbid():
             self._setup.sequence.last = max(self._setup.sequence.last, number)
             self.announce()
             self._talk.said(self._own_raw, urgent=True)
