@@ -36,7 +36,7 @@ def facts(home: Path, *arguments: str) -> Any:
 
 def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
     """A node that has said it is ready."""
-    serve = shoal(home, "serve", "--listen", "/ip4/127.0.0.1/tcp/0", "--api-port", "0", *arguments)
+    serve = shoal(home, "serve", "--max-vram", "0", "--listen", "/ip4/127.0.0.1/tcp/0", "--api-port", "0", *arguments)
     node = subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert node.stdout is not None
     line = node.stdout.readline()

@@ -240,7 +240,7 @@ async def test_half_open_handshakes_leave_no_files_behind() -> None:
 
 async def test_writes_cancelled_anywhere_leave_the_link_whole() -> None:
     """Memory: 96 MiB; fifty big calls are given up at every stage."""
-    async with under_attack(grows_by=192 * MIB) as victim:
+    async with under_attack(grows_by=96 * MIB) as victim:
         before = victim.friend.links()[0]
         for number in range(50):
             with trio.move_on_after(number * 0.0008):
