@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 State = Literal[
     "starting", "idle", "joining", "fetching", "loading", "serving", "client", "paused", "draining", "stopping"
@@ -62,6 +63,151 @@ class NetworkView:
 
 
 @dataclass(frozen=True)
+class Reason:
+    """Why something is as it is: given by the function that decided it, shown the same everywhere."""
+
+    code: str  # stable, for programs: `pause_battery`, `hole`, `no_room`
+    text: str
+    peers: tuple[str, ...] = ()
+    next_step: str = ""  # one thing that a person can do about it
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """What computes here, and what it is doing; a figure that cannot be read is None."""
+
+    id: str
+    name: str = ""
+    memory_total_bytes: int | None = None
+    memory_free_bytes: int | None = None
+    limit_bytes: int | None = None  # the person's cap
+    weights_bytes: int = 0
+    cache_bytes: int = 0  # set aside for sessions
+    cache_used_bytes: int = 0
+    load: float | None = None  # 0 to 1
+    temperature_c: float | None = None
+    power_w: float | None = None
+    step_s: float | None = None  # a usual decode step
+    quantisation: str = "none"
+
+
+@dataclass(frozen=True)
+class SessionView:
+    """A sequence that is being generated: asked by this node's user, or served for somebody."""
+
+    id: str
+    role: str  # asking, serving
+    asker: str  # peer id
+    tokens: int = 0
+    age_s: float = 0.0
+    tokens_per_s: float = 0.0
+    start: int | None = None
+    stop: int | None = None
+    recoveries: int = 0
+
+
+@dataclass(frozen=True)
+class HopView:
+    """One hop of a route, and where a token's time goes there."""
+
+    peer: str
+    start: int
+    stop: int
+    link: str | None = None  # of the way into it: lan, direct, relayed
+    link_s: float | None = None  # one way
+    compute_s: float | None = None
+    queue_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RouteView:
+    """The way of this node's latest reply."""
+
+    session: str
+    hops: tuple[HopView, ...] = ()
+    return_s: float | None = None  # from the last hop back
+    ends_s: float | None = None  # embedding, head and sampling here
+    token_s: float | None = None
+
+
+@dataclass(frozen=True)
+class FlowView:
+    """What goes through this node at the moment."""
+
+    served_tokens_per_s: float = 0.0
+    asked_tokens_per_s: float = 0.0
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
+    steps_per_s: float = 0.0
+    batch_rows: float = 0.0  # mean rows of a step
+    queued: int = 0  # sessions that wait for a step
+
+
+@dataclass(frozen=True)
+class GivenView:
+    """What this node gave and got."""
+
+    served_tokens: int = 0
+    asked_tokens: int = 0
+    up_bytes: int = 0
+    down_bytes: int = 0
+    peers: int = 0  # that were served
+    audits: int = 0
+    audits_passed: int = 0
+
+
+@dataclass(frozen=True)
+class RuleView:
+    """One courtesy rule as it stands now."""
+
+    code: str
+    label: str
+    enabled: bool = False
+    applies: bool = False
+    available: bool = True  # whether this machine has the sensor
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class CourtesyView:
+    """Whether this node is paused, by whom and until when, and what would pause it."""
+
+    paused: bool = False
+    by: str = ""  # hand, rule
+    until_ms: int | None = None
+    next_text: str = ""  # the next pause that is known beforehand
+    rules: tuple[RuleView, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepView:
+    """One step of coming up."""
+
+    key: str  # identity, peers, manifest, weights, load, measure, announce
+    title: str
+    state: str = "pending"  # pending, running, done, failed
+    detail: str = ""
+    done: int | None = None
+    total: int | None = None
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True)
+class WeightsView:
+    """The model's files on this machine."""
+
+    parts_total: int = 0
+    parts_held: int = 0
+    parts_verified: int = 0
+    bytes_total: int = 0
+    bytes_held: int = 0
+    from_peers_bytes: int = 0
+    giving: tuple[str, ...] = ()  # peers that fetch from here now
+    cache_bytes: int = 0
+    cache_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything that a person can see of a running node."""
 
@@ -86,6 +232,17 @@ class Snapshot:
     network: NetworkView = NetworkView()
     peers: tuple[PeerView, ...] = ()
     swarms: tuple[SwarmView, ...] = ()
+    model: str = ""  # the model's name
+    why: Reason | None = None  # of the state; `reason` is its text
+    hardware: DeviceView | None = None
+    active_sessions: tuple[SessionView, ...] = ()
+    route: RouteView | None = None
+    flow: FlowView = FlowView()
+    today: GivenView = GivenView()
+    ever: GivenView = GivenView()
+    courtesy: CourtesyView = CourtesyView()
+    steps: tuple[StepView, ...] = ()
+    weights: WeightsView | None = None
 
 
 STATUS_FIELDS = (
@@ -139,18 +296,25 @@ def _holders(block: int, serving: Sequence[PeerView]) -> list[dict[str, Any]]:
 
 def snapshot_from(values: Mapping[str, Any]) -> Snapshot:
     """The snapshot in what a node sent."""
-    inner = dict(values)
-    inner["network"] = _read(NetworkView, values.get("network") or {})
-    inner["peers"] = tuple(_read(PeerView, item) for item in _items(values, "peers"))
-    inner["swarms"] = tuple(_read(SwarmView, item) for item in _items(values, "swarms"))
-    return _read(Snapshot, inner)
+    return _read(Snapshot, values)
 
 
-def _items(values: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
-    return values.get(name) or ()
+@cache
+def _shapes(kind: type) -> Mapping[str, tuple[type | None, bool]]:
+    """For each field the kind of value within it, where it is one of this module's, and whether it holds several."""
+    shapes: dict[str, tuple[type | None, bool]] = {}
+    for name, hint in get_type_hints(kind).items():
+        inner = [part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)]
+        shapes[name] = (inner[0] if inner else None, get_origin(hint) is tuple)  # type: ignore[assignment]
+    return shapes
 
 
 def _read(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return kind(**{name: value for name, value in given.items() if name in known})
+    shapes = _shapes(kind)  # type: ignore[arg-type]
+    return kind(**{name: _value(value, *shapes[name]) for name, value in values.items() if name in shapes})
+
+
+def _value(value: Any, kind: type | None, several: bool) -> Any:
+    if several:
+        return tuple(value if kind is None else (_read(kind, item) for item in value or ()))
+    return value if kind is None or value is None else _read(kind, value)
