@@ -57,6 +57,11 @@ class BatchQueue:
         self._patient_at: dict[bytes, int] = {}  # the position at which a session last waited for long
         self.rows = 0
 
+    @property
+    def sessions(self) -> int:
+        """How many sessions wait."""
+        return len(self._queues)
+
     def put(self, work: Waiting) -> None:
         """Add tokens behind those of the same session."""
         self._queues.setdefault(work.session, deque()).append(work)

@@ -1,30 +1,31 @@
-"""The block server: sessions of many askers over the hosted blocks, in batched device steps.
+"""The block server: sessions of many askers over the hosted blocks.
 
-Each stream has a reader that only judges frames and queues work; one task drives the device and sends what comes out.
-Whatever touches the cache (begin, cut, close) happens between two steps, in the order it arrived. The rules of a
-session are in `app.hop_session`, the order of work in `app.batching`, the frames in `app.session_wire`.
+Each stream has a reader that only judges frames and queues work; `app.stepping` drives the device, and what comes out
+is sent on from there. The rules of a session are in `app.hop_session`, the order of work in `app.batching`, the frames
+in `app.session_wire`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
-from app.batching import URGENT_ROWS, AdmissionLimits, BatchLimits, BatchQueue, Load, Waiting, why_busy
+from app.batching import URGENT_ROWS, AdmissionLimits, BatchLimits, Load, Waiting, why_busy
 from app.errors import RecordError
 from app.hop_sender import HopSender, order
 from app.hop_session import HopSession, Verdict, first_to_evict
 from app.network import FrameStream, Network
 from app.outlets import Outlet
-from app.runner import BlockRunner, Device, StepOutput, StepWork
+from app.runner import BlockRunner, Device, StepOutput
+from app.server_figures import ServerFigures
 from app.session_wire import (
     DTYPE_NAMES,
+    HEADER_BYTES,
     PROTOCOL,
     Frame,
     Kind,
@@ -32,9 +33,11 @@ from app.session_wire import (
     Turn,
     decode,
     decode_turn,
+    encode_pace,
     encode_trouble,
     plain,
 )
+from app.stepping import Stepper
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
@@ -58,36 +61,20 @@ class ServerSettings:
     idle_s: float = 120.0
 
 
-@dataclass
-class ServerFigures:
-    """What the server has done since it started."""
-
-    steps: int = 0
-    rows: int = 0
-    urgent_steps: int = 0
-    urgent_rows: int = 0
-    busy_s: float = 0.0
-    dropped_frames: int = 0
-
-
 class BlockServer:
     """Serves the blocks of a runner to the swarm; `run` must be running."""
 
     def __init__(
         self, network: Network, runner: BlockRunner | None, device: Device, settings: ServerSettings | None = None
     ) -> None:
-        self._network, self._runner, self._device = network, runner, device
+        self._network = network
         self._settings = settings or ServerSettings()
-        self._queue = BatchQueue(self._settings.batch)
+        self._stepper = Stepper(self, runner, device, self._settings.batch)
         self._sessions: dict[bytes, HopSession] = {}
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # epochs of sessions that are over
-        self._deferred: list[Callable[[], Awaitable[None]]] = []  # what waits for the end of a step
-        self._stepping = False
-        self._wake = trio.Event()
         self._emptied = trio.Event()
         self._nursery: trio.Nursery | None = None
         self.draining = False
-        self.figures = ServerFigures()
         network.accept(PROTOCOL, self.attend)
 
     # --- what others see ----------------------------------------------------------------------------------------------
@@ -100,20 +87,30 @@ class BlockServer:
     @property
     def queued_rows(self) -> int:
         """Tokens that wait for the device."""
-        return self._queue.rows
+        return self._stepper.queue.rows
 
     @property
     def kv_free_tokens(self) -> int:
         """Room for new sessions."""
-        return self._runner.kv_free_tokens if self._runner is not None else 0
+        return self._stepper.runner.kv_free_tokens if self._stepper.runner is not None else 0
+
+    @property
+    def figures(self) -> ServerFigures:
+        """What it has done, and how it stands now."""
+        runner, now = self._stepper.runner, trio.current_time()
+        return self._stepper.account.read(
+            (session.figures(now) for session in self._sessions.values()),
+            queued=(self._stepper.queue.rows, self._stepper.queue.sessions),
+            kv=(runner.kv_free_tokens, runner.kv_total_tokens) if runner is not None else (0, 0),
+        )
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
-            self._sender.width = self._runner.hidden_size if self._runner is not None else 0
-            nursery.start_soon(self._drive)
+            self._sender.width = self._stepper.runner.hidden_size if self._stepper.runner is not None else 0
+            nursery.start_soon(self._stepper.run)
             nursery.start_soon(self._sweep)
             task_status.started()
 
@@ -129,17 +126,20 @@ class BlockServer:
         return not self._sessions
 
     async def host(self, runner: BlockRunner | None) -> None:
-        """Serve other blocks from now on; sessions over the old ones end."""
+        """Serve other blocks from now on; sessions over the old ones end, and nothing holds the old blocks."""
+        changed = trio.Event()
 
         async def change() -> None:
             for session in list(self._sessions.values()):
                 await self._sender.complain(session, "closed", "this node now hosts other blocks")
                 self._end(session.id, session.epoch)
-            self._runner, self.draining = runner, False
+            self._stepper.runner, self.draining = runner, False
             if self._nursery is not None:
                 self._sender.width = runner.hidden_size if runner is not None else 0
+            changed.set()
 
-        await self._between_steps(change)
+        await self._stepper.between_steps(change)
+        await changed.wait()
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -162,19 +162,20 @@ class BlockServer:
             pass
         finally:
             answers.broken = True
-            self._deferred.append(partial(self._forget_stream, answers))
-            self._wake.set()
+            self._stepper.later(partial(self._forget_stream, answers))
 
     async def _take(self, frame: Frame, peer: str) -> None:
         """Queue hidden states, or answer them from what is kept."""
         session = self._sessions.get(frame.session)
         verdict = Verdict.DROP
-        if session is not None and self._runner is not None and frame.width == self._runner.hidden_size:
+        runner = self._stepper.runner
+        if session is not None and runner is not None and frame.width == runner.hidden_size:
             verdict = session.judge(peer, frame.epoch, frame.position, frame.rows)
         if session is None or verdict is Verdict.DROP:
-            self.figures.dropped_frames += 1
+            self._stepper.account.dropped_frames += 1
             return
         session.heard_at = now = trio.current_time()
+        session.account.bytes_in += HEADER_BYTES + len(frame.body)
         if verdict is Verdict.COMPUTE:
             session.accepted(frame.rows)
             if not session.turn.after:
@@ -182,10 +183,9 @@ class BlockServer:
             urgent = frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from
             dtype = DTYPE_NAMES[frame.dtype]
             position, rows = frame.position, frame.rows
-            self._queue.put(
+            self._stepper.put(
                 Waiting(session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now)
             )
-            self._wake.set()
         elif verdict is Verdict.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
@@ -195,40 +195,35 @@ class BlockServer:
         """Do what an asker orders."""
         if frame.kind == Kind.TURN:
             turn = decode_turn(frame)
-            await self._between_steps(partial(self._turn, frame, turn, peer, answers))
+            await self._stepper.between_steps(partial(self._turn, frame, turn, peer, answers))
             return
         session = self._sessions.get(frame.session)
         if session is None or session.asker != peer:
-            self.figures.dropped_frames += 1
+            self._stepper.account.dropped_frames += 1
             if session is None and frame.kind == Kind.PROBE:
                 await answers.push(order(plain(Kind.STATE, frame.session, 0)))
             return
         if frame.kind == Kind.CLOSE:
-            await self._between_steps(partial(self._close, frame, peer))
+            await self._stepper.between_steps(partial(self._close, frame, peer))
         elif frame.kind == Kind.PROBE:
             session.heard_at = trio.current_time()
-            state = plain(
-                Kind.STATE, session.id, session.epoch, session.length, session.received, min(self._queue.rows, 2**31)
-            )
+            queued = min(self._stepper.queue.rows, 2**31)
+            state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
             await answers.push(order(state))
+        elif frame.kind == Kind.PACE:
+            pace = encode_pace(session.id, session.epoch, session.account.step_s, session.account.queue_s)
+            await answers.push(order(pace))
         elif frame.kind == Kind.GO and frame.epoch == session.epoch:
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length)
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    async def _between_steps(self, act: Callable[[], Awaitable[None]]) -> None:
-        if self._stepping or self._deferred:
-            self._deferred.append(act)
-            self._wake.set()
-        else:
-            await act()
-
     async def _turn(self, frame: Frame, turn: Turn, peer: str, answers: Outlet) -> None:
         session = self._sessions.get(frame.session)
         known_epoch = session.epoch if session is not None else self._closed.get(frame.session, -1)
         if frame.epoch <= known_epoch or (session is not None and session.asker != peer) or answers.broken:
-            self.figures.dropped_frames += 1
+            self._stepper.account.dropped_frames += 1
             return
         if session is not None and (session.turn.span != turn.span or session.turn.tokens != turn.tokens):
             self._end(session.id, known_epoch)
@@ -240,11 +235,11 @@ class BlockServer:
                 return
             session = self._sessions[frame.session]
         else:
-            self._queue.drop(session.id)
+            self._stepper.queue.drop(session.id)
             before = session.length
             session.begin_epoch(frame.epoch, frame.position, turn)
-            if session.length < before and self._runner is not None:
-                self._runner.truncate(session.id, session.length)
+            if session.length < before and self._stepper.runner is not None:
+                self._stepper.runner.truncate(session.id, session.length)
         self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
         await answers.push(order(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)))
@@ -253,7 +248,7 @@ class BlockServer:
 
     def _open(self, frame: Frame, turn: Turn, peer: str) -> Trouble | None:
         """Admit a new session, or say why not."""
-        runner = self._runner
+        runner = self._stepper.runner
         if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
             hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
             return Trouble("refused", f"blocks {turn.span} were asked for, but {hosted} is hosted here")
@@ -274,6 +269,7 @@ class BlockServer:
             return Trouble("busy", str(error))
         self._closed.pop(frame.session, None)
         self._sessions[frame.session] = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
+        self._stepper.account.opened_by(peer)
         return None
 
     async def _close(self, frame: Frame, peer: str) -> None:
@@ -287,73 +283,28 @@ class BlockServer:
 
     def _end(self, id: bytes, epoch: int) -> None:
         """Free all that a session holds here."""
-        if self._sessions.pop(id, None) is None:
+        session = self._sessions.pop(id, None)
+        if session is None:
             return
+        self._stepper.account.ended(session.account)
         self._sender.end(id)
-        self._queue.drop(id)
-        if self._runner is not None:
-            self._runner.close(id)
+        self._stepper.queue.drop(id)
+        if self._stepper.runner is not None:
+            self._stepper.runner.close(id)
         self._closed[id] = epoch
         if len(self._closed) > _REMEMBERED_CLOSED:
             self._closed.popitem(last=False)
         if not self._sessions:
             self._emptied.set()
 
-    # --- the device ---------------------------------------------------------------------------------------------------
+    # --- what steps bring ---------------------------------------------------------------------------------------------
 
-    async def _drive(self) -> None:
-        """Step after step, for ever; nothing else uses the runner while a step is under way."""
-        while True:
-            while self._deferred:
-                await self._deferred.pop(0)()
-            work = self._queue.take(trio.current_time())
-            if work is None or isinstance(work, float):
-                self._wake = trio.Event()
-                with trio.move_on_at(float("inf") if work is None else work):
-                    await self._wake.wait()
-                continue
-            self._stepping = True
-            try:
-                await self._step(work)
-            finally:
-                self._stepping = False
+    def session(self, id: bytes) -> HopSession:
+        """The open session of this id."""
+        return self._sessions[id]
 
-    async def _step(self, work: list[Waiting]) -> None:
-        runner = self._runner
-        assert runner is not None, "no session outlives its runner"
-        begin = trio.current_time()
-        try:
-            outputs = await self._device.run(runner.step, [self._step_work(item) for item in work])
-        except Exception as error:  # torch's errors are of every kind, and must cost the session alone
-            if not isinstance(error, EngineError):
-                log.exception("a device step failed")
-            await self._step_failed(work, error)
-            return
-        now = trio.current_time()
-        for item, output in zip(work, outputs, strict=True):
-            await self._computed(item, output)
-        self._queue.done(work, now - begin, now)
-        self._count(work, now - begin)
-        if self.figures.steps % _CHECK_KEPT_EVERY == 0 or not work[0].urgent:
-            await self._evict()
-
-    def _step_work(self, item: Waiting) -> StepWork:
-        turn = self._sessions[item.session].turn
-        span = turn.span
-        return StepWork(item.session, span.start, span.stop, item.position, item.rows, item.data, item.dtype, turn.wire)
-
-    async def _step_failed(self, work: list[Waiting], error: Exception) -> None:
-        """Find the session at fault by stepping each alone; the others go on."""
-        if len(work) > 1:
-            for item in work:
-                await self._step([item])
-            return
-        session = self._sessions[work[0].session]
-        log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
-        await self._sender.complain(session, "failed", str(error))
-        self._end(session.id, session.epoch)
-
-    async def _computed(self, item: Waiting, output: StepOutput) -> None:
+    async def computed(self, item: Waiting, output: StepOutput) -> None:
+        """Keep a session's outputs and send them on."""
         session = self._sessions[item.session]
         session.computed(item.rows, output.data, output.dtype)
         first, stop = session.send_from, item.position + item.rows
@@ -366,14 +317,17 @@ class BlockServer:
         else:
             await self._sender.resend(session, first, stop)
 
-    def _count(self, work: list[Waiting], seconds: float) -> None:
-        rows = sum(item.rows for item in work)
-        self.figures.steps += 1
-        self.figures.rows += rows
-        self.figures.busy_s += seconds
-        if work[0].urgent:
-            self.figures.urgent_steps += 1
-            self.figures.urgent_rows += rows
+    async def failed(self, item: Waiting, error: Exception) -> None:
+        """End a session whose tokens cannot be computed."""
+        session = self._sessions[item.session]
+        log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
+        await self._sender.complain(session, "failed", str(error))
+        self._end(session.id, session.epoch)
+
+    async def stepped(self, *, bulk: bool) -> None:
+        """Look now and then, and behind every large step, whether too much is kept."""
+        if bulk or self._stepper.account.steps % _CHECK_KEPT_EVERY == 0:
+            await self._evict()
 
     async def _evict(self) -> None:
         """Keep the kept outputs within their budget: whole sessions go, and their askers are told."""
@@ -391,7 +345,7 @@ class BlockServer:
             for session in list(self._sessions.values()):
                 if session.heard_at < quiet_since:
                     await self._sender.complain(session, "closed", "the session was idle for too long")
-                    await self._between_steps(partial(self._end_quiet, session, quiet_since))
+                    await self._stepper.between_steps(partial(self._end_quiet, session, quiet_since))
 
     async def _end_quiet(self, session: HopSession, quiet_since: float) -> None:
         if self._sessions.get(session.id) is session and session.heard_at < quiet_since:

@@ -70,6 +70,7 @@ class HopSender:
         dtype = DTYPES[session.dtype]
         width = self.width
         head = header(kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
+        session.account.bytes_out += len(head) + len(data)
         return Parcel(session.id, (head, data), priority)
 
     async def _relay(self, session: HopSession, parcel: Parcel) -> None:

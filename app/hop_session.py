@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from app.server_figures import SessionAccount, SessionFigures
 from app.session_wire import KEEP, Turn
 
 
@@ -26,7 +27,7 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "asker", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "length", "received", "row_bytes",
+        "account", "asker", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "length", "received", "row_bytes",
         "send_from", "turn",
     )  # fmt: skip
 
@@ -40,6 +41,7 @@ class HopSession:
         self.row_bytes = 0  # of one kept output; known with the first
         self.dtype = ""
         self.heard_at = heard_at
+        self.account = SessionAccount(heard_at)
 
     def begin_epoch(self, epoch: int, cut_to: int, turn: Turn) -> None:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
@@ -91,6 +93,23 @@ class HopSession:
         if position > self.kept_from:
             del self.kept[: (position - self.kept_from) * self.row_bytes]
             self.kept_from = position
+
+    def figures(self, now: float) -> SessionFigures:
+        """How this session goes here."""
+        account, span = self.account, self.turn.span
+        return SessionFigures(
+            self.id.hex(),
+            self.asker,
+            span.start,
+            span.stop,
+            account.tokens,
+            now - account.opened_at,
+            now - self.heard_at,
+            account.step_s,
+            account.queue_s,
+            account.bytes_in,
+            account.bytes_out,
+        )
 
     def evict(self) -> int:
         """Drop all kept outputs; how many bytes that frees."""

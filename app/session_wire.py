@@ -23,6 +23,8 @@ one stream to each successor and sends `DATA` there; the last hop answers on the
     PROBE    A>H  how far are you?
     STATE    H>A  position: cached tokens, rows: received tokens, width: rows that wait before it
     TROUBLE  H>A  a JSON object (`Trouble`): what the asker must act upon
+    PACE     A>H  how long do this session's tokens take at your place?
+    PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it
 
 Unknown kinds are refused, unknown JSON fields ignored. What arrives twice, late or from anybody but the peers named in
 the turn changes nothing (`app.hop_session`).
@@ -65,6 +67,7 @@ class Kind(IntEnum):
     PROBE = 7
     STATE = 8
     TROUBLE = 9
+    PACE = 10
 
 
 # Number formats on the wire; quantised ones may follow under new codes.
@@ -144,6 +147,17 @@ def encode_trouble(session: bytes, epoch: int, position: int, trouble: Trouble) 
     """The frame that tells the asker of trouble."""
     body = canonical({"code": trouble.code, "text": trouble.text[:400]})
     return header(Kind.TROUBLE, session, epoch, position, length=len(body)) + body
+
+
+def encode_pace(session: bytes, epoch: int, step_s: float, queue_s: float) -> bytes:
+    """The frame that tells an asker how long its tokens take at a hop."""
+    step_us, queue_us = (min(round(1e6 * seconds), 2**32 - 1) for seconds in (step_s, queue_s))
+    return plain(Kind.PACE, session, epoch, step_us, queue_us)
+
+
+def decode_pace(frame: Frame) -> tuple[float, float]:
+    """Seconds of a usual step, and of the usual wait for it, in a hop's PACE frame."""
+    return frame.position / 1e6, frame.rows / 1e6
 
 
 def decode(message: bytes) -> Frame:

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from app.asker import Asker, PromptTooLong, ReplyFigures
 from app.errors import AppError
-from app.route_session import SessionSettings
+from app.route_hops import SessionSettings
 from app.routing import NoRoute
 from engine.asking import load_swarm_ends
 from engine.block import Holding
@@ -205,3 +205,27 @@ async def test_the_swarm_writes_what_one_process_writes(autojump_clock: MockCloc
             assert reply.figures.recoveries == (1 if victim else 0)
         await no_leaks(swarm)
         nursery.cancel_scope.cancel()
+
+
+async def test_servers_and_hops_tell_where_the_time_goes(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.session(100, len(PROMPT)) as session:
+            await session.advance(PROMPT)
+            for token in range(30):
+                await session.advance([token])
+            for step_s, queue_s in (session.paces["n0"], session.paces["n1"]):
+                assert step_s == pytest.approx(0.01, rel=0.01)
+                assert queue_s == pytest.approx(0.0, abs=0.001)
+            figures = swarm.servers["n0"].figures
+            tokens = len(PROMPT) + 30
+            assert (figures.rows, figures.urgent_rows, figures.batch_rows, figures.opened) == (tokens, 30, 1.0, 1)
+            assert (figures.queued_rows, figures.queued_sessions) == (0, 0)
+            (own,) = figures.sessions
+            assert (own.asker, own.start, own.stop, own.tokens) == ("asker", 0, 4, tokens)
+            # Every token costs one row of 16 bytes each way, under a header of 40 bytes a frame.
+            assert own.bytes_in == own.bytes_out == 16 * tokens + 40 * 31
+            assert own.age_s > 30 * 0.01
+        await no_leaks(swarm)
+        after = swarm.servers["n0"].figures
+        assert (after.sessions, after.bytes_in, after.askers) == ((), own.bytes_in, 1)
