@@ -6,9 +6,12 @@ every command more time than its work. It is blocking; a dashboard calls it from
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +45,29 @@ class Event:
     data: dict[str, Any]
 
 
+class Hangup:
+    """By which another thread ends a stream that is being read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.is_over = False
+
+    def attach(self, connected: socket.socket | None) -> None:
+        """The stream is open."""
+        with self._lock:
+            self._socket = connected
+        if self.is_over:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """End it: whoever reads finds the end of the stream."""
+        self.is_over = True
+        with self._lock, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
 @dataclass(frozen=True)
 class Client:
     """A running node, addressed by the URL of its API and its token."""
@@ -70,9 +96,11 @@ class Client:
         """Change one setting; None is its default again."""
         return self.put(f"/api/config/{quote(name, safe='')}", {"value": value})
 
-    def chat(self, request: dict[str, Any], *, silence_s: float = PATIENT_S) -> Iterator[dict[str, Any]]:
+    def chat(
+        self, request: dict[str, Any], *, silence_s: float = PATIENT_S, hangup: Hangup | None = None
+    ) -> Iterator[dict[str, Any]]:
         """The pieces of a reply, `{"text": …}`, and at its end `{"done": …}`; what goes wrong on the way is raised."""
-        for line in self._lines("POST", "/api/chat", request, silence_s):
+        for line in self._lines("POST", "/api/chat", request, silence_s, hangup):
             piece: dict[str, Any] = json.loads(line)
             if "error" in piece:
                 raise _failure(200, line)
@@ -81,14 +109,19 @@ class Client:
                 return
         raise ApiFailure("the reply broke off: the node has ended")
 
-    def events(self, *, silence_s: float = 60.0) -> Iterator[Event]:
+    def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
         """The node's events until it leaves; `silence_s` without a byte is taken for a lost line."""
-        return _events(self._lines("GET", "/api/events", None, silence_s))
+        return _events(self._lines("GET", "/api/events", None, silence_s, hangup))
 
-    def _lines(self, method: str, path: str, body: dict[str, Any] | None, silence_s: float) -> Iterator[bytes]:
+    def _lines(
+        self, method: str, path: str, body: dict[str, Any] | None, silence_s: float, hangup: Hangup | None
+    ) -> Iterator[bytes]:
         """The lines of an answer as they come."""
         connection = self._connection(silence_s)
         try:
+            connection.connect()
+            if hangup is not None:
+                hangup.attach(connection.sock)  # before the answer, which takes the socket from the connection
             answer = self._send(connection, method, path, body)
             if answer.status != 200:
                 raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))

@@ -20,8 +20,8 @@ FORBIDDEN = {
     "ui": ("engine", "p2p", "tests", "torch", "trio", "libp2p"),
     "app": ("tests", "transformers", "peft"),
 }
-# `ui` knows the API's client, and nothing else of the application.
-UI_MAY_USE = "app.client"
+# `ui` knows the API's client, the values that it speaks of, and nothing else of the application.
+UI_MAY_USE = ("app.client", "app.snapshot", "app.errors")
 # Of the application, only the command line starts the dashboard.
 MAY_USE_UI = "app.cli"
 
@@ -61,7 +61,7 @@ def breaches(package: str, module: str, imported: str) -> bool:
     if any(within(imported, forbidden) for forbidden in FORBIDDEN[package]):
         return True
     if package == "ui" and within(imported, "app"):
-        return not within(imported, UI_MAY_USE)
+        return not any(within(imported, allowed) for allowed in UI_MAY_USE)
     return package == "app" and within(imported, "ui") and not within(module, MAY_USE_UI)
 
 

@@ -1,0 +1,97 @@
+"""A panel: a frame with a title that carries figures, and rows painted as strips.
+
+Subclasses say what to draw for the size they have; they are painted anew only when that came out different.
+"""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from textual.content import Content
+from textual.events import Resize
+from textual.strip import Strip
+from textual.widget import Widget
+
+from ui.ink import Row, fit, text_of
+from ui.palette import style_of
+from ui.store import Store
+
+
+def strip_of(theme: str, line: Row, width: int) -> Strip:
+    """A row as it is painted."""
+    segments = [Segment(text, style_of(theme, words)) for text, words in fit(line, width) if text]
+    return Strip(segments).adjust_cell_length(width)
+
+
+def title_of(theme: str, line: Row) -> Content:
+    """A row as the title of a frame: never read as markup, for it may hold what a peer wrote."""
+    parts: list[str | Content | tuple[str, str]] = []
+    for text, words in line:
+        style = style_of(theme, words)
+        colour = style.color.name if style.color is not None else ""
+        parts.append((text, f"{'bold ' if style.bold else ''}{colour}".strip()))
+    return Content.assemble(*parts)
+
+
+class Painted(Widget):
+    """A widget that paints rows."""
+
+    def __init__(self, store: Store, *, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self.store = store
+        self._rows: list[Row] = []
+        self._drawn: object = None
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """What to paint in this much room."""
+        return []
+
+    def show(self) -> None:
+        """Look at the store again."""
+        width, height = self.size
+        rows = self.rows(width, height) if width and height else []
+        if rows != self._rows:
+            self._rows = rows
+            self.refresh()
+
+    def on_mount(self) -> None:
+        """Draw what is known already."""
+        self.watch(self.app, "theme", self._repaint, init=False)
+
+    def _repaint(self) -> None:
+        self._drawn = None
+        self.show()
+        self.refresh()
+
+    def on_resize(self, event: Resize) -> None:
+        """Draw for the new size."""
+        self.show()
+
+    def render_line(self, y: int) -> Strip:
+        """One painted line."""
+        width = self.size.width
+        line = self._rows[y] if y < len(self._rows) else []
+        return strip_of(self.app.theme, line, width).apply_style(self.rich_style)
+
+
+class Panel(Painted, can_focus=True):
+    """A framed, focusable widget whose titles carry figures."""
+
+    DEFAULT_CLASSES = "panel"
+    HELP = ""
+
+    def title(self) -> Row:
+        """The upper title."""
+        return []
+
+    def subtitle(self) -> Row:
+        """The lower title."""
+        return []
+
+    def show(self) -> None:
+        """Look at the store again: titles and rows."""
+        titles = (text_of(self.title()), text_of(self.subtitle()), self.app.theme)
+        if titles != self._drawn:
+            self._drawn = titles
+            self.border_title = title_of(self.app.theme, self.title())
+            self.border_subtitle = title_of(self.app.theme, self.subtitle())
+        super().show()
