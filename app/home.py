@@ -6,6 +6,7 @@
     swarms.json    remembered swarms and their secrets, mode 0600 (`app.remembered`)
     peers.json     addresses of peers that worked (`p2p`)
     sequence       the last number this node gave a statement, so that a clock set back does not silence it
+    pause.json     that a person paused this node, for as long as it is so (`app.pausing`)
     node.lock      held by the running node for as long as it lives, however it ends
     node.json      where that node is reached; without the lock held it is stale and means nothing
     logs/          what the node has to say
@@ -95,6 +96,11 @@ class Home:
     def sequence_file(self) -> Path:
         """The last number given to a statement."""
         return self.folder / "sequence"
+
+    @property
+    def pause_file(self) -> Path:
+        """That a person paused this node."""
+        return self.folder / "pause.json"
 
     @property
     def log_folder(self) -> Path:

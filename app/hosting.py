@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from app.block_server import BlockServer
+from app.block_server import DRAIN_S, BlockServer
 from app.errors import AppError
 from app.membership import Swarm
 from app.network import Network
 from app.placement import Candidate, Move, decide
 from app.runner import DeviceThread
-from app.snapshot import State
+from app.snapshot import Reason, State
 from app.span import Span
 
 if TYPE_CHECKING:
@@ -47,7 +47,13 @@ class CannotHost(AppError):
     """The blocks that the person asked for cannot be hosted here."""
 
 
-Say = Callable[[State, str], None]
+Say = Callable[[State, Reason], None]
+
+LIMIT_ZERO = Reason(
+    "limit_zero",
+    "the memory limit is 0, so this node hosts nothing",
+    next_step="raise it with `shoal config set max_vram SIZE` and start again to host",
+)
 
 
 class Hosting:
@@ -62,6 +68,8 @@ class Hosting:
         self._span: Span | None = None
         self._settled_at = 0.0
         self._news = trio.Event()
+        self._choosing = trio.CancelScope()
+        self._chosen = trio.Event()  # no other place will be chosen
 
     def facts(self) -> dict[str, Any]:
         """The snapshot's fields about what is hosted."""
@@ -81,26 +89,46 @@ class Hosting:
         """Choose, load, serve, and choose again when the swarm changes; started once it serves or stays a client."""
         self._plan = await self._make_plan()
         if self._plan is None:
+            self._chosen.set()
             task_status.started()
             return
         stop_listening = self._swarm.subscribe(lambda change: self._news.set())
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.server.run)
-                move = self._decide(self._plan)
-                assert move is not None, "a node without a place is given one"
-                await self._load(self._plan, move)
-                task_status.started()
-                while True:
-                    await self._follow_the_swarm(self._plan)
+                with self._choosing:
+                    move = self._decide(self._plan)
+                    assert move is not None, "a node without a place is given one"
+                    await self._load(self._plan, move)
+                    task_status.started()
+                    while True:
+                        await self._follow_the_swarm(self._plan)
+                self._chosen.set()
+                await trio.sleep_forever()
         finally:
+            self._chosen.set()
             stop_listening()
 
-    async def drain(self) -> None:
+    async def drain(self, within_s: float = DRAIN_S) -> None:
         """Take no more sessions, and let those that are here move on."""
         if self._span is not None:
             self._swarm.announce(state="draining")
-            await self.server.drain()
+            await self.server.drain(within_s)
+
+    async def retire(self, within_s: float = DRAIN_S) -> None:
+        """Choose no other place and drain; a load that is under way cannot be stopped and is waited for."""
+        self._choosing.cancel()
+        await self._chosen.wait()
+        await self.drain(within_s)
+
+    async def unload(self) -> None:
+        """Give the blocks' memory back; sessions that are still here end."""
+        from engine.hosting import release
+
+        await self.server.host(None)
+        plan, self._hosted, self._span = self._plan, None, None
+        if plan is not None:
+            await self._device.run(release, plan.device.id)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
@@ -110,7 +138,7 @@ class Hosting:
 
         wish, config = self._wish, self._source.config
         if wish.max_vram_bytes == 0:
-            self._say("client", "the memory limit is 0, so this node hosts nothing")
+            self._say("client", LIMIT_ZERO)
             return None
         if wish.blocks is not None and wish.blocks.stop > config.n_blocks:
             raise CannotHost(f"blocks {wish.blocks} were asked for, but the model has {config.n_blocks} blocks")
@@ -118,13 +146,15 @@ class Hosting:
         if wish.blocks is not None and plan.blocks < len(wish.blocks):
             raise CannotHost(f"blocks {wish.blocks} do not fit here: {plan.budget.reason}")
         if plan.blocks == 0:
-            self._say("client", plan.budget.reason)
+            more = "close other programs, or raise the limit with `shoal config set max_vram SIZE`"
+            self._say("client", Reason("no_room", plan.budget.reason, next_step=more))
             return None
         return plan
 
     def _decide(self, plan: HostingPlan) -> Move | None:
         if self._wish.blocks is not None:
-            return None if self._span is not None else Move(self._wish.blocks, 0.0, "these blocks were asked for")
+            wished = Move(self._wish.blocks, 0.0, "these blocks were asked for", "asked_for")
+            return None if self._span is not None else wished
         settled_s = trio.current_time() - self._settled_at
         me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
         others = [member.announcement for member in self._swarm.members() if member.present]
@@ -142,7 +172,7 @@ class Hosting:
             return
         await trio.sleep(move.after_s)
         if self._decide(plan) is not None:
-            self._say("loading", f"moving to {move.span}: {move.reason}")
+            self._say("loading", Reason(move.code, f"moving to {move.span}: {move.reason}"))
             await self.drain()
             await self._load(plan, move)
 
@@ -152,7 +182,7 @@ class Hosting:
         from engine.hosting import host_blocks
 
         span = move.span
-        self._say("loading", f"blocks {span}: {move.reason}")
+        self._say("loading", Reason(move.code, f"blocks {span}: {move.reason}"))
         self._swarm.announce(state="loading", span=span, device=plan.device.name)
         await self.server.host(None)
         self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
@@ -161,7 +191,7 @@ class Hosting:
         self._settled_at = trio.current_time()
         await self.server.host(self._hosted.runner)
         self._announce()
-        self._say("serving", move.reason)
+        self._say("serving", Reason(move.code, move.reason))
 
     def _announce(self) -> None:
         assert self._hosted is not None, "only what is loaded is announced"

@@ -34,11 +34,12 @@ from app.invite import Invite
 from app.joining import invite_to, named, remembered_target, view_of
 from app.manifest_store import ManifestStore
 from app.node_network import apply_live, network_view
+from app.pausing import Pausing
 from app.remembered import Memberships, Remembered, load, update
 from app.replying import ReplyRequest
 from app.resolving import resolve_aside, resolve_name
 from app.settings import Value
-from app.snapshot import Snapshot, State, SwarmView
+from app.snapshot import CourtesyView, Reason, Snapshot, State, SwarmView
 from app.stay import Surroundings
 from app.swarm_name import SwarmName
 from p2p import envelope
@@ -49,8 +50,13 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 JOIN_PATIENCE_S = 15.0  # after which a join goes on by itself, and the person is told that it does
-READY = ("serving", "client")
+READY = ("serving", "client", "paused")
 TICK_S = 2.0  # between two looks at figures that change without telling
+NO_SWARM = Reason(
+    "no_swarm",
+    "in no swarm: go to one with `shoal join`, or found one with `shoal create`",
+    next_step="`shoal join NAME|INVITE` or `shoal create NAME --model MODEL`",
+)
 
 log = logging.getLogger("shoal.node")
 
@@ -73,8 +79,9 @@ class Node:
         self._started_at_ms = _now_ms()
         self._api_url = ""
         self._state: State = "starting"
-        self._reason = ""
+        self._why = Reason("starting", "")
         self.feed = Feed()
+        self._pausing = Pausing(home.pause_file, self.feed.touch)
         self._dwelling = Dwelling(home, self._surroundings())
         self._switching = trio.Lock()
         self._stop_asked, self._dwelt = trio.Event(), trio.Event()
@@ -93,6 +100,7 @@ class Node:
             changed=self.feed.touch,
             note=self._note,
             remember=self._remember,
+            pausing=self._pausing,
         )
 
     # --- its life ----------------------------------------------------------------------------------------------------
@@ -113,6 +121,7 @@ class Node:
                 self._is_reachable = True
                 self._say_ready()
                 nursery.start_soon(self._tick)
+                nursery.start_soon(self._pausing.run)
                 nursery.start_soon(self._arrive, target)
                 await self._stop_asked.wait()
                 await self._wind_down()
@@ -133,10 +142,10 @@ class Node:
 
     async def _wind_down(self) -> None:
         """Leave the swarm while the API still tells of it, then end the streams of events, then the API."""
-        self._say("draining", "leaving the swarm")
+        self._say("draining", Reason("leaving", "leaving the swarm"))
         self._dwelling.leave_for_good()
         await self._dwelt.wait()
-        self._say("stopping", "the node has left")
+        self._say("stopping", Reason("left", "the node has left"))
         self.feed.close()
         self._api_over.set()
         await self._api_ended.wait()
@@ -159,10 +168,10 @@ class Node:
 
     async def _arrive(self, target: str | None) -> None:
         if target is not None:
-            self._say("joining", "looking for the swarm")
+            self._say("joining", Reason("looking", "looking for the swarm"))
             await self.join(target)
         elif self._dwelling.stay is None:
-            self._say("idle", "in no swarm: go to one with `shoal join`, or found one with `shoal create`")
+            self._say("idle", NO_SWARM)
             log.warning("this node is in no swarm: `shoal join NAME|INVITE` goes to one, `shoal create` founds one")
 
     # --- what it says ------------------------------------------------------------------------------------------------
@@ -179,20 +188,22 @@ class Node:
             self._was_ready = True
             self._on_ready(self.snapshot())
 
-    def _say(self, state: State, reason: str) -> None:
-        self._state, self._reason = state, reason
-        self._note("state", f"{state}: {reason}")
+    def _say(self, state: State, why: Reason) -> None:
+        self._state, self._why = state, why
+        self._note("state", f"{state}: {why.text}")
 
     def snapshot(self) -> Snapshot:
         """The state at this moment."""
         stay, network = self._dwelling.stay, self._dwelling.network
         speaks = stay is not None and not self._stop_asked.is_set()
-        state, reason = (stay.state, stay.reason) if stay is not None and speaks else (self._state, self._reason)
+        state, why = (stay.state, stay.why) if stay is not None and speaks else (self._state, self._why)
         manifest = stay.manifest if stay is not None else None
         return Snapshot(
             peer_id=self._identity.peer_id,
             state=state,
-            reason=reason,
+            reason=why.text,
+            why=why,
+            courtesy=self._pausing.view(),
             api_url=self._api_url,
             name=self._config.settings.name,
             swarm=stay.swarm.name if stay is not None else None,
@@ -243,7 +254,7 @@ class Node:
                 raise stay.failure
             await self._remember(stay.swarm)
             self._note("swarm", f"this node's swarm is {stay.swarm}")
-            return Joining(view_of(stay.swarm, active=True), stay.state, stay.reason)
+            return Joining(view_of(stay.swarm, active=True), stay.state, stay.why.text)
 
     async def leave(self, name: str) -> SwarmView:
         """Forget a swarm, leaving it first where it is the active one."""
@@ -251,7 +262,7 @@ class Node:
             swarm = named(await trio.to_thread.run_sync(load, self._home), name)
             if self._is_here(swarm):
                 self._dwelling.go(None)
-                self._say("idle", f"left {swarm}")
+                self._say("idle", Reason("no_swarm", f"left {swarm}", next_step=NO_SWARM.next_step))
             self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.left(swarm.id))
             self._note("swarm", f"{swarm} is forgotten")
             return view_of(swarm, active=False)
@@ -293,6 +304,29 @@ class Node:
             stay.announce_name(self._config.settings.name)
         self._note("setting", f"the setting {name} was changed")
         return value
+
+    async def pause(self, for_s: float | None) -> CourtesyView:
+        """Rest by a person's wish, until `resume` or for so long."""
+        await self._pausing.by_hand(for_s)
+        return self._pausing.view()
+
+    async def drain(self) -> CourtesyView:
+        """Let the sessions finish, however long they take, then rest until `resume`."""
+        await self._pausing.by_hand(None, patient=True)
+        return self._pausing.view()
+
+    async def resume(self) -> CourtesyView:
+        """Undo a person's pause; a rule that applies still keeps this node paused."""
+        await self._pausing.resume()
+        return self._pausing.view()
+
+    def pause_by_rule(self, why: Reason) -> None:
+        """Rest until `resume_by_rule`; a person's pause goes before."""
+        self._pausing.by_rule(why)
+
+    def resume_by_rule(self) -> None:
+        """No rule asks for rest any more; what a person paused stays paused."""
+        self._pausing.rule_over()
 
     def stop(self) -> None:
         """Drain and end."""

@@ -43,6 +43,7 @@ class Move:
     span: Span
     after_s: float
     reason: str
+    code: str = "worst_served"  # of the reason, for programs
 
 
 def block_speeds(members: Iterable[Announcement], n_blocks: int, states: frozenset[str] = COMING) -> list[float]:
@@ -76,7 +77,7 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     gain = min(_added(speeds, best, me.tokens_per_s)) / min(with_me)
     if gain < GAIN or not can_leave(me.span, best, others, n_blocks):
         return None
-    return Move(best, JITTER_S * _chance(me.peer, str(best)), "blocks that are served much worse than mine")
+    return Move(best, JITTER_S * _chance(me.peer, str(best)), "blocks that are served much worse than mine", "gain")
 
 
 def best_window(speeds: Sequence[float], length: int, speed: float, peer: str) -> Span:
@@ -109,7 +110,7 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], speeds: Sequence[f
     if not possible:
         return _make_way(me, others, hole, n_blocks)
     best = max(possible, key=lambda window: sorted(_added(speeds, window, me.tokens_per_s)))
-    return Move(best, _rank(me, others, hole, n_blocks) * HOLE_STAGGER_S, f"nobody serves block {hole}")
+    return Move(best, _rank(me, others, hole, n_blocks) * HOLE_STAGGER_S, f"nobody serves block {hole}", "hole")
 
 
 def _make_way(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks: int) -> Move | None:
@@ -129,7 +130,9 @@ def _make_way(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks
         return None
     step = step if towards_end else -step
     wait_s = HOLE_STAGGER_S * (1 + 2 * _chance(me.peer, str(hole)))  # of two that could shift, one goes first
-    return Move(Span(span.start + step, span.stop + step), wait_s, f"making way: nobody can take block {hole}")
+    return Move(
+        Span(span.start + step, span.stop + step), wait_s, f"making way: nobody can take block {hole}", "make_way"
+    )
 
 
 def _rank(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks: int) -> int:

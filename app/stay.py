@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import trio
 
+from app.block_server import DRAIN_S
 from app.config import Config
 from app.errors import AppError, UnknownSwarm
-from app.hosting import CannotHost, Hosting, HostingWish
+from app.hosting import LIMIT_ZERO, CannotHost, Hosting, HostingWish
 from app.joining import record_of
 from app.manifest_store import ManifestStore
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
 from app.model_manifest import Manifest
 from app.network import FrameStream, Network
 from app.node_network import told_peers
+from app.pausing import Pause, Pausing
 from app.records import SwarmRecord
 from app.refusals import Refusals
 from app.remembered import Memberships, Remembered
 from app.replying import Replying
-from app.snapshot import PeerView, State
+from app.snapshot import PeerView, Reason, State
 from app.span import Span
 from app.swarm_name import SwarmName
 from engine.errors import EngineError
@@ -58,6 +61,7 @@ class Surroundings:
     changed: Callable[[], None]  # something that can be seen has changed
     note: Callable[[str, str], None]  # (kind, text): something happened
     remember: Callable[[Remembered], Awaitable[None]]
+    pausing: Pausing
 
 
 class Stay:
@@ -67,7 +71,7 @@ class Stay:
         self.swarm = swarm
         self._around = around
         self.state: State = "joining"
-        self.reason = f"looking for members of {swarm}"
+        self.why = Reason("looking", f"looking for members of {swarm}")
         self.settled = trio.Event()  # it has joined, or failed, or both will take longer than anybody waits
         self.joined = False
         self.failure: AppError | P2PError | None = None
@@ -132,8 +136,8 @@ class Stay:
     async def leave(self) -> None:
         """Let sessions move on, half a minute at most, then say goodbye, two seconds at most."""
         if self.hosting is not None:
-            self._say("draining", "sessions move to other members")
-            await self.hosting.drain()
+            self._say("draining", Reason("leaving", "sessions move to other members"))
+            await self.hosting.retire()
         if self.membership is not None:
             await self.membership.leave()
 
@@ -148,7 +152,7 @@ class Stay:
 
     async def _weigh_refusals(self, network: Network) -> None:
         self.failure = await self._refusals.conclusive(network)
-        self._say("joining", str(self.failure))
+        self._say("joining", Reason("refused", str(self.failure)))
         self.settled.set()
 
     async def _enter(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
@@ -191,19 +195,60 @@ class Stay:
             self.manifest, self.membership, self.joined = manifest, membership, True
             self.replying = Replying(network, membership, self._source, around.manifests.cache, self._attend_self)
             await nursery.start(self.replying.run)
-            await self._host(network, membership)
+            while True:
+                await self._host_until_paused(network, membership)
+                await self._rest(membership)
+
+    async def _host_until_paused(self, network: Network, membership: Swarm) -> None:
+        """Host as long as nothing says otherwise; then let the sessions move on and give the memory back."""
+        pausing = self._around.pausing
+        if pausing.current is not None:
+            return
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._host, network, membership)
+            while pausing.current is None:
+                await pausing.wait_change()
+            if self.hosting is not None:
+                await self._retire(self.hosting)
+            nursery.cancel_scope.cancel()
+        self.hosting = None
+
+    async def _retire(self, hosting: Hosting) -> None:
+        pause = self._around.pausing.current
+        assert pause is not None, "who retires is paused"
+        self._say("draining", pause.why)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._until_called_off, pause, nursery.cancel_scope)
+            await hosting.retire(math.inf if pause.patient else DRAIN_S)
+            nursery.cancel_scope.cancel()
+        await hosting.unload()
+
+    async def _until_called_off(self, pause: Pause, scope: trio.CancelScope) -> None:
+        """Sessions are not waited for once the pause is over, or a quicker one than a patient one is wanted."""
+        pausing = self._around.pausing
+        while pausing.current is not None and pausing.current.patient == pause.patient:
+            await pausing.wait_change()
+        scope.cancel()
+
+    async def _rest(self, membership: Swarm) -> None:
+        """Be a member that hosts nothing, as long as the node is paused."""
+        pausing = self._around.pausing
+        while (pause := pausing.current) is not None:
+            membership.announce(state="paused", span=None)
+            self._settle("paused", pause.why)
+            await pausing.wait_change()
 
     async def _host(self, network: Network, membership: Swarm) -> None:
         """Host blocks until cancelled; a node that cannot, or shall not, stays as a client and says why."""
         settings = self._around.config().settings
         if settings.max_vram == 0:
-            self._settle("client", "the memory limit is 0, so this node hosts nothing")
+            self._settle("client", LIMIT_ZERO)
             return
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
         wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
         try:
             source = await trio.to_thread.run_sync(self._open_source)
-            self._say("joining", "looking at what the others host")
+            self._say("joining", Reason("looking_around", "looking at what the others host"))
             async with trio.open_nursery() as nursery:
                 # Torch takes seconds to load, which go by while the members are met.
                 nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
@@ -215,7 +260,8 @@ class Stay:
             log.warning("%s: this node hosts nothing: %s", self.swarm, error)
             self.hosting = None
             membership.announce(state="client", span=None)
-            self._settle("client", f"this node hosts nothing: {error}")
+            mend = "`shoal doctor` says what this machine can host"
+            self._settle("client", Reason("cannot_host", f"this node hosts nothing: {error}", next_step=mend))
 
     async def _attend_self(self, stream: FrameStream) -> None:
         """This node's own questions to its own blocks."""
@@ -237,10 +283,10 @@ class Stay:
         else:
             self._around.changed()
 
-    def _settle(self, state: State, reason: str) -> None:
-        self._say(state, reason)
+    def _settle(self, state: State, why: Reason) -> None:
+        self._say(state, why)
         self.settled.set()
 
-    def _say(self, state: State, reason: str) -> None:
-        self.state, self.reason = state, reason
-        self._around.note("state", f"{state}: {reason}")
+    def _say(self, state: State, why: Reason) -> None:
+        self.state, self.why = state, why
+        self._around.note("state", f"{state}: {why.text}")

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "6GB" is 6·10⁹ bytes, "6GiB" is 6·2³⁰."""
+"""Sizes and times as people write them: "6GB" is 6·10⁹ bytes, "6GiB" is 6·2³⁰, "2h" is 7200 seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ import re
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([KMGT]?I?)(B?)\s*", re.IGNORECASE | re.ASCII)
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])", re.IGNORECASE | re.ASCII)
+
+
+def parse_duration(text: str) -> float:
+    """The seconds that `text` names, at least one; raises ValueError with the accepted forms."""
+    match = _TIME.fullmatch(text.strip())
+    seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()] if match else 0.0
+    if not 1 <= seconds <= 366 * 86400:
+        raise ValueError(f"{text!r} is not a time; write it like 90s, 30m, 2h or 1d, a year at most")
+    return seconds
 
 
 def parse_size(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from dataclasses import dataclass
 
 import torch
@@ -73,3 +74,11 @@ def _has_room_for_copies(plan: HostingPlan, blocks: int) -> bool:
     budget = plan.budget
     copies = blocks * budget.weight_bytes_per_block
     return not plan.quantised and copies <= (budget.blocks - blocks) * budget.weight_bytes_per_block
+
+
+def release(device_id: str) -> None:
+    """Give memory that nobody uses any more back to the system, where torch keeps it for itself."""
+    gc.collect()
+    kind = torch.device(device_id).type
+    if kind in ("cuda", "mps", "xpu"):
+        getattr(torch, kind).empty_cache()

@@ -12,7 +12,7 @@ from app.feed import Feed
 from app.invite import Invite
 from app.replying import ReplyRequest
 from app.settings import Value
-from app.snapshot import Snapshot, SwarmView
+from app.snapshot import CourtesyView, Snapshot, SwarmView
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,15 @@ class Control(Protocol):
 
     def network_checks(self) -> Sequence[Check]:
         """The doctor's lines about the network."""
+
+    async def pause(self, for_s: float | None) -> CourtesyView:
+        """Let sessions move on, then host nothing until `resume`, or for so long."""
+
+    async def drain(self) -> CourtesyView:
+        """Let sessions finish, then host nothing until `resume`."""
+
+    async def resume(self) -> CourtesyView:
+        """Host again, unless a rule says otherwise."""
 
     def stop(self) -> None:
         """Drain and end."""

@@ -13,6 +13,7 @@ from app.api.control import Control, Joining
 from app.api.events import stream
 from app.api.guard import Application, Guard
 from app.api.streaming import Streamed, json_lines
+from app.pausing import LONGEST_S
 from app.replying import ReplyRequest
 from app.settings import SETTINGS
 from app.snapshot import coverage, facts, status_facts
@@ -50,6 +51,12 @@ class InviteRequest(_Body):
     """The swarm to invite to; null is the active one."""
 
     name: str | None = Field(default=None, max_length=_MAX_TEXT)
+
+
+class PauseRequest(_Body):
+    """For how long; null is until `resume`."""
+
+    for_s: float | None = Field(default=None, ge=1, le=LONGEST_S)
 
 
 class Message(_Body):
@@ -123,6 +130,10 @@ def _looking(control: Control) -> APIRouter:
     async def blocks() -> list[dict[str, Any]]:
         return coverage(control.snapshot())
 
+    @router.get("/sessions")
+    async def sessions() -> list[dict[str, Any]]:
+        return [facts(session) for session in control.snapshot().active_sessions]
+
     @router.get("/swarms")
     async def swarms() -> list[dict[str, Any]]:
         return [facts(swarm) for swarm in control.snapshot().swarms]
@@ -163,6 +174,18 @@ def _acting(control: Control) -> APIRouter:
         pieces = control.reply(request.request())
         first = await anext(pieces)  # what cannot even begin has a status of its own
         return Streamed(json_lines(first, pieces), "application/x-ndjson")
+
+    @router.post("/pause")
+    async def pause(request: PauseRequest) -> dict[str, Any]:
+        return facts(await control.pause(request.for_s))
+
+    @router.post("/drain")
+    async def drain() -> dict[str, Any]:
+        return facts(await control.drain())
+
+    @router.post("/resume")
+    async def resume() -> dict[str, Any]:
+        return facts(await control.resume())
 
     @router.post("/stop", status_code=202)
     async def stop() -> dict[str, bool]:

@@ -11,6 +11,7 @@ GROUPS: tuple[str, ...] = (
     "serve",
     "swarms",
     "status",
+    "resting",
     "chat",
     "models",
     "bench",

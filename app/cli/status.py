@@ -1,15 +1,12 @@
-"""`shoal status`, `peers`, `blocks`, `stop`: what the running node and its swarm are doing."""
+"""`shoal status`, `peers`, `blocks`, `sessions`: what the running node and its swarm are doing."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from typing import Any
 
 from app.cli.command import Command, print_json
-
-_STOP_S = 60.0
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -66,21 +63,28 @@ def coverage_lines(blocks: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def run_stop(arguments: argparse.Namespace) -> int:
-    """Ask the node to drain and end, and wait until it has."""
+def run_sessions(arguments: argparse.Namespace) -> int:
+    """Print what is being generated: asked by this node's user, or served for somebody."""
     from app.client import client_of
-    from app.errors import AppError
-    from app.home import Home
-    from p2p.platform import is_locked
 
-    client_of(arguments.home).post("/api/stop", {})
-    deadline = time.monotonic() + _STOP_S
-    while is_locked(Home(arguments.home).lock_file):
-        if time.monotonic() > deadline:
-            raise AppError(f"the node is still draining after {_STOP_S:.0f} s: look at its log, or end the process")
-        time.sleep(0.05)
-    print("stopped")
+    sessions = client_of(arguments.home).get("/api/sessions")
+    if arguments.json:
+        print_json(sessions)
+        return 0
+    for session in sessions:
+        print(describe_session(session))
+    if not sessions:
+        print("No session is open.")
     return 0
+
+
+def describe_session(session: dict[str, Any]) -> str:
+    """A session in one line."""
+    whose = "asked here" if session["role"] == "asking" else f"for {session['asker']}"
+    span = "" if session["start"] is None else f", blocks {session['start']}:{session['stop']}"
+    mended = f", {session['recoveries']} recoveries" if session["recoveries"] else ""
+    speed = f", {session['tokens_per_s']:.1f} tokens/s" if session["tokens_per_s"] else ""
+    return f"{session['id'][:8]}  {whose}{span}, {session['tokens']} tokens in {session['age_s']:.0f} s{speed}{mended}"
 
 
 def describe_peer(peer: dict[str, Any]) -> str:
@@ -116,5 +120,5 @@ COMMANDS = (
     Command("status", "what this node is doing", run_status, prints_facts=True),
     Command("peers", "the other members of the swarm", run_peers, prints_facts=True),
     Command("blocks", "who serves which block of the model", run_blocks, prints_facts=True),
-    Command("stop", "ask the node to drain and end", run_stop),
+    Command("sessions", "what is being generated, asked here or served for others", run_sessions, prints_facts=True),
 )

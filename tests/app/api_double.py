@@ -19,7 +19,7 @@ from app.feed import Feed
 from app.invite import Invite
 from app.replying import ReplyRequest
 from app.settings import Settings, Value
-from app.snapshot import PeerView, Snapshot, SwarmView
+from app.snapshot import CourtesyView, PeerView, Snapshot, SwarmView
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
@@ -92,6 +92,18 @@ class DoubleNode:
 
     def network_checks(self) -> Sequence[Check]:
         return [Check("clock", "ok", "fine")]
+
+    async def pause(self, for_s: float | None) -> CourtesyView:
+        self.asked.append(("pause", for_s))
+        return CourtesyView(True, "hand")
+
+    async def drain(self) -> CourtesyView:
+        self.asked.append(("drain",))
+        return CourtesyView(True, "hand")
+
+    async def resume(self) -> CourtesyView:
+        self.asked.append(("resume",))
+        return CourtesyView()
 
     def stop(self) -> None:
         self.stopped.set()

@@ -110,6 +110,10 @@ async def test_acting() -> None:
         assert (await threaded(client.post, "/api/leave", {"name": "home"}))["name"] == "home"
         assert (await threaded(client.post, "/api/invite", {}))["invite"].startswith("shoal:")
         await threaded(client.set_config, "name", "a b/c")
+        assert (await threaded(client.post, "/api/pause", {"for_s": 60}))["paused"]
+        assert (await threaded(client.post, "/api/pause", {"for_s": None}))["by"] == "hand"
+        assert (await threaded(client.post, "/api/drain", {}))["paused"]
+        assert not (await threaded(client.post, "/api/resume", {}))["paused"]
         await threaded(client.post, "/api/stop", {})
         assert node.stopped.is_set()
     assert node.asked == [
@@ -117,6 +121,10 @@ async def test_acting() -> None:
         ("join", "home"),
         ("leave", "home"),
         ("set", "name", "a b/c"),
+        ("pause", 60.0),
+        ("pause", None),
+        ("drain",),
+        ("resume",),
     ]
 
 
@@ -129,6 +137,7 @@ async def test_acting() -> None:
         ("/api/join", {"target": 5}, UsageError, "the request's target is wrong"),
         ("/api/join", {"target": "x" * 5000}, UsageError, "the request's target is wrong"),
         ("/api/join", {"target": "x", "more": 1}, UsageError, "the request's more is wrong"),
+        ("/api/pause", {"for_s": -5}, UsageError, "the request's for_s is wrong"),
         ("/api/nothing", {}, ApiFailure, "POST /api/nothing: Not Found"),
     ],
 )

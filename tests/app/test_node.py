@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from app.invite import Invite, new_secret
 from app.node import Node
 from app.remembered import Remembered, load, update
 from app.settings import Value
+from app.snapshot import Reason
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 
@@ -158,3 +160,43 @@ async def test_the_secret_is_nowhere_but_in_the_invite(
         invite = str(await node.invite("den"))
         told = [repr(node.snapshot()), caplog.text, *(note.text for note in node.feed.notes_after(0))]
     assert not any(secret in text for text in told for secret in (swarm.secret.hex(), repr(swarm.secret), invite[20:]))
+
+
+def hosted_runner(node: Node) -> weakref.ref[object]:
+    """The loaded blocks, without keeping them alive."""
+    stay = node._dwelling.stay
+    assert stay is not None
+    assert stay.hosting is not None
+    assert stay.hosting._hosted is not None
+    return weakref.ref(stay.hosting._hosted.runner)
+
+
+async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            blocks = hosted_runner(a)
+            assert (await a.pause(None)).by == "hand"
+            await until(a, lambda: a.snapshot().state == "paused")
+            assert blocks() is None, "the blocks are still in memory"
+            shown = a.snapshot()
+            assert (shown.start, shown.why and shown.why.code) == (None, "pause_by_hand")
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
+            a.pause_by_rule(Reason("pause_battery", "on battery"))
+            a.resume_by_rule()
+            assert a.snapshot().courtesy.by == "hand", "no rule undoes a person's pause"
+            a.pause_by_rule(Reason("pause_battery", "on battery"))
+            assert (await a.resume()).by == "rule"
+            await until(a, lambda: a.snapshot().reason == "on battery")
+            a.resume_by_rule()
+            await until(a, lambda: a.snapshot().state == "serving")
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+        await a.drain()
+        await until(a, lambda: a.snapshot().state == "paused")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu") as a:
+        await until(a, lambda: a.snapshot().state == "paused")  # a restart does not end a person's pause
+        assert a.snapshot().why is not None
+        await a.resume()
+        await until(a, lambda: a.snapshot().state == "serving")
