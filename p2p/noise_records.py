@@ -86,6 +86,10 @@ class Opener:
         self._partial += sealed[offset + used :]
         return out[:size]
 
+    def forget(self) -> None:
+        """Give the buffers back: nothing more will come."""
+        self._partial, self._plain = bytearray(), bytearray()
+
     def _complete(self, sealed: memoryview) -> int:
         """Move what the partial record lacks out of `sealed`; returns how many bytes that took."""
         partial, offset = self._partial, 0

@@ -126,6 +126,7 @@ class NoiseSession(BaseSession):
 
     async def close(self) -> None:
         """Close the connection without waiting for the peer."""
+        self._opener.forget()
         await self.pipe.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:

@@ -318,19 +318,22 @@ class YamuxConnection(IMuxedConn):
     def _fail(self, error: ProtocolError) -> None:
         logger.warning("dropped the connection to %s: it %s", self.peer_id, error)
         self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_PROTOCOL_ERROR))
-        self._lost(str(error))
+        self._end(str(error), keep_answers=False)
+        self._scope.cancel()
 
     def _lost(self, reason: str) -> None:
         self._end(reason)
         self._scope.cancel()
 
-    def _end(self, reason: str) -> None:
+    def _end(self, reason: str, *, keep_answers: bool = True) -> None:
         if self._ending is not None:
             return
         self._ending = reason
         self._accepted[0].close()
         for stream in list(self.table.open.values()):
-            stream.on_broken(reason, keep_buffer=True)
+            # Who asked may still read the answer. Handlers of the peer's streams end with the connection, and a stream
+            # and its connection refer to each other: megabytes that nobody reads would wait for the cycle collector.
+            stream.on_broken(reason, keep_buffer=stream.is_initiator and keep_answers)
             self.table.remove(stream)
         self.table.budget.leave()
         self._pings.release_all()

@@ -188,9 +188,10 @@ class YamuxStream(IMuxedStream):
             self.closed_at = self._connection.now()
 
     async def reset(self) -> None:
-        """End the stream in both directions, at once."""
+        """End the stream in both directions, at once; what arrived and was not read is dropped."""
         if not self.is_closed:
             self._connection.reset_stream(self, "this side reset the stream")
+        self.receiving.discard()
 
     def set_deadline(self, ttl: int) -> None:
         """Not offered: put a deadline around the request, and reset the stream when it passes."""

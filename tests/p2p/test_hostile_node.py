@@ -183,8 +183,12 @@ async def ask_for_much(lane: YamuxStream) -> None:
 
 
 async def test_windows_filled_on_many_connections() -> None:
-    """Memory: 192 MiB where a node may hold 32 MiB of unread bytes; the attackers send 40 x 30 MiB."""
-    async with under_attack("--unread", str(32 * MIB), grows_by=192 * MIB) as victim, trio.open_nursery() as nursery:
+    """Memory: 96 MiB where a node may hold 32 MiB of unread bytes; the attackers send 40 x 30 MiB.
+
+    Some connections may hold all 32 MiB when the others come, each of which may then fill its share, 32 MiB together;
+    every connection has a read buffer of 256 KiB and its plaintext, 24 MiB for forty. That makes 88.
+    """
+    async with under_attack("--unread", str(32 * MIB), grows_by=96 * MIB) as victim, trio.open_nursery() as nursery:
         for _ in range(40):
             nursery.start_soon(fill_windows, victim)
 

@@ -221,21 +221,38 @@ async def test_a_frozen_peer_is_let_go_at_once(how: str) -> None:
     assert connection.is_closed
 
 
-async def test_a_connection_that_ends_leaves_what_arrived() -> None:
+async def test_a_connection_that_ends_leaves_the_answers_that_arrived() -> None:
     async with connected() as ends:
-        stream = await ends.dialler.open_stream()
-        await stream.write(b"last words")
-        await stream.close()
-        other = await ends.listener.accept_stream()
+        asking = await ends.listener.open_stream()
+        await asking.write(b"?")
+        answering = await ends.dialler.accept_stream()
+        await answering.write(b"last words")
+        await answering.close()
         await ends.dialler.close()
         await ends.listener.event_closed.wait()
-        assert await other.read() == b"last words"
+        assert await asking.read() == b"last words"
         with pytest.raises(MuxedStreamEOF):
-            await other.read()
+            await asking.read()
         with pytest.raises(StreamReset):
             await ends.listener.open_stream()
         with pytest.raises(MuxedConnUnavailable):
             await ends.listener.accept_stream()
+
+
+async def test_a_connection_that_ends_holds_nothing_of_what_the_peer_pushed() -> None:
+    async with connected() as ends:
+        pushing = await ends.dialler.open_stream()
+        await pushing.write(bytes(200_000))
+        inbound = await ends.listener.accept_stream()
+        await inbound.read(1)
+        with trio.fail_after(5):
+            while inbound.receiving.buffered < 199_999:
+                await trio.testing.wait_all_tasks_blocked()
+        await ends.dialler.close()
+        await ends.listener.event_closed.wait()
+        assert inbound.receiving.buffered == ends.listener.table.budget.unread == 0
+        with pytest.raises(StreamReset):
+            await inbound.read()
 
 
 async def test_libp2p_is_told_of_the_end_once() -> None:
