@@ -21,7 +21,8 @@ from app.errors import AppError
 from app.hop_links import HopLinks
 from app.network import FrameStream, Network
 from app.records import Announcement
-from app.route_session import RouteSession, SessionSettings
+from app.route_hops import SessionSettings, Shape
+from app.route_session import RouteSession
 from app.routing import UNKNOWN_LINK_S, Bans, Demand, Hop, NoRoute, Route, find_route, mend_route
 from app.runner import Choice, Device, Piece, ReplyEnds
 from app.session_wire import DTYPE_NAMES
@@ -100,10 +101,8 @@ class Asker:
             self._links,
             _Guide(self, Demand(Span(0, self._ends.n_blocks), tokens, prompt_tokens)),
             self._embed,
-            tokens=tokens,
-            width=self._ends.hidden_size,
-            dtype=self._ends.dtype,
-            settings=self._settings,
+            Shape(tokens, self._ends.hidden_size, self._ends.dtype),
+            self._settings,
         )
         self.active += 1
         try:

@@ -11,7 +11,7 @@ import trio
 from app.asker import Asker, ReplyFigures
 from app.block_server import BlockServer, ServerSettings
 from app.records import Announcement
-from app.route_session import SessionSettings
+from app.route_hops import SessionSettings
 from app.runner import BlockRunner, ReplyEnds
 from app.span import Span
 from p2p.memory import LinkProfile, MemoryFabric, open_fabric

@@ -1,0 +1,180 @@
+"""A swarm of real processes that can be hurt: nodes with fixed spans, and an asker that hosts nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.client import Client, client_of
+from engine.local import LocalModel, load_local, local_options
+from engine.sources.opening import open_source
+from tests.app.node_process import Place, Serving, wait_until
+
+TIE = 1e-3  # two logits so close may change places where sums are taken in another order
+WORDS = "tide reef kelp wave sand shell coral drift foam salt gull net hull mast oar sail deck rope buoy pier".split()
+
+
+def prompt_of(seed: int) -> str:
+    """Some words, others for each seed."""
+    return " ".join(random.Random(seed).choices(WORDS, k=12))
+
+
+class Node:
+    """One place of the swarm: its process can end, and another can come in its stead."""
+
+    def __init__(self, place: Place, arguments: Sequence[str], memory: str) -> None:
+        self.place, self._arguments, self._memory = place, tuple(arguments), memory
+        self.serving: Serving | None = None
+
+    def start(self, invite: str) -> None:
+        """Begin to come up."""
+        flags = ("--discovery=invite,remembered", "--device=cpu", *self._arguments)
+        self.serving = Serving(self.place, *flags, max_vram=self._memory, SHOAL_INVITE=invite)
+
+    def ready(self) -> None:
+        """Wait until it serves."""
+        assert self.serving is not None
+        self.serving.ready()
+
+    @property
+    def peer(self) -> str:
+        """Its peer id."""
+        return str(self.place.node_file()["peer_id"])
+
+    def signal(self, what: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self.serving is not None
+        self.serving.process.send_signal(what)
+
+    def close(self) -> None:
+        """End it, however it is."""
+        if self.serving is not None:
+            with self.serving:
+                self.serving.process.kill()
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happened in a reply, behind which token, and to whom."""
+
+    at: int
+    victim: Node
+
+
+class ProcessSwarm:
+    """Nodes under one folder; made by `open_process_swarm`."""
+
+    def __init__(self, asker: Serving, nodes: Sequence[Node]) -> None:
+        self.asker, self.nodes = asker, list(nodes)
+        self.client: Client = client_of(asker.place.home)
+
+    def invite(self) -> str:
+        """A way in, through the asker."""
+        return str(self.client.post("/api/invite", {})["invite"])
+
+    def wait_covered(self, holders: int) -> None:
+        """Wait until the asker knows of so many holders of every block."""
+        wait_until(lambda: self._least_held() >= holders, f"every block has {holders} holders")
+
+    def _least_held(self) -> int:
+        blocks = self.client.get("/api/blocks")
+        return min((len(block["holders"]) for block in blocks), default=0)
+
+    def on_route(self) -> list[Node]:
+        """The nodes that hold a session now."""
+        return [node for node in self.nodes if client_of(node.place.home).get("/api/status")["sessions"]]
+
+    def chat(self, text: str, tokens: int, each: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
+        """A whole greedy reply; `each` is called behind every token."""
+        request = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
+        for count, piece in enumerate(self.client.chat(request), 1):
+            if "done" in piece:
+                done: dict[str, Any] = piece["done"]
+                return done
+            each(count)
+        raise AssertionError("a reply ends with its figures")
+
+    def hurt(self, seed: int, tokens: int, act: Callable[[Node], None]) -> tuple[dict[str, Any], Disturbance]:
+        """A reply in which something happens to one of its hops behind a token; the seed says which."""
+        dice = random.Random(seed)
+        at, hurt = dice.randrange(2, tokens - 4), []
+
+        def each(count: int) -> None:
+            if count == at:
+                victim = dice.choice(self.on_route())
+                act(victim)
+                hurt.append(Disturbance(at, victim))
+
+        return self.chat(prompt_of(seed), tokens, each), hurt[0]
+
+    def revive(self, node: Node) -> None:
+        """Let a node that has ended come back."""
+        node.close()
+        node.start(self.invite())
+        node.ready()
+
+    def no_sessions(self) -> bool:
+        """Whether no living node holds a session."""
+        return not self.on_route()
+
+
+@contextmanager
+def open_process_swarm(
+    folder: Path, spans: Sequence[str], *, model: str = "tiny-random", memory: str = "1GB", cache: Path | None = None
+) -> Iterator[ProcessSwarm]:
+    """A swarm whose nodes hold these spans; "" lets a node choose."""
+    place = Place(folder / "asker", cache or folder / "cache")
+    assert place.shoal("create", "reef", "--model", model).status == 0
+    with ExitStack() as stack, Serving(place, "--discovery=invite") as asker:
+        asker.ready()
+        nodes = [
+            Node(Place(folder / f"n{index}", place.cache), [f"--blocks={span}"] if span else [], memory)
+            for index, span in enumerate(spans)
+        ]
+        swarm = ProcessSwarm(asker, nodes)
+        invite = swarm.invite()
+        for node in nodes:
+            stack.callback(node.close)
+            node.start(invite)
+        for node in nodes:
+            node.ready()
+        yield swarm
+
+
+class Yardstick:
+    """The whole model in this process: how close two tokens were."""
+
+    def __init__(self, model: str, cache: Path) -> None:
+        source = open_source(model, cache)
+        self._model: LocalModel = load_local(source, local_options(source, torch.device("cpu"), torch.float32, 1 << 33))
+
+    def lead(self, text: str, token_ids: Sequence[int]) -> float:
+        """By how much the best logit behind a prompt and these tokens leads."""
+        prompt = self._model.prompt_ids([{"role": "user", "content": text}])
+        fed = [*prompt, *token_ids]
+        lease = self._model.span.open(len(fed))
+        try:
+            best = torch.topk(self._model.logits_after(lease, fed), 2).values
+        finally:
+            lease.close()
+        return float(best[0] - best[1])
+
+    def is_tie(self, text: str, undisturbed: Sequence[int], other: Sequence[int]) -> bool:
+        """Whether replies differ first where two tokens were all but equal; False where they do not differ."""
+        for position, (a, b) in enumerate(zip(undisturbed, other, strict=False)):
+            if a != b:
+                return self.lead(text, undisturbed[:position]) <= TIE
+        return False
+
+
+def seconds_since(begin: float) -> float:
+    """How long ago that was."""
+    return time.monotonic() - begin
