@@ -12,16 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from app.courtesy.schedule import parse_schedule
 from app.errors import ConfigError, UsageError
 from app.span import Span
 from app.units import parse_size
 from p2p.addresses import is_peer_id, parse_address
 from p2p.errors import P2PError
 
-Kind = Literal["text", "integer", "flag", "size", "blocks", "choices", "addresses", "denials"]
+Kind = Literal["text", "integer", "flag", "size", "blocks", "timetable", "choices", "addresses", "denials", "programs"]
 Value = str | int | bool | tuple[str, ...] | None
 
 DISCOVERY = ("mdns", "dht", "invite", "remembered")
+LISTS = ("choices", "addresses", "denials", "programs")
 _MAX_ITEMS = 256
 _MAX_CHARS = 512
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -47,7 +49,7 @@ class Setting:
     def parse(self, text: str) -> Value:
         """The value that a person wrote on the command line or in the environment."""
         text = text.strip()
-        if self.kind in ("choices", "addresses", "denials"):
+        if self.kind in LISTS:
             return self.check([item.strip() for item in text.split(",") if item.strip()])
         if self.kind == "flag" and text.lower() in _WORDS:
             return self.check(_WORDS[text.lower()])
@@ -81,7 +83,10 @@ class Setting:
                 return str(Span.parse(value))
             case ("text", str()) if value.isprintable() and len(value) <= 32:
                 return value
-            case ("choices" | "addresses" | "denials", list() | tuple()) if len(value) <= _MAX_ITEMS:
+            case ("timetable", str()):
+                parse_schedule(value)
+                return " ".join(value.split())
+            case (_, list() | tuple()) if self.kind in LISTS and len(value) <= _MAX_ITEMS:
                 return tuple(dict.fromkeys(self._item(item) for item in value))
         raise ValueError(f"expected {self.expected}")
 
@@ -92,6 +97,8 @@ class Setting:
             raise ValueError(f"{item!r} is none of {', '.join(self.options)}")
         if self.kind == "addresses":
             return str(parse_address(item))
+        if self.kind == "programs":
+            return program_name(item)
         if self.kind == "denials" and not is_peer_id(item):
             return str(ipaddress.ip_network(item, strict=False))
         return item
@@ -108,11 +115,25 @@ class Setting:
             "choices": f"some of {', '.join(self.options)}",
             "addresses": "addresses like /ip4/192.0.2.1/tcp/7464",
             "denials": "peer ids and networks like 192.0.2.0/24",
+            "programs": "names of programs like blender,steam",
+            "timetable": "times of the week like mon-fri 09:00-18:00, sat 22:00-02:00",
         }[self.kind]
+
+
+def program_name(text: str) -> str:
+    """A program's name as rules compare it: without case and Windows' ending."""
+    name = text.strip().lower().removesuffix(".exe")
+    if not name or not name.isprintable():
+        raise ValueError("expected a program's name as the system lists it")
+    return name
 
 
 def _setting(kind: Kind, default: Value, help: str, *, live: bool = False, **more: Any) -> Any:
     return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "live": live, **more})
+
+
+_PERCENT: Mapping[str, Any] = {"live": True, "bounds": (0, 100)}
+_MINUTES: Mapping[str, Any] = {"live": True, "bounds": (0, 24 * 60)}
 
 
 @dataclass(frozen=True)
@@ -140,6 +161,15 @@ class Settings:
     max_download: int | None = _setting(
         "size", None, "Bytes a second received at most, LAN exempt; unset: no limit.", live=True
     )
+    limit_times: str = _setting(
+        "timetable", "", "When the next two limits hold instead, like mon-fri 09:00-18:00.", live=True
+    )
+    timed_upload: int | None = _setting(
+        "size", None, "Bytes a second sent at most in those times, LAN exempt; unset: no limit.", live=True
+    )
+    timed_download: int | None = _setting(
+        "size", None, "Bytes a second received at most in those times, LAN exempt; unset: no limit.", live=True
+    )
     api_port: int = _setting(
         "integer", 7465, "The control API's port on this machine; 0 is any free one.", bounds=(0, 65535)
     )
@@ -148,6 +178,29 @@ class Settings:
         "size", None, "The most memory that hosting may take, KV included; 0 hosts nothing; unset: what is free."
     )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses by itself.")
+    pause_busy: int = _setting(
+        "integer", 0, "Pause while other programs use this much of the device, in percent; 0: never.", **_PERCENT
+    )
+    pause_busy_memory: int | None = _setting(
+        "size", None, "Pause while other programs hold this much of the GPU's memory; unset: never.", live=True
+    )
+    pause_active: int = _setting(
+        "integer", 0, "Pause while somebody used this machine within so many minutes; 0: never.", **_MINUTES
+    )
+    pause_on_battery: bool = _setting("flag", True, "Pause while this machine runs on battery.", live=True)
+    pause_above: int = _setting(
+        "integer", 0, "Pause while the device is hotter than this, in °C; 0: never.", live=True, bounds=(0, 120)
+    )
+    pause_programs: tuple[str, ...] = _setting(
+        "programs", (), "Pause while one of these programs runs, like blender,steam.", live=True
+    )
+    pause_times: str = _setting(
+        "timetable", "", "When to pause, in local time, like mon-fri 09:00-18:00, sat 22:00-02:00.", live=True
+    )
+    disk_floor: int | None = _setting(
+        "size", 10**9, "Fetch no weights that would leave less of the disk free than this.", live=True
+    )
+    log_json: bool = _setting("flag", False, "Write the log as one JSON object a line.")
 
 
 def _declared(field: dataclasses.Field[Any]) -> Setting:
