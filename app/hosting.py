@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.hosting")
 
 REFRESH_S = 30.0  # between two announcements of figures that only drift
+HOLE_CERTAIN_S = 1.5  # within which a second look shows whether a silent holder is gone or was only slow
+HOLE_DRAIN_S = 1.0  # while a block is served by nobody no session gets further, and all wait for this node
 
 
 @dataclass(frozen=True)
@@ -170,11 +172,13 @@ class Hosting:
             if waiting.cancelled_caught:
                 self._announce()
             return
-        await trio.sleep(move.after_s)
-        if self._decide(plan) is not None:
-            self._say("loading", Reason(move.code, f"moving to {move.span}: {move.reason}"))
-            await self.drain()
-            await self._load(plan, move)
+        is_hole = move.code == "hole"
+        await trio.sleep(max(move.after_s, HOLE_CERTAIN_S if is_hole else 0.0))
+        again = self._decide(plan)
+        if again is not None and again.code == move.code:
+            self._say("loading", Reason(again.code, f"moving to {again.span}: {again.reason}"))
+            await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
+            await self._load(plan, again)
 
     # --- hosting -----------------------------------------------------------------------------------------------------
 
