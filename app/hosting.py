@@ -172,7 +172,7 @@ class Hosting:
             if waiting.cancelled_caught:
                 self._announce()
             return
-        is_hole = move.code == "hole"
+        is_hole = move.code in ("hole", "make_way")
         await trio.sleep(max(move.after_s, HOLE_CERTAIN_S if is_hole else 0.0))
         again = self._decide(plan)
         if again is not None and again.code == move.code:
