@@ -44,11 +44,22 @@ def test_what_a_timetable_covers(schedule: str, inside: tuple[str, ...], outside
 @pytest.mark.parametrize(
     "wrong",
     [
-        "9-17", "mon", "mon 09:00", "mon-fri", "xyz 09:00-10:00", "mon 25:00-26:00", "mon 09:60-10:00",
-        "mon 24:01-01:00",        "mon 09:00-09:00", "mon 24:00-06:00", "mon 09:00-10:00;tue 09:00-10:00", "٠٩:00-10:00",
-        "daily-fri 09:00-10:00",        "mon 09:00-18:00," * 100,
+        "9-17",
+        "mon",
+        "mon 09:00",
+        "mon-fri",
+        "xyz 09:00-10:00",
+        "mon 25:00-26:00",
+        "mon 09:60-10:00",
+        "mon 24:01-01:00",
+        "mon 09:00-09:00",
+        "mon 24:00-06:00",
+        "mon 09:00-10:00;tue 09:00-10:00",
+        "٠٩:00-10:00",
+        "daily-fri 09:00-10:00",
+        "mon 09:00-18:00," * 100,
     ],
-)  # fmt: skip
+)
 def test_what_is_no_timetable_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_schedule(wrong)
