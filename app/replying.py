@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from app.asker import Asker, ReplyFigures
+from app.asker import Asker, ReplyFigures, Route
 from app.errors import AppError
 from app.membership import Swarm
 from app.network import FrameStream, Network
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReplyRequest:
-    """A conversation, and how its next message is to be chosen."""
+    """A conversation, or a text to go on with, and how what follows is to be chosen."""
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, str], ...] = ()
+    prompt: str | tuple[int, ...] | None = None  # a text or its token ids; the messages then do not count
     max_tokens: int = 512
     temperature: float = 0.7
     top_k: int = 0
@@ -73,15 +74,20 @@ class Replying:
             await trio.sleep_forever()
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The reply's pieces as `{"text": …}`, and at its end `{"done": …}` with the fields of `chat --json`."""
+        """The reply's pieces as `{"text": …}`, and at its end `{"done": …}` with the fields of `chat --json`.
+
+        The first piece, and each one that came another way than the one before it, says its `route` besides.
+        """
         ends, asker = await self._ready()
         settings = await self._thread.run(_settings, request)
-        prompt_ids = await self._thread.run(ends.prompt_ids, request.messages)
+        prompt_ids = await self._thread.run(_prompt_ids, ends, request)
         pieces: list[str] = []
+        route: Route = ()
         async with asker.reply(prompt_ids, settings, max_tokens=request.max_tokens) as reply:
             async for piece in reply:
                 pieces.append(piece.text)
-                yield {"text": piece.text}
+                told, route = route, reply.figures.route
+                yield {"text": piece.text} if told == route else {"text": piece.text, "route": _hops(route)}
             yield {"done": _facts("".join(pieces), reply.figures)}
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
@@ -116,6 +122,10 @@ def _load_ends(source_name: str, cache: Path) -> SwarmEnds:
     return load_swarm_ends(open_source(source_name, cache), Holding(torch.device("cpu"), torch.float32))
 
 
+def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:
+    return ends.prompt_ids(request.messages) if request.prompt is None else ends.text_ids(request.prompt)
+
+
 def _settings(request: ReplyRequest) -> ReplySettings:
     from engine.reply import ReplySettings
     from engine.sampler import Sampling
@@ -126,5 +136,8 @@ def _settings(request: ReplyRequest) -> ReplySettings:
 
 
 def _facts(text: str, figures: ReplyFigures) -> dict[str, Any]:
-    route = [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in figures.route]
-    return {"text": text, **asdict(figures), "route": route}
+    return {"text": text, **asdict(figures), "route": _hops(figures.route)}
+
+
+def _hops(route: Route) -> list[dict[str, Any]]:
+    return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]
