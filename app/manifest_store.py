@@ -3,6 +3,7 @@
     HASH.json     the manifest's own bytes
     HASH.chunks   the hashes of its chunks, part after part, once they are known
     HASH.source   which model files of this machine it was made from, as `shoal create --model` was told
+    HASH.index    where its parts lie in these files (`app.weights.index`)
 
 What is read back is checked as if a stranger had sent it: a damaged file is as good as none.
 """
@@ -18,6 +19,7 @@ from app.merkle import HASH_BYTES, chunk_count, leaves_from
 from app.model_import import Survey
 from app.model_manifest import MAX_MANIFEST_BYTES, Manifest
 from app.swarm_name import is_model_hash
+from app.weights.index import MAX_INDEX_BYTES, SourceIndex
 from p2p.platform import write_private
 
 _MAX_CHUNK_LIST_BYTES = 64 * 2**20
@@ -68,6 +70,18 @@ class ManifestStore:
         """Which files of this machine a manifest was made from, as they were named."""
         raw = self._read(model_hash, "source", _MAX_SOURCE_BYTES)
         return raw.decode("utf-8", "replace") if raw else None
+
+    def index(self, model_hash: str) -> SourceIndex:
+        """Where a model's parts lie in files of this machine; empty where nothing is known."""
+        raw = self._read(model_hash, "index", MAX_INDEX_BYTES)
+        try:
+            return SourceIndex({}, {}) if raw is None else SourceIndex.decode(raw)
+        except RecordError:
+            return SourceIndex({}, {})
+
+    def save_index(self, model_hash: str, index: SourceIndex) -> None:
+        """Keep where a model's parts lie."""
+        self._write(model_hash, "index", index.encode())
 
     def hashes(self) -> list[str]:
         """Every model whose manifest is here."""

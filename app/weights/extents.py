@@ -1,0 +1,77 @@
+"""A part's bytes as pieces of files, read by any range; and how a file is known to be the one it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.errors import AppError
+from app.merkle import CHUNK_BYTES, chunk_count, leaf_hash
+
+
+class WeightsError(AppError):
+    """A model's bytes cannot be read, written, fetched or trusted."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of bytes in a file."""
+
+    file: Path
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A file's size and time of change: while both are the same, its bytes are taken to be."""
+
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: Path) -> Stamp | None:
+        """The stamp of a file as it is now, or None where there is none."""
+        try:
+            status = file.stat()
+        except OSError:
+            return None
+        return cls(status.st_size, status.st_mtime_ns)
+
+
+def read_range(extents: Sequence[Extent], start: int, length: int) -> bytes:
+    """The bytes [start, start + length) of the extents put together; raises `OSError` where files have shrunk."""
+    pieces = []
+    for extent in extents:
+        if start >= extent.length:
+            start -= extent.length
+            continue
+        take = min(length, extent.length - start)
+        with open(extent.file, "rb") as file:
+            file.seek(extent.offset + start)
+            piece = file.read(take)
+        if len(piece) != take:
+            raise OSError(f"{extent.file} has become shorter")
+        pieces.append(piece)
+        length -= take
+        start = 0
+        if not length:
+            break
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def chunk_length(size_bytes: int, index: int) -> int:
+    """How many bytes chunk `index` of a part has."""
+    return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
+
+
+def matching_chunks(extents: Sequence[Extent], size_bytes: int, leaves: Sequence[bytes]) -> Iterator[bool]:
+    """For each chunk whether the bytes there are the right ones; what cannot be read is not."""
+    for index in range(chunk_count(size_bytes)):
+        try:
+            chunk = read_range(extents, index * CHUNK_BYTES, chunk_length(size_bytes, index))
+        except OSError:
+            yield False
+        else:
+            yield leaf_hash(chunk) == leaves[index]

@@ -1,0 +1,143 @@
+"""Giving chunks to peers: what lies here, a few at a time, and where several want the same, each chunk once.
+
+A node that is fetching a part gives what it has of it already. Members only: who may connect is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from app.errors import RecordError
+from app.merkle import HASH_BYTES, chunk_count
+from app.model_manifest import Part
+from app.network import Network, Payload
+from app.weights import wire
+from app.weights.library import Library
+from p2p.errors import Refused, RemoteError
+
+SLOTS = 8  # chunks that are read and sent at once
+SLOTS_PER_PEER = 6
+MAX_WAITING = 64
+ACTIVE_S = 5.0  # a peer that asked so recently is still fetching
+REMEMBERED = 4096  # chunks of which it is known who got them
+NAMED_AT_MOST = 2  # peers that are sent to one who got a chunk
+COMING_S = 2.0  # to wait for a chunk that this node is itself being sent
+
+
+@dataclass
+class Given:
+    """What was given to one peer."""
+
+    bytes: int = 0
+    at: float = 0.0
+    waiting: int = 0
+
+
+@dataclass
+class Sharing:
+    """Answers peers' requests for one model's parts."""
+
+    library: Library
+    is_member: Callable[[str], bool]
+    given: OrderedDict[str, Given] = field(default_factory=OrderedDict)
+    total_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self._slots = trio.CapacityLimiter(SLOTS)
+        self._went_to: OrderedDict[tuple[bytes, int], tuple[str, int]] = OrderedDict()  # whom, named how often
+        self._arrived = trio.Event()
+        self._coming: Callable[[bytes, int], bool] = lambda root, index: False
+
+    def serve(self, network: Network) -> None:
+        """Answer from now on."""
+        network.serve(wire.LEAVES, self._on_leaves)
+        network.serve(wire.CHUNK, self._on_chunk)
+
+    def receivers(self) -> tuple[str, ...]:
+        """The peers that fetch from here at the moment."""
+        now = trio.current_time()
+        return tuple(peer for peer, given in self.given.items() if now - given.at < ACTIVE_S)
+
+    def follow(self, coming: Callable[[bytes, int], bool]) -> None:
+        """`coming(root, index)` says whether a chunk is on its way to this node."""
+        self._coming = coming
+
+    def arrived(self) -> None:
+        """A chunk that was on its way is here."""
+        self._arrived.set()
+        self._arrived = trio.Event()
+
+    async def _on_leaves(self, peer: str, body: bytes) -> Payload:
+        self._admit(peer)
+        part = self.library.part(body) if len(body) == HASH_BYTES else None
+        leaves = None if part is None else await trio.to_thread.run_sync(self.library.leaves, part)
+        if leaves is None:
+            raise RemoteError("this part's chunks are not known here", wire.ABSENT)
+        return b"".join(leaves)
+
+    async def _on_chunk(self, peer: str, body: bytes) -> Payload:
+        given = self._admit(peer)
+        try:
+            request = wire.ChunkRequest.decode(body)
+        except RecordError as error:
+            raise RemoteError(str(error), "bad_request") from error
+        part = self.library.part(request.root)
+        if part is None or request.index >= chunk_count(part.size_bytes):
+            raise RemoteError("there is no such chunk in this model", wire.ABSENT)
+        other = self._who_got(peer, request)
+        if other is not None:
+            return wire.elsewhere_answer(other)
+        if given.waiting >= SLOTS_PER_PEER or self._slots.statistics().tasks_waiting >= MAX_WAITING:
+            raise Refused("too many chunks were asked for at once")
+        given.waiting += 1
+        self._note(peer, request)
+        try:
+            chunk = await self._chunk(part, request.index)
+        finally:
+            given.waiting -= 1
+        given.bytes += len(chunk)
+        self.total_bytes += len(chunk)
+        return wire.chunk_answer(chunk)
+
+    async def _chunk(self, part: Part, index: int) -> bytes:
+        with trio.move_on_after(COMING_S):
+            while self._coming(part.root, index):
+                await self._arrived.wait()
+        chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
+        if chunk is None:
+            raise RemoteError(f"chunk {index} of {part.name} is not here", wire.ABSENT)
+        return chunk
+
+    def _admit(self, peer: str) -> Given:
+        if not self.is_member(peer):
+            raise Refused("only members of this swarm are given its model")
+        given = self.given.setdefault(peer, Given())
+        given.at = trio.current_time()
+        self.given.move_to_end(peer)
+        if len(self.given) > REMEMBERED:
+            self.given.popitem(last=False)
+        return given
+
+    def _who_got(self, peer: str, request: wire.ChunkRequest) -> str | None:
+        """Another peer, fetching here too, that was sent this chunk; None where the asker is to be served."""
+        key = (request.root, request.index)
+        other, named = self._went_to.get(key, (peer, 0))
+        if request.tried or other == peer:
+            return None
+        recent = self.given.get(other)
+        if recent is None or trio.current_time() - recent.at > ACTIVE_S:
+            return None
+        # Who is sent there will soon have it too: from hand to hand, so that nobody has to give to all the others.
+        self._went_to[key] = (other, named + 1) if named + 1 < NAMED_AT_MOST else (peer, 0)
+        return other
+
+    def _note(self, peer: str, request: wire.ChunkRequest) -> None:
+        """Before it is sent: whoever asks for the same meanwhile waits for it there, where it arrives first."""
+        self._went_to[request.root, request.index] = (peer, 0)
+        self._went_to.move_to_end((request.root, request.index))
+        if len(self._went_to) > REMEMBERED:
+            self._went_to.popitem(last=False)
