@@ -13,6 +13,7 @@ GROUPS: tuple[str, ...] = (
     "status",
     "resting",
     "chat",
+    "demo",
     "models",
     "bench",
     "config",
