@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from app.asker_figures import AskedSession, AskerFigures, HopFigures
 from app.choosing import Chooser
 from app.errors import AppError
 from app.hop_links import HopLinks
@@ -30,6 +31,8 @@ from app.span import Span
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
+
+_SMOOTH = 0.1
 
 Members = Callable[[], Sequence[Announcement]]
 
@@ -70,6 +73,9 @@ class Asker:
         self._chooser = Chooser(ends, device)
         self._settings = settings or SessionSettings()
         self._links: HopLinks | None = None
+        self._replies: dict[bytes, Reply] = {}
+        self._latest: AskedSession | None = None
+        self._begun = self._asked_tokens = self._prompt_tokens = 0
         self.bans = Bans()
         self.active = 0
 
@@ -91,7 +97,29 @@ class Asker:
         text = self._ends.begin(prompt_ids, settings)
         tokens = min(len(prompt_ids) + max_tokens, context)
         async with self.session(tokens, len(prompt_ids)) as session:
-            yield Reply(session, text, self._chooser, prompt_ids)
+            reply = self._replies[session.id] = Reply(session, text, self._chooser, prompt_ids)
+            self._begun += 1
+            try:
+                yield reply
+            finally:
+                self._ended(self._replies.pop(session.id))
+
+    def _ended(self, reply: Reply) -> None:
+        self._latest = reply.seen(self.link_s(), trio.current_time())
+        self._asked_tokens += len(reply.figures.token_ids)
+        self._prompt_tokens += reply.figures.prompt_tokens
+
+    def figures(self) -> AskerFigures:
+        """What this asker does and did."""
+        link_s, now = self.link_s(), trio.current_time()
+        replies = list(self._replies.values())
+        return AskerFigures(
+            sessions=tuple(reply.seen(link_s, now) for reply in replies),
+            latest=self._latest,
+            replies=self._begun,
+            asked_tokens=self._asked_tokens + sum(len(reply.figures.token_ids) for reply in replies),
+            prompt_tokens=self._prompt_tokens + sum(reply.figures.prompt_tokens for reply in replies),
+        )
 
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
@@ -138,6 +166,8 @@ class Reply:
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
         self._begin = self._last_at = trio.current_time()
         self._first_at = 0.0
+        self._route_s: float | None = None  # of a usual token, on its way through the hops
+        self._ends_s: float | None = None  # and here
         self.figures = ReplyFigures(len(prompt_ids))
 
     def __aiter__(self) -> Reply:
@@ -148,11 +178,40 @@ class Reply:
         if self.figures.finish_reason is not None:
             raise StopAsyncIteration
         token_ids, embedded = self._next
+        begin = trio.current_time()
         frame = await self._session.advance(token_ids, embedded)
+        answered = trio.current_time()
         piece = await self._chooser.choose(Choice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
         self._next = ([piece.token_id], piece.embedding)
-        self._note(piece, trio.current_time())
+        now = trio.current_time()
+        if self.figures.token_ids and self._session.recoveries == self.figures.recoveries:
+            self._route_s = _smoothed(self._route_s, answered - begin)
+            self._ends_s = _smoothed(self._ends_s, now - answered)
+        self._note(piece, now)
         return piece
+
+    def seen(self, link_s: Callable[[str, str], float], now: float) -> AskedSession:
+        """How it stands."""
+        figures, route, paces = self.figures, self._session.route, self._session.paces
+        before = ["", *(hop.peer for hop in route)]
+        return AskedSession(
+            self._session.id.hex(),
+            figures.prompt_tokens,
+            len(figures.token_ids),
+            now - self._begin,
+            figures.tokens_per_s or 0.0,
+            self._session.recoveries,
+            figures.longest_gap_s,
+            tuple(
+                HopFigures(
+                    hop.peer, hop.span.start, hop.span.stop, link_s(here, hop.peer), *paces.get(hop.peer, (None, None))
+                )
+                for here, hop in zip(before, route, strict=False)
+            ),
+            link_s(before[-1], "") if route else None,
+            self._route_s,
+            self._ends_s,
+        )
 
     def _note(self, piece: Piece, now: float) -> None:
         figures = self.figures
@@ -166,6 +225,10 @@ class Reply:
             figures.longest_gap_s = max(figures.longest_gap_s, now - self._last_at)
             figures.tokens_per_s = (len(figures.token_ids) - 1) / max(now - self._first_at, 1e-9)
         self._last_at = now
+
+
+def _smoothed(usual_s: float | None, took_s: float) -> float:
+    return took_s if usual_s is None else usual_s + _SMOOTH * (took_s - usual_s)
 
 
 class _Guide:
@@ -185,7 +248,9 @@ class _Guide:
         except NoRoute as error:
             holders = [m.peer for m in members if m.serves and m.span is not None and error.block in m.span]
             reasons = [f"{peer} ({banned[peer]})" for peer in holders if peer in banned]
-            raise NoRoute(error.block, f" that can be used now: {'; '.join(reasons)}" if reasons else "") from None
+            busy = bool(reasons) and all(self._asker.bans.is_busy(peer) for peer in holders)
+            why = f" that can be used now: {'; '.join(reasons)}" if reasons else ""
+            raise NoRoute(error.block, why, busy=busy) from None
 
     def failed(self, peer: str, why: str, *, busy: bool) -> None:
         self._asker.bans.ban(peer, trio.current_time(), why, brief=busy)

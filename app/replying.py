@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from app.asker import Asker, ReplyFigures, Route
+from app.asker_figures import AskerFigures
 from app.errors import AppError
 from app.membership import Swarm
 from app.network import FrameStream, Network
@@ -65,6 +66,10 @@ class Replying:
     def active(self) -> int:
         """How many replies are being written."""
         return 0 if self._asker is None else self._asker.active
+
+    def figures(self) -> AskerFigures:
+        """What this node's asker does and did."""
+        return AskerFigures() if self._asker is None else self._asker.figures()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Be ready to ask until cancelled."""

@@ -34,9 +34,10 @@ Route = tuple[Hop, ...]
 class NoRoute(AppError):
     """Some block is served by nobody that can be used now."""
 
-    def __init__(self, block: int, why: str = "") -> None:
+    def __init__(self, block: int, why: str = "", *, busy: bool = False) -> None:
         super().__init__(f"no route: nobody serves block {block}{why or ' now'}; wait for a member to take it over")
         self.block = block
+        self.busy = busy  # its holders are well, but have no room
 
 
 @dataclass(frozen=True)
@@ -153,16 +154,23 @@ class Bans:
     def __init__(self, first_s: float = 1.0, longest_s: float = 300.0) -> None:
         self._first_s, self._longest_s = first_s, longest_s
         self._bans: dict[str, tuple[int, float, str]] = {}  # peer -> (how often, until, why)
+        self._busy: set[str] = set()
 
     def ban(self, peer: str, now: float, why: str, *, brief: bool = False) -> None:
         """Avoid a peer; `brief` where it is busy rather than broken."""
         times = self._bans.get(peer, (0, 0.0, ""))[0]
+        (self._busy.add if brief else self._busy.discard)(peer)
         first_s = self._first_s / 2 if brief else self._first_s
         self._bans[peer] = (times + 1, now + min(first_s * 2**times, self._longest_s), why)
 
     def forgive(self, peer: str) -> None:
         """It worked: forget the past."""
         self._bans.pop(peer, None)
+        self._busy.discard(peer)
+
+    def is_busy(self, peer: str) -> bool:
+        """Whether it was last avoided for want of room."""
+        return peer in self._busy
 
     def active(self, now: float) -> dict[str, str]:
         """Who is avoided now, and why."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from engine.block import Holding
+from engine.errors import EngineError
 from engine.head import Ends, load_ends
 from engine.reply import ReplySettings, ReplyWriter
 from engine.sources.base import ModelSource
@@ -50,6 +51,14 @@ class SwarmEnds:
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation, ready for the assistant's reply."""
         return self._text.prompt_ids(messages)
+
+    def text_ids(self, text: str | Sequence[int]) -> list[int]:
+        """The token ids of a text that is to be gone on with as it stands; ids are checked and stay as they are."""
+        if isinstance(text, str):
+            return self._text.tokenizer.encode(text)
+        if not all(0 <= token_id < self.config.vocab_size for token_id in text):
+            raise EngineError(f"a token id is not below {self.config.vocab_size}, which the model's vocabulary ends at")
+        return list(text)
 
     def embed(self, token_ids: Sequence[int]) -> bytes:
         """Hidden states of these tokens."""

@@ -1,4 +1,7 @@
-"""Failures as the API tells them: a status, a type by name, and the one line that the command line prints."""
+"""Failures as the API tells them: a status, a type by name, and the one line that the command line prints.
+
+Under `/v1` they have the form that OpenAI's clients know (`app.api.openai_errors`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from app.api import openai_errors
 from app.errors import AlreadyRunning, AppError, NameConflict, NotRunning, RecordError, UnknownSwarm, UsageError
 from engine.errors import EngineError
 from p2p.errors import P2PError
@@ -43,13 +47,20 @@ def failure(status: int, kind: str, message: str) -> JSONResponse:
     return JSONResponse({"error": {"type": kind, "message": " ".join(message.split())}}, status)
 
 
-async def _ours(request: Request, error: Exception) -> JSONResponse:
+def told(error: Exception) -> JSONResponse:
+    """An error of ours as the answer to a request."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     return failure(status, type(error).__name__, str(error) or type(error).__doc__ or "")
 
 
+async def _ours(request: Request, error: Exception) -> JSONResponse:
+    return openai_errors.told(error) if openai_errors.speaks(request.url.path) else told(error)
+
+
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if openai_errors.speaks(request.url.path):
+        return openai_errors.invalid(error.errors())
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     return failure(400, "UsageError", f"the request's {where or 'body'} is wrong: {first['msg']}")
@@ -57,9 +68,15 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return failure(error.status_code, "HTTPException", f"{request.method} {request.url.path}: {error.detail}")
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    if openai_errors.speaks(request.url.path):
+        return openai_errors.failure(error.status_code, text)
+    return failure(error.status_code, "HTTPException", text)
 
 
 async def _internal(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return failure(500, "InternalError", f"internal error: {type(error).__name__}; the node's log says more")
+    text = f"internal error: {type(error).__name__}; the node's log says more"
+    if openai_errors.speaks(request.url.path):
+        return openai_errors.failure(500, text)
+    return failure(500, "InternalError", text)

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
+from app.api import openai_errors
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -42,7 +44,7 @@ class Guard:
             return
         refusal = self._refusal(scope)
         if refusal is not None:
-            await _refuse(send, *refusal)
+            await _refuse(send, scope["path"], *refusal)
             return
         await self._application(scope, _bounded(receive), send)
 
@@ -87,8 +89,11 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-async def _refuse(send: Send, status: int, kind: str, message: str) -> None:
-    body = json.dumps({"error": {"type": kind, "message": message}}).encode()
+async def _refuse(send: Send, path: str, status: int, kind: str, message: str) -> None:
+    told: dict[str, Any] = {"error": {"type": kind, "message": message}}
+    if openai_errors.speaks(path):
+        told = openai_errors.body(status, message, code="invalid_api_key" if status == 401 else None)
+    body = json.dumps(told).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

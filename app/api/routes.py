@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Header, Response
+from fastapi import APIRouter, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api import failures
+from app.api import failures, openai
 from app.api.control import Control, Joining
 from app.api.events import stream
 from app.api.guard import Application, Guard
 from app.api.streaming import Streamed, json_lines
+from app.logs import RECENT
 from app.pausing import LONGEST_S
 from app.replying import ReplyRequest
 from app.settings import SETTINGS
@@ -104,6 +106,7 @@ def build_application(control: Control, token: str, version: str) -> Application
     application.include_router(_looking(control), prefix="/api")
     application.include_router(_acting(control), prefix="/api")
     application.include_router(_configuring(control), prefix="/api")
+    application.include_router(openai.routes(control), prefix=openai.PREFIX)
     return Guard(application, token)
 
 
@@ -116,7 +119,7 @@ def _looking(control: Control) -> APIRouter:
 
     @router.get("/events", response_class=Response)
     async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> Response:
-        return Streamed(stream(control, last_event_id), "text/event-stream")
+        return Streamed(stream(control, last_event_id), "text/event-stream", failures.told)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
@@ -141,6 +144,10 @@ def _looking(control: Control) -> APIRouter:
     @router.get("/id")
     async def identity() -> dict[str, str]:
         return {"peer_id": control.snapshot().peer_id}
+
+    @router.get("/logs")
+    async def logs(after: Annotated[int, Query(ge=0, le=_MAX_NOTE)] = 0) -> dict[str, Any]:
+        return {"pid": os.getpid(), "rows": [dataclasses.asdict(row) for row in RECENT.after(after)]}
 
     @router.get("/doctor")
     async def doctor() -> list[dict[str, Any]]:
@@ -171,9 +178,7 @@ def _acting(control: Control) -> APIRouter:
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:
-        pieces = control.reply(request.request())
-        first = await anext(pieces)  # what cannot even begin has a status of its own
-        return Streamed(json_lines(first, pieces), "application/x-ndjson")
+        return Streamed(json_lines(control.reply(request.request())), "application/x-ndjson", failures.told)
 
     @router.post("/pause")
     async def pause(request: PauseRequest) -> dict[str, Any]:

@@ -1,9 +1,12 @@
-"""A response whose body comes piece by piece, and whose source is closed the moment the client is gone."""
+"""A response whose body comes piece by piece, and whose source is closed the moment the client is gone.
+
+What fails before the first piece has a status of its own; what fails later is told in the stream.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -15,22 +18,32 @@ from app.errors import AppError
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
+OURS = (AppError, P2PError, EngineError)
+Refuse = Callable[[Exception], Response]
+
 
 class Streamed(Response):
     """Sends what an async generator yields; the generator is always run to its end or closed, whoever leaves first."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, refuse: Refuse) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
         del self.headers["content-length"]
-        self._chunks = chunks
+        self._chunks, self._refuse = chunks, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One client."""
         async with trio.open_nursery() as nursery, aclosing(self._chunks) as chunks:
             nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            try:
+                chunk: bytes | None = await anext(chunks, None)
+            except OURS as error:
+                await self._refuse(error)(scope, receive, send)
+                nursery.cancel_scope.cancel()
+                return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in chunks:
+            while chunk is not None:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                chunk = await anext(chunks, None)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             nursery.cancel_scope.cancel()
 
@@ -41,14 +54,17 @@ async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
     scope.cancel()
 
 
-async def json_lines(first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def json_lines(pieces: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
     """One JSON value a line; a failure in the middle is the last line."""
-    async with aclosing(rest):
-        yield _line(first)
+    began = False
+    async with aclosing(pieces):
         try:
-            async for value in rest:
+            async for value in pieces:
                 yield _line(value)
-        except (AppError, P2PError, EngineError) as error:
+                began = True
+        except OURS as error:
+            if not began:
+                raise
             yield _line({"error": {"type": type(error).__name__, "message": " ".join(str(error).split())}})
 
 

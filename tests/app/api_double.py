@@ -11,6 +11,7 @@ import trio
 from app.api.control import Joining
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
+from app.asker import PromptTooLong
 from app.client import Client
 from app.config import Config
 from app.doctor import Check
@@ -18,12 +19,20 @@ from app.errors import AppError, UnknownSwarm
 from app.feed import Feed
 from app.invite import Invite
 from app.replying import ReplyRequest
+from app.routing import NoRoute
 from app.settings import Settings, Value
 from app.snapshot import CourtesyView, PeerView, Snapshot, SwarmView
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
 SWARM = SwarmView("home", HASH, "home#abababab", active=True)
+# What a reply of so many tokens at most ends with.
+FAILURES: dict[int, AppError] = {
+    1: AppError("no route: nobody serves block 3"),
+    2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it"),
+    3: NoRoute(3),
+    4: NoRoute(3, busy=True),
+}
 
 
 class DoubleNode:
@@ -33,7 +42,7 @@ class DoubleNode:
         self.feed = Feed()
         self.asked: list[tuple[object, ...]] = []
         self.stopped = trio.Event()
-        self.freed = trio.Event()
+        self.begun, self.freed = trio.Event(), trio.Event()
         self.state = "client"
 
     def snapshot(self) -> Snapshot:
@@ -70,16 +79,22 @@ class DoubleNode:
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
         self.asked.append(("chat", request))
-        if request.max_tokens == 1:
-            raise AppError("no route: nobody serves block 3")
+        if request.max_tokens in FAILURES:
+            raise FAILURES[request.max_tokens]
+        text = request.messages[-1]["content"] if request.messages else request.prompt
+        words = text.split() if isinstance(text, str) else [str(token_id) for token_id in text or ()]
+        self.begun.set()
         try:
-            for word in request.messages[-1]["content"].split():
+            for word in words:
+                if word == "wait" and word is words[0]:
+                    await trio.sleep_forever()
                 yield {"text": word}
                 if word == "break":
                     raise AppError("block 3 was lost")
                 if word == "wait":
                     await trio.sleep_forever()
-            yield {"done": {"finish_reason": "stop"}}
+            figures = {"text": "".join(words), "prompt_tokens": 3, "token_ids": list(range(len(words)))}
+            yield {"done": {"finish_reason": "stop", **figures}}
         finally:
             self.freed.set()
 

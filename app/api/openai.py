@@ -1,0 +1,174 @@
+"""OpenAI's endpoint: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, for clients that know nothing of Shoal.
+
+The model is the active swarm's, and goes by the swarm's name. What may be asked is in `app.api.openai_fields`; a
+stream's events are `data: JSON`, the last one `data: [DONE]`, and whoever leaves in the middle frees the session.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from app.api.control import Control
+from app.api.openai_errors import PREFIX, Refusal, status_and_body, told
+from app.api.openai_fields import ChatCompletion, TextCompletion
+from app.api.streaming import OURS, Streamed
+from app.replying import ReplyRequest
+from app.snapshot import Snapshot
+
+Pieces = AsyncGenerator[dict[str, Any], None]
+
+
+def routes(control: Control) -> APIRouter:
+    """The routes under `/v1`."""
+    router = APIRouter()
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        snapshot = control.snapshot()
+        return {"object": "list", "data": [] if snapshot.swarm is None else [_model(snapshot)]}
+
+    @router.get("/models/{model}")
+    async def model(model: str) -> dict[str, Any]:
+        snapshot = control.snapshot()
+        _check_model(snapshot, model)
+        return _model(snapshot)
+
+    @router.post("/chat/completions", response_class=Response)
+    async def chat_completions(asked: ChatCompletion) -> Response:
+        return _answer(control, asked, asked.request())
+
+    @router.post("/completions", response_class=Response)
+    async def completions(asked: TextCompletion) -> Response:
+        return _answer(control, asked, asked.request())
+
+    return router
+
+
+def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: ReplyRequest) -> Response:
+    snapshot = control.snapshot()
+    _check_model(snapshot, asked.model)
+    shape = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
+    pieces = control.reply(request)
+    if asked.stream:
+        return Streamed(_events(pieces, shape, usage=asked.wants_usage), "text/event-stream", told)
+    return Streamed(_whole(pieces, shape), "application/json", told)
+
+
+def _model(snapshot: Snapshot) -> dict[str, Any]:
+    joined = next((swarm.joined_at_ms for swarm in snapshot.swarms if swarm.active), 0)
+    return {"id": snapshot.swarm, "object": "model", "created": joined // 1000, "owned_by": "shoal"}
+
+
+def _check_model(snapshot: Snapshot, wanted: str) -> None:
+    if snapshot.swarm is None:
+        why = "this node is in no swarm: go to one with `shoal join`, or found one with `shoal create`"
+        raise Refusal(why, status=503, code="no_swarm")
+    pinned = {swarm.pinned for swarm in snapshot.swarms if swarm.active}
+    if wanted not in {snapshot.swarm, snapshot.model, *pinned} or not wanted:
+        why = f"the model {wanted[:80]!r} is not here: this node's swarm is {snapshot.swarm!r}"
+        raise Refusal(why, status=404, param="model", code="model_not_found")
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The envelope of one answer."""
+
+    head: dict[str, Any]
+    kind: str
+    chunk_kind: str
+
+    def whole(self, text: str, reason: str) -> dict[str, Any]:
+        raise AssertionError("each kind has its own")
+
+    def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
+        raise AssertionError("each kind has its own")
+
+
+def _head(prefix: str, snapshot: Snapshot, model: str) -> dict[str, Any]:
+    fingerprint = f"shoal-{(snapshot.manifest or '')[:16]}"
+    created = int(time.time())
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "created": created,
+        "model": model,
+        "system_fingerprint": fingerprint,
+    }
+
+
+class _Chat(_Shape):
+    @classmethod
+    def begin(cls, snapshot: Snapshot, asked: ChatCompletion) -> _Shape:
+        return cls(_head("chatcmpl", snapshot, asked.model), "chat.completion", "chat.completion.chunk")
+
+    def whole(self, text: str, reason: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+
+    def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
+        delta = {**({"role": "assistant"} if first else {}), **({} if text is None else {"content": text})}
+        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+class _Text(_Shape):
+    @classmethod
+    def begin(cls, snapshot: Snapshot, asked: TextCompletion) -> _Shape:
+        return cls(_head("cmpl", snapshot, asked.model), "text_completion", "text_completion")
+
+    def whole(self, text: str, reason: str) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
+        return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
+
+
+def _usage(done: dict[str, Any]) -> dict[str, int]:
+    prompt, completion = done["prompt_tokens"], len(done["token_ids"])
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+async def _whole(pieces: Pieces, shape: _Shape) -> AsyncGenerator[bytes, None]:
+    """One JSON value when the reply is complete."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if "done" in piece:
+                done = piece["done"]
+                choice = shape.whole(done["text"], done["finish_reason"])
+                answer = {**shape.head, "object": shape.kind, "choices": [choice], "usage": _usage(done)}
+                yield json.dumps(answer, allow_nan=False).encode()
+
+
+async def _events(pieces: Pieces, shape: _Shape, *, usage: bool) -> AsyncGenerator[bytes, None]:
+    """The reply piece by piece."""
+    head = {**shape.head, "object": shape.chunk_kind, **({"usage": None} if usage else {})}
+    began = False
+    async with aclosing(pieces):
+        try:
+            async for piece in pieces:
+                if "done" not in piece:
+                    if piece["text"] or not began:
+                        yield _event({**head, "choices": [shape.piece(piece["text"], first=not began)]})
+                    began = True
+                    continue
+                yield _event({**head, "choices": [shape.piece(None, piece["done"]["finish_reason"])]})
+                if usage:
+                    yield _event({**head, "choices": [], "usage": _usage(piece["done"])})
+                yield b"data: [DONE]\n\n"
+        except OURS as error:
+            if not began:
+                raise
+            yield _event(status_and_body(error)[1])
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
+
+
+__all__ = ["PREFIX", "routes"]
