@@ -3,6 +3,10 @@
 Every step takes all the sessions that wait. Tokens that a reader awaits (urgent) go before those that fill a cache
 (bulk); bulk goes in chunks and gets every second step at least, so neither waits for more than one step of the other.
 Within each kind peers take turns, so that one greedy peer cannot starve the rest.
+
+A step of many rows costs little more than one of few, so sessions are made to travel together: a step waits for those
+who are due within a fraction of its own time, and now and then, where their route begins, few wait for many a whole
+round. A session without company never waits.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 URGENT_ROWS = 8  # more tokens than this are bulk, whoever awaits them
-RECENT = 32.0  # steps since a session was here last, for it to count as active
-LONG_WAIT = 3.0  # steps that few may wait for many
-PATIENT_EVERY = 16  # tokens between two such waits of a session
+PATIENT_EVERY = 16  # tokens between two long waits of a session
+MAX_WAIT_S = 0.5  # of a long wait, however long the rounds are
+COMPANY_LASTS = 2.0  # who goes together comes back together: what is saved once is saved again
 _SMOOTH = 0.25
 
 
@@ -31,6 +35,7 @@ class Waiting:
     dtype: str
     urgent: bool
     arrived_at: float
+    first: bool = False  # the session's route begins here
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,16 @@ class BatchLimits:
     chunk_rows: int = 256
     urgent_rows: int = 64
     max_step_s: float = 0.1  # a step longer than this is waited for no longer than such a one
+
+
+@dataclass(slots=True)
+class _Away:
+    """A session whose last output went out."""
+
+    peer: str
+    left_at: float
+    due_at: float
+    first: bool
 
 
 class BatchQueue:
@@ -52,8 +67,8 @@ class BatchQueue:
         self._served: dict[str, int] = {}  # when each peer was last served, in steps
         self._steps = 0
         self._step_s = 0.0  # a usual urgent step
-        self._left_at: dict[bytes, float] = {}  # when a session's last urgent output went out
-        self._away_s: dict[bytes, float] = {}  # how long it usually takes to come back
+        self._away: dict[bytes, _Away] = {}  # sessions whose last urgent output went out
+        self._away_s: dict[bytes, float] = {}  # how long each usually takes to come back
         self._patient_at: dict[bytes, int] = {}  # the position at which a session last waited for long
         self.rows = 0
 
@@ -66,17 +81,26 @@ class BatchQueue:
         """Add tokens behind those of the same session."""
         self._queues.setdefault(work.session, deque()).append(work)
         self.rows += work.rows
-        left_at = self._left_at.pop(work.session, None)
-        if left_at is not None and work.urgent:
-            away_s = work.arrived_at - left_at
-            usual_s = self._away_s.get(work.session, away_s)
-            self._away_s[work.session] = usual_s + _SMOOTH * (away_s - usual_s)
+        away = self._away.pop(work.session, None)
+        if away is not None and work.urgent:
+            self._came_back(work, away)
+
+    def _came_back(self, work: Waiting, away: _Away) -> None:
+        away_s = work.arrived_at - away.left_at
+        usual_s = self._away_s.get(work.session, away_s)
+        self._away_s[work.session] = usual_s + _SMOOTH * (away_s - usual_s)
+        # Who left with it was held up, or sped up, as it was. One asker's sessions go all the way together; the ways
+        # of others differ by what they usually do.
+        for session, mate in self._away.items():
+            if mate.left_at == away.left_at:
+                later_s = 0.0 if mate.peer == work.peer else self._away_s.get(session, usual_s) - usual_s
+                mate.due_at = work.arrived_at + max(later_s, 0.0)
 
     def drop(self, session: bytes) -> None:
         """Forget what waits of a session, and that it is on its way."""
         for work in self._queues.pop(session, ()):
             self.rows -= work.rows
-        self._left_at.pop(session, None)
+        self._away.pop(session, None)
         self._away_s.pop(session, None)
         self._patient_at.pop(session, None)
 
@@ -86,7 +110,8 @@ class BatchQueue:
         if urgent:
             self._step_s += (_SMOOTH if self._step_s else 1.0) * (seconds - self._step_s)
         for work in urgent:
-            self._left_at[work.session] = now
+            usual_s = self._away_s.get(work.session, float("inf"))
+            self._away[work.session] = _Away(work.peer, now, now + usual_s, work.first)
 
     def take(self, now: float) -> list[Waiting] | float | None:
         """The next step's work, or when to ask again, or None where nothing waits."""
@@ -106,28 +131,30 @@ class BatchQueue:
     def _worth_waiting(self, urgent: list[Waiting], now: float) -> float | None:
         """Until when to wait for sessions that are on their way; None: begin now.
 
-        Waiting delays those who are here; not waiting costs a step for those who come. Sessions that once went together
-        come back together, so what is gained lasts: now and then, few wait longer for many.
+        Waiting costs those who are here; not waiting costs those who come the rest of a step. What it has cost so far
+        does not count: it ends because nobody is waited for long after he was due.
         """
         step_s = min(self._step_s, self._limits.max_step_s)
-        oldest_at = min(work.arrived_at for work in urgent)
-        if not step_s or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
+        if not step_s or not self._away or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
-        # Those who went together arrive within a moment of each other, however long they were away.
-        if now < oldest_at + step_s / 8 and any(now < left_at + RECENT * step_s for left_at in self._left_at.values()):
-            return oldest_at + step_s / 8
-        slack_s = step_s / 4
-        coming = [left_at + self._away_s.get(session, float("inf")) for session, left_at in self._left_at.items()]
-        due = sorted(back_at for back_at in coming if now <= back_at + slack_s and back_at <= now + LONG_WAIT * step_s)
-        if not due:
+        jitter_s = step_s / 8
+        dues = sorted(away.due_at for away in self._away.values() if now < away.due_at + step_s / 2)
+        until = None
+        for coming, due_at in enumerate(dues, 1):
+            wait_s = max(due_at - now, 0.0) + jitter_s
+            if len(urgent) * wait_s < COMPANY_LASTS * coming * (step_s - wait_s):
+                until = now + wait_s
+        return until if until is not None else self._long_wait(urgent, now, jitter_s)
+
+    def _long_wait(self, urgent: list[Waiting], now: float, jitter_s: float) -> float | None:
+        """Now and then few wait for many, for a round at most.
+
+        Only where a route begins: were two hops to wait for each other's sessions, both would wait in vain.
+        """
+        dues = [away.due_at for away in self._away.values() if away.first and now < away.due_at < now + MAX_WAIT_S]
+        if len(dues) < len(urgent) or not all(work.first and self._may_be_patient(work) for work in urgent):
             return None
-        soon = (len(urgent) + 1) * (due[0] - now) < 2 * step_s and now < oldest_at + step_s
-        if soon:
-            return min(oldest_at + step_s, max(due[0], now) + slack_s)
-        until = oldest_at + LONG_WAIT * step_s
-        if len(due) < len(urgent) or now >= until or not all(self._may_be_patient(work) for work in urgent):
-            return None
-        return min(until, max(due[0], now) + slack_s)
+        return min(dues) + jitter_s
 
     def _may_be_patient(self, work: Waiting) -> bool:
         """Whether a session has not waited long for a while."""

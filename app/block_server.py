@@ -183,8 +183,9 @@ class BlockServer:
             urgent = frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from
             dtype = DTYPE_NAMES[frame.dtype]
             position, rows = frame.position, frame.rows
+            first = not session.turn.before
             self._stepper.put(
-                Waiting(session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now)
+                Waiting(session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now, first)
             )
         elif verdict is Verdict.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)

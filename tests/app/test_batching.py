@@ -12,10 +12,17 @@ LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 
 
 def waiting(
-    session: str, rows: int = 1, *, peer: str = "p", position: int = 0, urgent: bool | None = None, at: float = 0.0
+    session: str,
+    rows: int = 1,
+    *,
+    peer: str = "p",
+    position: int = 0,
+    urgent: bool | None = None,
+    at: float = 0.0,
+    first: bool = False,
 ) -> Waiting:
     urgent = rows == 1 if urgent is None else urgent
-    return Waiting(session.encode(), peer, 1, position, rows, memoryview(bytes(4 * rows)), "f32", urgent, at)
+    return Waiting(session.encode(), peer, 1, position, rows, memoryview(bytes(4 * rows)), "f32", urgent, at, first)
 
 
 def take(queue: BatchQueue, now: float = 0.0) -> list[tuple[str, int, int]]:
@@ -76,13 +83,13 @@ def test_dropped_work_is_never_taken() -> None:
     assert (queue.take(0.0), queue.rows) == (None, 0)
 
 
-def warmed() -> BatchQueue:
-    """Two sessions that usually are away for 20 ms, with steps of 10 ms; both have just left."""
+def warmed(*, first: bool = False, others: str = "b", peer: str = "p") -> BatchQueue:
+    """`a` and others, of one peer or two, usually away for 20 ms, with steps of 10 ms; all left at 0.13."""
     queue = BatchQueue(LIMITS)
     now = 0.0
     for position in range(5):
-        for name in "ab":
-            queue.put(waiting(name, position=position, at=now))
+        for name in "a" + others:
+            queue.put(waiting(name, position=position, at=now, first=first, peer="p" if name == "a" else peer))
         work = queue.take(now + 0.02)
         assert isinstance(work, list)
         queue.done(work, 0.01, now + 0.01)
@@ -90,28 +97,99 @@ def warmed() -> BatchQueue:
     return queue
 
 
-def test_a_step_waits_for_a_session_that_is_about_to_come_back() -> None:
-    queue = warmed()  # both left at 0.13 and are due at 0.15
-    queue.put(waiting("a", position=5, at=0.148))
-    assert queue.take(0.148) == pytest.approx(0.14925)  # those who went together come within a moment
-    until = queue.take(0.1493)
-    assert isinstance(until, float)
-    assert 0.15 <= until <= 0.158
-    queue.put(waiting("b", position=5, at=0.15))
-    assert take(queue, 0.15) == [("a", 5, 1), ("b", 5, 1)]
+def wait_of(queue: BatchQueue, now: float) -> float:
+    """How long a step is put off."""
+    until = queue.take(now)
+    assert isinstance(until, float), until
+    return until - now
 
 
-def test_a_step_does_not_wait_for_long_nor_for_strangers_nor_for_the_late() -> None:
+def test_a_step_waits_for_those_who_left_together_however_late_they_all_are() -> None:
+    for late_s in (-0.008, 0.0, 0.008, 0.1):
+        queue = warmed()
+        arrived_at = 0.15 + late_s
+        queue.put(waiting("a", position=5, at=arrived_at))
+        assert 0 < wait_of(queue, arrived_at) < 0.01
+        queue.put(waiting("b", position=5, at=arrived_at + 0.003))
+        assert take(queue, arrived_at + 0.003) == [("a", 5, 1), ("b", 5, 1)]
+
+
+def test_a_step_does_not_wait_for_long_nor_for_the_gone() -> None:
     queue = warmed()
-    queue.put(waiting("a", position=5, at=0.117))
-    assert take(queue, 0.1185) == [("a", 5, 1)]  # b is not due for three steps
+    queue.put(waiting("a", position=5, at=0.15))
+    assert wait_of(queue, 0.15) < 0.01
+    assert take(queue, 0.156) == [("a", 5, 1)]  # b is late by more than half a step
     queue = warmed()
     queue.drop(b"b")
     queue.put(waiting("a", position=5, at=0.148))
     assert take(queue, 0.148) == [("a", 5, 1)]
-    queue = warmed()
-    queue.put(waiting("a", position=5, at=0.17))
-    assert take(queue, 0.1713) == [("a", 5, 1)]
+
+
+def test_the_ways_of_different_peers_are_told_apart() -> None:
+    queue = warmed(peer="far")
+    for turn in range(8):  # b's asker is farther away: its sessions come 50 ms later than a
+        at = 0.15 + 0.1 * turn
+        queue.put(waiting("a", position=5 + turn, at=at))
+        queue.put(waiting("b", position=5 + turn, peer="far", at=at + 0.05))
+        work = queue.take(at + 0.05)
+        assert isinstance(work, list)
+        queue.done(work, 0.01, at + 0.06)
+    queue.put(waiting("a", position=13, at=0.95))
+    assert take(queue, 0.95) == [("a", 13, 1)]
+
+
+def test_now_and_then_few_wait_for_many_where_their_route_begins() -> None:
+    def late_by_a_step(*, first: bool) -> BatchQueue:
+        """The others went on without `a`, which comes back when they have just left again."""
+        queue = warmed(first=first, others="bcd", peer="q")
+        for name in "bcd":
+            queue.put(waiting(name, position=5, at=0.15, first=first, peer="q"))
+        work = queue.take(0.156)
+        assert isinstance(work, list)
+        queue.done(work, 0.01, 0.166)
+        queue.put(waiting("a", position=5, at=0.167, first=first))
+        return queue
+
+    queue = late_by_a_step(first=True)
+    assert wait_of(queue, 0.167) > 0.01  # until the others' next round
+    for name in "bcd":
+        queue.put(waiting(name, position=6, at=0.186, first=True, peer="q"))
+    assert len(take(queue, 0.186)) == 4
+    # A hop in the middle could wait in vain for sessions that wait for its own at another hop.
+    assert take(late_by_a_step(first=False), 0.167) == [("a", 5, 1)]
+
+
+def test_a_session_alone_never_waits() -> None:
+    queue = BatchQueue(LIMITS)
+    for position in range(50):
+        now = 0.03 * position
+        queue.put(waiting("a", position=position, at=now, first=True))
+        work = queue.take(now)
+        assert isinstance(work, list)
+        queue.done(work, 0.01, now + 0.01)
+
+
+def test_a_single_session_gets_its_share_beside_a_greedy_peers_32() -> None:
+    queue = BatchQueue(LIMITS)  # steps of 8 rows
+    greedy, modest, steps = [0] * 32, 0, 64
+    for index in range(32):
+        queue.put(waiting(f"g{index}", peer="greedy", at=0.0))
+    queue.put(waiting("m", peer="modest", at=0.0))
+    for step in range(steps):
+        now = 0.01 * step
+        work = queue.take(now)
+        assert isinstance(work, list)
+        queue.done(work, 0.01, now + 0.01)
+        for item in work:  # everybody comes back at once
+            name = item.session.decode()
+            queue.put(waiting(name, peer=item.peer, position=item.position + 1, at=now + 0.01))
+            if name == "m":
+                modest += 1
+            else:
+                greedy[int(name[1:])] += 1
+    assert modest == steps  # one of two peers: never more than a step away
+    assert sum(greedy) == 7 * steps
+    assert max(greedy) - min(greedy) <= 1
 
 
 @given(
