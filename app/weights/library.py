@@ -160,6 +160,8 @@ class Library:
             raise WeightsError(
                 f"{', '.join(wrong[:4])} of model {self.manifest.hash[:8]}: not on this machine, or damaged"
             )
+        for name in wanted:
+            self.files.touch(self.manifest.by_name[name])
         parts = {name: self._entries(self.manifest.by_name[name]) for name in wanted if name != TOKENIZER_PART}
         tokenizer = self._bytes(TOKENIZER_PART) if TOKENIZER_PART in wanted else b""
         spec = self.manifest.tokenizer_spec(tokenizer)

@@ -138,6 +138,16 @@ class PartFiles:
                     sizes[root] = sizes.get(root, 0) + _on_disk(entry.stat())
         return sorted((root, size) for root, size in sizes.items() if len(root) == 2 * HASH_BYTES)
 
+    def touch(self, part: Part) -> None:
+        """A part is used now."""
+        with contextlib.suppress(OSError):
+            os.utime(self._beside(part.root, "ok"))
+
+    def last_used(self, root: str) -> int:
+        """When a part was last used or fetched; larger is later."""
+        times = [stamp.mtime_ns for kind in ("", ".ok", ".new") if (stamp := Stamp.of(self.folder / f"{root}{kind}"))]
+        return max(times, default=0)
+
     def remove(self, roots: Iterable[str]) -> None:
         """Delete parts, whole or half."""
         for root in roots:

@@ -22,10 +22,10 @@ from p2p.errors import Refused, RemoteError
 SLOTS = 8  # chunks that are read and sent at once
 SLOTS_PER_PEER = 6
 MAX_WAITING = 64
-ACTIVE_S = 5.0  # a peer that asked so recently is still fetching
+ACTIVE_S = 15.0  # a peer that asked so recently is still fetching
 REMEMBERED = 4096  # chunks of which it is known who got them
 NAMED_AT_MOST = 2  # peers that are sent to one who got a chunk
-COMING_S = 2.0  # to wait for a chunk that this node is itself being sent
+COMING_S = 8.0  # to wait for a chunk that this node is itself being sent
 
 
 @dataclass
