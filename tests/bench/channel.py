@@ -180,8 +180,8 @@ async def _delay_figures(stack: str, address: str) -> float:
     """Round trips that a stack needs beyond what bare TCP needs through the same proxy."""
     multiaddr = Multiaddr(address)
     port = int(multiaddr.value_for_protocol("tcp"))
-    async with delay_proxy(port, DELAY_RTT_S) as proxy_port:
-        through = address.replace(f"/tcp/{port}", f"/tcp/{proxy_port}")
+    async with delay_proxy(port, DELAY_RTT_S) as proxy:
+        through = address.replace(f"/tcp/{port}", f"/tcp/{proxy.port}")
         outcome = await trio.to_thread.run_sync(_client, stack, through, "--delayed")
     async with trio.open_nursery() as nursery:
 
@@ -189,8 +189,8 @@ async def _delay_figures(stack: str, address: str) -> float:
             await _until_the_end(_sink)(_PlainStream(stream))
 
         listeners = await nursery.start(trio.serve_tcp, plain, 0)
-        async with delay_proxy(listeners[0].socket.getsockname()[1], DELAY_RTT_S) as proxy_port:
-            wire_s = await _measure_wire(proxy_port)
+        async with delay_proxy(listeners[0].socket.getsockname()[1], DELAY_RTT_S) as proxy:
+            wire_s = await _measure_wire(proxy.port)
         nursery.cancel_scope.cancel()
     return (outcome["delayed_s"] - wire_s) / DELAY_RTT_S
 

@@ -1,0 +1,146 @@
+"""Real nodes for the swarm bench: three that share a model's blocks, an asker that hosts nothing, and delayed ways.
+
+Every node is a `shoal serve` process of its own. Where a delay is asked for, each node advertises a proxy in its stead,
+so that every connection goes through one.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from app.client import Client, client_of
+from tests.app.node_process import Place, Serving, wait_until
+from tests.bench.delay import DelayProxy, delay_proxy
+
+MEMORY = "215MB"  # ten of the starter model's 30 blocks, and their cache
+
+
+@dataclass
+class Told:
+    """One reply as its reader saw it."""
+
+    times: list[float] = field(default_factory=list)  # of each token
+    done: dict[str, Any] = field(default_factory=dict)
+
+
+class BenchSwarm:
+    """A running swarm."""
+
+    def __init__(self, asker: Serving, nodes: Sequence[Serving], proxies: Sequence[DelayProxy]) -> None:
+        self.proxies = proxies
+        self._client = client_of(asker.place.home)
+        self._nodes: list[Client] = [client_of(node.place.home) for node in nodes]
+
+    def reply(self, text: str, tokens: int) -> Told:
+        """A whole greedy reply."""
+        told = Told()
+        request = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
+        for piece in self._client.chat(request):
+            if "done" in piece:
+                told.done = piece["done"]
+            elif "text" in piece:
+                told.times.append(time.perf_counter())
+        return told
+
+    def replies(self, texts: Sequence[str], tokens: int) -> list[Told]:
+        """Replies to all of these at once."""
+        told: list[Told] = []
+        threads = [threading.Thread(target=lambda text=text: told.append(self.reply(text, tokens))) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(told) == len(texts), "a reply failed"
+        return told
+
+    def batch_rows(self) -> list[float]:
+        """Mean rows of a step at each node of late, as far as nodes tell."""
+        return [round(node.snapshot().flow.batch_rows, 2) for node in self._nodes]
+
+    def carried_bytes(self) -> int:
+        """All that went through the proxies."""
+        return sum(proxy.carried_bytes for proxy in self.proxies)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """What each node holds."""
+        statuses = [node.get("/api/status") for node in self._nodes]
+        return sorted((status["start"], status["stop"]) for status in statuses)
+
+
+@contextmanager
+def open_bench_swarm(
+    folder: Path, cache: Path, model: str, *, nodes: int = 3, rtt_s: float = 0.0
+) -> Iterator[BenchSwarm]:
+    """A swarm that serves the whole model."""
+    ports = [_free_port() for _ in range(nodes + 1)]
+    with ExitStack() as stack:
+        proxies = stack.enter_context(_proxies(ports, rtt_s)) if rtt_s else []
+        ways = [
+            [f"--listen=/ip4/127.0.0.1/tcp/{port}"]
+            + ([f"--advertise=/ip4/127.0.0.1/tcp/{proxies[index].port}"] if proxies else [])
+            for index, port in enumerate(ports)
+        ]
+        places = [Place(folder / f"node{index}", cache) for index in range(nodes + 1)]
+        assert places[0].shoal("create", "bench", "--model", model).status == 0
+        asker = stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0]))
+        asker.ready()
+        invite = places[0].shoal("invite").out.strip()
+        servers = [
+            stack.enter_context(
+                Serving(place, "--discovery=invite", "--device=cpu", *way, max_vram=MEMORY, SHOAL_INVITE=invite)
+            )
+            for place, way in zip(places[1:], ways[1:], strict=True)
+        ]
+        for server in servers:
+            server.ready()
+        client = client_of(places[0].home)
+        wait_until(lambda: _covered(client, nodes), "every block is held")
+        yield BenchSwarm(asker, servers, proxies)
+
+
+def _covered(client: Client, nodes: int) -> bool:
+    """Whether every block is held and every node serves."""
+    holders = [block["holders"] for block in client.get("/api/blocks")]
+    return all(holders) and len({holder["peer"] for block in holders for holder in block}) == nodes
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _proxies(ports: Sequence[int], rtt_s: float) -> Iterator[list[DelayProxy]]:
+    """A proxy to each port, on a loop of their own."""
+    proxies: list[DelayProxy] = []
+    token: trio.lowlevel.TrioToken | None = None
+    up, down = threading.Event(), trio.Event()
+
+    async def run() -> None:
+        nonlocal token
+        token = trio.lowlevel.current_trio_token()
+        async with AsyncExitStack() as stack:
+            for port in ports:
+                proxies.append(await stack.enter_async_context(delay_proxy(port, rtt_s)))
+            up.set()
+            await down.wait()
+
+    thread = threading.Thread(target=trio.run, args=(run,), daemon=True)
+    thread.start()
+    up.wait()
+    try:
+        yield proxies
+    finally:
+        assert token is not None
+        token.run_sync_soon(down.set)
+        thread.join()
