@@ -5,8 +5,9 @@ refused by name; fields that a reader does not know are ignored, and kept becaus
 as they came. Who said it and when is never in the payload, only in the envelope.
 
     shoal/swarm         v, name, model (hash in hex), private, settings
-    shoal/announcement  v, swarm, state, and unless empty: span, held, ends, decode, prefill, kv, quant, device, name,
-                        addrs, app (spans are [start, stop]; addrs are multiaddrs without the peer's own id)
+    shoal/announcement  v, swarm, state, and unless empty: span, held, ends, decode, prefill, kv, busy, quant, dtype,
+                        device, name, addrs, app
+                        (spans are [start, stop]; addrs are multiaddrs without the peer's own id)
     shoal/suspicion     v, swarm, accused, number (the accused's announcement it is about: a newer one refutes it)
 """
 
@@ -92,6 +93,8 @@ class Announcement:
     app_version: str = ""
     held: tuple[Span, ...] = ()  # blocks whose parts lie on its disk
     holds_ends: bool = False  # the embedding, the head and the tokenizer lie there too
+    busy: float = 0.0  # share of the time that its device computed lately
+    dtype: str = "f32"  # what it computes in; with `quantisation` it tells how far its results may lie from others'
 
     @property
     def serves(self) -> bool:
@@ -139,6 +142,8 @@ def sign_announcement(identity: Identity, said: Announcement) -> bytes:
         "decode": round(said.decode_tokens_per_s, 2),
         "prefill": round(said.prefill_tokens_per_s, 2),
         "kv": said.kv_free_tokens,
+        "busy": round(said.busy, 2),
+        "dtype": "" if said.dtype == "f32" else said.dtype,
         "quant": "" if said.quantisation == "none" else said.quantisation,
         "device": "" if said.device == "cpu" else said.device,
         "name": said.name,
@@ -205,6 +210,8 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         app_version=_printable(fields, "app", 32, ""),
         held=tuple(_span(fields, "held", item) for item in fields.items("held", 16, [])),
         holds_ends=fields.flag("ends", default=False),
+        busy=fields.number("busy", 0, 1, 0.0),
+        dtype=_printable(fields, "dtype", 8, "f32"),
     )
 
 

@@ -1,13 +1,15 @@
 """Which peers a session goes through: the cheapest path over what members announce and what was measured. Pure.
 
-Cost is seconds a token: links one way, compute through the blocks, and the prompt's share. Whom to avoid, and for how
-long, is kept in `Bans`.
+Cost is seconds a token: links one way, compute through the blocks, the wait for a busy device, and the prompt's share.
+What the asker measured itself counts for more than what a member claims, and a claim far above all others' is not
+believed. Blocks that shall stay private go to trusted peers alone. Whom to avoid, and for how long, is kept in `Bans`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_high
 from typing import NamedTuple
 
 from app.errors import AppError
@@ -17,6 +19,8 @@ from app.span import Span
 HOP_S = 0.001  # what a hop costs besides its link and its blocks
 UNKNOWN_LINK_S = 0.05  # one way, where nothing was measured
 SLOWEST_TOKENS_PER_S = 0.1  # for members that announce no figure
+BELIEVED_TIMES = 8.0  # a claim counts for at most so many times the usual speed, until it is measured
+BUSIEST = 0.95
 
 LinkSeconds = Callable[[str, str], float]  # one way between two peers; "" is the asker
 
@@ -35,9 +39,22 @@ class NoRoute(AppError):
     """Some block is served by nobody that can be used now."""
 
     def __init__(self, block: int, why: str = "", *, busy: bool = False) -> None:
-        super().__init__(f"no route: nobody serves block {block}{why or ' now'}; wait for a member to take it over")
+        super().__init__(f"no route: nobody serves block {block}{why or ' now; wait for a member to take it over'}")
         self.block = block
         self.busy = busy  # its holders are well, but have no room
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Which blocks may run only on trusted peers: the first and the last, where a text can be told from the states."""
+
+    edge: int = 0  # so many at either end
+    blocks: int = 0  # of the whole model
+    trusted: frozenset[str] = frozenset()
+
+    def allows(self, peer: str, block: int) -> bool:
+        """Whether this peer may run this block."""
+        return self.edge <= block < self.blocks - self.edge or not self.edge or peer in self.trusted
 
 
 @dataclass(frozen=True)
@@ -49,6 +66,15 @@ class Demand:
     prompt_tokens: int = 0
     origin: str = ""  # who sends to the first hop
     target: str = ""  # whom the last hop answers
+    privacy: Privacy = Privacy()
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an asker knows by itself, whatever members claim."""
+
+    block_s: Mapping[str, float] = field(default_factory=dict)  # measured: one token through one block of a peer
+    penalty_s: Mapping[str, float] = field(default_factory=dict)  # what it would pay to go without a peer
 
 
 class _Path(NamedTuple):
@@ -59,15 +85,21 @@ class _Path(NamedTuple):
 
 
 def find_route(
-    members: Iterable[Announcement], demand: Demand, link_s: LinkSeconds, *, avoid: Collection[str] = ()
+    members: Iterable[Announcement],
+    demand: Demand,
+    link_s: LinkSeconds,
+    *,
+    avoid: Collection[str] = (),
+    known: Known | None = None,
 ) -> Route:
     """The cheapest route over members that serve; those without room only where there is no other. Raises `NoRoute`."""
     usable = [m for m in members if m.serves and m.peer not in avoid]
     roomy = [m for m in usable if m.kv_free_tokens >= demand.tokens]
+    known = known or Known()
     try:
-        return _cheapest(roomy, demand, link_s)
+        return _cheapest(roomy, demand, link_s, known)
     except NoRoute:
-        return _cheapest(usable, demand, link_s)
+        return _cheapest(usable, demand, link_s, known)
 
 
 def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: int = 1) -> float:
@@ -78,33 +110,65 @@ def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: in
     return (decode_s + prompt_s / max(reply_tokens, 1)) / len(member.span)
 
 
-def _cheapest(members: Sequence[Announcement], demand: Demand, link_s: LinkSeconds) -> Route:
+def wait_seconds(member: Announcement) -> float:
+    """Seconds that a token waits on average for a device that is busy so often."""
+    busy = min(member.busy, BUSIEST)
+    return busy / (1 - busy) / 2 / max(member.decode_tokens_per_s, SLOWEST_TOKENS_PER_S)
+
+
+def believed_seconds(members: Sequence[Announcement], demand: Demand, known: Known) -> dict[str, float]:
+    """Seconds a token and block of each member: what was measured, else what is claimed as far as it is credible."""
     reply_tokens = max(demand.tokens - demand.prompt_tokens, 1)
-    block_s = {m.peer: block_seconds(m, demand.prompt_tokens, reply_tokens) for m in members}
+    claimed = {m.peer: block_seconds(m, demand.prompt_tokens, reply_tokens) for m in members}
+    if not claimed:
+        return claimed
+    least_s = median_high(claimed.values()) / BELIEVED_TIMES
+    believed = {peer: max(seconds, least_s) for peer, seconds in claimed.items()}
+    for member in members:
+        measured_s = known.block_s.get(member.peer)
+        if measured_s is not None:
+            # Only single tokens are measured; the prompt's share grows by the same factor.
+            believed[member.peer] = measured_s * claimed[member.peer] / block_seconds(member)
+    return believed
+
+
+def _cheapest(members: Sequence[Announcement], demand: Demand, link_s: LinkSeconds, known: Known) -> Route:
+    block_s = believed_seconds(members, demand, known)
+    enter_s = {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in members}
     paths: dict[str, _Path] = {}  # the cheapest ways to have run all blocks so far, by the last peer
     for block in demand.wanted.blocks():
         following: dict[str, _Path] = {}
-        for member in members:
-            assert member.span is not None
-            if block not in member.span:
+        holders = [m.peer for m in members if m.span is not None and block in m.span]
+        for peer in holders:
+            if not demand.privacy.allows(peer, block):
                 continue
-            ways = [_moved(path, member.peer, block, link_s) for path in paths.values()]
+            ways = [_moved(path, peer, block, link_s, enter_s[peer]) for path in paths.values()]
             if block == demand.wanted.start:
-                ways.append(_Path(link_s(demand.origin, member.peer) + HOP_S, member.peer, block, None))
+                ways.append(_Path(link_s(demand.origin, peer) + enter_s[peer], peer, block, None))
             if ways:
                 best = min(ways, key=lambda path: (path.cost_s, path.begin))
-                following[member.peer] = best._replace(cost_s=best.cost_s + block_s[member.peer])
+                following[peer] = best._replace(cost_s=best.cost_s + block_s[peer])
         if not following:
-            raise NoRoute(block)
+            raise _missing(block, demand.privacy)
         paths = following
     last = min(paths.values(), key=lambda path: (path.cost_s + link_s(path.peer, demand.target), path.peer))
     return _as_route(last, demand.wanted.stop)
 
 
-def _moved(path: _Path, peer: str, block: int, link_s: LinkSeconds) -> _Path:
+def _missing(block: int, privacy: Privacy) -> NoRoute:
+    if privacy.allows("", block):
+        return NoRoute(block)
+    return NoRoute(
+        block,
+        f" that is trusted, and the first and last {privacy.edge} blocks shall stay private: host it here, name one of "
+        "its holders with `shoal config set trusted`, or lower private_blocks",
+    )
+
+
+def _moved(path: _Path, peer: str, block: int, link_s: LinkSeconds, enter_s: float) -> _Path:
     if path.peer == peer:
         return path
-    return _Path(path.cost_s + link_s(path.peer, peer) + HOP_S, peer, block, path)
+    return _Path(path.cost_s + link_s(path.peer, peer) + enter_s, peer, block, path)
 
 
 def _as_route(path: _Path | None, stop: int) -> Route:
@@ -122,7 +186,13 @@ def _as_route(path: _Path | None, stop: int) -> Route:
 
 
 def mend_route(
-    route: Route, members: Sequence[Announcement], demand: Demand, link_s: LinkSeconds, *, avoid: Collection[str]
+    route: Route,
+    members: Sequence[Announcement],
+    demand: Demand,
+    link_s: LinkSeconds,
+    *,
+    avoid: Collection[str],
+    known: Known | None = None,
 ) -> Route:
     """The route with the hops in `avoid` replaced and the others kept where that is possible, else a new one."""
     kept = {hop.peer for hop in route if hop.peer not in avoid}
@@ -140,12 +210,12 @@ def mend_route(
             span = Span(route[gap].span.start, route[index - 1].span.stop)
             origin = mended[-1].peer if mended else ""
             target = route[index].peer if index < len(route) else ""
-            part = Demand(span, demand.tokens, demand.prompt_tokens, origin, target)
+            part = replace(demand, wanted=span, origin=origin, target=target)
             others = {hop.peer for hop in mended} | kept | set(avoid)
-            mended += find_route(members, part, link_s, avoid=others)
+            mended += find_route(members, part, link_s, avoid=others, known=known)
         return tuple(mended)
     except NoRoute:
-        return find_route(members, demand, link_s, avoid=avoid)
+        return find_route(members, demand, link_s, avoid=avoid, known=known)
 
 
 class Bans:

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.records import Announcement
-from app.routing import HOP_S, Bans, Demand, Hop, NoRoute, Route, block_seconds, find_route, mend_route
+from app.routing import (
+    HOP_S,
+    Bans,
+    Demand,
+    Hop,
+    Known,
+    NoRoute,
+    Privacy,
+    Route,
+    believed_seconds,
+    block_seconds,
+    find_route,
+    mend_route,
+)
 from app.span import Span
 
 BLOCKS = 6
@@ -33,7 +47,8 @@ def shape(route: Route) -> list[tuple[str, int, int]]:
 def cost_s(route: Route, members: list[Announcement]) -> float:
     by_peer = {m.peer: m for m in members}
     links = [near(a, b) for a, b in itertools.pairwise(["", *(hop.peer for hop in route), ""])]
-    compute = sum(len(hop.span) * block_seconds(by_peer[hop.peer], 0, WHOLE.tokens) for hop in route)
+    block_s = believed_seconds(list(by_peer.values()), WHOLE, Known())
+    compute = sum(len(hop.span) * block_s[hop.peer] for hop in route)
     return sum(links) + HOP_S * len(route) + compute
 
 
@@ -138,3 +153,77 @@ def test_bans_grow_and_are_forgiven() -> None:
     bans.ban("a", 40.0, "busy", brief=True)
     assert "a" in bans.active(42.4)
     assert "a" not in bans.active(42.6)
+
+
+def test_what_was_measured_counts_and_what_is_claimed_is_doubted() -> None:
+    braggart, honest = member("braggart", 0, 6, 1e9), member("honest", 0, 6, 10)
+    believed = believed_seconds([braggart, honest, member("other", 0, 6, 10)], WHOLE, Known())
+    assert believed["braggart"] == pytest.approx(believed["honest"] / 8)
+    # One who was seen to be slow is passed over, whatever it claims.
+    slow = Known({"braggart": 2 * block_seconds(honest)})
+    assert shape(find_route([braggart, honest], WHOLE, near)) == [("braggart", 0, 6)]
+    assert shape(find_route([braggart, honest], WHOLE, near, known=slow)) == [("honest", 0, 6)]
+    # And one who was seen to be fast is used, though it claims little.
+    fast = Known({"honest": 1e-6})
+    assert shape(find_route([member("a", 0, 6, 12), honest], WHOLE, near, known=fast)) == [("honest", 0, 6)]
+
+
+def test_a_busy_node_loses_to_an_idle_one_that_is_not_much_slower() -> None:
+    busy, idle = replace(member("busy", 0, 6, 20), busy=0.9), member("idle", 0, 6, 15)
+    assert shape(find_route([busy, idle], WHOLE, near)) == [("idle", 0, 6)]
+    assert shape(find_route([busy, member("idle", 0, 6, 1)], WHOLE, near)) == [("busy", 0, 6)]
+
+
+def test_a_doubted_peer_is_used_only_where_the_others_cost_more() -> None:
+    members = [member("doubted", 0, 6, 12), member("other", 0, 6, 10)]
+    assert shape(find_route(members, WHOLE, near, known=Known(penalty_s={"doubted": 0.1}))) == [("other", 0, 6)]
+    assert shape(find_route(members[:1], WHOLE, near, known=Known(penalty_s={"doubted": 9.0}))) == [("doubted", 0, 6)]
+
+
+def test_private_blocks_run_on_trusted_peers_alone() -> None:
+    members = [member("fast", 0, 6, 1000), member("mine", 0, 2, 1), member("friend", 4, 6, 1)]
+
+    def private(edge: int, *trusted: str) -> Demand:
+        return Demand(Span(0, BLOCKS), 100, privacy=Privacy(edge, BLOCKS, frozenset(trusted)))
+
+    assert shape(find_route(members, private(0), near)) == [("fast", 0, 6)]
+    assert shape(find_route(members, private(1, "mine", "friend"), near)) == [
+        ("mine", 0, 1),
+        ("fast", 1, 5),
+        ("friend", 5, 6),
+    ]
+    with pytest.raises(NoRoute, match=r"block 5 that is trusted.*`shoal config set trusted`"):
+        find_route(members, private(1, "mine"), near)
+    with pytest.raises(NoRoute, match=r"block 2 that is trusted.*last 3 blocks"):
+        find_route(members, private(3, "mine", "friend"), near)
+
+
+@given(
+    st.lists(spans, min_size=1, max_size=5),
+    st.integers(1, BLOCKS),
+    st.sets(st.sampled_from([f"p{index}" for index in range(5)])),
+    st.sets(st.sampled_from([f"p{index}" for index in range(5)]), max_size=2),
+)
+def test_no_route_and_no_mended_route_shows_private_blocks_to_strangers(
+    drawn: list[tuple[int, int, float]], edge: int, trusted: set[str], dead: set[str]
+) -> None:
+    members = [
+        member(f"p{index}", start, min(start + length, BLOCKS), speed)
+        for index, (start, length, speed) in enumerate(drawn)
+    ]
+    privacy = Privacy(edge, BLOCKS, frozenset(trusted))
+    demand = Demand(Span(0, BLOCKS), 100, privacy=privacy)
+
+    def held(block: int, avoid: set[str]) -> bool:
+        return any(m.span and block in m.span and privacy.allows(m.peer, block) for m in members if m.peer not in avoid)
+
+    missing: int | None = None
+    try:
+        route = find_route(members, demand, near)
+        assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
+        route = mend_route(route, members, demand, near, avoid=dead)
+        assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
+        assert not dead & {hop.peer for hop in route}
+    except NoRoute as error:
+        missing = error.block
+    assert missing is None or not held(missing, dead)
