@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,10 @@ from typing import Any
 import torch
 
 from app.client import Client, client_of
+from app.errors import NotRunning
 from engine.local import LocalModel, load_local, local_options
+from engine.reply import ReplySettings
+from engine.sampler import Sampling
 from engine.sources.opening import open_source
 from tests.app.node_process import Place, Serving, wait_until
 
@@ -30,35 +32,56 @@ def prompt_of(seed: int) -> str:
 class Node:
     """One place of the swarm: its process can end, and another can come in its stead."""
 
-    def __init__(self, place: Place, arguments: Sequence[str], memory: str) -> None:
-        self.place, self._arguments, self._memory = place, tuple(arguments), memory
+    def __init__(self, place: Place, span: str, memory: str) -> None:
+        self.place, self.span, self._memory = place, span, memory
         self.serving: Serving | None = None
+        self.peer = ""  # known when it has come up
 
     def start(self, invite: str) -> None:
         """Begin to come up."""
-        flags = ("--discovery=invite,remembered", "--device=cpu", *self._arguments)
+        pins = [f"--blocks={self.span}"] if self.span else []
+        flags = ("--discovery=invite,remembered", "--device=cpu", *pins)
         self.serving = Serving(self.place, *flags, max_vram=self._memory, SHOAL_INVITE=invite)
 
     def ready(self) -> None:
         """Wait until it serves."""
         assert self.serving is not None
         self.serving.ready()
-
-    @property
-    def peer(self) -> str:
-        """Its peer id."""
-        return str(self.place.node_file()["peer_id"])
+        self.peer = str(self.place.node_file()["peer_id"])
 
     def signal(self, what: signal.Signals) -> None:
         """Send it a signal."""
         assert self.serving is not None
         self.serving.process.send_signal(what)
 
+    def facts(self) -> dict[str, Any]:
+        """What it says of itself."""
+        status: dict[str, Any] = client_of(self.place.home).get("/api/status")
+        return status
+
+    def sessions(self) -> int:
+        """How many sessions it serves; one that has gone, or is about to, serves none."""
+        try:
+            return int(self.facts()["sessions"]) if self.is_running else 0
+        except NotRunning:
+            return 0
+
+    def ended(self) -> int:
+        """Wait for its end; returns its exit status."""
+        assert self.serving is not None
+        return self.serving.ended()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives."""
+        return self.serving is not None and self.serving.process.poll() is None
+
     def close(self) -> None:
         """End it, however it is."""
         if self.serving is not None:
             with self.serving:
                 self.serving.process.kill()
+            self.serving = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,9 @@ class ProcessSwarm:
     def __init__(self, asker: Serving, nodes: Sequence[Node]) -> None:
         self.asker, self.nodes = asker, list(nodes)
         self.client: Client = client_of(asker.place.home)
+        self._due: dict[int, Callable[[], object]] = {}  # behind which token of this reply
+        self._count = 0  # tokens of this reply so far
+        self._route: list[str] = []
 
     def invite(self) -> str:
         """A way in, through the asker."""
@@ -88,32 +114,42 @@ class ProcessSwarm:
         blocks = self.client.get("/api/blocks")
         return min((len(block["holders"]) for block in blocks), default=0)
 
-    def on_route(self) -> list[Node]:
-        """The nodes that hold a session now."""
-        return [node for node in self.nodes if client_of(node.place.home).get("/api/status")["sessions"]]
-
     def chat(self, text: str, tokens: int, each: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
         """A whole greedy reply; `each` is called behind every token."""
         request = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
-        for count, piece in enumerate(self.client.chat(request), 1):
+        self._count, self._route = 0, []
+        for piece in self.client.chat(request):
             if "done" in piece:
                 done: dict[str, Any] = piece["done"]
                 return done
-            each(count)
+            self._count += 1
+            self._route = [hop["peer"] for hop in piece.get("route", ())] or self._route
+            each(self._count)
         raise AssertionError("a reply ends with its figures")
 
-    def hurt(self, seed: int, tokens: int, act: Callable[[Node], None]) -> tuple[dict[str, Any], Disturbance]:
-        """A reply in which something happens to one of its hops behind a token; the seed says which."""
-        dice = random.Random(seed)
-        at, hurt = dice.randrange(2, tokens - 4), []
+    def hurt(
+        self, seed: int, tokens: int, act: Callable[[Node], object], choose: Callable[[list[Node]], Node]
+    ) -> tuple[dict[str, Any], Disturbance]:
+        """A reply in which something happens to one of its hops behind a token that the seed says."""
+        at = random.Random(seed).randrange(2, tokens // 2)
+        hurt: list[Disturbance] = []
+        self._due.clear()
 
         def each(count: int) -> None:
             if count == at:
-                victim = dice.choice(self.on_route())
-                act(victim)
-                hurt.append(Disturbance(at, victim))
+                hurt.append(Disturbance(at, choose([node for node in self.nodes if node.peer in self._route])))
+                act(hurt[0].victim)
+            if count in self._due:
+                self._due.pop(count)()
 
-        return self.chat(prompt_of(seed), tokens, each), hurt[0]
+        reply = self.chat(prompt_of(seed), tokens, each)
+        for left in self._due.values():
+            left()
+        return reply, hurt[0]
+
+    def later(self, tokens: int, act: Callable[[], object]) -> None:
+        """Do something so many tokens after the disturbance, or at the reply's end."""
+        self._due[self._count + tokens] = act
 
     def revive(self, node: Node) -> None:
         """Let a node that has ended come back."""
@@ -123,29 +159,37 @@ class ProcessSwarm:
 
     def no_sessions(self) -> bool:
         """Whether no living node holds a session."""
-        return not self.on_route()
+        return not any(node.sessions() for node in self.nodes)
 
 
 @contextmanager
 def open_process_swarm(
-    folder: Path, spans: Sequence[str], *, model: str = "tiny-random", memory: str = "1GB", cache: Path | None = None
+    folder: Path,
+    spans: Sequence[str],
+    *,
+    model: str = "tiny-random",
+    spare_memory: int = 10**9,
+    cache: Path | None = None,
 ) -> Iterator[ProcessSwarm]:
-    """A swarm whose nodes hold these spans; "" lets a node choose."""
+    """A swarm whose nodes hold these spans; a node with the span "" chooses by itself what fits in `spare_memory`."""
     place = Place(folder / "asker", cache or folder / "cache")
     assert place.shoal("create", "reef", "--model", model).status == 0
     with ExitStack() as stack, Serving(place, "--discovery=invite") as asker:
         asker.ready()
         nodes = [
-            Node(Place(folder / f"n{index}", place.cache), [f"--blocks={span}"] if span else [], memory)
+            Node(Place(folder / f"n{index}", place.cache), span, "1GB" if span else str(spare_memory))
             for index, span in enumerate(spans)
         ]
         swarm = ProcessSwarm(asker, nodes)
         invite = swarm.invite()
-        for node in nodes:
-            stack.callback(node.close)
-            node.start(invite)
-        for node in nodes:
-            node.ready()
+        for chosen in (False, True):  # whoever chooses must see what the others have
+            for node in nodes:
+                if chosen is not bool(node.span):
+                    stack.callback(node.close)
+                    node.start(invite)
+            for node in nodes:
+                if chosen is not bool(node.span):
+                    node.ready()
         yield swarm
 
 
@@ -155,6 +199,14 @@ class Yardstick:
     def __init__(self, model: str, cache: Path) -> None:
         source = open_source(model, cache)
         self._model: LocalModel = load_local(source, local_options(source, torch.device("cpu"), torch.float32, 1 << 33))
+
+    def reply(self, text: str, tokens: int) -> list[int]:
+        """The greedy reply of one process."""
+        prompt = self._model.prompt_ids([{"role": "user", "content": text}])
+        reply = self._model.reply(prompt, ReplySettings(tokens, Sampling(temperature=0)))
+        for _ in reply:
+            pass
+        return list(reply.writer.token_ids)
 
     def lead(self, text: str, token_ids: Sequence[int]) -> float:
         """By how much the best logit behind a prompt and these tokens leads."""
@@ -173,8 +225,3 @@ class Yardstick:
             if a != b:
                 return self.lead(text, undisturbed[:position]) <= TIE
         return False
-
-
-def seconds_since(begin: float) -> float:
-    """How long ago that was."""
-    return time.monotonic() - begin
