@@ -1,28 +1,33 @@
 """Which span a node hosts, decided by the node itself from what members announce. Pure: no I/O, no clock, no dice.
 
-A block is served as fast as its holders together. A newcomer takes the window that lifts the worst-served blocks
-most. A node that has a place moves only for a hole (at once, one node after another by rank) or for a clear gain (after
-a long stay and a wait that differs from node to node, so that not all move together), and never leaves a block that
-nobody else serves.
+A newcomer takes the window that lifts the worst-served blocks most; of several at once, one chooses after the other. A
+node that has a place leaves it for three reasons: a block that nobody serves (at once), a block that rests on one
+holder while others are held more often than they need to be (soon), and blocks that are served much worse than its own
+(after a long stay). Of those who could go, one goes after the other, in an order that all of them work out alike. No
+move leaves a block that nobody else serves, and only a hole is a reason to leave one to a single holder.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from app.coverage import Coverage, survey
 from app.records import Announcement
 from app.span import Span
 
-# Who counts as a holder of its span: it serves now, or will in a moment.
-SERVES = frozenset({"serving"})
-COMING = frozenset({"serving", "loading", "fetching", "joining"})
-
-GAIN = 1.2  # a move must lift the worst-served block of both places by this factor
+GAIN = 1.15  # how much better served the blocks left behind must be, even without this node, than those it joins
 STAY_S = 30 * 60.0
-JITTER_S = 60.0
-HOLE_STAGGER_S = 2.0  # between the ranks of those who could fill a hole
+UNEVEN = 2.0  # where the weakest block is so many times below the average, a short stay is enough
+SHORT_STAY_S = 3 * 60.0
+JITTER_S = 120.0
+HOLE_STAGGER_S = 2.0  # between the ranks of those who could fill a hole: the time that news needs
+THIN_WAIT_S = 5.0  # a node that restarts is back by then
+THIN_STAGGER_S = 4.0
+CHOICE_S = 0.6  # between two newcomers, unless there are many
+CHOICES_S = 20.0  # for all newcomers together
 
 
 @dataclass(frozen=True)
@@ -31,14 +36,14 @@ class Candidate:
 
     peer: str
     blocks: int
-    tokens_per_s: float
+    tokens_per_s: float  # 0: not measured yet
     span: Span | None = None
     settled_s: float = 0.0  # since it took this span
 
 
 @dataclass(frozen=True)
 class Move:
-    """Take this span after `after_s`, if the decision is still the same then."""
+    """Take this span after `after_s`, if there is still reason to move then."""
 
     span: Span
     after_s: float
@@ -46,15 +51,22 @@ class Move:
     code: str = "worst_served"  # of the reason, for programs
 
 
-def block_speeds(members: Iterable[Announcement], n_blocks: int, states: frozenset[str] = COMING) -> list[float]:
-    """Tokens per second that the holders of each block offer together; above 0 wherever there is a holder."""
-    speeds = [0.0] * n_blocks
-    for member in members:
-        if member.span is not None and member.state in states:
-            speed = max(member.decode_tokens_per_s, 1e-6)
-            for block in range(member.span.start, min(member.span.stop, n_blocks)):
-                speeds[block] += speed
-    return speeds
+@dataclass(frozen=True)
+class Due:
+    """A move that waits for its time."""
+
+    move: Move
+    at: float
+
+
+def due(waiting: Due | None, move: Move | None, now: float) -> Due | None:
+    """What a new decision makes of the move that waits: without reason none; for the same reason, it comes no later."""
+    if move is None:
+        return None
+    at = now + move.after_s
+    if waiting is not None and waiting.move.code == move.code:
+        at = min(at, waiting.at)
+    return Due(move, at)
 
 
 def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
@@ -62,103 +74,172 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     length = min(me.blocks, n_blocks)
     if length < 1:
         return None
-    speeds = block_speeds(others, n_blocks)
+    found = survey(others, n_blocks, me.tokens_per_s)
     if me.span is None:
-        best = best_window(speeds, length, me.tokens_per_s, me.peer)
-        return Move(best, 0.0, "the blocks that are served worst")
-    with_me = _added(speeds, me.span, me.tokens_per_s)
-    holes = [block for block, speed in enumerate(with_me) if speed == 0]
-    if holes:
-        return _fill_hole(me, others, speeds, holes[0])
-    # No move can lift the worst block above the average, so most nodes need not look further.
-    if me.settled_s < STAY_S or GAIN * min(with_me) > sum(with_me) / n_blocks:
-        return None
-    best = best_window(speeds, length, me.tokens_per_s, me.peer)
-    gain = min(_added(speeds, best, me.tokens_per_s)) / min(with_me)
-    if gain < GAIN or not can_leave(me.span, best, others, n_blocks):
-        return None
-    return Move(best, JITTER_S * _chance(me.peer, str(best)), "blocks that are served much worse than mine", "gain")
+        best = best_window(found, _windows(length, n_blocks), me)
+        return Move(best, _turn(me.peer, others), "the blocks that are served worst")
+    with_me = found.plus(me.span, me.tokens_per_s)
+    if min(with_me.holders) == 0:
+        return _fill_hole(me, others, found, with_me.holders.index(0))
+    if min(with_me.holders) == 1:
+        move = _thicken(me, others, found, with_me)
+        if move is not None:
+            return move
+    return _even_out(me, found, with_me)
 
 
-def best_window(speeds: Sequence[float], length: int, speed: float, peer: str) -> Span:
+def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
     """The window whose support lifts the worst-served blocks most; nodes differ in how they break ties."""
+    speeds, n_blocks = found.speeds, len(found.speeds)
+    before, after = found.worth(), found.worth(found.trusted(me.tokens_per_s))
 
-    def merit(start: int) -> tuple[list[float], int, float]:
-        span = Span(start, start + length)
+    def merit(span: Span) -> tuple[list[float], int, float]:
+        lifted = sorted(before[: span.start] + after[span.start : span.stop] + before[span.stop :])
         # Of equal windows, one that joins others (or the model's ends) leaves no gap too small for the next node.
-        joins = (start == 0 or speeds[start - 1] > 0) + (span.stop == len(speeds) or speeds[span.stop] > 0)
-        return sorted(_added(speeds, span, speed)), joins, _chance(peer, str(start))
+        joins = (span.start == 0 or speeds[span.start - 1] > 0) + (span.stop == n_blocks or speeds[span.stop] > 0)
+        return lifted, joins, _chance(me.peer, str(span.start))
 
-    start = max(range(len(speeds) - length + 1), key=merit)
-    return Span(start, start + length)
-
-
-def can_leave(span: Span, new: Span, others: Iterable[Announcement], n_blocks: int) -> bool:
-    """Whether every block that a move gives up is served by somebody else now."""
-    speeds = block_speeds(others, n_blocks, SERVES)
-    return all(speeds[block] > 0 for block in span.blocks() if block not in new and block < n_blocks)
+    return max(windows, key=merit)
 
 
-def _fill_hole(me: Candidate, others: Sequence[Announcement], speeds: Sequence[float], hole: int) -> Move | None:
+def _windows(length: int, n_blocks: int, over: int | None = None) -> list[Span]:
+    """Every place of so many blocks, or those with a given block in them."""
+    first = 0 if over is None else max(0, over - length + 1)
+    last = n_blocks - length if over is None else min(over, n_blocks - length)
+    return [Span(start, start + length) for start in range(first, last + 1)]
+
+
+def _turn(peer: str, others: Sequence[Announcement]) -> float:
+    """Seconds that a newcomer lets others choose before it: all at once they would choose the same."""
+    rivals = [other.peer for other in others if other.state == "joining" and other.span is None]
+    before_me = sum(_chance(rival, "turn") < _chance(peer, "turn") for rival in rivals)
+    return before_me * min(CHOICE_S, CHOICES_S / (1 + len(rivals)))
+
+
+# --- a block that nobody serves --------------------------------------------------------------------------------------
+
+
+def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, hole: int) -> Move | None:
     """The best window over a hole that can be moved to without opening another one."""
-    assert me.span is not None
-    n_blocks = len(speeds)
-    length = min(me.blocks, n_blocks)
-    starts = range(max(0, hole - length + 1), min(hole, n_blocks - length) + 1)
-    windows = [Span(start, start + length) for start in starts]
-    possible = [window for window in windows if can_leave(me.span, window, others, n_blocks)]
+    n_blocks = len(found.speeds)
+    count = _counter([serving == 0 for serving in found.serving])
+    windows = _windows(min(me.blocks, n_blocks), n_blocks, hole)
+    possible = [window for window in windows if _left(me, window, count) == 0]
     if not possible:
-        return _make_way(me, others, hole, n_blocks)
-    best = max(possible, key=lambda window: sorted(_added(speeds, window, me.tokens_per_s)))
-    return Move(best, _rank(me, others, hole, n_blocks) * HOLE_STAGGER_S, f"nobody serves block {hole}", "hole")
+        return _make_way(me, found, hole)
+    wait_s = HOLE_STAGGER_S * _rank(me, others, found, hole, spare=1)
+    return Move(best_window(found, possible, me), wait_s, f"nobody serves block {hole}", "hole")
 
 
-def _make_way(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks: int) -> Move | None:
+def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     """Shift towards a hole that nobody can fill, as far as others serve what is left behind; neighbours then follow."""
     assert me.span is not None
-    served = [speed > 0 for speed in block_speeds(others, n_blocks, SERVES)]
     span, towards_end = me.span, hole >= me.span.stop
-    behind = span.blocks() if towards_end else reversed(span.blocks())
     spare = 0
-    for block in behind:
-        if not served[block]:
+    for block in span.blocks() if towards_end else reversed(span.blocks()):
+        if not found.serving[block]:
             break
         spare += 1
-    room = hole + 1 - span.stop if towards_end else span.start - hole
-    step = min(spare, room)
+    step = min(spare, hole + 1 - span.stop if towards_end else span.start - hole)
     if step == 0:
         return None
     step = step if towards_end else -step
     wait_s = HOLE_STAGGER_S * (1 + 2 * _chance(me.peer, str(hole)))  # of two that could shift, one goes first
-    return Move(
-        Span(span.start + step, span.stop + step), wait_s, f"making way: nobody can take block {hole}", "make_way"
-    )
+    shifted = Span(span.start + step, span.stop + step)
+    return Move(shifted, wait_s, f"making way: nobody can take block {hole}", "make_way")
 
 
-def _rank(me: Candidate, others: Sequence[Announcement], hole: int, n_blocks: int) -> int:
-    """How many members are better placed to fill a hole: those in well-served places go first."""
-    serving = [member for member in others if member.state in SERVES and member.span is not None]
-    own = Announcement(me.peer, 0, 0, "", "serving", me.span, me.tokens_per_s)
-    everybody = [*serving, own]
-    speeds = block_speeds(everybody, n_blocks, SERVES)
+# --- a block that rests on one holder --------------------------------------------------------------------------------
 
-    def eagerness(member: Announcement) -> tuple[float, float]:
-        assert member.span is not None
-        spare = min(speeds[block] for block in member.span.blocks() if block < n_blocks) - member.decode_tokens_per_s
-        return spare, _chance(member.peer, str(hole))
 
-    free = [
-        member
-        for member in serving
-        if member.span is not None
-        and all(speeds[block] > max(member.decode_tokens_per_s, 1e-6) for block in member.span.blocks())
+def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, with_me: Coverage) -> Move | None:
+    """A window after whose support fewer blocks rest on one holder than now."""
+    n_blocks = len(found.speeds)
+    alone, pairs = ([held == number for held in with_me.holders] for number in (1, 2))
+    stuck = [alone[block] or found.serving[block] == 0 for block in range(n_blocks)]
+    count_alone, count_pairs, count_stuck = _counter(alone), _counter(pairs), _counter(stuck)
+
+    def cured(window: Span) -> int:
+        return _joined(me, window, count_alone) - _left(me, window, count_pairs)
+
+    windows = [w for w in _windows(min(me.blocks, n_blocks), n_blocks) if _left(me, w, count_stuck) == 0]
+    most = max(map(cured, windows), default=0)
+    if most < 1:
+        return None
+    best = best_window(found, [window for window in windows if cured(window) == most], me)
+    block = next(block for block in best.blocks() if alone[block])
+    wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, found, block, spare=2)
+    return Move(best, wait_s, f"only one node serves block {block}", "lone_holder")
+
+
+# --- blocks that are served worse than others ------------------------------------------------------------------------
+
+
+def _even_out(me: Candidate, found: Coverage, with_me: Coverage) -> Move | None:
+    """A window over the weakest block, if even without this node its own blocks are served clearly better."""
+    assert me.span is not None
+    speeds, n_blocks = with_me.speeds, len(with_me.speeds)
+    weakest, average = min(speeds), sum(speeds) / n_blocks
+    stay_s = SHORT_STAY_S if UNEVEN * weakest < average else STAY_S
+    block = speeds.index(weakest)
+    if me.settled_s < stay_s or GAIN * weakest > average or block in me.span:
+        return None
+    needed = [
+        found.speeds[b] < GAIN * weakest or found.holders[b] < 2 or found.serving[b] == 0 for b in range(n_blocks)
     ]
-    return sum(eagerness(member) > eagerness(own) for member in free)
+    count = _counter(needed)
+    windows = _windows(min(me.blocks, n_blocks), n_blocks, block)
+    possible = [window for window in windows if _left(me, window, count) == 0]
+    if not possible:
+        return None
+    wait_s = JITTER_S * _chance(me.peer, "even")
+    return Move(best_window(found, possible, me), wait_s, f"block {block} is served much worse than mine", "gain")
 
 
-def _added(speeds: Sequence[float], span: Span, speed: float) -> list[float]:
-    speed = max(speed, 1e-6)
-    return [value + speed if block in span else value for block, value in enumerate(speeds)]
+# --- counting and turns ----------------------------------------------------------------------------------------------
+
+Count = Callable[[int, int], int]
+
+
+def _counter(marked: Sequence[bool]) -> Count:
+    """How many of the blocks from one to another are marked."""
+    sums = [0, *accumulate(marked)]
+    return lambda start, stop: sums[stop] - sums[start] if start < stop else 0
+
+
+def _left(me: Candidate, window: Span, count: Count) -> int:
+    """How many marked blocks a move to `window` gives up."""
+    assert me.span is not None
+    return count(me.span.start, me.span.stop) - _common(me.span, window, count)
+
+
+def _joined(me: Candidate, window: Span, count: Count) -> int:
+    """How many marked blocks it adds."""
+    assert me.span is not None
+    return count(window.start, window.stop) - _common(me.span, window, count)
+
+
+def _common(a: Span, b: Span, count: Count) -> int:
+    return count(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block: int, *, spare: int) -> int:
+    """How many members should go first: of those who leave `spare` others behind, the best served place's."""
+    assert me.span is not None
+    own = Announcement(me.peer, 0, 0, "", "serving", me.span, me.tokens_per_s)
+    everybody = found.plus(me.span, me.tokens_per_s)
+    n_blocks = len(found.speeds)
+
+    def eagerness(member: Announcement) -> tuple[bool, float, float]:
+        assert member.span is not None
+        place = slice(member.span.start, min(member.span.stop, n_blocks))
+        free = min(everybody.serving[place]) > spare
+        left = min(everybody.speeds[place]) - everybody.trusted(member.decode_tokens_per_s)
+        return free, left, _chance(member.peer, str(block))
+
+    mine = eagerness(own)
+    able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
+    return sum(theirs > mine for theirs in map(eagerness, able) if theirs[0])
 
 
 def _chance(peer: str, about: str) -> float:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.placement import GAIN, HOLE_STAGGER_S, STAY_S, Candidate, block_speeds, can_leave, decide
+from app.coverage import survey
+from app.placement import (
+    CHOICES_S,
+    GAIN,
+    HOLE_STAGGER_S,
+    SHORT_STAY_S,
+    STAY_S,
+    THIN_WAIT_S,
+    Candidate,
+    Due,
+    Move,
+    decide,
+    due,
+)
 from app.records import Announcement
 from app.span import Span
 
@@ -34,7 +49,7 @@ def test_a_newcomer_lifts_the_worst_served() -> None:
 
 def test_a_node_that_is_still_loading_counts() -> None:
     others = [holder("a", 0, 6), holder("b", 6, 12, state="loading")]
-    assert block_speeds(others, BLOCKS) == [10.0] * BLOCKS
+    assert list(survey(others, BLOCKS).speeds) == [10.0] * BLOCKS
     move = decide(Candidate("me", 12, 10.0, Span(0, 12)), others, BLOCKS)
     assert move is None
 
@@ -45,9 +60,12 @@ def test_a_node_that_can_hold_nothing_stays_a_client() -> None:
 
 def test_a_node_never_leaves_the_only_copy() -> None:
     others = [holder("a", 0, 4)]
-    assert decide(Candidate("me", 4, 10.0, Span(4, 8), LONG_S), others, BLOCKS) is None
-    assert not can_leave(Span(4, 8), Span(8, 12), [holder("b", 4, 8, state="loading")], BLOCKS)
-    assert can_leave(Span(4, 8), Span(8, 12), [holder("b", 4, 8)], BLOCKS)
+    me = Candidate("me", 4, 10.0, Span(4, 8), LONG_S)
+    assert decide(me, others, BLOCKS) is None
+    assert decide(me, [*others, holder("b", 4, 8, state="loading")], BLOCKS) is None
+    move = decide(me, [*others, holder("b", 4, 8)], BLOCKS)
+    assert move is not None
+    assert move.span == Span(8, 12)
 
 
 def test_a_hole_is_filled_at_once_by_those_who_can_one_after_another() -> None:
@@ -67,13 +85,45 @@ def test_a_hole_is_filled_at_once_by_those_who_can_one_after_another() -> None:
 
 
 def test_a_clear_gain_moves_a_settled_node_and_nothing_else_does() -> None:
-    others = [holder("a", 0, 6, 50), holder("b", 6, 12, 5)]
+    others = [holder("a", 0, 6, 15), holder("b", 0, 6, 10), holder("c", 6, 12, 10), holder("d", 6, 12, 10)]
     move = decide(Candidate("me", 6, 10.0, Span(0, 6), LONG_S), others, BLOCKS)
     assert move is not None
     assert move.span == Span(6, 12)
     assert decide(Candidate("me", 6, 10.0, Span(0, 6), STAY_S / 2), others, BLOCKS) is None
-    nearly = [holder("a", 0, 6, 10), holder("b", 6, 12, 10 / GAIN * 1.01 + 9)]
-    assert decide(Candidate("me", 6, 1.0, Span(0, 6), LONG_S), nearly, BLOCKS) is None
+    others[1] = holder("b", 0, 6, 20 * GAIN - 15 - 0.1)
+    assert decide(Candidate("me", 6, 10.0, Span(0, 6), LONG_S), others, BLOCKS) is None
+
+
+def test_a_swarm_far_out_of_balance_waits_less_long() -> None:
+    rich = [holder(f"r{number}", 0, 6, 10) for number in range(8)]
+    poor = [holder("c", 6, 12, 10), holder("d", 6, 12, 10)]
+    move = decide(Candidate("me", 6, 10.0, Span(0, 6), SHORT_STAY_S + 1), [*rich, *poor], BLOCKS)
+    assert move is not None
+    assert move.span == Span(6, 12)
+
+
+def test_a_block_that_rests_on_one_holder_gets_a_second_soon() -> None:
+    thick = [holder(f"t{number}", 0, 6) for number in range(3)]
+    move = decide(Candidate("me", 6, 10.0, Span(0, 6), 1.0), [*thick, holder("lone", 6, 12)], BLOCKS)
+    assert move is not None
+    assert (move.span, move.code) == (Span(6, 12), "lone_holder")
+    assert THIN_WAIT_S <= move.after_s <= 30
+
+
+def test_a_second_holder_is_no_reason_to_leave_another_block_to_one() -> None:
+    others = [holder("a", 0, 6), holder("lone", 6, 12)]
+    assert decide(Candidate("me", 6, 10.0, Span(0, 6), LONG_S), others, BLOCKS) is None
+
+
+def test_a_waiting_move_comes_no_later_unless_its_reason_changes() -> None:
+    slow, fast = Move(Span(0, 2), 60.0, "", "gain"), Move(Span(2, 4), 90.0, "", "gain")
+    hole = Move(Span(4, 6), 2.0, "", "hole")
+    waiting = due(None, slow, 100.0)
+    assert waiting == Due(slow, 160.0)
+    assert due(waiting, fast, 110.0) == Due(fast, 160.0)
+    assert due(waiting, hole, 110.0) == Due(hole, 112.0)
+    assert due(Due(hole, 112.0), slow, 111.0) == Due(slow, 171.0)
+    assert due(waiting, None, 110.0) is None
 
 
 members = st.lists(
@@ -98,7 +148,7 @@ def test_no_move_ever_breaks_coverage_or_fails_to_fit(
         return
     assert len(move.span) == blocks
     assert move.span.stop <= BLOCKS
-    served = block_speeds(others, BLOCKS, frozenset({"serving"}))
+    served = survey(others, BLOCKS).serving
     for block in span.blocks():
         assert block in move.span or served[block] > 0
 
@@ -111,7 +161,7 @@ def test_a_swarm_that_grows_node_by_node_is_covered_and_balanced() -> None:
         move = decide(Candidate(f"p{number}", blocks, speed), swarm, 40)
         assert move is not None
         swarm.append(holder(f"p{number}", move.span.start, move.span.stop, speed))
-    speeds = block_speeds(swarm, 40)
+    speeds = survey(swarm, 40).speeds
     bound = sum(len(member.span) * member.decode_tokens_per_s for member in swarm if member.span) / 40
     assert min(speeds) >= 0.75 * bound
 
@@ -124,7 +174,7 @@ def test_nodes_that_just_suffice_cover_the_model_as_they_come(count: int, length
         move = decide(Candidate(peer, length, 10.0), members, count * length)
         assert move is not None
         members.append(holder(peer, move.span.start, move.span.stop))
-    assert min(block_speeds(members, count * length)) > 0
+    assert min(survey(members, count * length).holders) > 0
 
 
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=6), st.data())
@@ -136,8 +186,7 @@ def test_nodes_shift_until_no_block_is_left_out(lengths: list[int], data: st.Dat
         spans[f"p{index}"] = Span(start, start + length)
     for _ in range(400):
         members = [holder(peer, span.start, span.stop) for peer, span in spans.items()]
-        speeds = block_speeds(members, blocks)
-        if min(speeds) > 0:
+        if min(survey(members, blocks).holders) > 0:
             return
         moves = []
         for peer, span in spans.items():
@@ -147,7 +196,97 @@ def test_nodes_shift_until_no_block_is_left_out(lengths: list[int], data: st.Dat
                 moves.append((move.after_s, peer, move.span))
         assert moves, f"nobody moves, but blocks are left out: {spans}"
         _, peer, new = min(moves, key=lambda move: move[:2])
-        others_serve = block_speeds([m for m in members if m.peer != peer], blocks)
+        others_serve = survey([m for m in members if m.peer != peer], blocks).serving
         assert all(others_serve[block] > 0 for block in spans[peer].blocks() if block not in new), "a copy was lost"
         spans[peer] = new
     raise AssertionError(f"no end: {spans}")
+
+
+# --- odd swarms ------------------------------------------------------------------------------------------------------
+
+
+def settle(
+    fits: dict[str, int], spans: dict[str, Span], n_blocks: int, rounds: int = 400, liars: Sequence[Announcement] = ()
+) -> int:
+    """Let the one whose turn comes first move, again and again, until nobody wants to; how many moves that took."""
+    for count in range(rounds):
+        members = [*liars, *(holder(peer, span.start, span.stop) for peer, span in spans.items())]
+        moves = []
+        for peer, span in spans.items():
+            others = [member for member in members if member.peer != peer]
+            move = decide(Candidate(peer, fits[peer], 10.0, span, LONG_S), others, n_blocks)
+            if move is not None:
+                moves.append((move.after_s, peer, move.span))
+        if not moves:
+            return count
+        _, peer, spans[peer] = min(moves, key=lambda move: move[:2])
+    raise AssertionError(f"no rest: {spans}")
+
+
+def test_equal_nodes_that_come_at_once_choose_one_after_the_other() -> None:
+    peers = [f"p{number}" for number in range(24)]
+    arriving = [Announcement(peer, 1, 0, "", "joining") for peer in peers]
+    waits = {}
+    for peer in peers:
+        move = decide(Candidate(peer, 4, 0.0), [other for other in arriving if other.peer != peer], 16)
+        assert move is not None
+        waits[peer] = move.after_s
+    assert len(set(waits.values())) == len(peers)
+    assert min(waits.values()) == 0
+    assert max(waits.values()) <= CHOICES_S
+    placed: list[Announcement] = []
+    for peer in sorted(peers, key=waits.__getitem__):
+        move = decide(Candidate(peer, 4, 0.0), placed, 16)
+        assert move is not None
+        placed.append(holder(peer, move.span.start, move.span.stop, 0.0, "loading"))
+    assert min(survey(placed, 16).holders) >= 5  # 6 each would be even
+
+
+def test_one_giant_and_many_tiny_nodes_rest_in_balance() -> None:
+    fits = {"giant": 40, **{f"p{number}": 2 for number in range(40)}}
+    spans: dict[str, Span] = {}
+    for peer, blocks in fits.items():
+        placed = [holder(other, span.start, span.stop) for other, span in spans.items()]
+        move = decide(Candidate(peer, blocks, 10.0), placed, 40)
+        assert move is not None
+        spans[peer] = move.span
+    assert settle(fits, spans, 40) <= 2
+    del spans["giant"]
+    assert min(survey([holder(peer, span.start, span.stop) for peer, span in spans.items()], 40).holders) >= 1
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 6), st.data())
+def test_nodes_that_cannot_cover_the_model_come_to_rest(lengths: list[int], missing: int, data: st.DataObject) -> None:
+    n_blocks = sum(lengths) + missing
+    fits = {f"p{index}": length for index, length in enumerate(lengths)}
+    spans = {}
+    for peer, length in fits.items():
+        start: int = data.draw(st.integers(0, n_blocks - length))
+        spans[peer] = Span(start, start + length)
+    settle(fits, spans, n_blocks)
+    held = survey([holder(peer, span.start, span.stop) for peer, span in spans.items()], n_blocks).holders
+    assert min(held) > 0 or sum(count == 0 for count in held) >= missing
+
+
+@pytest.mark.parametrize("span", [Span(0, 12), Span(4, 6), Span(0, 1)])
+@pytest.mark.parametrize("speed", [float("inf"), 1e30, 1e6])
+def test_a_liar_cannot_drain_a_region(span: Span, speed: float) -> None:
+    liar = holder("liar", span.start, span.stop, speed)
+    fits = {f"p{number}": 3 for number in range(16)}
+    spans = {peer: Span(3 * (number % 4), 3 * (number % 4) + 3) for number, peer in enumerate(fits)}
+    settle(fits, spans, BLOCKS, liars=[liar])
+    honest = survey([holder(peer, place.start, place.stop) for peer, place in spans.items()], BLOCKS)
+    assert min(honest.holders) >= 2
+    assert sum(place.overlaps(span) for place in spans.values()) > 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=20))
+def test_a_flapping_node_moves_nobody_where_all_is_held_twice(flaps: list[tuple[int, bool]]) -> None:
+    steady = {f"s{number}": Span(4 * (number % 3), 4 * (number % 3) + 4) for number in range(9)}
+    for number, present in flaps:
+        here = [holder(peer, span.start, span.stop) for peer, span in steady.items()]
+        here += [holder("flapping", number, number + 4)] * present
+        for peer, span in steady.items():
+            others = [member for member in here if member.peer != peer]
+            move = decide(Candidate(peer, 4, 10.0, span, STAY_S / 2), others, BLOCKS)
+            assert move is None
