@@ -16,16 +16,20 @@ import trio
 
 from app.block_server import DRAIN_S, BlockServer
 from app.errors import AppError
+from app.hardware import device_view
 from app.membership import Swarm
 from app.network import Network
 from app.placement import Candidate, Move, decide
 from app.runner import DeviceThread
-from app.snapshot import Reason, State
+from app.snapshot import DeviceView, Reason, State
 from app.span import Span
+from app.steps import Steps
+from engine.errors import EngineError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
+    from engine.device import Device
     from engine.hosting import Hosted, HostingPlan
     from engine.sources.base import ModelSource
 
@@ -61,12 +65,22 @@ LIMIT_ZERO = Reason(
 class Hosting:
     """Hosts blocks in one swarm; `run` until cancelled."""
 
-    def __init__(self, network: Network, swarm: Swarm, source: ModelSource, wish: HostingWish, say: Say) -> None:
+    def __init__(
+        self,
+        network: Network,
+        swarm: Swarm,
+        source: ModelSource,
+        wish: HostingWish,
+        say: Say,
+        steps: Steps | None = None,
+    ) -> None:
         self._network, self._swarm, self._source, self._wish, self._say = network, swarm, source, wish, say
+        self._steps = steps or Steps(lambda: None)
         self._device = DeviceThread()
         self.server = BlockServer(network, None, self._device)
         self._plan: HostingPlan | None = None
         self._hosted: Hosted | None = None
+        self._seen: Device | None = None
         self._span: Span | None = None
         self._settled_at = 0.0
         self._news = trio.Event()
@@ -82,6 +96,24 @@ class Hosting:
             "tokens_per_s": self._tokens_per_s,
             "sessions": self.server.sessions,
         }
+
+    def hardware(self) -> DeviceView | None:
+        """What computes here, and what it is doing."""
+        if self._plan is None:
+            return None
+        return device_view(self._seen or self._plan.device, self._plan, self._hosted, self.server.figures, self._wish)
+
+    async def look_at_device(self) -> None:
+        """Read the device's sensors anew."""
+        from engine.device import find_device, probe_devices
+
+        if self._plan is None:
+            return
+        name = self._plan.device.id
+        try:
+            self._seen = await trio.to_thread.run_sync(lambda: find_device(name, probe_devices()))
+        except EngineError as error:
+            log.warning("the device's sensors say nothing: %s", error)
 
     @property
     def _tokens_per_s(self) -> float:
@@ -190,12 +222,20 @@ class Hosting:
         self._swarm.announce(state="loading", span=span, device=plan.device.name)
         await self.server.host(None)
         self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
-        load = partial(host_blocks, self._source, span.start, span.stop, plan)
+        self._steps.begin("load", f"blocks {span}")
+        load = partial(host_blocks, self._source, span.start, span.stop, plan, self._loaded)
         self._hosted, self._span = await self._device.run(load), span
+        self._steps.done("load", f"blocks {span}")
+        self._steps.done("measure", f"{self._tokens_per_s:.1f} tokens/s")
         self._settled_at = trio.current_time()
         await self.server.host(self._hosted.runner)
         self._announce()
+        self._steps.done("announce")
         self._say("serving", Reason(move.code, move.reason))
+
+    def _loaded(self, done: int, total: int) -> None:
+        """From the device's thread."""
+        self._steps.progress("load", done, total)
 
     def _announce(self) -> None:
         assert self._hosted is not None, "only what is loaded is announced"

@@ -36,6 +36,8 @@ class PeerView:
     device: str = ""
     tokens_per_s: float = 0.0
     why: str = ""  # what the score is about
+    up_bytes: int = 0  # sent to it over the open link
+    down_bytes: int = 0
 
 
 @dataclass(frozen=True)

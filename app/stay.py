@@ -32,6 +32,7 @@ from app.remembered import Memberships, Remembered
 from app.replying import Replying
 from app.snapshot import PeerView, Reason, State
 from app.span import Span
+from app.steps import Steps
 from app.swarm_name import SwarmName
 from engine.errors import EngineError
 from engine.sources.base import ModelSource
@@ -79,6 +80,9 @@ class Stay:
         self.membership: Swarm | None = None
         self.hosting: Hosting | None = None
         self.replying: Replying | None = None
+        self.source_name: str | None = None  # of the model's files on this machine
+        self.steps = Steps(around.changed)
+        self.steps.done("identity", around.identity.peer_id)
         self._told = told_peers(around.config(), swarm)
         self._refusals = Refusals(self._told)
 
@@ -105,6 +109,8 @@ class Stay:
                 state=said.state if member.state == "alive" else member.state,
                 device=said.device,
                 tokens_per_s=said.decode_tokens_per_s,
+                up_bytes=0 if link is None else link.bytes_out,
+                down_bytes=0 if link is None else link.bytes_in,
             )
             views.append(view)
         return tuple(sorted(views, key=lambda view: (view.start is None, view.start or 0, view.peer)))
@@ -123,6 +129,7 @@ class Stay:
             network.learn(peer, addresses)
             for address in addresses:
                 network.seek(address)
+        self.steps.begin("peers")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._weigh_refusals, network)
             record, manifest, peers = await self._enter(network)
@@ -160,6 +167,7 @@ class Stay:
         store, model_hash = self._around.manifests, self.swarm.model_hash
         record = record_of(self.swarm)
         manifest = await trio.to_thread.run_sync(store.load, model_hash)
+        self.source_name = await trio.to_thread.run_sync(self._source)
         peers = tuple(self._told)
         wanted = SwarmName(self.swarm.name, model_hash)
         while record is None or manifest is None:
@@ -167,11 +175,15 @@ class Stay:
                 found = await resolve_swarm(network, wanted, via=self._told, secret=self.swarm.secret)
                 record, peers = record or found.record, (*found.peers, *self._told)
                 if manifest is None:
+                    self.steps.done("peers")
+                    self.steps.begin("manifest")
                     manifest = await fetch_manifest(network, peers, model_hash)
                     await trio.to_thread.run_sync(store.save, manifest)
             except (UnknownSwarm, P2PError) as error:
                 log.info("%s: %s", self.swarm, error)
                 await trio.sleep(LOOK_AGAIN_S)
+        self.steps.done("peers")
+        self.steps.done("manifest", model_hash[:8])
         self.swarm = replace(self.swarm, record=record.raw)
         return record, manifest, peers
 
@@ -235,31 +247,34 @@ class Stay:
         pausing = self._around.pausing
         while (pause := pausing.current) is not None:
             membership.announce(state="paused", span=None)
-            self._settle("paused", pause.why)
+            self._take_no_part("paused", pause.why)
             await pausing.wait_change()
 
     async def _host(self, network: Network, membership: Swarm) -> None:
         """Host blocks until cancelled; a node that cannot, or shall not, stays as a client and says why."""
         settings = self._around.config().settings
         if settings.max_vram == 0:
-            self._settle("client", LIMIT_ZERO)
+            self._take_no_part("client", LIMIT_ZERO)
             return
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
         wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
         try:
+            self.steps.begin("weights")
             source = await trio.to_thread.run_sync(self._open_source)
+            self.steps.done("weights")
             self._say("joining", Reason("looking_around", "looking at what the others host"))
             async with trio.open_nursery() as nursery:
                 # Torch takes seconds to load, which go by while the members are met.
                 nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
                 with trio.move_on_after(0 if blocks is not None else COMPANY_S):
                     await membership.joined()
-            self.hosting = Hosting(network, membership, source, wish, self._settle)
+            self.hosting = Hosting(network, membership, source, wish, self._settle, self.steps)
             await self.hosting.run()
         except (CannotHost, EngineError) as error:
             log.warning("%s: this node hosts nothing: %s", self.swarm, error)
             self.hosting = None
             membership.announce(state="client", span=None)
+            self.steps.failed(str(error))
             mend = "`shoal doctor` says what this machine can host"
             self._settle("client", Reason("cannot_host", f"this node hosts nothing: {error}", next_step=mend))
 
@@ -282,6 +297,12 @@ class Stay:
             self._around.note("peer", f"{change.member.peer} {change.kind}")
         else:
             self._around.changed()
+
+    def _take_no_part(self, state: State, why: Reason) -> None:
+        """This node hosts nothing, and the others know it."""
+        self.steps.leave_out_hosting()
+        self.steps.done("announce")
+        self._settle(state, why)
 
     def _settle(self, state: State, why: Reason) -> None:
         self._say(state, why)

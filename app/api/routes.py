@@ -15,6 +15,7 @@ from app.api.events import stream
 from app.api.guard import Application, Guard
 from app.api.streaming import Streamed, json_lines
 from app.logs import RECENT
+from app.metrics import MEDIA_TYPE, exposition
 from app.pausing import LONGEST_S
 from app.replying import ReplyRequest
 from app.settings import SETTINGS
@@ -102,6 +103,10 @@ def build_application(control: Control, token: str, version: str) -> Application
     @application.get("/healthz")
     async def healthz() -> dict[str, bool]:
         return {"ok": True}
+
+    @application.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(exposition(control.snapshot()), media_type=MEDIA_TYPE)
 
     application.include_router(_looking(control), prefix="/api")
     application.include_router(_acting(control), prefix="/api")
