@@ -108,7 +108,7 @@ def loaded_by(code: str) -> set[str]:
 LIGHT_STARTS = {
     "the dashboard": "\n".join(f"import {module}" for module, _ in modules_of("ui") if not module.endswith("__main__")),
     "shoal --help": "import app.cli, contextlib\nwith contextlib.suppress(SystemExit): app.cli.main(['--help'])",
-    "shoal alone": "import app.cli; app.cli.main([])",
+    "shoal alone": "import app.cli.dashboard, ui.dashboard, ui.overview",
     "a failure": "from app.cli.failures import explain; explain(OSError(28, 'full'))",
 }
 if (ROOT / "app" / "client.py").exists() or (ROOT / "app" / "client").exists():

@@ -14,6 +14,11 @@ def rate(value: float | None) -> str:
     return f"{value:.1f}" if value < 9.95 else count(round(value))
 
 
+def fine_rate(value: float | None) -> str:
+    """A rate with its first decimal as long as that matters: 28.4, 143."""
+    return rate(value) if value is None or value >= 99.95 else f"{value:.1f}"
+
+
 def known_rate(value: float | None) -> str:
     """A rate that is 0 as long as nobody has measured it."""
     return rate(value or None)
@@ -67,7 +72,7 @@ def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return UNKNOWN
     value = seconds * 1000
-    return f"{value:.1f}" if 0 < value < 9.95 else f"{value:.0f}"
+    return f"{value:.1f}".removesuffix(".0") if 0 < value < 9.95 else f"{value:.0f}"
 
 
 def clock(seconds: float | None) -> str:

@@ -72,6 +72,7 @@ class Follower:
 
     def _run(self) -> None:
         wait_s = FIRST_WAIT_S
+        self._start()
         while not self._closed.is_set():
             link = Link("away", "the node has ended")
             try:
@@ -94,6 +95,12 @@ class Follower:
             self._tell(Link(link.kind, link.text, self._now() + wait_s))
             self._pause(wait_s)
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+
+    def _start(self) -> None:
+        try:
+            self._door.start()
+        except AppError as error:
+            self._tell(Link("away", str(error), self._now()))
 
     def _pause(self, seconds: float) -> None:
         self._hurry.wait(seconds)

@@ -41,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
-    """Run the chosen command, or say what there is when none was chosen."""
+    """Run the chosen command, or the dashboard when none was chosen."""
     from app.places import home_folder
 
     arguments.home = home_folder(getattr(arguments, "home", None))
     chosen: Command | None = arguments.command
     if chosen is None:
-        from app.cli.welcome import welcome
+        from app.cli.dashboard import run_dashboard
 
-        return welcome(commands)
+        return run_dashboard(arguments)
     return chosen.run(arguments)
 
 
@@ -58,6 +58,7 @@ def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shoal", description="A peer-to-peer swarm that holds a model together.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_home(parser)
+    parser.add_argument("--node", metavar="URL", help="show the dashboard of a node elsewhere (token: SHOAL_TOKEN)")
     parser.set_defaults(command=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands:

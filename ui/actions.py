@@ -1,0 +1,221 @@
+"""What keys and the palette do to the node: pause, drain, join, create, leave, invite, stop.
+
+Whatever costs something is asked about first; what the node answers is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from textual.app import SystemCommand
+from textual.screen import Screen
+from textual.widget import Widget
+
+from ui.figures import duration, plural
+from ui.ink import clean
+from ui.palette import THEMES
+from ui.wording import pill, reason
+
+if TYPE_CHECKING:
+    from ui.dashboard import Dashboard
+
+PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
+_RESTING = ("paused", "draining")
+_IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "draining")
+
+
+def allowed(app: Dashboard, action: str) -> bool:
+    """Whether an action makes sense now; the footer and the palette show only such."""
+    known = app.store.snapshot
+    if action in ("pause", "drain"):
+        return known is not None and known.state in _IN_SWARM and not known.courtesy.paused
+    if action == "resume":
+        return known is not None and known.courtesy.paused
+    if action in ("invite", "leave_swarm"):
+        return known is not None and known.swarm is not None
+    if action in ("join", "create"):
+        return known is not None and known.swarm is None
+    if action in ("why", "stop_node"):
+        return known is not None or action == "why"
+    if action == "start_node":
+        return app.store.link.kind == "away" and app.door is not None
+    return True
+
+
+def pause(app: Dashboard, for_s: float | None = None) -> None:
+    """Let sessions move on, then host nothing."""
+    told = "" if for_s is None else f" for {duration(for_s)}"
+    app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{told}"))
+
+
+def resume(app: Dashboard) -> None:
+    """Host again."""
+    app.ask(lambda client: client.post("/api/resume", {}), lambda _: app.say("hosting again, unless a rule applies"))
+
+
+def drain(app: Dashboard) -> None:
+    """Let sessions finish, then host nothing, once the person is sure."""
+    from ui.dialogs import Question
+
+    def answered(sure: bool | None) -> None:
+        if sure:
+            app.ask(lambda client: client.post("/api/drain", {}), lambda _: app.say("draining: sessions may finish"))
+
+    known = app.store.snapshot
+    running = plural(known.sessions, "session") if known is not None and known.sessions else "no session"
+    words = f"Drain: take no new sessions, let the running ones finish ({running}), then host nothing until you resume?"
+    app.push_screen(Question(words, "Drain"), answered)
+
+
+def join(app: Dashboard) -> None:
+    """Ask for a name or an invite, and go there."""
+    from ui.dialogs import Line
+
+    def answered(target: str | None) -> None:
+        if target:
+            app.say(f"joining {clean(target)[:60]}")
+            app.ask(lambda client: client.post("/api/join", {"target": target}), lambda told: _joined(app, told))
+
+    words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
+    app.push_screen(Line(words, hint="reading-club, reading-club#1a2b3c4d or shoal:…"), answered)
+
+
+def create(app: Dashboard) -> None:
+    """Ask for a name and a model, and found a swarm."""
+    from ui.dialogs import Line
+
+    def named(name: str | None) -> None:
+        if name:
+            app.push_screen(
+                Line(words, value="starter", hint="starter, tiny-random, a folder or a GGUF file"), modelled
+            )
+            made["name"] = name
+
+    def modelled(model: str | None) -> None:
+        if model:
+            app.say(f"creating {made['name']}: the model is read first, which may take a while")
+            body = {"name": made["name"], "model": model, "private": False}
+            app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda told: _joined(app, told))
+
+    made: dict[str, str] = {}
+    words = "Which model? `starter` is a small one (98 MB); else a folder or file on the node's machine."
+    app.push_screen(Line("How is the swarm to be called?", hint="reading-club"), named)
+
+
+def _joined(app: Dashboard, told: Any) -> None:
+    app.say(f"{told['swarm']['name']}: {told['state']}" + (f", {told['reason']}" if told.get("reason") else ""))
+
+
+def leave_swarm(app: Dashboard) -> None:
+    """Forget the active swarm, once the person is sure."""
+    from ui.dialogs import Question
+
+    known = app.store.snapshot
+    if known is None or known.swarm is None:
+        return
+    name = known.swarm
+
+    def answered(sure: bool | None) -> None:
+        if sure:
+            app.ask(lambda client: client.post("/api/leave", {"name": name}), lambda _: app.say(f"left {name}"))
+
+    words = f"Leave {clean(name)}? Sessions move to other members; you need an invite to come back to a private swarm."
+    app.push_screen(Question(words, "Leave it"), answered)
+
+
+def stop_node(app: Dashboard) -> None:
+    """End the node too, once the person is sure."""
+    from ui.dialogs import Question
+
+    def answered(sure: bool | None) -> None:
+        if sure:
+            app.ask(lambda client: client.post("/api/stop", {}), lambda _: app.say("the node drains and ends"))
+
+    app.push_screen(
+        Question("Stop the node? Its sessions are handed over first. The dashboard stays.", "Stop"), answered
+    )
+
+
+def why(app: Dashboard) -> None:
+    """Why the node is as it is, with all that is known of it."""
+    from ui.dialogs import Facts
+
+    store = app.store
+    words, _ = pill(store.link, store.snapshot, store.now())
+    facts = [("state", words), ("reason", reason(store.link, store.snapshot))]
+    known = store.snapshot
+    if known is not None:
+        if known.why is not None:
+            facts += [("who", ", ".join(store.peer_name(peer) for peer in known.why.peers))] if known.why.peers else []
+            facts += [("you can", known.why.next_step)] if known.why.next_step else []
+        facts += [
+            (f"rule: {rule.label}", _rule(rule.enabled, rule.available, rule.text)) for rule in known.courtesy.rules
+        ]
+        facts += [("reach", known.network.reach), ("links", str(known.network.links))]
+        facts += [("address", address) for address in known.listen_addrs[:6]]
+        facts += [("node", f"{known.version} · process {known.pid} · {known.api_url}"), ("peer id", known.peer_id)]
+    app.push_screen(Facts("why", facts, copied=known.peer_id if known is not None else ""))
+
+
+def _rule(enabled: bool, available: bool, text: str) -> str:
+    if not available:
+        return "this machine has no such sensor"
+    return text or ("on" if enabled else "off")
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+def panels_of(screen: Screen[Any]) -> list[Widget]:
+    """The panels that can be jumped to, as they lie on the screen."""
+    seen = [panel for panel in screen.query(".panel") if panel.display and panel.region.area and panel.focusable]
+    return sorted(seen, key=lambda panel: (panel.region.y, panel.region.x))
+
+
+def help_for(app: Dashboard) -> None:
+    """The focused panel first, then the keys that work now."""
+    from ui.dialogs import Help
+
+    screen = app.screen
+    focused = screen.focused
+    panel = str(getattr(focused, "HELP", None) or "")
+    about = [panel, str(getattr(screen, "HELP_TEXT", None) or "")]
+    title = getattr(focused, "_border_title", None) if panel else None
+    keys = [
+        (app.get_key_display(active.binding), active.binding.description)
+        for active in screen.active_bindings.values()
+        if active.enabled and active.binding.description
+    ]
+    app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), keys))
+
+
+def commands(app: Dashboard) -> Iterable[SystemCommand]:
+    """The palette: what can be done now, and what can be looked at."""
+    from ui.frame import TABS
+
+    for name in TABS:
+        yield SystemCommand(f"Go to {name}", f"The {name} screen", lambda name=name: app.action_go(name))
+    able = {
+        "pause": ("Pause hosting", "Until you resume", lambda: pause(app)),
+        "resume": ("Resume hosting", "Unless a rule keeps it paused", lambda: resume(app)),
+        "drain": ("Drain", "Let sessions finish, then host nothing", lambda: drain(app)),
+        "invite": ("Invite", "A line and a QR code for others", app.action_invite),
+        "leave_swarm": ("Leave the swarm", "And forget it", lambda: leave_swarm(app)),
+        "stop_node": ("Stop the node", "Drain and end it; the dashboard stays", lambda: stop_node(app)),
+        "start_node": ("Start a node", "In this home folder", app.action_start_node),
+        "why": ("Why?", "The state with its reason and rules", lambda: why(app)),
+    }
+    for action, (title, words, run) in able.items():
+        if allowed(app, action):
+            yield SystemCommand(title, words, run)
+    if allowed(app, "pause"):
+        for words, for_s in PAUSES:
+            yield SystemCommand(f"Pause for {words}", "Then host again", lambda for_s=for_s: pause(app, for_s))
+    if app.store.snapshot is not None:
+        yield SystemCommand("Join a swarm", "By name or invite", lambda: join(app))
+        yield SystemCommand("Create a swarm", "Of a model on the node's machine", lambda: create(app))
+    for theme in THEMES:
+        title = theme.name.removeprefix("shoal-")
+        yield SystemCommand(f"Theme: {title}", "Colours", lambda name=theme.name: setattr(app, "theme", name))
+    yield SystemCommand("Leave the dashboard", "The node stays", app.exit)

@@ -1,0 +1,216 @@
+"""The first run: three key presses from nothing to a question."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.screen import ModalScreen
+
+from app.client import Client
+from ui.first_rows import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
+from ui.ink import Row
+from ui.panel import Painted
+from ui.store import Store
+
+if TYPE_CHECKING:
+    from ui.dashboard import Dashboard
+
+LONGEST_S = 3600.0  # a model may have to be fetched and read
+
+
+class FirstPage(Painted):
+    """The page of the step."""
+
+    def __init__(self, store: Store, state: FirstState) -> None:
+        super().__init__(store, id="first")
+        self.state = state
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """What the step asks."""
+        return first_rows(self.state, self.store.snapshot, width)[:height]
+
+
+class FirstRun(ModalScreen[None]):
+    """Where, how much, hello."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "next", "go on"),
+        Binding("escape", "back", "back"),
+    ]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.state = FirstState()
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """The app, by its own type."""
+        return cast("Dashboard", self.app)
+
+    def compose(self) -> ComposeResult:
+        """One page."""
+        yield Container(FirstPage(self.store, self.state), id="firstbox")
+
+    def on_mount(self) -> None:
+        """See what the node's settings are, and how much disk there is."""
+        folder = self.dashboard.folder
+        if folder is not None and folder.exists():
+            self.state.disk_free_bytes = shutil.disk_usage(folder).free
+        self.dashboard.ask(lambda client: client.get("/api/config"), self._configured)
+
+    def _configured(self, told: Any) -> None:
+        config = {entry["name"]: entry["value"] for entry in told}
+        self.state.pauses = pauses_from(config)
+        self.state.memory_bytes = config.get("max_vram")
+        self.show()
+
+    def show(self) -> None:
+        """Look at the store again."""
+        self.query_one(FirstPage).show()
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def on_paste(self, event: events.Paste) -> None:
+        """A pasted invite is a choice."""
+        event.stop()
+        if self.state.step == 0 and event.text.strip():
+            self._go_to(event.text.strip())
+        elif self.state.step == 2:
+            self.state.typed += " ".join(event.text.split())
+            self.show()
+
+    def on_key(self, event: events.Key) -> None:
+        """The keys of the step."""
+        handler = (self._where_key, self._much_key, self._hello_key)[self.state.step]
+        if handler(event):
+            event.stop()
+            self.show()
+
+    def _where_key(self, event: events.Key) -> bool:
+        if event.key == "q":
+            self.app.exit()
+        elif event.key == "j":
+            self._ask_line("A swarm's name, or an invite", "reading-club or shoal:…", self._go_to)
+        elif event.key == "c":
+            self._ask_line("Which model?", "a folder, a GGUF file, starter or tiny-random", self._create)
+        elif event.key == "l":
+            self.dismiss()
+        else:
+            return False
+        return True
+
+    def _ask_line(self, words: str, hint: str, then: Any) -> None:
+        from ui.dialogs import Line
+
+        self.app.push_screen(Line(words, hint=hint), lambda text: then(text) if text else None)
+
+    def _go_to(self, target: str) -> None:
+        self.state.target, self.state.create = target, None
+        self._advance()
+
+    def _create(self, model: str) -> None:
+        def named(name: str) -> None:
+            self.state.target, self.state.create = "", (name, model)
+            self._advance()
+
+        self._ask_line("How is the swarm to be called?", "reading-club", named)
+
+    def _much_key(self, event: events.Key) -> bool:
+        state = self.state
+        toggles = [name for name, _, _, _ in PAUSES if name in state.pauses]
+        if event.key == "q":
+            self.app.exit()
+        elif event.key in ("up", "down", "tab"):
+            state.cursor = (state.cursor + (-1 if event.key == "up" else 1)) % (len(toggles) + 1)
+        elif event.key in ("left", "right"):
+            self._change_memory(-STEP_BYTES if event.key == "left" else STEP_BYTES)
+        elif event.key == "space" and state.cursor:
+            name = toggles[state.cursor - 1]
+            state.pauses[name] = not state.pauses[name]
+        else:
+            return False
+        return True
+
+    def _change_memory(self, by: int) -> None:
+        device = self.store.snapshot.hardware if self.store.snapshot is not None else None
+        total = device.memory_total_bytes if device is not None else None
+        if device is None or not total:
+            return
+        start = self.state.memory_bytes
+        if start is None:
+            start = (device.memory_free_bytes or total) // STEP_BYTES * STEP_BYTES
+        self.state.memory_bytes = max(0, min(total // STEP_BYTES * STEP_BYTES, start + by))
+
+    def _hello_key(self, event: events.Key) -> bool:
+        if event.key == "backspace":
+            self.state.typed = self.state.typed[:-1]
+        elif event.is_printable and event.character:
+            self.state.typed += event.character
+        else:
+            return False
+        return True
+
+    # --- going on ----------------------------------------------------------------------------------------------------
+
+    async def action_next(self) -> None:
+        """The step is done."""
+        if self.state.busy:
+            return
+        if self.state.step == 0:
+            self.state.target, self.state.create = "", ("home", "starter")
+            self._advance()
+        elif self.state.step == 1:
+            self._enter()
+        else:
+            await self._hello()
+
+    def _advance(self) -> None:
+        self.state.step, self.state.problem = 1, ""
+        self.show()
+
+    def action_back(self) -> None:
+        """The step before."""
+        if not self.state.busy:
+            self.state.step, self.state.problem = max(0, self.state.step - 1), ""
+            self.show()
+
+    def _enter(self) -> None:
+        """Write the settings, then go to the swarm."""
+        state = self.state
+        state.busy, state.problem = f"going to {state.where}", ""
+        changes = {name: on if state.pauses[name] else off for name, _, on, off in PAUSES if name in state.pauses}
+        memory, target, create = state.memory_bytes, state.target, state.create
+
+        def work(client: Client) -> Any:
+            kept = {entry["name"]: entry["value"] for entry in client.get("/api/config")}
+            for name, value in changes.items():
+                if bool(kept.get(name)) != (value not in ("0", "false")):
+                    client.set_config(name, value)
+            if memory != kept.get("max_vram"):
+                client.set_config("max_vram", None if memory is None else str(memory))
+            if create is not None:
+                body = {"name": create[0], "model": create[1], "private": False}
+                return client.post("/api/create", body, timeout_s=LONGEST_S)
+            return client.post("/api/join", {"target": target})
+
+        self.dashboard.ask(work, lambda _: self._entered(), self._refused)
+        self.show()
+
+    def _entered(self) -> None:
+        self.state.busy, self.state.step = "", 2
+        self.show()
+
+    def _refused(self, text: str) -> None:
+        self.state.busy, self.state.problem = "", text
+        self.show()
+
+    async def _hello(self) -> None:
+        question = self.state.typed.strip() or HELLO
+        self.dismiss()
+        await self.dashboard.say_hello(question)

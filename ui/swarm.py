@@ -1,0 +1,284 @@
+"""The swarm: who holds what, every peer, and the way of the latest reply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from textual import events, on
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Input
+
+from app.snapshot import PeerView
+from ui.coverage import coverage_of, legend, strip_rows, weak_sentence
+from ui.figures import count, rate
+from ui.frame import MainScreen
+from ui.ink import Row, beside, fit, row
+from ui.overview import CoveragePanel
+from ui.palette import style_of
+from ui.panel import Panel, strip_of, title_of
+from ui.peers import SORTS, TableLook, arranged, columns_for, header_row, look_of, peer_facts, peer_row, table_peers
+from ui.route import route_rows, title_row
+from ui.store import Store
+
+
+class TallCoverage(CoveragePanel):
+    """The coverage with its extremes and a sentence about the weak spot."""
+
+    def subtitle(self) -> Row:
+        """How many copies of blocks there are."""
+        cover = coverage_of(self.store.snapshot)
+        return row(f"{count(sum(cover.holders))} copies of blocks") if cover is not None else []
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """The strip, taller where there is room, and what is wrong with it."""
+        cover = coverage_of(self.store.snapshot)
+        if cover is None:
+            return super().rows(width, height)
+        narrow = width < 90
+        tall = max(1, height - 4)
+        rows = strip_rows(cover, width, tall, gutter=not narrow)
+        if height < 5:
+            return rows[-height:]
+        best = max(range(len(cover.holders)), key=lambda block: cover.tokens_per_s[block])
+        mean = sum(cover.holders) / len(cover.holders)
+        notes = [
+            [],
+            legend(),
+            row(("most ", "dim"), f"{rate(cover.tokens_per_s[best] or None)} tok/s, block {best}"),
+            row(("mean ", "dim"), f"{mean:.1f} holders"),
+        ]
+        return [*(beside(rows, notes, width) if not narrow else rows), weak_sentence(cover, width)][:height]
+
+
+class PeersTable(ScrollView, can_focus=True):
+    """Every peer; painted row by row, so that hundreds of them cost little."""
+
+    DEFAULT_CLASSES = "panel"
+    HELP = (
+        "Every member as this node sees it. The line shows where its span lies in the model; rtt is measured from "
+        "here, tok/s is what the peer tells. s sorts, / filters, enter shows all that is known of one."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "filter", "filter", key_display="/"),
+        Binding("s", "sort", "sort"),
+        Binding("enter", "details", "details", show=False),
+        Binding("y", "copy_id", "copy id", show=False),
+        Binding("b", "ban", "ban", show=False),
+        Binding("up,k", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("pageup", "move(-20)", show=False),
+        Binding("pagedown", "move(20)", show=False),
+        Binding("home", "move(-100000)", show=False),
+        Binding("end", "move(100000)", show=False),
+    ]
+
+    def __init__(self, store: Store, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.store = store
+        self.sort = SORTS[0]
+        self.wanted = ""
+        self._peers: list[PeerView] = []
+        self._cursor = 0
+        self._cursor_peer = ""
+        self._look: TableLook | None = None
+        self._titles: object = None
+
+    def show(self) -> None:
+        """Look at the store again; the cursor stays on its peer."""
+        known = self.store.snapshot
+        peers = arranged(table_peers(known, self.store.glowing()), self.sort, self.wanted)
+        self._look = None if known is None else look_of(known, coverage_of(known))
+        self._columns = columns_for(self.size.width, [peer.name for peer in peers])
+        if len(peers) != len(self._peers):
+            self.virtual_size = Size(0, len(peers) + 1)
+        self._peers = peers
+        at = next((i for i, peer in enumerate(peers) if peer.peer == self._cursor_peer), None)
+        self._cursor = at if at is not None else max(0, min(self._cursor, len(peers) - 1))
+        self._cursor_peer = peers[self._cursor].peer if peers else ""
+        self._show_titles(len(known.peers) if known is not None else None)
+        self.refresh()
+
+    def _show_titles(self, members: int | None) -> None:
+        titles = (members, len(self._peers), self.sort, self.wanted, self.app.theme)
+        if titles == self._titles:
+            return
+        self._titles = titles
+        shown = count(members) if not self.wanted else f"{len(self._peers)} of {count(members)}"
+        self.border_title = title_of(self.app.theme, row("peers  ", (shown, "b")))
+        tail = row(f"by {self.sort} ▴ · ", (f"“{self.wanted}”", "mine") if self.wanted else "/ filter")
+        self.border_subtitle = title_of(self.app.theme, tail)
+
+    @property
+    def chosen(self) -> PeerView | None:
+        """The peer under the cursor."""
+        return self._peers[self._cursor] if self._peers else None
+
+    def on_resize(self) -> None:
+        """Other columns may fit."""
+        self.show()
+
+    def on_mount(self) -> None:
+        """Repaint with a new theme."""
+        self.watch(self.app, "theme", self.show, init=False)
+
+    def render_line(self, y: int) -> Strip:
+        """The header, which stays, or one peer."""
+        width, theme = self.size.width, self.app.theme
+        if y == 0:
+            blocks = self._look.blocks if self._look is not None else None
+            line = header_row(columns_for(width, []) if not self._peers else self._columns, blocks)
+            return strip_of(theme, line, width).apply_style(self.rich_style)
+        index = y - 1 + round(self.scroll_y)
+        if self._look is None or not 0 <= index < len(self._peers):
+            text = self._nothing() if y == 1 and not self._peers else ""
+            return strip_of(theme, row((text, "dim")), width).apply_style(self.rich_style)
+        peer = self._peers[index]
+        strip = strip_of(theme, peer_row(peer, self._columns, self._look, self.store.changes.get(peer.peer)), width)
+        if index == self._cursor and self.has_focus:
+            return strip.apply_style(self.rich_style + style_of(theme, "on cursor"))
+        return strip.apply_style(self.rich_style)
+
+    def _nothing(self) -> str:
+        if self.store.snapshot is None:
+            return "—"
+        return "No peer matches: esc in the filter shows all." if self.wanted else "No other members are known yet."
+
+    def action_move(self, rows: int) -> None:
+        """Move the cursor, and the view with it."""
+        if not self._peers:
+            return
+        self._cursor = max(0, min(len(self._peers) - 1, self._cursor + rows))
+        self._cursor_peer = self._peers[self._cursor].peer
+        height = max(1, self.size.height - 1)
+        top = round(self.scroll_y)
+        if self._cursor < top:
+            self.scroll_to(y=self._cursor, animate=False, immediate=True)
+        elif self._cursor >= top + height:
+            self.scroll_to(y=self._cursor - height + 1, animate=False, immediate=True)
+        self.refresh()
+
+    def on_click(self, event: events.Click) -> None:
+        """A click on the header sorts by that column's neighbour order; on a row it moves the cursor."""
+        offset = event.get_content_offset(self)
+        if offset is None:
+            return
+        if offset.y == 0:
+            self.action_sort()
+        else:
+            self.action_move(offset.y - 1 + round(self.scroll_y) - self._cursor)
+
+    def action_sort(self) -> None:
+        """By the next column."""
+        self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+        self.show()
+
+    def action_filter(self) -> None:
+        """Type what to look for."""
+        self.screen.query_one("#filter", Input).add_class("-open").focus()
+
+    def action_copy_id(self) -> None:
+        """Copy the peer's id."""
+        if self.chosen is not None:
+            self.app.copy_to_clipboard(self.chosen.peer)
+            self.notify("the peer id is in the clipboard", timeout=3)
+
+    def action_details(self) -> None:
+        """All that is known of the peer under the cursor."""
+        from ui.dialogs import Facts
+
+        if self.chosen is not None:
+            self.app.push_screen(Facts("peer", peer_facts(self.chosen), copied=self.chosen.peer))
+
+    def action_ban(self) -> None:
+        """Speak no more with the peer under the cursor."""
+        screen = self.screen
+        if self.chosen is not None and isinstance(screen, Swarm) and self.chosen.link != "you":
+            screen.ban(self.chosen)
+
+
+class RoutePanel(Panel):
+    """The way of this node's latest reply."""
+
+    HELP = "Milliseconds on the arrows are one way; solid is computing, hatched is a relay or waiting."
+
+    def title(self) -> Row:
+        """Hops and milliseconds."""
+        return title_row(self.store.snapshot.route if self.store.snapshot else None)
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """Hop by hop, and to scale."""
+        if self.store.snapshot is None:
+            return [row(("—", "dim"))]
+        return [fit(line, width) for line in route_rows(self.store.snapshot.route, self.store.peer_name, width, height)]
+
+
+class Swarm(MainScreen):
+    """Who holds what."""
+
+    TAB = "swarm"
+    HELP_TEXT = "s sorts the peers, / filters them, enter shows one, y copies its id, b bans it."
+    AUTO_FOCUS = "PeersTable"
+
+    def body(self) -> Iterable[Widget]:
+        """Coverage, peers, route."""
+        yield TallCoverage(self.store, id="covert")
+        yield PeersTable(self.store, id="peers")
+        yield Input(placeholder="filter by name, id, span, link, state or device", id="filter", compact=True)
+        yield RoutePanel(self.store, id="route")
+
+    def show(self) -> None:
+        """Look at the store again."""
+        super().show()
+        self.query_one(PeersTable).show()
+
+    @on(Input.Changed, "#filter")
+    def filter_changed(self, event: Input.Changed) -> None:
+        """Filter while typing."""
+        table = self.query_one(PeersTable)
+        table.wanted = event.value
+        table.show()
+
+    @on(Input.Submitted, "#filter")
+    def filter_done(self) -> None:
+        """Keep the filter, and go back to the table."""
+        self._close_filter()
+
+    def on_key(self, event: events.Key) -> None:
+        """Escape in the filter clears it."""
+        field = self.query_one("#filter", Input)
+        if event.key == "escape" and field.has_focus:
+            event.stop()
+            field.value = ""
+            self._close_filter()
+
+    def _close_filter(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.set_class(bool(field.value), "-open")
+        self.query_one(PeersTable).focus()
+
+    def ban(self, peer: PeerView) -> None:
+        """Put a peer on the list of those that are never spoken with, once the person is sure."""
+        from ui.dialogs import Question
+
+        def answered(sure: bool | None) -> None:
+            if sure:
+                self.dashboard.ask(
+                    lambda client: _deny(client.get("/api/config"), peer.peer, client.set_config),
+                    lambda _: self.dashboard.say(f"{peer.name or peer.peer} is denied: see settings"),
+                )
+
+        words = f"Never speak with {peer.name or peer.peer} again? The setting `deny` keeps the list."
+        self.app.push_screen(Question(words, "Ban"), answered)
+
+
+def _deny(config: list[dict[str, object]], peer: str, set_config: object) -> None:
+    """Add a peer to the setting `deny`."""
+    found = next((setting["value"] for setting in config if setting["name"] == "deny"), [])
+    denied = [str(item) for item in found] if isinstance(found, list) else []
+    assert callable(set_config)
+    set_config("deny", ",".join([*denied, peer]))
