@@ -7,6 +7,7 @@
     peers.json     addresses of peers that worked (`p2p`)
     sequence       the last number this node gave a statement, so that a clock set back does not silence it
     pause.json     that a person paused this node, for as long as it is so (`app.pausing`)
+    statistics.db  what this node gave and got (`app.statistics`)
     node.lock      held by the running node for as long as it lives, however it ends
     node.json      where that node is reached; without the lock held it is stale and means nothing
     logs/          what the node has to say
@@ -101,6 +102,11 @@ class Home:
     def pause_file(self) -> Path:
         """That a person paused this node."""
         return self.folder / "pause.json"
+
+    @property
+    def statistics_file(self) -> Path:
+        """What this node gave and got."""
+        return self.folder / "statistics.db"
 
     @property
     def log_folder(self) -> Path:

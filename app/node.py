@@ -34,6 +34,7 @@ from app.invite import Invite
 from app.joining import invite_to, named, remembered_target, view_of
 from app.manifest_store import ManifestStore
 from app.node_network import apply_live, network_view
+from app.overview import Overview
 from app.pausing import Pausing
 from app.remembered import Memberships, Remembered, load, update
 from app.replying import ReplyRequest
@@ -42,6 +43,7 @@ from app.settings import Value
 from app.snapshot import CourtesyView, Reason, Snapshot, State, SwarmView
 from app.stay import Surroundings
 from app.swarm_name import SwarmName
+from app.upkeep import Household, Upkeep
 from p2p import envelope
 from p2p.identity import load_or_create
 from p2p.platform import stop_signals
@@ -83,6 +85,10 @@ class Node:
         self.feed = Feed()
         self._pausing = Pausing(home.pause_file, self.feed.touch)
         self._dwelling = Dwelling(home, self._surroundings())
+        self._upkeep = Upkeep(
+            Household(home, cache, self.config, self._dwelling, self._pausing, self._note, self._reload)
+        )
+        self._overview = Overview(self._identity.peer_id)
         self._switching = trio.Lock()
         self._stop_asked, self._dwelt = trio.Event(), trio.Event()
         self._api_over, self._api_ended = trio.Event(), trio.Event()
@@ -122,6 +128,7 @@ class Node:
                 self._say_ready()
                 nursery.start_soon(self._tick)
                 nursery.start_soon(self._pausing.run)
+                nursery.start_soon(self._upkeep.run)
                 nursery.start_soon(self._arrive, target)
                 await self._stop_asked.wait()
                 await self._wind_down()
@@ -163,6 +170,7 @@ class Node:
     async def _tick(self) -> None:
         while True:
             await trio.sleep(TICK_S)
+            await self._overview.look(self._dwelling.stay, self._dwelling.network)
             self.feed.touch()
             self._write_node_file()
 
@@ -203,7 +211,7 @@ class Node:
             state=state,
             reason=why.text,
             why=why,
-            courtesy=self._pausing.view(),
+            **self._upkeep.facts(),
             api_url=self._api_url,
             name=self._config.settings.name,
             swarm=stay.swarm.name if stay is not None else None,
@@ -211,6 +219,7 @@ class Node:
             private=stay is not None and stay.swarm.secret is not None,
             blocks_total=manifest.config.n_blocks if manifest is not None else None,
             **(stay.hosted() if stay is not None else {}),
+            **self._overview.facts(stay, network),
             listen_addrs=self._dwelling.listen_addrs(),
             version=self._version,
             pid=os.getpid(),
@@ -283,9 +292,15 @@ class Node:
         stay = self._dwelling.stay
         if stay is None or stay.replying is None:
             raise AppError("this node is in no swarm yet: go to one with `shoal join`, or wait until it has joined")
-        async with aclosing(stay.replying.reply(request)) as pieces:
-            async for piece in pieces:
-                yield piece
+        tokens, hops = 0, []
+        try:
+            async with aclosing(stay.replying.reply(request)) as pieces:
+                async for piece in pieces:
+                    tokens += "text" in piece
+                    hops += [hop["peer"] for hop in piece.get("route", ())]
+                    yield piece
+        finally:
+            self._upkeep.asked(tokens, hops)
 
     def config(self) -> Config:
         """The settings in force."""
@@ -296,43 +311,60 @@ class Node:
         path = self._home.config_file
         change = partial(unset, path, name) if text is None else partial(set_value, path, name, text)
         value: Value = await trio.to_thread.run_sync(change)
-        self._config = load_config(path, os.environ).with_flags(self._flags)
-        stay, network = self._dwelling.stay, self._dwelling.network
-        if network is not None:
-            await apply_live(network, self._config)
-        if stay is not None:
-            stay.announce_name(self._config.settings.name)
+        await self._follow(load_config(path, os.environ))
         self._note("setting", f"the setting {name} was changed")
         return value
 
     async def pause(self, for_s: float | None) -> CourtesyView:
         """Rest by a person's wish, until `resume` or for so long."""
         await self._pausing.by_hand(for_s)
-        return self._pausing.view()
+        return self._upkeep.view()
 
     async def drain(self) -> CourtesyView:
         """Let the sessions finish, however long they take, then rest until `resume`."""
         await self._pausing.by_hand(None, patient=True)
-        return self._pausing.view()
+        return self._upkeep.view()
 
     async def resume(self) -> CourtesyView:
         """Undo a person's pause; a rule that applies still keeps this node paused."""
         await self._pausing.resume()
-        return self._pausing.view()
+        return self._upkeep.view()
 
     def pause_by_rule(self, why: Reason) -> None:
         """Rest until `resume_by_rule`; a person's pause goes before."""
-        self._pausing.by_rule(why)
+        self._upkeep.pause_by_rule(why)
 
     def resume_by_rule(self) -> None:
         """No rule asks for rest any more; what a person paused stays paused."""
-        self._pausing.rule_over()
+        self._upkeep.resume_by_rule()
 
     def stop(self) -> None:
         """Drain and end."""
         self._stop_asked.set()
 
     # --- within ------------------------------------------------------------------------------------------------------
+
+    async def _follow(self, config: Config) -> None:
+        """Take other settings over, as far as a running node can."""
+        self._config = config.with_flags(self._flags)
+        stay, network = self._dwelling.stay, self._dwelling.network
+        if network is not None:
+            await apply_live(network, self._config)
+        if stay is not None:
+            stay.announce_name(self._config.settings.name)
+        self._upkeep.settings_changed()
+
+    async def _reload(self) -> None:
+        """A person edited the configuration file; what makes no sense is said, and the former settings hold."""
+        try:
+            config = await trio.to_thread.run_sync(load_config, self._home.config_file, os.environ)
+        except AppError as error:
+            log.warning("the settings stay as they were: %s", error)
+            self._note("problem", f"the settings stay as they were: {error}")
+            return
+        if config.with_flags(self._flags) != self._config:
+            await self._follow(config)
+            self._note("setting", "the configuration file was changed")
 
     async def _resolve(self, wanted: SwarmName) -> Remembered:
         """Ask whoever can be reached; from inside a private swarm, over a public network made for this."""

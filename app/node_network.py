@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, cast
 
 from app.config import Config
+from app.courtesy.rules import limits_at
+from app.courtesy.watch import local_now
 from app.home import Home
 from app.remembered import Remembered
 from app.snapshot import NetworkView
@@ -53,7 +55,7 @@ def told_peers(config: Config, swarm: Remembered | None) -> dict[str, list[str]]
 async def apply_live(network: Libp2pNetwork, config: Config) -> None:
     """Make a running network follow the settings that can be changed at any time."""
     settings = config.settings
-    network.bandwidth.set_limits(settings.max_upload or None, settings.max_download or None)
+    network.bandwidth.set_limits(*limits_at(settings, local_now()))
     network.allow_relaying(settings.relay)
     denied = network.host.admission.deny = DenyList.parse(settings.deny)
     for connection in network.host.connections():

@@ -5,7 +5,7 @@ Counting costs a few additions a step. Rates are for the reader: two readings an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 _SMOOTH = 0.1
@@ -49,6 +49,7 @@ class ServerFigures:
     kv_free_tokens: int = 0
     kv_total_tokens: int = 0
     sessions: tuple[SessionFigures, ...] = ()
+    served: Mapping[str, int] = field(default_factory=dict)  # tokens by asker
 
     @property
     def batch_rows(self) -> float:
@@ -93,12 +94,18 @@ class ServerAccount:
     _bytes_in: int = 0  # of sessions that ended
     _bytes_out: int = 0
     _askers: set[str] = field(default_factory=set)
+    _served: dict[str, int] = field(default_factory=dict)
 
     def opened_by(self, asker: str) -> None:
         """A session began."""
         self.opened += 1
         if len(self._askers) < _REMEMBERED_ASKERS:
             self._askers.add(asker)
+
+    def served(self, asker: str, rows: int) -> None:
+        """Tokens of this peer went through the blocks."""
+        if asker in self._served or len(self._served) < _REMEMBERED_ASKERS:
+            self._served[asker] = self._served.get(asker, 0) + rows
 
     def ended(self, session: SessionAccount) -> None:
         """A session's counters will not change any more."""
@@ -135,4 +142,5 @@ class ServerAccount:
             *queued,
             *kv,
             sessions,
+            dict(self._served),
         )

@@ -120,3 +120,4 @@ class Stepper:
         for item in work:
             session = self._owner.session(item.session)
             session.account.stepped(item.rows, seconds, begin - item.arrived_at, urgent=item.urgent)
+            self.account.served(session.asker, item.rows)
