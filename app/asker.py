@@ -9,32 +9,35 @@ inside an async context, so that leaving the context frees the hops at once, wha
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.asker_figures import AskedSession, AskerFigures, HopFigures
+from app.audit import Auditor, Exchange, Recording, State
 from app.choosing import Chooser
 from app.errors import AppError
+from app.evidence import Deviation, precisions
+from app.guidance import Guidance, Members, PinnedGuide, SessionGuide, Wishes
 from app.hop_links import HopLinks
 from app.network import FrameStream, Network
 from app.records import Announcement
-from app.route_hops import SessionSettings, Shape
+from app.route_hops import Guide, SessionSettings, Shape
 from app.route_session import RouteSession
-from app.routing import UNKNOWN_LINK_S, Bans, Demand, Hop, NoRoute, Route, find_route, mend_route
+from app.routing import Bans, Demand, Hop, LinkSeconds, Route
 from app.runner import Choice, Device, Piece, ReplyEnds
-from app.session_wire import DTYPE_NAMES
+from app.session_wire import DTYPE_NAMES, Frame
 from app.span import Span
+from app.trust_book import TrustBook
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 _SMOOTH = 0.1
-
-Members = Callable[[], Sequence[Announcement]]
 
 
 class PromptTooLong(AppError):
@@ -55,6 +58,16 @@ class ReplyFigures:
     route: Route = ()
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What an asker takes from its node besides the network: settings of sessions, the person's wishes, and trust."""
+
+    session: SessionSettings = field(default_factory=SessionSettings)
+    wishes: Callable[[], Wishes] = Wishes
+    book: TrustBook = field(default_factory=TrustBook)
+    dice: random.Random = field(default_factory=random.SystemRandom)
+
+
 class Asker:
     """Generates replies over the swarm; `run` must be running."""
 
@@ -66,28 +79,37 @@ class Asker:
         members: Members,
         *,
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
-        settings: SessionSettings | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
-        self._network, self._ends, self._device, self._members = network, ends, device, members
-        self._own_server = own_server
+        outlook = outlook or Outlook()
+        self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._chooser = Chooser(ends, device)
-        self._settings = settings or SessionSettings()
+        self._settings, self._dice = outlook.session, outlook.dice
+        self.guidance = Guidance(network, members, outlook.wishes, outlook.book)
+        self._auditor = Auditor(_Bench(self), outlook.book, outlook.dice)
         self._links: HopLinks | None = None
         self._replies: dict[bytes, Reply] = {}
         self._latest: AskedSession | None = None
         self._begun = self._asked_tokens = self._prompt_tokens = 0
-        self.bans = Bans()
         self.active = 0
+
+    @property
+    def bans(self) -> Bans:
+        """Who is avoided for a while."""
+        return self.guidance.bans
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the streams to hops until cancelled."""
         async with trio.open_nursery() as nursery:
             self._links = HopLinks(self._network, nursery, self._own_server)
+            nursery.start_soon(self._auditor.run)
             task_status.started()
             await trio.sleep_forever()
 
     @asynccontextmanager
-    async def reply(self, prompt_ids: Sequence[int], settings: Any, *, max_tokens: int) -> AsyncIterator[Reply]:
+    async def reply(
+        self, prompt_ids: Sequence[int], settings: Any, *, max_tokens: int, private_blocks: int | None = None
+    ) -> AsyncIterator[Reply]:
         """Begin a reply of at most `max_tokens`; `settings` go to the ends as they are."""
         context = self._ends.context_length
         if len(prompt_ids) >= context:
@@ -95,23 +117,24 @@ class Asker:
                 f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
             )
         text = self._ends.begin(prompt_ids, settings)
-        tokens = min(len(prompt_ids) + max_tokens, context)
-        async with self.session(tokens, len(prompt_ids)) as session:
-            reply = self._replies[session.id] = Reply(session, text, self._chooser, prompt_ids)
+        demand = self._demand(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
+        async with self._counted(SessionGuide(self.guidance, demand), demand.tokens) as session:
+            reply = self._replies[session.id] = Reply(session, text, self._chooser, prompt_ids, Recording(self._dice))
             self._begun += 1
             try:
                 yield reply
             finally:
-                self._ended(self._replies.pop(session.id))
+                self._ended(self._replies.pop(session.id), demand, settings)
 
-    def _ended(self, reply: Reply) -> None:
-        self._latest = reply.seen(self.link_s(), trio.current_time())
-        self._asked_tokens += len(reply.figures.token_ids)
-        self._prompt_tokens += reply.figures.prompt_tokens
+    @asynccontextmanager
+    async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
+        """A session of at most `tokens` tokens, for those who choose them themselves."""
+        async with self._counted(SessionGuide(self.guidance, self._demand(tokens, prompt_tokens)), tokens) as session:
+            yield session
 
     def figures(self) -> AskerFigures:
         """What this asker does and did."""
-        link_s, now = self.link_s(), trio.current_time()
+        link_s, now = self.guidance.link_s(), trio.current_time()
         replies = list(self._replies.values())
         return AskerFigures(
             sessions=tuple(reply.seen(link_s, now) for reply in replies),
@@ -119,50 +142,110 @@ class Asker:
             replies=self._begun,
             asked_tokens=self._asked_tokens + sum(len(reply.figures.token_ids) for reply in replies),
             prompt_tokens=self._prompt_tokens + sum(reply.figures.prompt_tokens for reply in replies),
+            audits=self._auditor.counts,
         )
 
+    def _demand(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> Demand:
+        blocks = self._ends.n_blocks
+        privacy = self.guidance.privacy(blocks, private_blocks)
+        return Demand(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
+
+    def _ended(self, reply: Reply, demand: Demand, settings: Any) -> None:
+        """Count a reply, learn from it how fast its hops are, and keep something to audit."""
+        figures = reply.figures
+        self._latest = seen = reply.seen(self.guidance.link_s(), trio.current_time())
+        self._asked_tokens += len(figures.token_ids)
+        self._prompt_tokens += figures.prompt_tokens
+        if seen.route_s is not None and not figures.recoveries:
+            self.guidance.took(figures.route, seen.route_s, demand)
+        exchange = None
+        if reply.recording.answers:
+            exchange = Exchange(
+                reply.tokens,
+                figures.prompt_tokens + reply.recording.first,
+                tuple(reply.recording.answers),
+                frozenset(reply.recording.peers),
+                precisions(figures.route, self.guidance.members()),
+                demand.tokens,
+                demand.privacy,
+                settings,
+            )
+        self._auditor.ended(exchange, len(reply.tokens))
+
     @asynccontextmanager
-    async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
-        """A session of at most `tokens` tokens, for those who choose them themselves."""
-        assert self._links is not None, "the asker is not running"
-        session = RouteSession(
-            self._links,
-            _Guide(self, Demand(Span(0, self._ends.n_blocks), tokens, prompt_tokens)),
-            self._embed,
-            Shape(tokens, self._ends.hidden_size, self._ends.dtype),
-            self._settings,
-        )
+    async def _counted(self, guide: Guide, tokens: int) -> AsyncIterator[RouteSession]:
         self.active += 1
+        try:
+            async with self.open(guide, tokens, self._settings) as session:
+                yield session
+        finally:
+            self.active -= 1
+
+    @asynccontextmanager
+    async def open(self, guide: Guide, tokens: int, settings: SessionSettings) -> AsyncIterator[RouteSession]:
+        """A session that takes the ways its guide shows, freed at the end."""
+        assert self._links is not None, "the asker is not running"
+        shape = Shape(tokens, self._ends.hidden_size, self._ends.dtype)
+        session = RouteSession(self._links, guide, self._embed, shape, settings)
         try:
             yield session
         finally:
-            self.active -= 1
             await session.close()
 
     async def _embed(self, token_ids: Sequence[int]) -> bytes:
         return await self._device.run(self._ends.embed, token_ids)
 
+
+class _Bench:
+    """What auditing needs of an asker; see `app.audit.Bench`."""
+
+    def __init__(self, asker: Asker) -> None:
+        self._asker = asker
+
     def members(self) -> Sequence[Announcement]:
-        """Who is in the swarm now."""
-        return self._members()
+        return self._asker.guidance.members()
 
-    def link_s(self) -> Callable[[str, str], float]:
-        """One-way seconds between two peers, as far as this node can tell; "" is this node."""
-        own = self._network.peer_id
-        rtt_s = {link.peer: link.rtt_s for link in self._network.links() if link.rtt_s is not None}
+    def innocent(self) -> frozenset[str]:
+        return self._asker.guidance.innocent()
 
-        def to(peer: str) -> float:
-            return 0.0 if peer in ("", own) else rtt_s.get(peer, 2 * UNKNOWN_LINK_S) / 2
+    def shunned(self) -> frozenset[str]:
+        return frozenset(self._asker.guidance.shunned())
 
-        # Two peers are taken to be as far from each other as the farther one is from here.
-        return lambda a, b: 0.0 if a == b else max(to(a), to(b))
+    @asynccontextmanager
+    async def pinned(self, route: Route, room: int) -> AsyncIterator[RouteSession]:
+        asker = self._asker
+        guide = PinnedGuide(asker.guidance, asker._demand(room, 0), route)
+        # A route that breaks is no longer the one that is asked about.
+        settings = replace(asker._settings, first_route_s=0.0, new_route_s=0.0)
+        async with asker.open(guide, room, settings) as session:
+            yield session
+
+    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> State:
+        return last_state(await session.advance(tokens))
+
+    async def think(self, answer: State, tokens: Sequence[int], settings: Any) -> None:
+        text = self._asker._ends.begin(tokens, settings)
+        await self._asker._chooser.choose(Choice(text, memoryview(answer.data), answer.dtype))
+
+    async def deviation(self, one: Sequence[State], other: Sequence[State]) -> Deviation:
+        ends = self._asker._ends
+        return Deviation(*await self._asker._device.run(ends.deviation, one, other))
+
+
+def last_state(frame: Frame) -> State:
+    """The hidden state behind the last token of a frame."""
+    size = len(frame.body) // frame.rows
+    return State(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])
 
 
 class Reply:
     """An iterator over the pieces of one reply."""
 
-    def __init__(self, session: RouteSession, text: Any, chooser: Chooser, prompt_ids: Sequence[int]) -> None:
-        self._session, self._text, self._chooser = session, text, chooser
+    def __init__(
+        self, session: RouteSession, text: Any, chooser: Chooser, prompt_ids: Sequence[int], recording: Recording
+    ) -> None:
+        self._session, self._text, self._chooser, self.recording = session, text, chooser, recording
+        self._prompt_ids = tuple(prompt_ids)
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
         self._begin = self._last_at = trio.current_time()
         self._first_at = 0.0
@@ -181,6 +264,7 @@ class Reply:
         begin = trio.current_time()
         frame = await self._session.advance(token_ids, embedded)
         answered = trio.current_time()
+        self.recording.note(last_state(frame), self._session.route)
         piece = await self._chooser.choose(Choice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
         self._next = ([piece.token_id], piece.embedding)
         now = trio.current_time()
@@ -190,7 +274,12 @@ class Reply:
         self._note(piece, now)
         return piece
 
-    def seen(self, link_s: Callable[[str, str], float], now: float) -> AskedSession:
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The prompt and the reply so far."""
+        return (*self._prompt_ids, *self.figures.token_ids)
+
+    def seen(self, link_s: LinkSeconds, now: float) -> AskedSession:
         """How it stands."""
         figures, route, paces = self.figures, self._session.route, self._session.paces
         before = ["", *(hop.peer for hop in route)]
@@ -231,32 +320,4 @@ def _smoothed(usual_s: float | None, took_s: float) -> float:
     return took_s if usual_s is None else usual_s + _SMOOTH * (took_s - usual_s)
 
 
-class _Guide:
-    """Routes for one session, from what its asker knows."""
-
-    def __init__(self, asker: Asker, demand: Demand) -> None:
-        self._asker, self._demand = asker, demand
-
-    def route(self, current: Route, avoid: Sequence[str]) -> Route:
-        members, link_s = self._asker.members(), self._asker.link_s()
-        banned = self._asker.bans.active(trio.current_time())
-        shunned = {*avoid, *banned}
-        try:
-            if current:
-                return mend_route(current, members, self._demand, link_s, avoid=shunned)
-            return find_route(members, self._demand, link_s, avoid=shunned)
-        except NoRoute as error:
-            holders = [m.peer for m in members if m.serves and m.span is not None and error.block in m.span]
-            reasons = [f"{peer} ({banned[peer]})" for peer in holders if peer in banned]
-            busy = bool(reasons) and all(self._asker.bans.is_busy(peer) for peer in holders)
-            why = f" that can be used now: {'; '.join(reasons)}" if reasons else ""
-            raise NoRoute(error.block, why, busy=busy) from None
-
-    def failed(self, peer: str, why: str, *, busy: bool) -> None:
-        self._asker.bans.ban(peer, trio.current_time(), why, brief=busy)
-
-    def worked(self, peer: str) -> None:
-        self._asker.bans.forgive(peer)
-
-
-__all__ = ["Asker", "Hop", "PromptTooLong", "Reply", "ReplyFigures", "Route"]
+__all__ = ["Asker", "Hop", "Outlook", "PromptTooLong", "Reply", "ReplyFigures", "Route"]

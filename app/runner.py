@@ -105,6 +105,9 @@ class ReplyEnds(Protocol):
     def choose(self, choices: Sequence[Choice]) -> Sequence[Piece]:
         """The next token of each of these replies; they share one pass through the head."""
 
+    def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
+        """How far hidden states (`data`, `dtype`) lie apart: mean relative distance, and common factor less 1."""
+
 
 class Device(Protocol):
     """Where synchronous work runs, one piece at a time."""

@@ -30,7 +30,7 @@ class TrustBook:
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
         self._outcomes: dict[str, tuple[Outcome, ...]] = {}
-        self.changed = False  # since it was last saved
+        self._changed = False  # since it was last saved
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._load(path)
@@ -42,7 +42,7 @@ class TrustBook:
         self._outcomes[peer] = added(self._outcomes.pop(peer, ()), outcome)
         if len(self._outcomes) > REMEMBERED_PEERS:
             del self._outcomes[min(self._outcomes, key=self._worth)]
-        self.changed = True
+        self._changed = True
 
     def standing(self, peer: str) -> Standing:
         """How far a peer is trusted now."""
@@ -60,14 +60,19 @@ class TrustBook:
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Write what changed; a failure is no reason to stop a node."""
-        if self._path is None or not self.changed:
-            return
-        self.changed = False
+    def unsaved(self) -> bytes | None:
+        """What is to be written, or None where nothing has changed."""
+        if self._path is None or not self._changed:
+            return None
+        self._changed = False
         peers = {peer: [list(outcome) for outcome in outcomes] for peer, outcomes in self._outcomes.items()}
+        return canonical({"version": VERSION, "peers": peers}) + b"\n"
+
+    def write(self, document: bytes) -> None:
+        """Replace the file; a failure is no reason to stop a node."""
+        assert self._path is not None, "only what has a place is saved"
         try:
-            write_private(self._path, canonical({"version": VERSION, "peers": peers}) + b"\n")
+            write_private(self._path, document)
         except OSError as error:
             log.warning("%s cannot be written: %s", self._path, error.strerror or error)
 

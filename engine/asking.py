@@ -36,6 +36,15 @@ class Choice(Protocol):
     def dtype(self) -> str: ...
 
 
+class HiddenState(Protocol):
+    """One token's hidden state as it crosses the wire."""
+
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def dtype(self) -> str: ...
+
+
 class SwarmEnds:
     """What an asker holds of a model that others run."""
 
@@ -81,6 +90,15 @@ class SwarmEnds:
             Token(writer.last_token, text, writer.finish_reason, embedded[index * size : (index + 1) * size])
             for index, (writer, text) in enumerate(zip(writers, texts, strict=True))
         ]
+
+    def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> tuple[float, float]:
+        """How far two runs' hidden states lie apart: mean relative distance, and their common factor less 1."""
+        a, b = (
+            torch.cat([to_tensor([memoryview(s.data)], s.dtype, self.hidden_size).double() for s in run])
+            for run in (one, other)
+        )
+        distance = (a - b).norm(dim=1) / torch.minimum(a.norm(dim=1), b.norm(dim=1))
+        return float(distance.mean()), float((a * b).sum() / (b * b).sum()) - 1
 
 
 def load_swarm_ends(source: ModelSource, how: Holding) -> SwarmEnds:

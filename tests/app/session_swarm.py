@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import trio
 
-from app.asker import Asker, ReplyFigures
+from app.asker import Asker, Outlook, ReplyFigures
 from app.block_server import BlockServer, ServerSettings
 from app.records import Announcement
 from app.route_hops import SessionSettings
@@ -45,10 +46,9 @@ class SessionSwarm:
         self, name: str = "asker", ends: ReplyEnds | None = None, settings: SessionSettings | None = None
     ) -> Asker:
         """A node that hosts nothing."""
-        network = self.fabric.node(name)
-        asker = Asker(
-            network, ends or HashEnds(), InlineDevice(), lambda: list(self.announcements.values()), settings=settings
-        )
+        outlook = Outlook(settings or SessionSettings(), dice=random.Random(1))
+        members = lambda: list(self.announcements.values())  # noqa: E731
+        asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, outlook=outlook)
         await self.nursery.start(asker.run)
         return asker
 
