@@ -16,7 +16,7 @@ from engine.linear import cpu_products
 from engine.measure import Throughput, measure_span
 from engine.runner import SessionRunner
 from engine.sources.base import ModelSource
-from engine.span import LoadProgress, SpanOptions, load_span
+from engine.span import LoadProgress, SpanOptions, SpanRunner, load_span
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,20 @@ class Hosted:
 
     runner: SessionRunner
     throughput: Throughput
-    weight_bytes: int
+    span: SpanRunner
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the blocks take, without their cache."""
+        return self.span.weight_bytes
+
+    def grow(self, source: ModelSource) -> None:
+        """Read one more block, behind the last."""
+        self.span.grow(source)
+
+    def measured(self) -> Hosted:
+        """The same blocks with their speed as it is now."""
+        return dataclasses.replace(self, throughput=measure_span(self.span))
 
 
 def plan_hosting(
@@ -56,17 +69,28 @@ def plan_hosting(
 
 
 def host_blocks(
-    source: ModelSource, start: int, stop: int, plan: HostingPlan, progress: LoadProgress | None = None
+    source: ModelSource,
+    start: int,
+    stop: int,
+    plan: HostingPlan,
+    progress: LoadProgress | None = None,
+    *,
+    grows_to: int | None = None,
 ) -> Hosted:
-    """Read blocks [start, stop) onto the plan's device and measure them."""
+    """Read blocks [start, stop) onto the plan's device and measure them; up to `grows_to` more may follow later."""
+    room = (grows_to or stop) - start
     options = SpanOptions(
-        torch.device(plan.device.id), plan.dtype, "int8" if plan.quantised else "none", kv_bytes=plan.budget.kv_bytes
+        torch.device(plan.device.id),
+        plan.dtype,
+        "int8" if plan.quantised else "none",
+        kv_bytes=plan.budget.kv_bytes,
+        room=room,
     )
     if options.device.type == "cpu":
-        options = dataclasses.replace(options, packed=_has_room_for_copies(plan, stop - start))
+        options = dataclasses.replace(options, packed=_has_room_for_copies(plan, room))
         cpu_products(plan.dtype)  # measured now, not under the first prompt
     span = load_span(source, start, stop, options, progress)
-    return Hosted(SessionRunner(span), measure_span(span), span.weight_bytes)
+    return Hosted(SessionRunner(span), measure_span(span), span)
 
 
 def _has_room_for_copies(plan: HostingPlan, blocks: int) -> bool:

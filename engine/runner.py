@@ -52,10 +52,15 @@ class SessionRunner:
     def __init__(self, span: SpanRunner) -> None:
         self._span = span
         self._leases: dict[bytes, KVLease] = {}
-        self.start, self.stop = span.start, span.stop
+        self.start = span.start
         self.hidden_size = span.config.hidden_size
         self.context_length = span.config.context_length
         self._native = wire_name(span.options.dtype)
+
+    @property
+    def stop(self) -> int:
+        """Behind the last block; it moves while a span grows."""
+        return self._span.stop
 
     @property
     def kv_free_tokens(self) -> int:

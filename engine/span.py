@@ -26,9 +26,10 @@ LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 @dataclass(frozen=True)
 class SpanOptions(Holding):
-    """How a span is held, and how much memory its cache may take."""
+    """How a span is held, how much memory its cache may take, and how far it will grow."""
 
     kv_bytes: int = 0
+    room: int = 0  # blocks that the cache is laid out for, where more will come than are there at first
 
 
 class SpanRunner:
@@ -37,13 +38,23 @@ class SpanRunner:
     def __init__(self, config: ModelConfig, start: int, blocks: Sequence[Block], options: SpanOptions) -> None:
         self.config = config
         self.start = start
-        self.stop = start + len(blocks)
         self.options = options
         self.blocks = list(blocks)
-        self.pool = KVPool(config, len(blocks), options.kv_bytes, options.device, options.dtype)
+        room = max(len(blocks), options.room)
+        self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
         on_cuda = options.device.type == "cuda"
         self._graphs = DecodeGraphs(SpanParts(config, self.blocks, self.pool, self._rope)) if on_cuda else None
+
+    @property
+    def stop(self) -> int:
+        """Behind the last block that is there."""
+        return self.start + len(self.blocks)
+
+    def grow(self, source: ModelSource) -> None:
+        """Read one more block, behind the last; sessions that are open go on with the blocks they use."""
+        assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
+        self.blocks.append(_load_block(source, self.stop, self.options))
 
     @property
     def weight_bytes(self) -> int:
@@ -131,8 +142,11 @@ def load_span(
         raise EngineError(f"there is no span {start}:{stop} in a model of {source.config.n_blocks} blocks")
     blocks: list[Block] = []
     for index in range(start, stop):
-        tensors = load_part(source, block_part(index), options.dtype)
-        blocks.append(build_block(index, tensors, options))
+        blocks.append(_load_block(source, index, options))
         if progress is not None:
             progress(len(blocks), stop - start)
     return SpanRunner(source.config, start, blocks, options)
+
+
+def _load_block(source: ModelSource, index: int, options: SpanOptions) -> Block:
+    return build_block(index, load_part(source, block_part(index), options.dtype), options)

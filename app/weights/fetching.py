@@ -62,7 +62,6 @@ class Fetching:
         self._writers = trio.CapacityLimiter(2)
         self._on_part: Callable[[str], None] = lambda name: None
         self.progress = Progress()
-        sharing.follow(self._is_coming)
 
     async def fetch(self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None) -> None:
         """Get these parts, in about this order; waits for as long as nobody has one.
@@ -77,12 +76,13 @@ class Fetching:
             if part not in coming:
                 self._count_part(part, part.size_bytes)
         try:
-            async with trio.open_nursery() as self._nursery:
-                try:
-                    await self._pursue(coming)
-                except WeightsError as error:
-                    self._failure = error
-                self._nursery.cancel_scope.cancel()
+            with self._sharing.following(self._is_coming):
+                async with trio.open_nursery() as self._nursery:
+                    try:
+                        await self._pursue(coming)
+                    except WeightsError as error:
+                        self._failure = error
+                    self._nursery.cancel_scope.cancel()
         finally:
             for new in self._open.values():
                 self._library.abandon(new)

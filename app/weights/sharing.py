@@ -5,8 +5,9 @@ A node that is fetching a part gives what it has of it already. Members only: wh
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import trio
@@ -50,7 +51,7 @@ class Sharing:
         self._slots = trio.CapacityLimiter(SLOTS)
         self._went_to: OrderedDict[tuple[bytes, int], tuple[str, int]] = OrderedDict()  # whom, named how often
         self._arrived = trio.Event()
-        self._coming: Callable[[bytes, int], bool] = lambda root, index: False
+        self._coming: list[Callable[[bytes, int], bool]] = []
 
     def serve(self, network: Network) -> None:
         """Answer from now on."""
@@ -62,9 +63,14 @@ class Sharing:
         now = trio.current_time()
         return tuple(peer for peer, given in self.given.items() if now - given.at < ACTIVE_S)
 
-    def follow(self, coming: Callable[[bytes, int], bool]) -> None:
-        """`coming(root, index)` says whether a chunk is on its way to this node."""
-        self._coming = coming
+    @contextlib.contextmanager
+    def following(self, coming: Callable[[bytes, int], bool]) -> Iterator[None]:
+        """For as long as this lasts, `coming(root, index)` says whether a chunk is on its way to this node."""
+        self._coming.append(coming)
+        try:
+            yield
+        finally:
+            self._coming.remove(coming)
 
     def arrived(self) -> None:
         """A chunk that was on its way is here."""
@@ -105,7 +111,7 @@ class Sharing:
 
     async def _chunk(self, part: Part, index: int) -> bytes:
         with trio.move_on_after(COMING_S):
-            while self._coming(part.root, index):
+            while any(coming(part.root, index) for coming in self._coming):
                 await self._arrived.wait()
         chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
         if chunk is None:

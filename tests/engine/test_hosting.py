@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from engine.attention import Segment
 from engine.budget import FLOAT32, block_bytes
 from engine.hosting import host_blocks, plan_hosting
+from engine.kv import KVLease
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
+from engine.span import SpanRunner
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +39,25 @@ def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
     runner = hosted.runner
     assert (runner.start, runner.stop) == (2, 2 + plan.blocks)
     assert runner.kv_free_tokens == runner.kv_total_tokens > 0, "measuring left something in the cache"
+
+
+def test_blocks_that_come_later_change_nothing_for_sessions_that_are_open(tiny: ModelSource) -> None:
+    plan = plan_hosting(tiny.config, "cpu", None)
+    whole, growing = host_blocks(tiny, 1, 5, plan).span, host_blocks(tiny, 1, 3, plan, grows_to=5)
+    span = growing.span
+    hidden = torch.randn(6, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    old = {each: each.open(8) for each in (whole, span)}
+
+    def step(each: SpanRunner, lease: KVLease, rows: slice, stop: int) -> torch.Tensor:
+        return each.step(hidden[rows], [Segment(lease, rows.start, rows.stop - rows.start)], (1, stop))
+
+    for each, lease in old.items():
+        step(each, lease, slice(0, 4), 3)
+    growing.grow(tiny)
+    growing.grow(tiny)
+    assert growing.runner.stop == 5
+    for stop, leases in ((3, old), (5, {each: each.open(8) for each in old})):
+        rows = slice(4, 6) if leases is old else slice(0, 6)
+        results = [step(each, lease, rows, stop) for each, lease in leases.items()]
+        assert torch.equal(*results)
+    assert growing.measured().throughput.decode_tokens_per_s > 0

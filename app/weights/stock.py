@@ -1,0 +1,159 @@
+"""One model's parts for a node that is in its swarm: what is here, what is on its way, and what others are given.
+
+Who has a part is known from announcements; what this node has, it announces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import trio
+
+from app.membership import Swarm
+from app.model_manifest import Manifest
+from app.network import Network
+from app.snapshot import WeightsView
+from app.span import Span
+from app.weights.fetching import Fetching, Progress
+from app.weights.keeping import Claim, claiming, make_room
+from app.weights.library import ENDS, Library, span_parts
+from app.weights.sharing import Sharing
+from engine.sources.base import ModelSource
+from engine.sources.layout import block_index
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger("shoal.weights")
+
+ANNOUNCE_S = 1.0  # between two announcements of what has come meanwhile
+MAX_SPANS = 16  # of an announcement
+
+
+class Stock:
+    """The parts of one swarm's model; `run` until cancelled."""
+
+    def __init__(self, network: Network, swarm: Swarm, manifest: Manifest, cache: Path, limit: int | None) -> None:
+        self._network, self._swarm, self._manifest, self._cache, self._limit = network, swarm, manifest, cache, limit
+        self.library = Library(cache, manifest)
+        self.sharing = Sharing(self.library, self._is_member)
+        self._fetches: list[Fetching] = []
+        self._from_peers = 0
+        self._claim: Claim | None = None
+        self._in_use: set[str] = set()
+        self._news = trio.Event()
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Give parts to members, and tell them what is here."""
+        self.sharing.serve(self._network)
+        with claiming(self._cache, self._network.peer_id) as self._claim:
+            task_status.started()
+            while True:
+                await self._announce()
+                await self._news.wait()
+                self._news = trio.Event()
+                await trio.sleep(ANNOUNCE_S)
+
+    async def need(
+        self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None, *, hosted: bool = False
+    ) -> ModelSource:
+        """The model with these parts, fetched from members where they are not here; waits until somebody has them.
+
+        Raises `WeightsError` where they cannot be kept.
+        """
+        wrong = await trio.to_thread.run_sync(self.library.check, names)
+        if hosted:
+            self._in_use.update(names)
+        await trio.to_thread.run_sync(self._claim_parts)
+        if wrong:
+            await self._fetch(wrong, on_part)
+        return await trio.to_thread.run_sync(self.library.source, names)
+
+    def release(self, names: Iterable[str]) -> None:
+        """These parts are hosted no longer, and may go when the disk is full."""
+        self._in_use.difference_update(names)
+
+    def progress(self) -> Progress | None:
+        """How far the latest fetch is, while one is under way."""
+        return self._fetches[-1].progress if self._fetches else None
+
+    def view(self) -> WeightsView:
+        """What a person sees of it."""
+        held = self.library.held()
+        parts = self._manifest.parts
+        return WeightsView(
+            parts_total=len(parts),
+            parts_held=len(held),
+            parts_verified=len(held),
+            bytes_total=self._manifest.size_bytes,
+            bytes_held=sum(part.size_bytes for part in parts if part.name in held),
+            from_peers_bytes=self._from_peers + sum(_received(fetch) for fetch in self._fetches),
+            giving=self.sharing.receivers(),
+            cache_bytes=sum(size for _, size in self.library.files.names()),
+            cache_limit_bytes=self._limit,
+        )
+
+    # --- within -------------------------------------------------------------------------------------------------------
+
+    async def _fetch(self, names: Sequence[str], on_part: Callable[[str], None]) -> None:
+        size = sum(self._manifest.by_name[name].size_bytes for name in names)
+        await trio.to_thread.run_sync(make_room, self._cache, size, self._limit)
+        fetching = Fetching(self._network, self.library, self.sharing, self._holders)
+        self._fetches.append(fetching)
+
+        def came(name: str) -> None:
+            self._news.set()
+            on_part(name)
+
+        try:
+            await fetching.fetch(names, came)
+        finally:
+            self._fetches.remove(fetching)
+            self._from_peers += _received(fetching)
+
+    def _claim_parts(self) -> None:
+        if self._claim is not None:
+            self._claim.hold([self._manifest.by_name[name].root for name in self._in_use])
+
+    def _is_member(self, peer: str) -> bool:
+        return any(member.peer == peer for member in self._swarm.members())
+
+    def _holders(self, part: str) -> list[str]:
+        """Members that say they have a part; those that were heard from most lately answer soonest."""
+        block = block_index(part)
+        return [
+            member.peer
+            for member in self._swarm.members()
+            if member.present
+            and (member.announcement.holds_ends if block is None else _within(block, member.announcement.held))
+        ]
+
+    async def _announce(self) -> None:
+        held = await trio.to_thread.run_sync(self.library.held)
+        blocks = sorted(index for name in held if (index := block_index(name)) is not None)
+        self._swarm.announce(held=runs(blocks)[:MAX_SPANS], holds_ends=held.issuperset(ENDS))
+
+
+def runs(blocks: Sequence[int]) -> tuple[Span, ...]:
+    """Sorted numbers as spans, the longest first."""
+    spans: list[Span] = []
+    for block in blocks:
+        if spans and spans[-1].stop == block:
+            spans[-1] = Span(spans[-1].start, block + 1)
+        else:
+            spans.append(Span(block, block + 1))
+    return tuple(sorted(spans, key=lambda span: (-len(span), span.start)))
+
+
+def _within(block: int, spans: Collection[Span]) -> bool:
+    return any(block in span for span in spans)
+
+
+def _received(fetching: Fetching) -> int:
+    return sum(fetching.progress.from_peers.values())
+
+
+__all__ = ["ENDS", "Stock", "runs", "span_parts"]
