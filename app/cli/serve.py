@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", metavar="MULTIADDR", action="append", help="connect to this peer (repeatable)")
     parser.add_argument("--api-port", metavar="P", type=int, help="the control API's port; 0 is any free one")
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="for the log file and stderr")
+    parser.add_argument("--log-json", action="store_true", default=None, help="log one JSON object a line")
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -51,7 +52,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         config = configure(home, arguments)
         if target is not None:
             remembered_target(load(home), target)  # what makes no sense is said before anything heavy is loaded
-        start_logging(home.log_folder, arguments.log_level)
+        start_logging(home.log_folder, arguments.log_level, as_json=config.settings.log_json)
         live(home, config, target)
     return 0
 
@@ -93,6 +94,7 @@ def configure(home: Home, arguments: argparse.Namespace) -> Config:
         "blocks": arguments.blocks,
         "device": arguments.device,
         "max_vram": arguments.max_vram,
+        "log_json": arguments.log_json,
     }
     return load_config(home.config_file, os.environ).with_flags(flags)
 
