@@ -99,9 +99,9 @@ class Serving:
         if line is not None:
             self.errors.append(line)
 
-    def ready(self) -> str:
+    def ready(self, seconds: float = PATIENCE_S) -> str:
         """Wait for the `ready` line."""
-        line = self._lines.get(timeout=PATIENCE_S)
+        line = self._lines.get(timeout=seconds)
         assert line is not None, f"serve ended with {self.process.wait()}: {self.errors}"
         assert line.startswith("ready "), line
         return line

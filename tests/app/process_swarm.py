@@ -20,6 +20,8 @@ from engine.sampler import Sampling
 from engine.sources.opening import open_source
 from tests.app.node_process import Place, Serving, wait_until
 
+Each = Callable[[int, Sequence[str]], None]
+MANY_READY_S = 240.0  # for nodes that start at once, and load torch on the same few cores
 TIE = 1e-3  # two logits so close may change places where sums are taken in another order
 WORDS = "tide reef kelp wave sand shell coral drift foam salt gull net hull mast oar sail deck rope buoy pier".split()
 
@@ -46,7 +48,7 @@ class Node:
     def ready(self) -> None:
         """Wait until it serves."""
         assert self.serving is not None
-        self.serving.ready()
+        self.serving.ready(MANY_READY_S)
         self.peer = str(self.place.node_file()["peer_id"])
 
     def signal(self, what: signal.Signals) -> None:
@@ -100,7 +102,6 @@ class ProcessSwarm:
         self.client: Client = client_of(asker.place.home)
         self._due: dict[int, Callable[[], object]] = {}  # behind which token of this reply
         self._count = 0  # tokens of this reply so far
-        self._route: list[str] = []
 
     def invite(self) -> str:
         """A way in, through the asker."""
@@ -114,17 +115,19 @@ class ProcessSwarm:
         blocks = self.client.get("/api/blocks")
         return min((len(block["holders"]) for block in blocks), default=0)
 
-    def chat(self, text: str, tokens: int, each: Callable[[int], None] = lambda count: None) -> dict[str, Any]:
-        """A whole greedy reply; `each` is called behind every token."""
+    def chat(self, text: str, tokens: int, each: Each | None = None, *, silence_s: float = 60.0) -> dict[str, Any]:
+        """A whole greedy reply; `each` is called behind every token with their number and the route."""
         request = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
-        self._count, self._route = 0, []
-        for piece in self.client.chat(request):
+        count = 0
+        route: list[str] = []
+        for piece in self.client.chat(request, silence_s=silence_s):
             if "done" in piece:
                 done: dict[str, Any] = piece["done"]
                 return done
-            self._count += 1
-            self._route = [hop["peer"] for hop in piece.get("route", ())] or self._route
-            each(self._count)
+            count += 1
+            route = [hop["peer"] for hop in piece.get("route", ())] or route
+            if each is not None:
+                each(count, route)
         raise AssertionError("a reply ends with its figures")
 
     def hurt(
@@ -135,9 +138,10 @@ class ProcessSwarm:
         hurt: list[Disturbance] = []
         self._due.clear()
 
-        def each(count: int) -> None:
+        def each(count: int, route: Sequence[str]) -> None:
+            self._count = count
             if count == at:
-                hurt.append(Disturbance(at, choose([node for node in self.nodes if node.peer in self._route])))
+                hurt.append(Disturbance(at, choose([node for node in self.nodes if node.peer in route])))
                 act(hurt[0].victim)
             if count in self._due:
                 self._due.pop(count)()
