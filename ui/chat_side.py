@@ -11,11 +11,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from ui.conversations import Conversation
+from ui.dialogs import Dialog, Question
 from ui.figures import count, day_or_time
 from ui.ink import Row, cell, clean, row, wrap
 from ui.node_rows import now_ms
@@ -88,8 +88,6 @@ class ConversationList(Panel):
 
     def action_forget(self) -> None:
         """Forget what is under the cursor, once the person is sure."""
-        from ui.dialogs import Question
-
         if not self.conversations:
             return
         kept = self.conversations[self._cursor]
@@ -137,7 +135,7 @@ class SamplingPanel(Panel):
         return [*rows, [], *wrap(words, width, "dim")][:height]
 
 
-class ConversationPicker(ModalScreen[int | None]):
+class ConversationPicker(Dialog[int | None]):
     """The conversations in a window."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
@@ -155,14 +153,14 @@ class ConversationPicker(ModalScreen[int | None]):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Open it."""
-        self.dismiss(int(event.option_id or 0))
+        self.close(int(event.option_id or 0))
 
     def action_cancel(self) -> None:
         """None."""
-        self.dismiss(None)
+        self.close(None)
 
 
-class SamplingForm(ModalScreen[Sampling | None]):
+class SamplingForm(Dialog[Sampling | None]):
     """Every sampling setting with its help; what makes no sense is said at once."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -196,8 +194,8 @@ class SamplingForm(ModalScreen[Sampling | None]):
                 self.query_one("#wrong", Static).update(Content.styled(str(error), "$error"))
                 field.focus()
                 return
-        self.dismiss(Sampling(**values))  # type: ignore[arg-type]
+        self.close(Sampling(**values))  # type: ignore[arg-type]
 
     def action_cancel(self) -> None:
         """As it was."""
-        self.dismiss(None)
+        self.close(None)

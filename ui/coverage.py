@@ -15,6 +15,8 @@ from ui.figures import plural, rate
 from ui.ink import Row, clean, fit, row
 
 _GUTTER = 9
+_WIDEST = 4  # cells a block
+MARGIN = 27  # of the notes beside the strip
 
 
 @dataclass(frozen=True)
@@ -113,23 +115,54 @@ def short_peer(peer: str) -> str:
 # --- the strip -------------------------------------------------------------------------------------------------------
 
 
-def strip_rows(cover: Coverage, width: int, tall: int = 1, *, gutter: bool = True) -> list[Row]:
-    """Axis, heights, digits, and the marks of your span and the weak spot."""
+@dataclass(frozen=True)
+class Scale:
+    """How blocks lie on cells: several blocks a cell in a large model, several cells a block in a small one."""
+
+    per_cell: int
+    per_block: int
+    blocks: int
+
+    @property
+    def cells(self) -> int:
+        """How many cells the whole strip has."""
+        return ceil(self.blocks / self.per_cell) * self.per_block
+
+    def first(self, block: int) -> int:
+        """The cell where a block begins."""
+        return block // self.per_cell * self.per_block
+
+    def end(self, stop: int) -> int:
+        """The cell behind the last one of the blocks before `stop`."""
+        return ceil(stop / self.per_cell) * self.per_block
+
+
+def scale_for(blocks: int, room: int) -> Scale:
+    """What fits into so many cells."""
+    per_cell = ceil(blocks / max(1, room))
+    return Scale(per_cell, max(1, min(_WIDEST, room // blocks)) if per_cell == 1 else 1, blocks)
+
+
+def strip_rows(cover: Coverage, width: int, tall: int = 1, *, gutter: bool = True, margin: int = 0) -> list[Row]:
+    """Axis, heights, digits, and the marks of your span and the weak spot; `margin` cells at the right stay free."""
     indent = _GUTTER if gutter else 0
-    per = ceil(len(cover.holders) / max(1, width - indent))
-    cells = ceil(len(cover.holders) / per)
-    holders = [min(cover.holders[i * per : (i + 1) * per]) for i in range(cells)]
-    speeds = [min(cover.tokens_per_s[i * per : (i + 1) * per]) for i in range(cells)]
+    scale = scale_for(len(cover.holders), max(1, width - indent - margin))
+    if margin and scale.per_cell > 1:
+        scale = scale_for(len(cover.holders), max(1, width - indent))
+    step = scale.per_cell
+    groups = range(0, len(cover.holders), step)
+    holders = [min(cover.holders[first : first + step]) for first in groups]
+    speeds = [min(cover.tokens_per_s[first : first + step]) for first in groups]
 
     def labelled(label: str, content: Row) -> Row:
         return [(label.ljust(indent), "dim"), *content] if indent else content
 
-    rows = [labelled("block", [(_axis(len(cover.holders), per, cells), "dim")])]
+    rows = [labelled("block", [(_axis(scale), "dim")])]
     for line in range(tall):
-        heights = _heights(cover, holders, speeds, per, low=8 * (tall - 1 - line), top=8 * tall)
+        heights = _heights(cover, holders, speeds, scale, (8 * (tall - 1 - line), 8 * tall))
         rows.append(labelled("tok/s" if line == tall - 1 else "", heights))
-    digits = [(str(number) if number < 10 else "+", heat(number)) for number in holders]
-    return [*rows, labelled("holders", _joined(digits)), labelled("", _marks(cover, per, cells))]
+    digits = [((str(number) if number < 10 else "+").ljust(scale.per_block), heat(number)) for number in holders]
+    return [*rows, labelled("holders", _joined(digits)), labelled("", _marks(cover, scale))]
 
 
 def heat(holders: int) -> str:
@@ -137,31 +170,33 @@ def heat(holders: int) -> str:
     return {0: "error", 1: "warning", 2: "heat2"}.get(holders, "heat3")
 
 
-def _axis(blocks: int, per: int, cells: int) -> str:
-    axis = [" "] * cells
-    end = str(blocks - 1)
-    step = 10
-    while step / per < 8 and step < blocks:
+def _axis(scale: Scale) -> str:
+    axis = [" "] * scale.cells
+    end = str(scale.blocks - 1)
+    last = scale.first(scale.blocks - 1) if scale.per_block > 1 else scale.cells - len(end)
+    step = 5 if scale.per_block > 1 else 10
+    while scale.first(step) < 8 and step < scale.blocks:
         step *= 2
-    for block in range(0, blocks, step):
-        at = block // per
-        text = str(block)
-        if at + len(text) < cells - len(end) or block == 0:
+    for block in range(0, scale.blocks, step):
+        at, text = scale.first(block), str(block)
+        if at + len(text) < last or block == 0:
             axis[at : at + len(text)] = text
-    if cells > len(end) + 1:
-        axis[cells - len(end) :] = end
-    return "".join(axis)[:cells]
+    if scale.cells > len(end) + 1:
+        axis[last : last + len(end)] = end
+    return "".join(axis)[: scale.cells]
 
 
-def _heights(cover: Coverage, holders: list[int], speeds: list[float], per: int, low: int, top: int) -> Row:
+def _heights(cover: Coverage, holders: list[int], speeds: list[float], scale: Scale, band: tuple[int, int]) -> Row:
+    """One row of the strip: the eighths from `band`'s first up, of `band`'s second in all."""
+    low, top = band
     peak = max(cover.tokens_per_s) or 1.0
     spans = []
     for index, number in enumerate(holders):
+        first, stop = index * scale.per_cell, (index + 1) * scale.per_cell
         level = max(1, round(speeds[index] / peak * top))
-        is_own = cover.own is not None and cover.own[0] < (index + 1) * per and cover.own[1] > index * per
-        back = "minebg" if is_own else "trackbg"
+        back = "minebg" if cover.own is not None and cover.own[0] < stop and cover.own[1] > first else "trackbg"
         mark = ("×" if low == 0 else " ") if number == 0 else EIGHTHS[max(0, min(8, level - low))]
-        spans.append((mark, f"{heat(number)} on {back}"))
+        spans.append((mark * scale.per_block, f"{heat(number)} on {back}"))
     return _joined(spans)
 
 
@@ -170,21 +205,21 @@ def _joined(spans: list[tuple[str, str]]) -> Row:
     return [("".join(text for text, _ in group), style) for style, group in groupby(spans, key=lambda part: part[1])]
 
 
-def _marks(cover: Coverage, per: int, cells: int) -> Row:
-    marks = [(" ", "")] * cells
+def _marks(cover: Coverage, scale: Scale) -> Row:
+    marks = [(" ", "")] * scale.cells
     if cover.weak is not None and cover.weak.holders:
-        _mark(marks, cover.weak.start // per, ceil(cover.weak.stop / per), "weak", "warning")
+        _mark(marks, scale.first(cover.weak.start), scale.end(cover.weak.stop), "weak", "warning")
     for start, stop in cover.holes:
-        _mark(marks, start // per, ceil(stop / per), "hole", "b error")
+        _mark(marks, scale.first(start), scale.end(stop), "hole", "b error")
     if cover.own is not None:
         label = f"you {cover.own[0]}:{cover.own[1]}"
-        _mark(marks, cover.own[0] // per, ceil(cover.own[1] / per), label, "mine")
+        _mark(marks, scale.first(cover.own[0]), scale.end(cover.own[1]), label, "mine")
     return _joined(marks)
 
 
 def _mark(marks: list[tuple[str, str]], start: int, stop: int, label: str, style: str) -> None:
     """Put a bracket with its label below a span; a narrow span has the label alone, kept within the strip."""
-    room = stop - start
+    room = min(stop, len(marks)) - start
     for text in (label, label.split()[0]):
         if room >= len(text) + 2:
             drawn = "╰" + text.center(room - 2, "─") + "╯"

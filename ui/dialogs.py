@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -18,6 +18,7 @@ from textual.widgets import Input, Label, Static
 from ui.ink import clean
 
 JUMP_KEYS = "asdfghjkl"
+Result = TypeVar("Result")
 
 
 def plain(text: str) -> Content:
@@ -25,7 +26,19 @@ def plain(text: str) -> Content:
     return Content(text)
 
 
-class Question(ModalScreen[bool]):
+class Dialog(ModalScreen[Result]):
+    """A window that closes once, however quickly keys follow each other."""
+
+    _is_closing = False
+
+    def close(self, result: Result | None = None) -> None:
+        """Go, with the result."""
+        if not self._is_closing:
+            self._is_closing = True
+            self.dismiss(result)
+
+
+class Question(Dialog[bool]):
     """Whether the person is sure."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -45,10 +58,10 @@ class Question(ModalScreen[bool]):
 
     def action_answer(self, sure: bool) -> None:
         """Close with the answer."""
-        self.dismiss(sure)
+        self.close(sure)
 
 
-class Line(ModalScreen[str | None]):
+class Line(Dialog[str | None]):
     """One line to type."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
@@ -69,14 +82,14 @@ class Line(ModalScreen[str | None]):
         """What was typed."""
         event.stop()
         if event.value.strip():
-            self.dismiss(event.value.strip())
+            self.close(event.value.strip())
 
     def action_cancel(self) -> None:
         """Nothing."""
-        self.dismiss(None)
+        self.close(None)
 
 
-class Facts(ModalScreen[None]):
+class Facts(Dialog[None]):
     """Facts with their names."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -107,10 +120,10 @@ class Facts(ModalScreen[None]):
 
     def action_close(self) -> None:
         """Back."""
-        self.dismiss()
+        self.close()
 
 
-class Help(ModalScreen[None]):
+class Help(Dialog[None]):
     """What the focused panel shows, then the keys that work now."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "close", "close")]
@@ -132,10 +145,10 @@ class Help(ModalScreen[None]):
 
     def action_close(self) -> None:
         """Back."""
-        self.dismiss()
+        self.close()
 
 
-class Jump(ModalScreen[Widget | None]):
+class Jump(Dialog[Widget | None]):
     """Letters over the panels: one key goes there."""
 
     def __init__(self, panels: Sequence[Widget]) -> None:
@@ -152,4 +165,4 @@ class Jump(ModalScreen[Widget | None]):
     def on_key(self, event: Key) -> None:
         """Any other key only closes."""
         event.stop()
-        self.dismiss(self._panels.get(event.key))
+        self.close(self._panels.get(event.key))

@@ -77,6 +77,7 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int) -> list[Ro
         rows += [row((f"× {clean(state.problem)}", "error")), []]
     if state.busy:
         rows += [row(("◐ ", "primary"), clean(state.busy)), []]
+    rows += [[]] if rows[-1] else []
     return [fit(line, width) for line in [*rows, row(("esc back · q leave, the node stays", "dim"))]]
 
 
@@ -91,10 +92,12 @@ def _machine(known: Snapshot | None) -> list[Row]:
     machine = " · ".join(part for part in told if part)
     reach = {"verified": "others reach this machine", "unverified": "nobody has dialled in yet"}
     network = reach.get(known.network.reach, "not yet known how others reach this machine")
-    ok = ("✓", "b success")
+    ok, open_yet = ("✓", "b success"), ("○", "dim")
     return [
-        row(ok, (f" {machine}", "dim")) if machine else row(("○", "dim"), (" the device is being looked at", "dim")),
-        row(ok, (f" network: {network}", "dim")),
+        row(ok, (f" {machine}", "dim"))
+        if machine
+        else row(open_yet, (" the device is looked at when you join", "dim")),
+        row(ok if known.network.reach == "verified" else open_yet, (f" network: {network}", "dim")),
     ]
 
 

@@ -9,9 +9,9 @@ from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
-from textual.screen import ModalScreen
 
 from app.client import Client
+from ui.dialogs import Dialog, Line
 from ui.first_rows import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
 from ui.ink import Row
 from ui.panel import Painted
@@ -35,7 +35,7 @@ class FirstPage(Painted):
         return first_rows(self.state, self.store.snapshot, width)[:height]
 
 
-class FirstRun(ModalScreen[None]):
+class FirstRun(Dialog[None]):
     """Where, how much, hello."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -100,14 +100,12 @@ class FirstRun(ModalScreen[None]):
         elif event.key == "c":
             self._ask_line("Which model?", "a folder, a GGUF file, starter or tiny-random", self._create)
         elif event.key == "l":
-            self.dismiss()
+            self.close()
         else:
             return False
         return True
 
     def _ask_line(self, words: str, hint: str, then: Any) -> None:
-        from ui.dialogs import Line
-
         self.app.push_screen(Line(words, hint=hint), lambda text: then(text) if text else None)
 
     def _go_to(self, target: str) -> None:
@@ -212,5 +210,5 @@ class FirstRun(ModalScreen[None]):
 
     async def _hello(self) -> None:
         question = self.state.typed.strip() or HELLO
-        self.dismiss()
+        self.close()
         await self.dashboard.say_hello(question)

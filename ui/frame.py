@@ -11,8 +11,9 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Footer
 
+from ui.events import FollowingList
 from ui.figures import plural
-from ui.ink import Row, clean, row, spread, width_of
+from ui.ink import Row, clean, fit, row, spread, text_of, width_of, wrap
 from ui.panel import Painted
 from ui.store import Store
 from ui.wording import state_row, swarm_label
@@ -40,7 +41,7 @@ class Head(Painted):
                 left.append((f" {number} {name} ", "b background on primary"))
             else:
                 left.append((f" {number} " if narrow else f" {number} {name} ", "dim"))
-        return [spread(left, self._right(narrow), width)]
+        return [spread(left, fit(self._right(narrow), max(8, width - width_of(left) - 2)), width)]
 
     def _right(self, narrow: bool) -> Row:
         known = self.store.snapshot
@@ -67,12 +68,28 @@ class Head(Painted):
 
 
 class StateLine(Painted):
-    """What the node does, and why."""
+    """What the node does, and why: the reason is never cut off while a second line could hold it."""
+
+    _lines = 1
+
+    def show(self) -> None:
+        """Look at the store again; as many lines as the reason needs, two at most."""
+        lines = len(self.rows(self.size.width, 2)) if self.size.width else 1
+        if lines != self._lines:
+            self._lines = lines
+            self.styles.height = lines
+        super().show()
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One line, and a second one for a reason that does not fit."""
         store = self.store
-        return [state_row(store.link, store.snapshot, store.now(), wide=width >= NARROW)]
+        line = state_row(store.link, store.snapshot, store.now(), wide=width >= NARROW)
+        if width_of(line) <= width:
+            return [line]
+        head, rest = line[:3], text_of(line[3:])
+        first, *more = wrap(rest, width - width_of(head))
+        indent = (" " * 3, "")
+        return [[*head, *first], [indent, *row(" ".join(text_of(part) for part in more))]]
 
 
 class MainScreen(Screen[None]):
@@ -105,6 +122,8 @@ class MainScreen(Screen[None]):
         """Look at the store again."""
         for painted in self.query(Painted):
             painted.show()
+        for listed in self.query(FollowingList):
+            listed.show()
 
     def on_screen_resume(self) -> None:
         """The screen is seen again after the store went on without it."""

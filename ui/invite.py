@@ -8,11 +8,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from app.snapshot import PeerView
 from ui.coverage import short_peer
+from ui.dialogs import Dialog
 from ui.ink import Row, clean, row
 from ui.panel import Painted
 from ui.store import Store
@@ -69,7 +69,7 @@ class Came(Painted):
         return came_rows(self.store, self.before)[:height]
 
 
-class InviteScreen(ModalScreen[None]):
+class InviteScreen(Dialog[None]):
     """The invite, live."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -136,4 +136,4 @@ class InviteScreen(ModalScreen[None]):
 
     def action_close(self) -> None:
         """Back."""
-        self.dismiss()
+        self.close()

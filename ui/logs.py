@@ -53,10 +53,10 @@ class LogList(FollowingList):
 
     HELP = "What the node and this dashboard wrote, the newest last. Scroll up to stop following, end follows again."
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "search", key_display="/"),
+        Binding("slash", "search", "find", key_display="/"),
         Binding("l", "level", "level"),
-        Binding("f", "follow", "follow"),
-        Binding("y", "copy", "copy"),
+        Binding("f", "follow", "follow", show=False),
+        Binding("y", "copy", "copy", show=False),
     ]
 
     def __init__(self, store: Store, *, id: str | None = None) -> None:
@@ -130,11 +130,6 @@ class Logs(MainScreen):
         """Ask for rows as long as somebody looks."""
         self.set_interval(_POLL_S, self._poll)
         self._poll()
-
-    def show(self) -> None:
-        """Look at the store again."""
-        super().show()
-        self.query_one(LogList).show()
 
     def _poll(self) -> None:
         if self._asking or not self.is_current or self.dashboard.door is None or self.store.link.kind != "live":

@@ -11,6 +11,16 @@ from ui.figures import clock, count, duration, gigabytes, many, milliseconds, pl
 from ui.ink import UNKNOWN, Row, cell, clean, fit, row, wrap
 
 _LABEL = 8
+_RULES = {
+    "pause_busy": "device busy",
+    "pause_memory": "memory",
+    "pause_active": "you work",
+    "pause_battery": "battery",
+    "pause_heat": "heat",
+    "pause_program": "program",
+    "pause_schedule": "clock",
+    "disk_floor": "disk",
+}
 _STEP_SIGNS = {"pending": ("○", "dim"), "running": ("◐", "primary"), "done": ("✓", "success"), "failed": ("×", "error")}
 
 
@@ -122,7 +132,7 @@ def courtesy_rows(courtesy: CourtesyView) -> list[Row]:
     line = labelled("pauses", ("if", "dim"))
     for rule in rules:
         sign = ("●", "warning") if rule.applies else ("○", "success")
-        line += row(" ", sign, f" {clean(rule.label)}")
+        line += row(" ", sign, f" {_RULES.get(rule.code, clean(rule.label))}")
     applies = [clean(rule.text or rule.label) for rule in rules if rule.applies]
     told = ", ".join(applies) if applies else "none applies now"
     after = f" · {clean(courtesy.next_text)}" if courtesy.next_text else ""

@@ -10,7 +10,7 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 
 from ui.bars import ceiling, plot
-from ui.coverage import coverage_of, legend, strip_rows, weak_note
+from ui.coverage import MARGIN, coverage_of, legend, strip_rows, weak_note
 from ui.events import EventsPanel
 from ui.figures import fine_rate, megabits
 from ui.frame import MainScreen
@@ -52,7 +52,6 @@ class StartPanel(Panel):
     """The node's start, step by step."""
 
     HELP = "What a node does before it serves, in this order. A failed step stays here until you dismiss it with x."
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "dismiss_start", "dismiss")]
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, id="start")
@@ -78,14 +77,14 @@ class StartPanel(Panel):
         """The list."""
         return step_rows(self.store.snapshot.steps if self.store.snapshot else (), width)[:height]
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Only a failure can be dismissed."""
-        return bool(self._failed()) if action == "dismiss_start" else True
-
-    def action_dismiss_start(self) -> None:
+    def dismiss(self) -> None:
         """The person has read the failure."""
         self._dismissed = self._failed()
-        self.screen.call_later(self.screen.show if isinstance(self.screen, MainScreen) else self.show)
+
+    @property
+    def can_dismiss(self) -> bool:
+        """Whether a failure is shown."""
+        return bool(self._failed()) and self._failed() != self._dismissed
 
     def _failed(self) -> tuple[str, ...]:
         steps = self.store.snapshot.steps if self.store.snapshot else ()
@@ -149,7 +148,7 @@ class CoveragePanel(Panel):
             text = UNKNOWN if known is None else _NO_SWARM if known.swarm is None else "The model is not known yet."
             return wrap(text, width, "dim")
         narrow = width < 90
-        rows = strip_rows(cover, width, max(1, height - 3), gutter=not narrow)
+        rows = strip_rows(cover, width, max(1, height - 3), gutter=not narrow, margin=0 if narrow else MARGIN)
         if height < len(rows):
             rows = rows[1:]
         return beside(rows, [[], legend(), weak_note(cover)], width) if not narrow else rows[:height]
@@ -226,6 +225,7 @@ class Overview(MainScreen):
 
     TAB = "overview"
     AUTO_FOCUS = "#node"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "dismiss_start", "dismiss")]
     HELP_TEXT = "p pauses hosting or resumes it; d drains; i makes an invite; w says why the node is as it is."
 
     def body(self) -> Iterable[Widget]:
@@ -244,5 +244,18 @@ class Overview(MainScreen):
         start = self.query_one(StartPanel)
         wanted = start.wanted()
         start.display = wanted
+        if wanted and self.store.snapshot is not None:
+            frame = 1 if self.has_class("-narrow") else 2
+            start.styles.height = len(self.store.snapshot.steps) + frame
         self.set_class(wanted, "-starting")
         super().show()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Only a failure can be dismissed."""
+        return self.query_one(StartPanel).can_dismiss if action == "dismiss_start" else True
+
+    def action_dismiss_start(self) -> None:
+        """Put a failed start away."""
+        self.query_one(StartPanel).dismiss()
+        self.show()
+        self.refresh_bindings()

@@ -36,9 +36,9 @@ _DAY = {
     "plot1": "#9cc9d8",
     "plot2": "#6fb0c4",
     "plot3": "#4296af",
-    "plot4": "#1f7a94",
+    "plot4": "#1c7590",
     "heat2": "#5aa5bb",
-    "heat3": "#1f7a94",
+    "heat3": "#17718a",
     "cursor": "#d5e4ee",
 }
 _CONTRAST = {

@@ -96,8 +96,8 @@ class SettingsList(ScrollView, can_focus=True):
     DEFAULT_CLASSES = "panel"
     HELP = "Enter changes a setting, x puts its default back. Those marked `restart` hold from the node's next start."
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "change", "change"),
-        Binding("x", "unset", "default"),
+        Binding("enter", "change", "edit"),
+        Binding("x", "unset", "unset"),
         Binding("r", "reload", "reload", show=False),
         Binding("up", "move(-1)", show=False),
         Binding("down", "move(1)", show=False),

@@ -14,7 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from app.snapshot import PeerView
-from ui.coverage import coverage_of, legend, strip_rows, weak_sentence
+from ui.coverage import MARGIN, coverage_of, legend, strip_rows, weak_sentence
 from ui.figures import count, rate
 from ui.frame import MainScreen
 from ui.ink import Row, beside, fit, row
@@ -41,7 +41,7 @@ class TallCoverage(CoveragePanel):
             return super().rows(width, height)
         narrow = width < 90
         tall = max(1, height - 4)
-        rows = strip_rows(cover, width, tall, gutter=not narrow)
+        rows = strip_rows(cover, width, tall, gutter=not narrow, margin=0 if narrow else MARGIN)
         if height < 5:
             return rows[-height:]
         best = max(range(len(cover.holders)), key=lambda block: cover.tokens_per_s[block])

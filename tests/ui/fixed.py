@@ -70,11 +70,11 @@ ROUTE = RouteView(
     token_s=0.224,
 )
 RULES = (
-    RuleView("busy", "game", True, False, True, "other programs use 3 %"),
-    RuleView("battery", "battery", True, False, True, "on mains"),
-    RuleView("heat", "heat", True, False, True, "pauses at 83"),
-    RuleView("active", "you work", False, False, True),
-    RuleView("times", "clock", True, False, True),
+    RuleView("pause_busy", "another program uses the device", True, False, True, "other programs use 3 %"),
+    RuleView("pause_battery", "on battery", True, False, True, "on mains"),
+    RuleView("pause_heat", "too hot", True, False, True, "pauses at 83"),
+    RuleView("pause_active", "somebody uses this machine", False, False, True),
+    RuleView("pause_schedule", "by timetable", True, False, True),
 )
 HEALTHY = Snapshot(
     ME,
