@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from app.errors import AppError
 from app.hardware import device_view
 from app.membership import Swarm
 from app.network import Network
-from app.placement import Candidate, Move, decide
+from app.placement import Candidate, Due, Move, decide, due
 from app.runner import DeviceThread
 from app.snapshot import DeviceView, Reason, State
 from app.span import Span
@@ -84,6 +84,7 @@ class Hosting:
         self._span: Span | None = None
         self._settled_at = 0.0
         self._news = trio.Event()
+        self._due: Due | None = None
         self._choosing = trio.CancelScope()
         self._chosen = trio.Event()  # no other place will be chosen
 
@@ -123,6 +124,7 @@ class Hosting:
         """Choose, load, serve, and choose again when the swarm changes; started once it serves or stays a client."""
         self._plan = await self._make_plan()
         if self._plan is None:
+            self._swarm.announce(state="client", span=None)
             self._chosen.set()
             task_status.started()
             return
@@ -131,9 +133,8 @@ class Hosting:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.server.run)
                 with self._choosing:
-                    move = self._decide(self._plan)
-                    assert move is not None, "a node without a place is given one"
-                    await self._load(self._plan, move)
+                    while self._span is None:
+                        await self._follow_the_swarm(self._plan)
                     task_status.started()
                     while True:
                         await self._follow_the_swarm(self._plan)
@@ -180,6 +181,8 @@ class Hosting:
         if wish.blocks is not None and plan.blocks < len(wish.blocks):
             raise CannotHost(f"blocks {wish.blocks} do not fit here: {plan.budget.reason}")
         if plan.blocks == 0:
+            self._steps.begin("load")
+            self._steps.failed(plan.budget.reason)
             more = "close other programs, or raise the limit with `shoal config set max_vram SIZE`"
             self._say("client", Reason("no_room", plan.budget.reason, next_step=more))
             return None
@@ -195,22 +198,24 @@ class Hosting:
         return decide(me, others, self._swarm.n_blocks)
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
-        """Wait for a reason to move, and move if it still stands when this node's turn has come."""
+        """Wait for news, and move once a reason to has stood until this node's turn."""
+        self._news, now = trio.Event(), trio.current_time()
         move = self._decide(plan)
-        self._news = trio.Event()
-        if move is None:
-            with trio.move_on_after(REFRESH_S) as waiting:
+        is_hole = move is not None and move.code in ("hole", "make_way")
+        if move is not None and is_hole:
+            move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
+        self._due = due(self._due, move, now)
+        if self._due is None or self._due.at > now:
+            with trio.move_on_at(now + REFRESH_S if self._due is None else self._due.at) as waiting:
                 await self._news.wait()
-            if waiting.cancelled_caught:
+            if waiting.cancelled_caught and self._due is None:
                 self._announce()
             return
-        is_hole = move.code in ("hole", "make_way")
-        await trio.sleep(max(move.after_s, HOLE_CERTAIN_S if is_hole else 0.0))
-        again = self._decide(plan)
-        if again is not None and again.code == move.code:
-            self._say("loading", Reason(again.code, f"moving to {again.span}: {again.reason}"))
+        move, self._due = self._due.move, None
+        if self._span is not None:
+            self._say("loading", Reason(move.code, f"moving to {move.span}: {move.reason}"))
             await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
-            await self._load(plan, again)
+        await self._load(plan, move)
 
     # --- hosting -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
@@ -113,8 +114,9 @@ class Node:
 
     async def run(self, target: str | None = None) -> None:
         """Live until asked to stop; `target` is where to go instead of the swarm that was active last."""
-        port = self._config.settings.api_port
-        sock = server.open_socket(port, explicit=self._config.explicit("api_port"))
+        settings = self._config.settings
+        explicit = self._config.explicit("api_port")
+        sock = server.open_socket(settings.api_port, explicit=explicit, host=settings.api_host)
         self._api_url = server.url_of(sock)
         if target is None and self._known.active is not None:
             self._dwelling.go(self._known.active)
@@ -143,7 +145,8 @@ class Node:
         self._dwelt.set()
 
     async def _serve_api(self, sock: socket, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        application = build_application(self, api_token(self._home), self._version)
+        everywhere = not ip_address(self._config.settings.api_host).is_loopback
+        application = build_application(self, api_token(self._home), self._version, everywhere=everywhere)
         await server.serve(application, sock, self._api_over.wait, task_status=task_status)
         self._api_ended.set()
 

@@ -170,6 +170,11 @@ class Settings:
     timed_download: int | None = _setting(
         "size", None, "Bytes a second received at most in those times, LAN exempt; unset: no limit.", live=True
     )
+    api_host: str = _setting(
+        "text",
+        "127.0.0.1",
+        "The IP address that the control API listens on; any but loopback lets other machines try its token.",
+    )
     api_port: int = _setting(
         "integer", 7465, "The control API's port on this machine; 0 is any free one.", bounds=(0, 65535)
     )

@@ -1,12 +1,14 @@
 """Who may speak with the API: the bearer of the token, from this machine, with a request of bounded size.
 
-A page in the person's browser can send requests to loopback, and a hostile name can be made to point there: so the
-`Host` and `Origin` that the browser reports must be this machine's own, besides the token that no page knows.
+A page in the person's browser can send requests to loopback, and a hostile name can be made to point there. So the
+`Host` must be `localhost` or an address, which nobody can make to point elsewhere (a loopback one, unless the API was
+told to listen on others), and an `Origin`, which browsers add to what pages send, must be the API's own.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -24,14 +26,13 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**20
 OPEN_PATHS = frozenset({"/healthz"})
-_LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Guard:
     """Refuses what may not pass, and hands the rest on."""
 
-    def __init__(self, application: Application, token: str) -> None:
-        self._application = application
+    def __init__(self, application: Application, token: str, *, everywhere: bool = False) -> None:
+        self._application, self._everywhere = application, everywhere
         self._expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,9 +51,10 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
-        if _hostname(headers.get(b"host", b"")) not in _LOCAL:
+        host = headers.get(b"host", b"")
+        if not _is_own(host, everywhere=self._everywhere):
             return 403, "Forbidden", "the API answers to 127.0.0.1 and localhost alone"
-        if b"origin" in headers and _origin_host(headers[b"origin"]) not in _LOCAL:
+        if b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
             return 403, "Forbidden", "the API does not answer to pages of other sites"
         if scope["path"] in OPEN_PATHS:
             return None
@@ -61,18 +63,13 @@ class Guard:
         return None
 
 
-def _hostname(host: bytes) -> str | None:
+def _is_own(host: bytes, *, everywhere: bool) -> bool:
+    """Whether a `Host` names this machine in a way that no name server could have made up."""
     try:
-        return urlsplit(f"//{host.decode('ascii')}").hostname
+        name = urlsplit(f"//{host.decode('ascii')}").hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback or everywhere
     except ValueError:
-        return None
-
-
-def _origin_host(origin: bytes) -> str | None:
-    try:
-        return urlsplit(origin.decode("ascii")).hostname
-    except ValueError:
-        return None
+        return False
 
 
 def _bounded(receive: Receive) -> Receive:

@@ -95,8 +95,8 @@ class SettingRequest(_Body):
     value: str | None = Field(max_length=_MAX_TEXT)
 
 
-def build_application(control: Control, token: str, version: str) -> Application:
-    """The whole API, guarded."""
+def build_application(control: Control, token: str, version: str, *, everywhere: bool = False) -> Application:
+    """The whole API, guarded; `everywhere` where it listens on more than loopback."""
     application = FastAPI(title="Shoal", version=version, redoc_url=None)
     failures.install(application)
 
@@ -112,7 +112,7 @@ def build_application(control: Control, token: str, version: str) -> Application
     application.include_router(_acting(control), prefix="/api")
     application.include_router(_configuring(control), prefix="/api")
     application.include_router(openai.routes(control), prefix=openai.PREFIX)
-    return Guard(application, token)
+    return Guard(application, token, everywhere=everywhere)
 
 
 def _looking(control: Control) -> APIRouter:

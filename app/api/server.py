@@ -1,8 +1,9 @@
-"""The API's socket and server: loopback, one port, hypercorn on the node's own trio loop."""
+"""The API's socket and server: loopback unless a person says otherwise, hypercorn on the node's own trio loop."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import socket
 import sys
@@ -30,22 +31,37 @@ class PortInUse(AppError):
     """The port that was asked for the API is taken; choose another --api-port, or 0 for any free one."""
 
 
-def open_socket(port: int, *, explicit: bool) -> socket.socket:
-    """A listening socket on loopback; a default port that is taken gives way to any free one, a chosen one does not."""
+class NoSuchAddress(AppError):
+    """The API cannot listen on the address that was asked for; set `api_host` to one of this machine's."""
+
+
+def open_socket(port: int, *, explicit: bool, host: str = HOST) -> socket.socket:
+    """A listening socket; a default port that is taken gives way to any free one, a chosen one does not."""
     try:
-        return _listen(port)
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise NoSuchAddress(f"the setting api_host is {host[:60]!r}, which is no IP address: write 127.0.0.1") from None
+    if not address.is_loopback:
+        log.warning("the API listens on %s: whoever reaches it and learns its token commands this node", host)
+    try:
+        return _listen(host, port)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise NoSuchAddress(f"the API cannot listen on {host}: it is no address of this machine") from None
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         if explicit:
             raise PortInUse(f"the API's port {port} is taken: choose another --api-port, or 0 for any") from None
         log.info("the API's usual port %s is taken; any free one is used", port)
-        return _listen(0)
+        return _listen(host, 0)
 
 
 def url_of(sock: socket.socket) -> str:
     """The API's address."""
-    return f"http://{HOST}:{sock.getsockname()[1]}"
+    host, port = sock.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = HOST if sock.family == socket.AF_INET else "::1"  # it listens everywhere, so here too
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 async def serve(
@@ -76,14 +92,14 @@ async def _serve(
     await serve_forever(application, config, shutdown_trigger=until, task_status=task_status)  # type: ignore[arg-type]
 
 
-def _listen(port: int) -> socket.socket:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def _listen(host: str, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if sys.platform == "win32":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((HOST, port))
+        sock.bind((host, port))
         # At once: until it listens, another process could still bind the same port.
         sock.listen(100)
     except BaseException:
