@@ -19,6 +19,8 @@ GROUPS: tuple[str, ...] = (
     "config",
     "identity",
     "doctor",
+    "service",
+    "uninstall",
 )
 
 

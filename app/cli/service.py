@@ -1,0 +1,71 @@
+"""`shoal service`: have the system start this node by itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.cli.command import Command, print_json
+
+if TYPE_CHECKING:
+    from app.service import Plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to do with the service."""
+    words = "install: write it, start it now and after each restart; uninstall: stop and remove it; status: look"
+    parser.add_argument("action", choices=("install", "uninstall", "status"), help=words)
+
+
+def run_service(arguments: argparse.Namespace) -> int:
+    """Install, remove or look at the service of this home folder."""
+    from app import service
+
+    plan = plan_here(arguments.home)
+    said = ""
+    if arguments.action == "install":
+        _warn_of_variables()
+        arguments.home.mkdir(parents=True, exist_ok=True)
+        said = f"installed and started; {service.install(plan)}"
+    elif arguments.action == "uninstall":
+        said = "removed" if service.uninstall(plan) else "there was none"
+    installed, running = plan.file.exists(), service.is_running(plan)
+    if arguments.json:
+        file = str(plan.file) if installed else None
+        print_json(
+            {
+                "system": plan.system,
+                "installed": installed,
+                "running": running,
+                "file": file,
+                "home": str(arguments.home),
+            }
+        )
+    elif arguments.action == "status":
+        state = "running" if running else "not running"
+        print(f"{plan.system}: {f'installed, {state}: {plan.file}' if installed else 'not installed'}")
+    else:
+        print(f"{plan.system}: {said}")
+    return 0
+
+
+def plan_here(home: Path) -> Plan:
+    """How this system would start this home's node."""
+    from app.service import plan_for, service_of
+
+    return plan_for(service_of(home, os.environ), sys.platform, Path.home())
+
+
+def _warn_of_variables() -> None:
+    """Settings of this shell alone do not reach a service, and secrets must not."""
+    from app.settings import SETTINGS
+
+    lost = [setting.variable for setting in SETTINGS.values() if setting.variable in os.environ]
+    if lost:
+        print(f"shoal: the service does not see {', '.join(lost)}: use `shoal config set` instead", file=sys.stderr)
+
+
+COMMANDS = (Command("service", "have the system start this node by itself", run_service, add_arguments, True),)

@@ -1,0 +1,75 @@
+"""`shoal uninstall`: says all that Shoal has put on this machine and, when told so, removes it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.cli.command import Command, print_json
+
+if TYPE_CHECKING:
+    from app.service import Plan
+    from app.uninstall import Item
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Whether to do it."""
+    parser.add_argument("--yes", action="store_true", help="remove it; without this it is only listed")
+
+
+def run_uninstall(arguments: argparse.Namespace) -> int:
+    """List what would be removed, and remove it after --yes; the identity cannot be made again."""
+    from app.cli.service import plan_here
+    from app.places import cache_folder
+    from app.uninstall import items_in_cache, items_in_home
+
+    plan, cache = plan_here(arguments.home), cache_folder()
+    service = plan.file if plan.file.exists() else None
+    if arguments.yes:
+        _stop(arguments.home, plan)
+    items = [*items_in_home(arguments.home), *items_in_cache(cache)]
+    left = _remove(items, [arguments.home, cache]) if arguments.yes else []
+    program = f"{sys.executable} -m pip uninstall shoal"
+    if arguments.json:
+        facts = [{"path": str(item.path), "bytes": item.size_bytes} for item in items]
+        told = {"service": None if service is None else str(service), "items": facts, "program": program}
+        print_json({"removed": arguments.yes, **told, "left": [str(folder) for folder in left]})
+        return 0
+    print("Removed:" if arguments.yes else "This would be removed (`shoal uninstall --yes` does it):")
+    for line in [f"the service {service}"] * (service is not None) + [_line(item) for item in items]:
+        print(f"  {line}")
+    for folder in left:
+        print(f"{folder} holds other things too: what is there was left")
+    print(f"The program itself: {program}")
+    return 0
+
+
+def _line(item: Item) -> str:
+    from app.units import format_size
+
+    return f"{item.path}  {format_size(item.size_bytes)}"
+
+
+def _stop(home: Path, plan: Plan) -> None:
+    """A running node is asked to drain and end first; a service's would be started again by the system."""
+    from app import service
+    from app.cli.resting import run_stop
+    from app.client import running_client
+
+    service.uninstall(plan)
+    if running_client(home) is not None:
+        run_stop(argparse.Namespace(home=home, json=True))
+
+
+def _remove(items: list[Item], folders: list[Path]) -> list[Path]:
+    """Take all of it away; returns the folders in which something is left."""
+    from app.uninstall import remove, remove_if_empty
+
+    for item in items:
+        remove(item)
+    return [folder for folder in folders if not remove_if_empty(folder)]
+
+
+COMMANDS = (Command("uninstall", "remove all of Shoal's files, after a dry run", run_uninstall, add_arguments, True),)
