@@ -82,7 +82,7 @@ class Hosting:
         self._hosted: Hosted | None = None
         self._seen: Device | None = None
         self._span: Span | None = None
-        self._settled_at = 0.0
+        self._settled_at = self._announced_at = 0.0
         self._news = trio.Event()
         self._due: Due | None = None
         self._choosing = trio.CancelScope()
@@ -206,9 +206,9 @@ class Hosting:
             move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
         self._due = due(self._due, move, now)
         if self._due is None or self._due.at > now:
-            with trio.move_on_at(now + REFRESH_S if self._due is None else self._due.at) as waiting:
+            with trio.move_on_at(now + REFRESH_S if self._due is None else self._due.at):
                 await self._news.wait()
-            if waiting.cancelled_caught and self._due is None:
+            if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
                 self._announce()
             return
         move, self._due = self._due.move, None
@@ -244,6 +244,7 @@ class Hosting:
 
     def _announce(self) -> None:
         assert self._hosted is not None, "only what is loaded is announced"
+        self._announced_at = trio.current_time()
         throughput = self._hosted.throughput
         self._swarm.announce(
             state="serving",

@@ -197,7 +197,10 @@ class Stay:
         around, (record, manifest) = self._around, what
         setup = SwarmSetup(secret=self.swarm.secret, sequence=around.sequence)
         membership = Swarm(network, around.identity, record, manifest.config.n_blocks, setup)
-        membership.announce(state="client", name=around.config().settings.name, app_version=around.app_version)
+        settings = around.config().settings
+        # Whoever is about to choose a place says so: newcomers choose one after the other.
+        state = "client" if settings.max_vram == 0 else "joining"
+        membership.announce(state=state, name=settings.name, app_version=around.app_version)
         membership.join_via(peers)
         membership.subscribe(self._on_change)
         await around.remember(self.swarm)

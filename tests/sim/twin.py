@@ -1,0 +1,139 @@
+"""The faithful simulator: real memberships and real hosting on the in-memory network, under an autojumping clock.
+
+Only the device is simulated: making a plan and loading blocks take simulated time and no memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import trio
+
+from app.hosting import Hosting, HostingWish
+from app.membership import Swarm, SwarmSetup, Tempo
+from app.snapshot import Reason, State
+from app.span import Span
+from p2p.memory import LinkProfile, MemoryFabric, MemoryNode, open_fabric
+from tests.app.swarms import RECORD, identity, wall_clock
+from tests.sim.judge import Judge, Verdict
+from tests.sim.world import NodeSpec, World
+
+T = TypeVar("T")
+
+PLAN_S = 1.0
+KV_TOKENS = 100_000
+
+
+class SimDevice:
+    """A device whose work takes simulated time; hosting asks it for a plan first and for loaded blocks after that."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self._spec = spec
+        self._planned = False
+
+    async def run(self, function: Callable[..., T], *args: Any) -> Any:
+        """A plan, or blocks."""
+        spec = self._spec
+        if not self._planned:
+            self._planned = True
+            await trio.sleep(PLAN_S)
+            return SimpleNamespace(blocks=spec.blocks, device=SimpleNamespace(id="sim", name="sim"))
+        await trio.sleep(spec.load_s)
+        throughput = SimpleNamespace(decode_tokens_per_s=spec.tokens_per_s, prefill_tokens_per_s=8 * spec.tokens_per_s)
+        runner = SimpleNamespace(kv_free_tokens=KV_TOKENS, kv_total_tokens=KV_TOKENS, hidden_size=64)
+        return SimpleNamespace(runner=runner, throughput=throughput)
+
+
+@dataclass(eq=False)
+class TwinNode:
+    """One node: its network, its membership, its hosting, and what it serves in truth."""
+
+    spec: NodeSpec
+    network: MemoryNode
+    swarm: Swarm
+    hosting: Hosting | None = None
+    serving: Span | None = None
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
+class Twin:
+    """A swarm of real nodes in simulated time; `run` in a trio loop with a clock that jumps."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.judge = world, Judge(world.n_blocks)
+        self.nodes: dict[int, TwinNode] = {}
+        self._rng = random.Random(f"twin/{world.seed}")
+
+    async def run(self) -> Verdict:
+        """Live through the world's events."""
+        link = LinkProfile(delay_s=0.03, jitter_s=0.02)
+        async with open_fabric(self.world.seed, link) as fabric, trio.open_nursery() as nursery:
+            start = trio.current_time()
+            for event in self.world.events():
+                await trio.sleep_until(start + event.at_s)
+                if event.kind == "join":
+                    self._join(fabric, nursery, event.spec)
+                else:
+                    node = self.nodes.pop(event.spec.number)
+                    nursery.start_soon(self._go, fabric, node, event.kind == "leave")
+            await trio.sleep_until(start + self.world.duration_s)
+            verdict = self.judge.verdict(trio.current_time() - start)
+            nursery.cancel_scope.cancel()
+        return verdict
+
+    def _join(self, fabric: MemoryFabric, nursery: trio.Nursery, spec: NodeSpec) -> None:
+        who = identity(spec.number)
+        network = fabric.node(who.peer_id)
+        setup = SwarmSetup(wall_clock=wall_clock, rng=random.Random(spec.number), tempo=Tempo())
+        swarm = Swarm(network, who, RECORD, self.world.n_blocks, setup)
+        if self.nodes:
+            known = self._rng.sample(list(self.nodes.values()), min(3, len(self.nodes)))
+            swarm.join_via([node.network.peer_id for node in known])
+        node = self.nodes[spec.number] = TwinNode(spec, network, swarm)
+        self.judge.came(trio.current_time(), spec.blocks, spec.tokens_per_s)
+        nursery.start_soon(self._live, node)
+
+    async def _live(self, node: TwinNode) -> None:
+        def say(state: State, why: Reason) -> None:
+            self._note(node)
+
+        with node.scope:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(node.swarm.run)
+                with trio.move_on_after(2.0):
+                    await node.swarm.joined()
+                source: Any = SimpleNamespace(config=SimpleNamespace(n_blocks=self.world.n_blocks))
+                node.hosting = Hosting(node.network, node.swarm, source, HostingWish(), say)
+                node.hosting._device = SimDevice(node.spec)  # type: ignore[assignment]
+                await node.hosting.run()
+
+    async def _go(self, fabric: MemoryFabric, node: TwinNode, drains: bool) -> None:
+        if drains and node.hosting is not None:
+            self._serves(node, None)
+            with trio.move_on_after(30):
+                await node.hosting.retire()
+            await node.swarm.leave()
+        self._serves(node, None)
+        node.scope.cancel()
+        fabric.kill(node.network.peer_id)
+        self.judge.went(trio.current_time(), node.spec.blocks, node.spec.tokens_per_s)
+
+    def _note(self, node: TwinNode) -> None:
+        """Keep what a node truly serves: what it has announced, for nobody else speaks for it."""
+        own = node.swarm.own
+        span = own.span if own.serves and node.spec.number in self.nodes else None
+        if span is None and node.serving is not None:
+            self.judge.moved(trio.current_time())
+        self._serves(node, span)
+
+    def _serves(self, node: TwinNode, span: Span | None) -> None:
+        now = trio.current_time()
+        if node.serving is not None:
+            self.judge.serves(now, node.serving, node.spec.tokens_per_s, -1)
+        if span is not None:
+            self.judge.serves(now, span, node.spec.tokens_per_s)
+        node.serving = span
