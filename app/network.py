@@ -8,7 +8,7 @@ by their libp2p peer id in text form. Bytes go in and come out; what they mean i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Literal, Protocol
 
@@ -110,8 +110,14 @@ class Network(Protocol):
     def links(self) -> Sequence[Link]:
         """Every open link, with its measured round-trip time."""
 
-    def on_link_lost(self, listener: LinkListener) -> None:
-        """Tell `listener` of each peer whose last link was reset or fell silent."""
+    def keep_links(self, peers: Iterable[str]) -> None:
+        """Hold on to the links to these peers, and to no others of earlier calls.
+
+        Beyond a few dozen, links on which nothing runs are closed, the longest unused first; the next call dials anew.
+        """
+
+    def on_link_lost(self, listener: LinkListener) -> Callable[[], None]:
+        """Tell `listener` of each peer whose last link was reset or fell silent; call what is returned to stop that."""
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close the link; a peer that misbehaved is held off with a growing backoff."""

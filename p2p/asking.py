@@ -40,6 +40,11 @@ class Asking:
         self._link = link
         self._pending: dict[int, Pending] = {}
 
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._pending)
+
     def expect(self, id: int) -> Pending:
         """Wait for an answer under this id from now on."""
         if len(self._pending) >= MAX_PENDING_CALLS:

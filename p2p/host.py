@@ -102,8 +102,12 @@ class Host:
 
     def connection(self, peer: str) -> Connection | None:
         """The best open connection to `peer`: a direct one before a relayed one, then the newest."""
-        usable = [connection for connection in self._connections.get(peer, ()) if connection.is_open]
+        usable = self.connections_to(peer)
         return max(usable, key=lambda connection: (not connection.relayed, connection.opened_at), default=None)
+
+    def connections_to(self, peer: str) -> list[Connection]:
+        """Every open connection to one peer."""
+        return [connection for connection in self._connections.get(peer, ()) if connection.is_open]
 
     def connections(self) -> list[Connection]:
         """Every open connection."""

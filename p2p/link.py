@@ -72,11 +72,17 @@ class PeerLink:
         self._wake = trio.Event()
         self._written = trio.Event()
         self._flood = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, trio.current_time())
+        self.used_at = trio.current_time()
 
     @property
     def peer(self) -> str:
         """The peer at the other end."""
         return self._peer
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call or a stream is under way."""
+        return bool(self._streams) or self._asking.busy or self._serving.busy
 
     async def run(self) -> None:
         """Read, write and serve until the link ends; never raises what a peer or the network did."""
@@ -234,6 +240,7 @@ class PeerLink:
 
     async def _put(self, data: bytes) -> None:
         self.bytes_out += len(data)
+        self.used_at = trio.current_time()
         with trio.CancelScope(shield=True):  # half a frame would spoil the link for everybody else
             await self._stream.write(data)
 

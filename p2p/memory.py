@@ -137,6 +137,8 @@ class MemoryFabric:
             }
             link = self._links[_pair(a, b)] = MemoryLink(self.profile_of(a, b), lanes, self._timer)
             source.linked[b] = target.linked[a] = link
+            source.close_surplus(b)
+            target.close_surplus(a)
         return link
 
     def _review_silence(self) -> None:

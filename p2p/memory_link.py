@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import trio
 
 from p2p.errors import QueueFull, StreamClosed, StreamReset
+from p2p.idle_links import LinkUse
 from p2p.memory_clock import Timer
 from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, fits_window, joined
 
@@ -92,11 +93,17 @@ class MemoryLink:
     broken: bool = False
     calls: dict[trio.CancelScope, None] = field(default_factory=dict)  # ordered sets: runs repeat
     pipes: dict[Pipe, None] = field(default_factory=dict)
+    used_at: float = field(default_factory=trio.current_time)
     _heard: trio.Event = field(default_factory=trio.Event)
+
+    def use(self, peer: str) -> LinkUse:
+        """What this link to `peer` is used for."""
+        return LinkUse(peer, self.used_at, bool(self.calls or self.pipes))
 
     async def cross(self, source: str, size: int, priority: int) -> None:
         """Carry a message of a call: wait out its way, or for ever where it is lost."""
         lane = self.lanes[source]
+        self.used_at = trio.current_time()
         crossing_s = lane.crossing_s(self.profile, size, priority)
         if crossing_s is None:
             await trio.sleep_forever()

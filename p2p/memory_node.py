@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import trio
 
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
+from p2p.idle_links import ENOUGH_LINKS, surplus
 from p2p.memory_link import MemoryLink, MemoryStream, Pipe, Traffic
 from p2p.values import CONTROL, LinkInfo, Payload, joined
 
@@ -37,6 +38,7 @@ class MemoryNode:
         self._handlers: dict[str, RequestHandler] = {}
         self._stream_handlers: dict[str, StreamHandler] = {}
         self._listeners: list[Callable[[str], None]] = []
+        self._kept: frozenset[str] = frozenset()
         self._offences: dict[str, tuple[int, float]] = {}  # peer -> (how often, held off until)
 
     @property
@@ -116,9 +118,21 @@ class MemoryNode:
             for peer, link in self.linked.items()
         )
 
-    def on_link_lost(self, listener: Callable[[str], None]) -> None:
-        """Tell `listener` of each peer whose link was reset or fell silent."""
+    def keep_links(self, peers: Iterable[str]) -> None:
+        """Hold on to the links to these peers."""
+        self._kept = frozenset(peers)
+
+    def close_surplus(self, newest: str) -> None:
+        """Close the links that are too many now that there is a new one."""
+        if len(self.linked) > ENOUGH_LINKS:
+            uses = [link.use(peer) for peer, link in self.linked.items()]
+            for peer in surplus(uses, self._kept | {newest}):
+                self.fabric.unlink(self._name, peer, tell=(peer,))
+
+    def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Tell `listener` of each peer whose link was reset or fell silent, until what is returned is called."""
         self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
         """Close the link; hold a misbehaving peer off for 30 s, 60 s, ... up to an hour."""
@@ -134,7 +148,7 @@ class MemoryNode:
 
     def lost(self, peer: str) -> None:
         """Pass on that the link to a peer broke."""
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             listener(peer)
 
     async def handle(self, caller: str, method: str, body: bytes) -> bytes:

@@ -6,7 +6,7 @@ Satisfies `app.network.Network` without knowing it. Peers are named by their pee
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from .heartbeat import Heartbeat, Hello
 from .host import Host, HostConfig
 from .identify import Courtesies
 from .identity import Identity
+from .idle_links import LinkUse, surplus
 from .limits import Limits
 from .link import RequestHandler, StreamHandler
 from .mdns import LocalNetwork
@@ -47,8 +48,8 @@ from .values import CONTROL, LinkInfo, LinkKind, Payload
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-PRUNE_S = 60.0
-PRUNE_ABOVE = 0.8
+PRUNE_S = 2.0
+FRESH_S = 5.0  # who dialled has not got to what it dialled for
 
 log = logging.getLogger("shoal.p2p.node")
 
@@ -99,6 +100,7 @@ class Libp2pNetwork:
         self._courtesies = Courtesies(self.host, identity)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
         self._memory = PeerMemory(config.remember_at if "remembered" in config.discovery else None, self.host)
+        self._kept: frozenset[str] = frozenset()
         self._nursery: trio.Nursery | None = None
         self._scope: trio.CancelScope | None = None
         self._stopped = trio.Event()
@@ -189,9 +191,13 @@ class Libp2pNetwork:
                 found[peer] = LinkInfo(peer, _kind(connection), connection.rtt_s, carried_in, carried_out)
         return list(found.values())
 
-    def on_link_lost(self, listener: Callable[[str], None]) -> None:
-        """Tell `listener` of each peer whose last link was reset or fell silent."""
-        self._board.on_link_lost(listener)
+    def keep_links(self, peers: Iterable[str]) -> None:
+        """Hold on to the links to these peers."""
+        self._kept = frozenset(peers)
+
+    def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Tell `listener` of each peer whose last link was reset or fell silent, until what is returned is called."""
+        return self._board.on_link_lost(listener)
 
     def allow_relaying(self, allowed: bool) -> None:
         """Whether this node may carry connections for others: it does once others can dial it, or never."""
@@ -317,18 +323,20 @@ class Libp2pNetwork:
             self._directory.saw(connection.peer)
 
     async def _prune(self) -> None:
-        """Keep room for newcomers: where most places are taken, links that carried nothing lately are closed."""
-        carried: dict[str, int] = {}
+        """Close links that nobody needs, where there are many."""
         while True:
             await trio.sleep(PRUNE_S)
-            seen = carried
-            carried = {link.peer: link.bytes_in + link.bytes_out for link in self.links()}
-            limit = self._config.connections.connections * self._config.connections.inbound_share
-            spare = self.host.admission.connections_open - int(PRUNE_ABOVE * limit)
-            idle = [peer for peer in carried if seen.get(peer) == carried[peer] and not self._seeker.is_sticky(peer)]
-            for peer in idle[: max(0, spare)]:
-                log.info("closing the idle link to %s: many others are open", peer)
+            kept = self._kept | self.traversal.needed_peers
+            for peer in surplus([self._use(peer) for peer in self._board_peers()], kept):
+                log.debug("closing the idle link to %s: many others are open", peer)
                 await self.disconnect(peer)
+
+    def _use(self, peer: str) -> LinkUse:
+        lanes = self._board.links_to(peer)
+        opened_at = max((c.opened_at for c in self.host.connections_to(peer)), default=0.0)
+        is_fresh = trio.current_time() - opened_at < FRESH_S
+        busy = is_fresh or self._seeker.is_sticky(peer) or any(lane.busy for lane in lanes)
+        return LinkUse(peer, max([opened_at, *(lane.used_at for lane in lanes)]), busy)
 
 
 def _kind(connection: Connection) -> LinkKind:

@@ -84,6 +84,12 @@ class RelayClient:
         return list(self._places)
 
     @property
+    def relays(self) -> frozenset[str]:
+        """The relays whose connections carry something, or will."""
+        carrying = {c.address.relay for c in self._host.connections() if c.address.relay is not None}
+        return frozenset(self._places) | frozenset(self._circuits) | carrying
+
+    @property
     def needed(self) -> bool:
         """Whether this node wants places at relays."""
         return self._needed

@@ -69,6 +69,11 @@ class RelayServer:
         """How many peers hold a place."""
         return len(self._reserved)
 
+    @property
+    def served(self) -> frozenset[str]:
+        """The peers that would lose something if their connection were closed."""
+        return frozenset(self._reserved) | frozenset(self._circuits)
+
     async def _serve(self, stream: Stream) -> None:
         with trio.fail_after(_ASK_TIMEOUT_S):
             request = await receive_message(stream, HopMessage)

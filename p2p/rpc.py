@@ -98,9 +98,10 @@ class Switchboard:
         """The round-trip time over the live lane."""
         return await (await self._linked(peer, LIVE_LANE, timeout_s)).ping(timeout_s)
 
-    def on_link_lost(self, listener: Callable[[str], None]) -> None:
-        """Tell `listener` of each peer whose last link ended from the other side, or broke."""
+    def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Tell `listener` of each peer whose last link ended from the other side, or broke; returns how to stop it."""
         self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def peers(self) -> list[str]:
         """Everybody there is a link to."""
@@ -146,7 +147,7 @@ class Switchboard:
             del self._links[key]
         if link.hung_up or self.links_to(link.peer):
             return
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             try:
                 listener(link.peer)
             except Exception:

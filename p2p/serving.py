@@ -43,6 +43,11 @@ class Serving:
         self._calls: dict[int, _Call] = {}
         self.nursery: trio.Nursery | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is being answered."""
+        return bool(self._calls)
+
     def on_request(self, frame: Frame, assembler: Assembler) -> Frame | None:
         """Take a chunk of a request; the whole of it once it is complete and admitted."""
         if frame.flags & FIRST and not self._admit(frame):

@@ -61,6 +61,11 @@ class Traversal:
             self.server.disable()
         self._on_reach_changed()
 
+    @property
+    def needed_peers(self) -> frozenset[str]:
+        """Whose connections must stay for the sake of what relays carry."""
+        return self.server.served | self.client.relays
+
     async def run(self) -> None:
         """Probe, and keep places at relays while they are needed."""
         async with trio.open_nursery() as nursery:

@@ -1,7 +1,8 @@
 """Who is looked at, and when: SWIM-like, with this node's own probes alone deciding.
 
-Each period a few members are probed, every one in its turn by a shuffled list, and all route neighbours besides. A
-lost link, or a signed suspicion from another member, makes this node probe at once. A probe that fails makes its
+Each period a few of the members that this node watches are probed, every one in its turn by a shuffled list, and all
+route neighbours besides; now and then somebody else, lest a death that no gossip told of stays unknown. A lost link to
+one of them, or a signed suspicion from another member, makes this node probe at once. A probe that fails makes its
 member suspect, and the suspicion is passed on (only now: a false one goes no further than its first hearers); a second
 failure makes it dead. The dead are tried again now and then, which is how a partition heals.
 """
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 import trio
 
 from app.membership.allowance import Allowance
+from app.membership.table import PRESENT
 from app.membership.talk import Outcome, Talk
+from app.membership.watching import Watch
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Tempo:
 
     period_s: float = 2.0
     probes_per_period: int = 2
+    stray_s: float = 15.0  # between two looks at members that are not watched
     retry_s: float = 1.0  # from a member's first failure to the second look
     dead_retry_s: float = 6.0
     push_delay_s: float = 0.2  # changes that come together go out together
@@ -44,6 +48,8 @@ class Prober:
     def __init__(self, talk: Talk, tempo: Tempo, rng: random.Random, sign: Sign) -> None:
         self._talk, self._table, self._tempo, self._rng, self._sign = talk, talk.table, tempo, rng, sign
         self.neighbours: frozenset[str] = frozenset()
+        self._watch = Watch(talk.network.peer_id, rng)
+        self._held: tuple[frozenset[str], tuple[str, ...]] = (frozenset(), ())
         self._nursery: trio.Nursery | None = None
         self._looking: dict[str, bytes | None] = {}  # who is being looked at, and another's suspicion of it
         self._meeting: dict[str, None] = {}
@@ -51,7 +57,7 @@ class Prober:
         self._stirred = trio.Event()
         self._prompted = Allowance(burst=1, per_s=0.2)  # looks at one member that others can bring about
         # On a link that loses much, suspicions must not breed suspicions.
-        self._accusations = Allowance(burst=2, per_s=0.05)
+        self._accusations = Allowance(burst=2, per_s=0.02)
         self._reunions = Allowance(burst=1, per_s=0.2)
         self._slots = trio.CapacityLimiter(tempo.looks_at_once)
 
@@ -64,6 +70,21 @@ class Prober:
                 await self._beat()
             finally:
                 self._nursery = None
+
+    def watched(self) -> tuple[str, ...]:
+        """The members that this node keeps an eye on, besides its neighbours."""
+        return self._watch.among(self._table.present())
+
+    def company(self) -> list[str]:
+        """The members at hand: those that are watched, and those that there is a link to anyway."""
+        linked = (link.peer for link in self._talk.network.links())
+        at_hand = dict.fromkeys((*self.watched(), *linked))
+        return [peer for peer in at_hand if self._table.state(peer) in PRESENT]
+
+    def lost_link(self, peer: str) -> None:
+        """The link to a peer was lost; to those that are not watched, links come and go."""
+        if peer in self.neighbours or peer in self.watched():
+            self.probe(peer)
 
     def look_at(self, peer: str, accusation: bytes | None = None) -> None:
         """Probe a member at once because somebody else gave reason to."""
@@ -81,7 +102,7 @@ class Prober:
         self._stirred.set()
 
     async def _beat(self) -> None:
-        dead_due_at = trio.current_time()
+        dead_due_at = stray_due_at = trio.current_time()
         await trio.sleep(self._rng.uniform(0, self._tempo.period_s))
         while True:
             now = trio.current_time()
@@ -89,15 +110,25 @@ class Prober:
             if now >= dead_due_at and (dead := self._table.dead()):
                 due[self._rng.choice(dead)] = None
                 dead_due_at = now + self._tempo.dead_retry_s * self._rng.uniform(0.7, 1.3)
+            if now >= stray_due_at and len(self._table.present()) > len(self.watched()):
+                due[self._rng.choice(self._table.present())] = None
+                stray_due_at = now + self._tempo.stray_s * self._rng.uniform(0.7, 1.3)
+            self._hold_links()
             for peer in due:
                 self.probe(peer)
             await trio.sleep(self._tempo.period_s * self._rng.uniform(0.9, 1.1))
+
+    def _hold_links(self) -> None:
+        held = (self.neighbours, self.watched())
+        if held != self._held:
+            self._held = held
+            self._talk.network.keep_links({*self.neighbours, *self.watched()})
 
     def _next_members(self) -> Iterable[str]:
         chosen: list[str] = []
         for _ in range(self._tempo.probes_per_period):
             if not self._round:
-                self._round = list(self._table.present())
+                self._round = list(self.watched())
                 self._rng.shuffle(self._round)
             if self._round:
                 chosen.append(self._round.pop())

@@ -1,8 +1,8 @@
 """What this node still has to pass on, and to whom. Pure: the caller sends.
 
 Changes are urgent: each is pushed once, in a batch with others, to the next member on the ring of all peer ids and to
-a few at random. The ring leaves nobody out, chance makes it quick. What is lesser, and a few repeats of every change,
-ride on probes: they cost no message of their own.
+a few at random among those at hand. The ring leaves nobody out, chance makes it quick. What is lesser, and a few
+repeats of every change, ride on probes: they cost no message of their own.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Rumours:
         return riders
 
 
-def targets(own_peer: str, members: Sequence[str], rng: random.Random, count: int = FAN_OUT) -> list[str]:
-    """Whom to push to: the next of the (sorted) members on the ring, and others at random."""
-    if len(members) <= count:
+def targets(own_peer: str, members: Sequence[str], company: Sequence[str], rng: random.Random) -> list[str]:
+    """Whom to push to: the next of the (sorted) members on the ring, and at random others that are at hand."""
+    if len(members) <= FAN_OUT:
         return list(members)
     successor = members[bisect(members, own_peer) % len(members)]
-    others = [peer for peer in rng.sample(members, count) if peer != successor]
-    return [successor, *others[: count - 1]]
+    others = [peer for peer in rng.sample(company, min(FAN_OUT, len(company))) if peer != successor]
+    return [successor, *others[: FAN_OUT - 1]]

@@ -21,7 +21,7 @@ from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.prober import Prober, Tempo
 from app.membership.pusher import Pusher
 from app.membership.seeking import Seeking
-from app.membership.table import Table
+from app.membership.table import PRESENT, Table
 from app.membership.talk import Outcome, Talk
 from app.network import Network
 from app.records import MAX_ADDRESSES, Announcement, SwarmRecord, read_announcement, sign_announcement, sign_suspicion
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.membership")
 
 FAREWELL_S = 2.0
+COMPARE_AFTER_DEATH_S = 20.0
 
 
 class Said(TypedDict, total=False):
@@ -87,11 +88,12 @@ class Swarm:
         self._talk = Talk(network, terms, self.table, self, lambda: self._own_raw, self._now_ms)
         tempo, rng = self._setup.tempo, self._setup.rng
         self._prober = Prober(self._talk, tempo, rng, self._sign_suspicion)
-        self._pusher = Pusher(self._talk, tempo.push_delay_s, rng, self._prober.look_at)
+        self._pusher = Pusher(self._talk, tempo.push_delay_s, rng, self._prober)
         self._seeking = Seeking(self._talk, record, self._setup.secret, self._setup.wall_clock, tempo, rng)
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
         self._outbids = Allowance(burst=2, per_s=0.2)
+        self._bereaved = trio.Event()
         self._own_raw = b""
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
         self.announce()
@@ -157,7 +159,7 @@ class Swarm:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled; reports started once it answers others."""
         self._talk.serve()
-        self._network.on_link_lost(self._on_link_lost)
+        stop_listening = self._network.on_link_lost(self._on_link_lost)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -167,11 +169,14 @@ class Swarm:
         finally:
             self._nursery = None
             self._talk.listening = False
+            stop_listening()
 
     # --- what conversations bring about ------------------------------------------------------------------------------
 
     def changed(self, change: Change) -> None:
         """Pass a change on to the listeners."""
+        if change.kind == "dead" and change.member.proven:
+            self._bereaved.set()
         if change.member.present:
             if change.member.proven:
                 self._seeking.met.set()
@@ -229,18 +234,24 @@ class Swarm:
         return sign_suspicion(self._identity, self.record.id, accused, number, sequence=sequence)
 
     def _on_link_lost(self, peer: str) -> None:
-        if self._nursery is not None and self.table.state(peer) in ("alive", "draining"):
-            self._prober.probe(peer)
+        if self._nursery is not None and self.table.state(peer) in PRESENT:
+            self._prober.lost_link(peer)
 
     async def _hang_up(self, peer: str) -> None:
         await self._network.disconnect(peer, misbehaved=True)
 
     async def _keep_up(self) -> None:
-        """Compare tables with one member a minute, and renew the own announcement before it expires."""
+        """Compare tables with one member a minute, and renew the own announcement before it expires.
+
+        A table is also compared soon after a death: where many die at once, some gossip is lost.
+        """
         tempo, rng = self._setup.tempo, self._setup.rng
         refresh_at = trio.current_time() + tempo.refresh_s * rng.uniform(0.8, 1.0)
         while True:
-            await trio.sleep(tempo.compare_s * rng.uniform(0.8, 1.2))
+            with trio.move_on_after(tempo.compare_s * rng.uniform(0.8, 1.2)):
+                await self._bereaved.wait()
+                await trio.sleep(COMPARE_AFTER_DEATH_S * rng.uniform(0.8, 1.2))
+            self._bereaved = trio.Event()
             self._talk.expire()
             if trio.current_time() >= refresh_at:
                 self.announce()

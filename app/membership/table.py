@@ -84,6 +84,10 @@ class Table:
         entry = self._entries.get(peer)
         return entry.said.sequence if entry else 0
 
+    def key(self, peer: str) -> bytes:
+        """What stands for a known member in a vector."""
+        return self._entries[peer].key
+
     def seen_at(self, peer: str) -> float | None:
         """When this node was last in contact with a member."""
         entry = self._entries.get(peer)

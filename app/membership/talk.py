@@ -7,7 +7,7 @@ and `app.membership.swarm`, which hear of what follows through `Hooks`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -22,7 +22,7 @@ from app.membership.table import GONE, PRESENT, Table
 from app.network import Network
 from app.records import ANNOUNCEMENT_DOMAIN, SUSPICION_DOMAIN
 from p2p.envelope import Envelope, parse
-from p2p.errors import EnvelopeError, P2PError, ProtocolError, QueueFull, Refused, RemoteError
+from p2p.errors import EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
 
 log = logging.getLogger("shoal.membership")
 
@@ -31,6 +31,7 @@ MEETING_TIMEOUT_S = 5.0  # for a stranger, who must first be dialled, and is not
 TABLE_TIMEOUT_S = 5.0
 FRESH_S = 1.0  # a suspicion of somebody that was met so lately is not looked into
 _NEWS = ("joined", "moved", "draining", "updated", "left")
+_MISSING_LOOKED_AT = 16  # of those that a table handed in lacks: it may be a newcomer's
 _STATEMENTS_AT_ONCE = 32  # verified between two checkpoints
 
 
@@ -99,15 +100,29 @@ class Talk:
         riders = [] if is_stranger else self.rumours.take_riders()
         request = wire.ProbeRequest(self._id, suspected, [self._own(), *riders])
         timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
-        started_at = trio.current_time()
         try:
-            body = await self.network.call(peer, wire.PROBE, request.encode(), timeout_s=timeout_s)
-            rtt_s = trio.current_time() - started_at
+            body, rtt_s = await self._ask(peer, request.encode(), timeout_s)
             await self._hear_all(wire.unpack(body, wire.MAX_BATCH_BYTES), peer)
         except P2PError as error:
             return self._outcome_of(peer, error)
         self._met(peer, rtt_s)
         return Outcome.ALIVE
+
+    async def _ask(self, peer: str, body: bytes, timeout_s: float) -> tuple[bytes, float]:
+        """The answer to a probe, and how long it took; a link that ends is dialled once more.
+
+        The other side closes links that it has not used for long, perhaps just as this probe is on its way.
+        """
+        started_at = trio.current_time()
+        try:
+            answer = await self.network.call(peer, wire.PROBE, body, timeout_s=timeout_s)
+        except PeerUnreachable:
+            left_s = started_at + timeout_s - trio.current_time()
+            if left_s <= 0:
+                raise
+            started_at = trio.current_time()
+            answer = await self.network.call(peer, wire.PROBE, body, timeout_s=left_s)
+        return answer, trio.current_time() - started_at
 
     def telling(self, statements: list[bytes]) -> bytes:
         """The body that passes these statements on."""
@@ -172,11 +187,16 @@ class Talk:
         await self._hear_all(request.statements, peer)
         self._met(peer)
         if peer in self.table:
-            for name in self.table.peers_of(iter(request.vector)):
-                if self.table.state(name) == "dead":
-                    self._hooks.look_at(name)
+            for name in self._disputed(request.vector):
+                self._hooks.look_at(name)
         newer = wire.fitting([self._own(), *self.table.newer_than(request.vector)], wire.MAX_TABLE_BYTES)
         return wire.TableAnswer(list(self.table.wanted_from(request.vector)), newer).encode()
+
+    def _disputed(self, vector: Mapping[bytes, int]) -> list[str]:
+        """Whom another member holds for alive and this node for dead; and a few of whom it is the other way round."""
+        revived = [name for name in self.table.peers_of(iter(vector)) if self.table.state(name) == "dead"]
+        missing = [name for name in self.table.present() if self.table.key(name) not in vector]
+        return [*revived, *missing[:_MISSING_LOOKED_AT]]
 
     def _admit(self, peer: str, body: bytes, decode: Callable[[bytes], Request]) -> Request:
         try:

@@ -124,7 +124,8 @@ def test_whoever_starts_a_push_it_reaches_everybody(count: int, seed: int) -> No
     reached, ahead = {everybody[0]}, [everybody[0]]
     while ahead:
         pusher = ahead.pop()
-        chosen = targets(pusher, [name for name in everybody if name != pusher], rng)
+        others = [name for name in everybody if name != pusher]
+        chosen = targets(pusher, others, others, rng)
         assert len(chosen) == len(set(chosen)) == min(FAN_OUT, count - 1)
         ahead += [name for name in chosen if name not in reached]
         reached |= set(chosen)

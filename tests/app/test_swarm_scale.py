@@ -1,7 +1,8 @@
-"""Two hundred nodes on the in-memory network: how fast news travels, and what peace costs."""
+"""Two hundred nodes on the in-memory network: how fast news travels, what peace costs, and how few links it takes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,19 @@ from trio.testing import MockClock
 
 from app.span import Span
 from tests.app.swarms import Sim, SimNode, open_sim
+
+MAX_LINKS = 48
+FALSE_ALARMS = ("suspected", "dead")
+
+log = logging.getLogger("shoal.tests.figures")
+Record = Callable[[str, object], None]
+
+
+def report(record: Record, **figures: float) -> None:
+    """Let a person see the figures too: in the report, and with `--log-cli-level=INFO`."""
+    for name, value in figures.items():
+        record(name, round(value, 2))
+        log.info("%s = %.2f", name, value)
 
 
 async def messages_per_s(nodes: list[SimNode], over_s: float) -> float:
@@ -38,22 +52,30 @@ async def death_s(sim: Sim, nodes: list[SimNode], victim: SimNode) -> tuple[floa
     return soon_s, soon_s + late_s
 
 
-@pytest.mark.timeout(240)
-async def test_two_hundred_nodes(autojump_clock: MockClock, record_property: Callable[[str, object], None]) -> None:
-    async with open_sim() as small:
-        few_rate = await messages_per_s(await settled(small, 50), 60)
-    async with open_sim() as sim:
-        nodes = await settled(sim, 200)
-        rate = await messages_per_s(nodes, 30)
-        assert rate <= 1.5 * few_rate
-        spread = await spread_s(sim, nodes, nodes[3])
-        victim = nodes.pop()
-        soon_s, late_s = await death_s(sim, nodes, victim)
-        newcomer = sim.add(500, [nodes[50].peer])
-        known_s = await sim.until(lambda: len(newcomer.knows()) == 199, 1.0)
-        figures = {"rate_50": few_rate, "rate_200": rate, "spread_s": spread, "dead_near_s": soon_s}
-        for name, value in (figures | {"dead_all_s": late_s, "newcomer_s": known_s}).items():
-            record_property(name, round(value, 2))
+async def partition_s(sim: Sim, nodes: list[SimNode], share: int) -> tuple[float, float]:
+    """How long until two halves have given each other up, and until everybody knows everybody again."""
+    half = {node.peer for node in nodes[:share]}
+    sim.fabric.partition(half)
+
+    def lost(node: SimNode) -> int:
+        """How many over there seem alive."""
+        return sum((peer in half) != (node.peer in half) for peer in node.swarm.table.present())
+
+    # A node or two may learn of a death by the comparing of tables only, which takes a minute.
+    apart_s = await sim.until(lambda: sum(lost(node) > 0 for node in nodes) <= len(nodes) // 10, 60)
+    await trio.sleep(60)
+    sim.fabric.heal()
+    return apart_s, await sim.until(lambda: all(len(n.swarm.table.present()) == len(nodes) - 1 for n in nodes), 60)
+
+
+def most_links(nodes: list[SimNode]) -> int:
+    """The links of the node that has most of them."""
+    return max(len(node.network.linked) for node in nodes)
+
+
+def false_alarms(nodes: list[SimNode]) -> int:
+    """How often somebody was doubted."""
+    return sum(change.kind in FALSE_ALARMS for node in nodes for _, change in node.changes)
 
 
 async def settled(sim: Sim, count: int) -> list[SimNode]:
@@ -61,3 +83,22 @@ async def settled(sim: Sim, count: int) -> list[SimNode]:
     nodes = await sim.grow(count)
     await trio.sleep(30)
     return nodes
+
+
+@pytest.mark.timeout(240)
+async def test_two_hundred_nodes(autojump_clock: MockClock, record_property: Record) -> None:
+    async with open_sim() as small:
+        few_rate = await messages_per_s(await settled(small, 50), 60)
+    async with open_sim() as sim:
+        nodes = await settled(sim, 200)
+        rate = await messages_per_s(nodes, 30)
+        links = most_links(nodes)
+        assert false_alarms(nodes) == 0
+        spread = await spread_s(sim, nodes, nodes[3])
+        soon_s, late_s = await death_s(sim, nodes, nodes.pop())
+        newcomer = sim.add(500, [nodes[50].peer])
+        known_s = await sim.until(lambda: len(newcomer.knows()) == 199, 1.0)
+    report(record_property, rate_50=few_rate, rate_200=rate, rate_ratio=rate / few_rate, links=links)
+    report(record_property, spread_s=spread, dead_near_s=soon_s, dead_all_s=late_s, newcomer_s=known_s)
+    assert rate <= 1.5 * few_rate
+    assert links <= MAX_LINKS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,8 @@ class WiredNode(Switchboard):
         return ()
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None: ...
+
+    def keep_links(self, peers: Iterable[str]) -> None: ...
 
     def links(self) -> Sequence[LinkInfo]:
         return [

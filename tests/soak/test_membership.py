@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import trio
@@ -15,6 +15,16 @@ from app.membership import Swarm, Tempo
 from app.span import Span
 from p2p.memory import DirectoryProfile, LinkProfile
 from tests.app.swarms import SimNode, open_sim
+from tests.app.test_swarm_scale import (
+    MAX_LINKS,
+    Record,
+    death_s,
+    false_alarms,
+    most_links,
+    partition_s,
+    report,
+    spread_s,
+)
 
 pytestmark = pytest.mark.soak
 
@@ -34,49 +44,51 @@ def kept_bytes(roots: Iterable[object], besides: set[int]) -> int:
 
 def table_bytes(swarm: Swarm) -> int:
     """What a membership keeps of the others."""
-    return kept_bytes([swarm.table, swarm._talk.rumours, swarm._talk._news, swarm._talk._changes], set())
+    watch = swarm._prober._watch
+    return kept_bytes([swarm.table, swarm._talk.rumours, swarm._talk._news, swarm._talk._changes, watch], set())
 
 
-async def test_memory_is_linear_in_members(
-    autojump_clock: MockClock, record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.timeout(600)
+async def test_memory_is_linear_in_members(autojump_clock: MockClock, record_property: Record) -> None:
     sizes = {}
     for count in (50, 100, 200):
         async with open_sim() as sim:
             nodes = await sim.grow(count)
             await trio.sleep(120)
             sizes[count] = sum(table_bytes(node.swarm) for node in nodes[:10]) / 10
-    record_property("bytes", sizes)
+            report(record_property, **{f"kib_{count}": sizes[count] / 1024})
     assert sizes[200] <= 4.4 * sizes[50]
     assert sizes[200] / 200 <= 8192
 
 
-async def test_a_partition_of_two_hundred_heals(
-    autojump_clock: MockClock, record_property: Callable[[str, object], None]
-) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("share", [100, 180])
+async def test_a_partition_of_two_hundred_heals(share: int, autojump_clock: MockClock, record_property: Record) -> None:
     async with open_sim() as sim:
         nodes = await sim.grow(200)
-        for share in (100, 180):
-            half = {node.peer for node in nodes[:share]}
-            sim.fabric.partition(half)
-
-            def apart(half: set[str] = half) -> bool:
-                return all(
-                    {*node.swarm.table.present()} <= half
-                    if node.peer in half
-                    else not {*node.swarm.table.present()} & half
-                    for node in nodes
-                )
-
-            apart_s = await sim.until(apart, 60)
-            await trio.sleep(120)
-            sim.fabric.heal()
-            healed_s = await sim.until(lambda: all(len(node.swarm.table.present()) == 199 for node in nodes), 60)
-            record_property(f"partition_{share}", (round(apart_s, 1), round(healed_s, 1)))
-            await trio.sleep(60)
+        apart_s, healed_s = await partition_s(sim, nodes, share)
+        report(record_property, apart_s=apart_s, healed_s=healed_s)
 
 
-async def test_an_hour_of_churn(autojump_clock: MockClock, record_property: Callable[[str, object], None]) -> None:
+@pytest.mark.timeout(1200)
+async def test_four_hundred_nodes_keep_few_links_and_nobody_is_taken_for_dead(
+    autojump_clock: MockClock, record_property: Record
+) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(400)
+        links = 0
+        for _ in range(120):
+            await trio.sleep(1)
+            links = max(links, most_links(nodes))
+        assert false_alarms(nodes) == 0
+        spread = await spread_s(sim, nodes, nodes[3])
+        soon_s, late_s = await death_s(sim, nodes, nodes.pop())
+        report(record_property, links=links, spread_s=spread, dead_near_s=soon_s, dead_all_s=late_s)
+        assert links <= MAX_LINKS
+
+
+@pytest.mark.timeout(900)
+async def test_an_hour_of_churn(autojump_clock: MockClock, record_property: Record) -> None:
     """Nodes come, crash, leave, freeze and move for an hour; whoever is there is known to nearly everybody."""
     rng = random.Random(7)
     link = LinkProfile(delay_s=0.03, jitter_s=0.03, loss=0.0005)
