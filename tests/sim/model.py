@@ -118,7 +118,7 @@ class Model:
         if node.view.pop(peer, None) is not None:
             self._think_soon(node)
 
-    # --- thinking, as `app.hosting` does ---------------------------------------------------------------------------------
+    # --- thinking, as `app.hosting` does -----------------------------------------------------------------------------
 
     def _think_soon(self, node: Node) -> None:
         if node.thinks_at < self.now and not node.busy:
