@@ -86,6 +86,8 @@ def _explains(liars: Collection[str], seen: Sequence[Observation], always: bool)
 
 def undecided(peers: Collection[str], stories: Sequence[Explanation], seen: Sequence[Observation]) -> int:
     """How many explanations would be left at worst after an answer in which these peers take part."""
+    if any(one.peers == set(peers) for one in seen):
+        return len(stories)  # the same again
     expected: Counter[object] = Counter()
     for liars in stories:
         if liars.isdisjoint(peers):
