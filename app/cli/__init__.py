@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from app.cli.command import Command
+from app.cli.parsing import Parser
 from app.cli.registry import all_commands
 
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a console that has no "°" shows "?" instead of failing
     commands = all_commands()
-    arguments = build_parser(commands).parse_args(argv)
+    arguments = build_parser(commands).parse_all(argv)
     if os.environ.get("SHOAL_DEBUG"):
         return run(commands, arguments)
     try:
@@ -53,9 +54,9 @@ def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
     return chosen.run(arguments)
 
 
-def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
+def build_parser(commands: Sequence[Command]) -> Parser:
     """The parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="shoal", description="A peer-to-peer swarm that holds a model together.")
+    parser = Parser(prog="shoal", description="A peer-to-peer swarm that holds a model together.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_home(parser)
     parser.add_argument("--node", metavar="URL", help="show the dashboard of a node elsewhere (token: SHOAL_TOKEN)")
@@ -67,7 +68,7 @@ def build_parser(commands: Sequence[Command]) -> argparse.ArgumentParser:
         if command.prints_facts:
             child.add_argument("--json", action="store_true", help="print facts for a program")
         command.add_arguments(child)
-        child.set_defaults(command=command)
+        child.set_defaults(command=command, parser=child)
     return parser
 
 

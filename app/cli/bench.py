@@ -1,35 +1,121 @@
-"""`shoal bench`: how fast this machine runs a model's blocks."""
+"""`shoal bench`: how fast this machine runs a model's blocks or, where a node runs, where a token's time goes."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from app.cli.chat import load_model
 from app.cli.command import Command, print_json
 
+if TYPE_CHECKING:
+    from app.client import Client
+    from app.snapshot import RouteView, Snapshot
+
+_PROMPT = "Tell me a story about the sea."
+_TOKENS = 64  # hops tell their pace every 16 tokens
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and where."""
-    parser.add_argument("--model", default="starter", metavar="M", help="starter, tiny-random, a folder or a GGUF file")
+    words = "measure this model in this process, whether or not a node runs (default: the node, else starter)"
+    parser.add_argument("--model", metavar="M", help=words)
     parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best there is)")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
+    """Measure the running node's route, or a whole model in this process."""
+    from app.client import running_client
+
+    client = running_client(arguments.home)
+    if client is not None and arguments.model is None and arguments.device is None:
+        return bench_node(client, as_json=arguments.json)
+    return bench_here(arguments.model or "starter", arguments.device, as_json=arguments.json)
+
+
+def bench_node(client: Client, *, as_json: bool) -> int:
+    """Have the swarm write a short reply, and tell where its time went."""
+    request = {"messages": [{"role": "user", "content": _PROMPT}], "max_tokens": _TOKENS, "temperature": 0.0}
+    done: dict[str, Any] = {}
+    for piece in client.chat(request):
+        done = piece.get("done", done)
+    snapshot = client.snapshot()
+    facts = node_facts(snapshot, done)
+    if as_json:
+        print_json(facts)
+        return 0
+    for line in node_lines(snapshot, facts):
+        print(line)
+    return 0
+
+
+def node_facts(snapshot: Snapshot, done: dict[str, Any]) -> dict[str, Any]:
+    """Compute, links and route of a running node, in seconds and tokens a second."""
+    route = snapshot.route
+    return {
+        "ttft_s": done.get("ttft_s"),
+        "tokens_per_s": done.get("tokens_per_s"),
+        "recoveries": done.get("recoveries"),
+        "compute": {
+            "device": snapshot.device,
+            "blocks": 0 if snapshot.start is None or snapshot.stop is None else snapshot.stop - snapshot.start,
+            "decode_tokens_per_s": snapshot.tokens_per_s,
+            "step_s": None if snapshot.hardware is None else snapshot.hardware.step_s,
+        },
+        "links": [
+            {"peer": peer.peer, "link": peer.link, "rtt_s": peer.rtt_s}
+            for peer in snapshot.peers
+            if peer.link is not None
+        ],
+        "route": None if route is None else {**dataclasses.asdict(route), "unexplained_s": unexplained_s(route)},
+    }
+
+
+def unexplained_s(route: RouteView) -> float | None:
+    """What of a token's time is neither computing, waiting, travelling nor this end's; None while parts are unknown."""
+    parts = [part for hop in route.hops for part in (hop.link_s, hop.compute_s, hop.queue_s)]
+    known = [part for part in (*parts, route.return_s, route.ends_s) if part is not None]
+    if route.token_s is None or any(hop.compute_s is None for hop in route.hops):
+        return None
+    return route.token_s - sum(known)
+
+
+def node_lines(snapshot: Snapshot, facts: dict[str, Any]) -> list[str]:
+    """The same for a person."""
+    speed = facts["tokens_per_s"]
+    lines = [f"{snapshot.swarm}: {_ms(facts['ttft_s'])} to the first token, then {speed or 0:.1f} tokens/s"]
+    route = snapshot.route
+    if route is None:
+        return lines
+    lines.append("Where a token's time goes:")
+    for hop in route.hops:
+        who = f"blocks {hop.start}:{hop.stop} at {hop.peer}"
+        lines.append(f"  {who}: {_ms(hop.link_s)} link, {_ms(hop.queue_s)} waiting, {_ms(hop.compute_s)} computing")
+    lines.append(f"  back here: {_ms(route.return_s)}; embedding, head and sampling: {_ms(route.ends_s)}")
+    lines.append(f"  in all {_ms(route.token_s)}, of which {_ms(facts['route']['unexplained_s'])} unexplained")
+    return lines
+
+
+def _ms(seconds: float | None) -> str:
+    return "? ms" if seconds is None else f"{seconds * 1000:.1f} ms"
+
+
+def bench_here(name: str, device: str | None, *, as_json: bool) -> int:
     """Load a whole model and time its blocks."""
     from engine.measure import measure_span
 
-    model = load_model(arguments.model, arguments.device)
+    model = load_model(name, device)
     throughput = measure_span(model.span)
     facts = {
-        "model": arguments.model,
+        "model": name,
         "device": str(model.span.options.device),
         "dtype": str(model.span.options.dtype).removeprefix("torch."),
         "blocks": model.config.n_blocks,
         "weight_bytes": model.span.weight_bytes,
         **dataclasses.asdict(throughput),
     }
-    if arguments.json:
+    if as_json:
         print_json(facts)
         return 0
     print(f"{facts['model']}: {facts['blocks']} blocks on {facts['device']} in {facts['dtype']}")
@@ -40,6 +126,4 @@ def run_bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (
-    Command("bench", "measure how fast this machine runs a model", run_bench, add_arguments, prints_facts=True),
-)
+COMMANDS = (Command("bench", "measure this machine, or the running node's route", run_bench, add_arguments, True),)

@@ -21,6 +21,7 @@ GROUPS: tuple[str, ...] = (
     "doctor",
     "service",
     "uninstall",
+    "completion",
 )
 
 

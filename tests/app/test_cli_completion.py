@@ -1,0 +1,101 @@
+"""Shell completion, suggestions, and the table of commands that scripts rely on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+import app.cli
+from app.cli import build_parser
+from app.cli.completion import SCRIPTS, tree_of
+from app.cli.registry import all_commands
+
+# The contract, and whether a command prints facts.
+TABLE = {
+    "serve": False,
+    "create": True,
+    "join": True,
+    "leave": True,
+    "swarms": True,
+    "invite": True,
+    "status": True,
+    "peers": True,
+    "blocks": True,
+    "sessions": True,
+    "chat": True,
+    "pause": True,
+    "resume": True,
+    "drain": True,
+    "stop": False,
+    "config": True,
+    "pull": False,
+    "models": True,
+    "doctor": True,
+    "bench": True,
+    "id": True,
+    "service": True,
+    "uninstall": False,
+    "demo": False,
+}
+
+
+def script(shell: str) -> str:
+    return SCRIPTS[shell](tree_of(build_parser(all_commands())))
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_command_of_the_contract_is_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        app.cli.main([name, "--help"])
+    assert stop.value.code == 0
+    assert ("--json" in capsys.readouterr().out) >= TABLE[name]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["statsu"], "did you mean status?"),
+        (["status", "--jsn"], "did you mean --json?"),
+        (["serve", "--log-level", "inf"], "did you mean info?"),
+        (["completion", "bsh"], "did you mean bash?"),
+        (["status", "surplus"], "'surplus' makes no sense here"),
+        (["pause", "--for", "soon"], "write it like 90s, 30m, 2h"),
+        (["create"], "required: NAME, --model"),
+    ],
+)
+def test_a_mistake_is_one_line_with_a_suggestion(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        app.cli.main(argv)
+    assert stop.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert words in told
+
+
+def bash_completes(*words: str) -> set[str]:
+    """What bash offers after these words, the last of which is being typed."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shoal"
+    ask = "\n".join([script("bash"), asked, "printf '%s\\n' \"${COMPREPLY[@]}\""])
+    done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_commands_options_and_choices() -> None:
+    assert {"status", "serve", "stop"} <= bash_completes("shoal", "s")
+    assert "chat" not in bash_completes("shoal", "s")
+    assert bash_completes("shoal", "status", "--j") == {"--json"}
+    assert bash_completes("shoal", "--home", "/x", "completion", "f") == {"fish"}
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_other_shells_take_their_script(shell: str) -> None:
+    text = script(shell)
+    assert all(command.name in text for command in all_commands())
+    if shutil.which(shell) is not None:
+        subprocess.run([shell, "-n"], input=text, text=True, check=True)
