@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from app.batching import URGENT_ROWS, AdmissionLimits, BatchLimits, Load, Waiting, why_busy
+from app.admission import AdmissionLimits, why_not
+from app.batching import URGENT_ROWS, BatchLimits, Waiting
 from app.errors import RecordError
 from app.hop_sender import HopSender, order
 from app.hop_session import HopSession, Verdict, first_to_evict
@@ -198,15 +199,16 @@ class BlockServer:
             turn = decode_turn(frame)
             await self._stepper.between_steps(partial(self._turn, frame, turn, peer, answers))
             return
+        if frame.kind == Kind.CLOSE:  # even of a session that is not known yet: its turn may wait for a step's end
+            await self._stepper.between_steps(partial(self._close, frame, peer))
+            return
         session = self._sessions.get(frame.session)
         if session is None or session.asker != peer:
             self._stepper.account.dropped_frames += 1
             if session is None and frame.kind == Kind.PROBE:
                 await answers.push(order(plain(Kind.STATE, frame.session, 0)))
             return
-        if frame.kind == Kind.CLOSE:
-            await self._stepper.between_steps(partial(self._close, frame, peer))
-        elif frame.kind == Kind.PROBE:
+        if frame.kind == Kind.PROBE:
             session.heard_at = trio.current_time()
             queued = min(self._stepper.queue.rows, 2**31)
             state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
@@ -249,21 +251,12 @@ class BlockServer:
 
     def _open(self, frame: Frame, turn: Turn, peer: str) -> Trouble | None:
         """Admit a new session, or say why not."""
-        runner = self._stepper.runner
-        if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
-            hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
-            return Trouble("refused", f"blocks {turn.span} were asked for, but {hosted} is hosted here")
         if self.draining:
             return Trouble("draining", "this node is about to leave")
-        if turn.tokens > runner.context_length:
-            return Trouble("refused", f"{turn.tokens} tokens are above the context of {runner.context_length}")
-        own = [session for session in self._sessions.values() if session.asker == peer]
-        others = {session.asker for session in self._sessions.values()} - {peer}
-        tokens = sum(session.turn.tokens for session in own)
-        load = Load(len(self._sessions), len(own), len(others), tokens, runner.kv_free_tokens, runner.kv_total_tokens)
-        busy = why_busy(load, turn.tokens, self._settings.admission)
-        if busy is not None:
-            return Trouble("busy", busy)
+        runner = self._stepper.runner
+        refusal = why_not(turn, peer, runner, self._sessions.values(), self._settings.admission)
+        if refusal is not None or runner is None:
+            return refusal
         try:
             runner.open(frame.session, turn.tokens)
         except EngineError as error:

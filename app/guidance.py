@@ -131,8 +131,8 @@ class SessionGuide:
 
     def failed(self, peer: str, why: str, *, busy: bool) -> None:
         """A hop could not be used."""
-        self._guidance.bans.ban(peer, trio.current_time(), why, brief=busy)
-        if not busy:
+        is_news = self._guidance.bans.ban(peer, trio.current_time(), why, brief=busy)
+        if is_news and not busy:
             self._guidance.book.note(peer, "failed", f"failed: {why}")
 
     def worked(self, peer: str) -> None:

@@ -217,6 +217,8 @@ class RouteHops:
             for hop in route:
                 link = self._open.get(hop.peer)
                 if link is None or link.outlet.broken:
+                    if link is not None:
+                        link.listeners.pop(self.id, None)  # its late end is not the end of the link that follows
                     nursery.start_soon(reach, hop.peer)
         self._raise_first(failures)
 

@@ -226,12 +226,18 @@ class Bans:
         self._bans: dict[str, tuple[int, float, str]] = {}  # peer -> (how often, until, why)
         self._busy: set[str] = set()
 
-    def ban(self, peer: str, now: float, why: str, *, brief: bool = False) -> None:
-        """Avoid a peer; `brief` where it is busy rather than broken."""
-        times = self._bans.get(peer, (0, 0.0, ""))[0]
+    def ban(self, peer: str, now: float, why: str, *, brief: bool = False) -> bool:
+        """Avoid a peer, `brief` where it is busy rather than broken; False where it is avoided already.
+
+        All sessions over a hop tell of the same failure, which counts once.
+        """
+        times, until, _ = self._bans.get(peer, (0, float("-inf"), ""))
+        if now < until and (brief or peer not in self._busy):
+            return False
         (self._busy.add if brief else self._busy.discard)(peer)
         first_s = self._first_s / 2 if brief else self._first_s
         self._bans[peer] = (times + 1, now + min(first_s * 2**times, self._longest_s), why)
+        return True
 
     def forgive(self, peer: str) -> None:
         """It worked: forget the past."""
