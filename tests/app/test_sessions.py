@@ -176,6 +176,34 @@ async def test_a_node_asks_its_own_blocks_without_the_network(autojump_clock: Mo
         await no_leaks(swarm)
 
 
+async def test_many_sessions_live_through_restarts(autojump_clock: MockClock) -> None:
+    spans = ((0, 3), (3, 6), (6, 8)) * 2
+    async with open_swarm(*spans) as swarm:
+        asker = await swarm.asker()
+        recoveries: list[int] = []
+
+        async def converse(number: int, until: float) -> None:
+            while trio.current_time() < until:
+                prompt = [number, *PROMPT]
+                figures = await ask(asker, prompt, 30)
+                assert figures.token_ids == greedy(prompt, 30)
+                assert figures.longest_gap_s < 2
+                recoveries.append(figures.recoveries)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(converse, number, trio.current_time() + 8)
+            for turn in (0, 3, 2, 5):  # both holders of a span, one after the other
+                await trio.sleep(1)
+                name, span = f"n{turn}", spans[turn]
+                swarm.kill(name)
+                swarm.announcements.pop(name)
+                await trio.sleep(1)
+                await swarm.serve(name, HashRunner(*span))
+        assert sum(recoveries) >= 4
+        await no_leaks(swarm)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     return open_source("tiny-random", Path(tmp_path_factory.mktemp("cache")))

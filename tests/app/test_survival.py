@@ -13,7 +13,9 @@ from trio.testing import MockClock
 from app.asker import Asker, ReplyFigures
 from app.block_server import ServerSettings
 from app.network import FrameStream
+from app.routing import NoRoute
 from app.session_wire import PROTOCOL
+from app.span import Span
 from p2p.errors import PeerUnreachable
 from p2p.memory import LinkProfile, MemoryNode
 from tests.app.hash_model import HashRunner, greedy
@@ -255,4 +257,24 @@ async def test_a_peer_that_vanishes_in_the_handshake_is_passed_over(autojump_clo
         assert [hop.peer for hop in figures.route] == ["n0", "n1"]
         assert figures.ttft_s is not None
         assert figures.ttft_s < 7
+        await no_leaks(swarm)
+
+
+@pytest.mark.parametrize(("name", "why"), [("mute", "did not open the session in time"), ("gone", "gone")])
+async def test_an_only_holder_that_vanishes_in_the_handshake_is_named(
+    autojump_clock: MockClock, name: str, why: str
+) -> None:
+    async with open_swarm((0, 4)) as swarm:
+        node = swarm.fabric.node("mute")
+
+        async def mute(stream: FrameStream) -> None:
+            await stream.receive()
+            await trio.sleep_forever()
+
+        node.accept(PROTOCOL, mute)
+        swarm.announcements[name] = replace(swarm.announcements["n0"], peer=name, span=Span(4, 8))
+        begin = trio.current_time()
+        with pytest.raises(NoRoute, match=rf"block 4 .*{name} \(.*{why}"):
+            await ask(await swarm.asker(), PROMPT, 6)
+        assert trio.current_time() - begin < 10
         await no_leaks(swarm)
