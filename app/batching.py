@@ -1,4 +1,4 @@
-"""Which waiting tokens the next device step takes, and whom a hop admits. Pure: callers bring the time and the work.
+"""Which waiting tokens the next device step takes. Pure: callers bring the time and the work.
 
 Every step takes all the sessions that wait. Tokens that a reader awaits (urgent) go before those that fill a cache
 (bulk); bulk goes in chunks and gets every second step at least, so neither waits for more than one step of the other.
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 URGENT_ROWS = 8  # more tokens than this are bulk, whoever awaits them
-PATIENT_EVERY = 16  # tokens between two long waits of a session
+PATIENT_AFTER = (4, 32)  # tokens between two long waits of a session: at first, doubled after each, and at most
 MAX_WAIT_S = 0.5  # of a long wait, however long the rounds are
 COMPANY_LASTS = 2.0  # who goes together comes back together: what is saved once is saved again
 _SMOOTH = 0.25
@@ -69,7 +69,7 @@ class BatchQueue:
         self._step_s = 0.0  # a usual urgent step
         self._away: dict[bytes, _Away] = {}  # sessions whose last urgent output went out
         self._away_s: dict[bytes, float] = {}  # how long each usually takes to come back
-        self._patient_at: dict[bytes, int] = {}  # the position at which a session last waited for long
+        self._patience: dict[bytes, tuple[int, int]] = {}  # where a session last waited for long; tokens until the next
         self.rows = 0
 
     @property
@@ -102,7 +102,7 @@ class BatchQueue:
             self.rows -= work.rows
         self._away.pop(session, None)
         self._away_s.pop(session, None)
-        self._patient_at.pop(session, None)
+        self._patience.pop(session, None)
 
     def done(self, works: Iterable[Waiting], seconds: float, now: float) -> None:
         """A step is over and its outputs are on their way."""
@@ -157,12 +157,14 @@ class BatchQueue:
         return min(dues) + jitter_s
 
     def _may_be_patient(self, work: Waiting) -> bool:
-        """Whether a session has not waited long for a while."""
-        last = self._patient_at.get(work.session, -PATIENT_EVERY)
-        if work.position == last or work.position >= last + PATIENT_EVERY:
-            self._patient_at[work.session] = work.position
-            return True
-        return False
+        """Whether a session has not waited long for a while; who found no lasting company tries less and less often."""
+        soonest, latest = PATIENT_AFTER
+        last, pause = self._patience.get(work.session, (-soonest, soonest))
+        if work.position != last:
+            if work.position < last + pause:
+                return False
+            self._patience[work.session] = (work.position, min(2 * pause, latest))
+        return True
 
     def _pick(self, heads: list[Waiting], max_rows: int) -> list[Waiting]:
         """One piece of each session, those of peers that waited longest first, up to `max_rows` in all."""
@@ -197,39 +199,3 @@ class BatchQueue:
         if not queue:
             del self._queues[work.session]
         return work
-
-
-@dataclass(frozen=True)
-class Load:
-    """How full a hop is."""
-
-    sessions: int
-    peer_sessions: int  # of the peer that asks
-    peers: int  # that hold sessions, the one that asks not counted
-    peer_tokens: int  # leased to the peer that asks
-    free_tokens: int
-    total_tokens: int
-
-
-@dataclass(frozen=True)
-class AdmissionLimits:
-    """What a hop takes on."""
-
-    sessions: int = 256
-    peer_sessions: int = 64
-    reserve: float = 0.25  # of the cache, kept for peers that hold less than their share
-
-
-def why_busy(load: Load, tokens: int, limits: AdmissionLimits) -> str | None:
-    """Why a session of this many tokens is not admitted now, or None where it is."""
-    if load.sessions >= limits.sessions:
-        return f"{load.sessions} sessions are open already"
-    if load.peer_sessions >= limits.peer_sessions:
-        return f"{load.peer_sessions} sessions of yours are open already"
-    if tokens > load.free_tokens:
-        return f"no room for {tokens} tokens, {load.free_tokens} of {load.total_tokens} cache slots are free"
-    fair_share = load.total_tokens / (load.peers + 2)  # itself, the others, and one who may come
-    within_share = load.peer_tokens + tokens <= fair_share
-    if load.peer_sessions and not within_share and load.free_tokens - tokens < limits.reserve * load.total_tokens:
-        return f"the last cache slots are kept for others, {load.peer_tokens} are yours already"
-    return None

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batching import AdmissionLimits, BatchLimits, BatchQueue, Load, Waiting, why_busy
+from app.admission import AdmissionLimits, Load, why_busy
+from app.batching import BatchLimits, BatchQueue, Waiting
 
 LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 
