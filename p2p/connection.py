@@ -15,11 +15,13 @@ import trio
 from . import multistream
 from .addresses import Address, Scope
 from .errors import P2PError, PeerUnreachable, StreamReset
+from .log_limit import LogLimit
 
 NEGOTIATION_TIMEOUT_S = 10.0
 _GOODBYE_S = 0.5
 
 log = logging.getLogger("shoal.p2p.connection")
+log.addFilter(LogLimit())  # peers can bring these lines about
 
 
 class Stream:

@@ -23,6 +23,7 @@ from .connection import Connection, Stream, StreamHandler
 from .errors import P2PError, PeerUnreachable, Refused
 from .identity import Identity
 from .listening import open_listeners
+from .log_limit import LogLimit
 from .supervise import guarded, supervise
 from .upgrade import Channel
 
@@ -36,6 +37,7 @@ Companion = Callable[[Connection], Awaitable[None]]
 RelayDial = Callable[[Address], Awaitable[Connection]]
 
 log = logging.getLogger("shoal.p2p.host")
+log.addFilter(LogLimit())  # peers can bring these lines about
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFu
 from p2p.flood import FloodGuard
 from p2p.frames import FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind
 from p2p.limits import Quota
+from p2p.log_limit import LogLimit
 from p2p.outbox import Outbox, Outgoing, spoken
 from p2p.serving import BUSY, Serving, failure_of
 from p2p.streams import MessageStream
@@ -34,6 +35,7 @@ IDLE_FRAMES = 32_768
 IDLE_FRAMES_PER_S = 2000
 
 log = logging.getLogger("shoal.p2p.link")
+log.addFilter(LogLimit())  # peers can bring these lines about
 
 RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
 StreamHandler = Callable[[MessageStream], Awaitable[None]]

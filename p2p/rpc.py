@@ -18,6 +18,7 @@ from p2p.bytestream import ByteStream
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable
 from p2p.limits import Limits, Quota
 from p2p.link import PeerLink, RequestHandler, Services, StreamHandler
+from p2p.log_limit import LogLimit
 from p2p.streams import MessageStream
 from p2p.values import BULK, CONTROL, Payload, check_name
 
@@ -30,6 +31,7 @@ LANES = (LIVE_LANE, BULK_LANE)
 MAX_LINKS_A_LANE = 4
 
 log = logging.getLogger("shoal.p2p.rpc")
+log.addFilter(LogLimit())  # peers can bring these lines about
 
 Dial = Callable[[str, str], Awaitable[ByteStream]]  # (peer, lane) -> a byte stream; raises P2PError
 

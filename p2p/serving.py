@@ -16,6 +16,7 @@ import trio
 
 from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
 from p2p.frames import FIRST, Assembler, Frame, Kind
+from p2p.log_limit import LogLimit
 from p2p.outbox import Outgoing, spoken
 from p2p.streams import MessageStream
 from p2p.values import MAX_NAME_BYTES, buffers_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from p2p.link import PeerLink
 
 log = logging.getLogger("shoal.p2p.serving")
+log.addFilter(LogLimit())  # peers can bring these lines about
 
 BUSY, MALFORMED = "busy", "malformed"
 

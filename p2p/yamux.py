@@ -25,6 +25,7 @@ from multiaddr import Multiaddr
 
 from p2p.errors import ProtocolError
 from p2p.flood import FloodGuard
+from p2p.log_limit import LogLimit
 from p2p.noise_session import NoiseSession
 from p2p.yamux_budget import UnreadBytes
 from p2p.yamux_flow import SendHalf
@@ -46,6 +47,7 @@ from p2p.yamux_wire import (
 )
 
 logger = logging.getLogger("shoal.p2p.yamux")
+logger.addFilter(LogLimit())  # peers can bring these lines about
 
 ACCEPT_BACKLOG: Final = 64
 _FRAMES_PER_TURN: Final = 256  # frames handled before other tasks get a turn

@@ -29,11 +29,13 @@ from app.span import Span
 from p2p.envelope import CLOCK_TOLERANCE_MS, Sequence
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity
+from p2p.log_limit import LogLimit
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 log = logging.getLogger("shoal.membership")
+log.addFilter(LogLimit())  # peers can bring these lines about
 
 FAREWELL_S = 2.0
 COMPARE_AFTER_DEATH_S = 20.0
@@ -53,6 +55,8 @@ class Said(TypedDict, total=False):
     app_version: str
     held: tuple[Span, ...]
     holds_ends: bool
+    busy: float
+    dtype: str
 
 
 @dataclass(frozen=True)
