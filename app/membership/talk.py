@@ -15,7 +15,7 @@ import trio
 
 from app.membership import wire
 from app.membership.allowance import Allowance
-from app.membership.checking import Terms, check_suspicion
+from app.membership.checking import Terms, check_announcement, check_suspicion
 from app.membership.member import Change
 from app.membership.rumours import Rumours
 from app.membership.table import GONE, PRESENT, Table
@@ -94,11 +94,15 @@ class Talk:
 
     async def probe(self, peer: str) -> Outcome:
         """See whether a member answers, and swap news with it."""
-        suspected = 0 if self.table.state(peer) in PRESENT else self.table.number(peer)
+        known = self.table.get(peer)
         # Strangers are met in crowds, and may be nobody: no news is spent on them.
-        is_stranger = self.table.seen_at(peer) is None
+        is_stranger = known is None or not known.proven
         riders = [] if is_stranger else self.rumours.take_riders()
-        request = wire.ProbeRequest(self._id, suspected, [self._own(), *riders])
+        lost = known if known is not None and not known.present else None
+        # Its own word under which it was lost: it may have forgotten it.
+        reminder = [] if lost is None else [lost.raw]
+        number = 0 if lost is None else lost.announcement.sequence
+        request = wire.ProbeRequest(self._id, number, [self._own(), *reminder, *riders])
         timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
         try:
             body, rtt_s = await self._ask(peer, request.encode(), timeout_s)
@@ -174,8 +178,7 @@ class Talk:
 
     async def _on_probe(self, peer: str, body: bytes) -> bytes:
         request = self._admit(peer, body, wire.ProbeRequest.decode)
-        if request.suspected:
-            self._hooks.outbid(request.suspected)
+        self._doubted(request.suspected)
         is_known = self.table.seen_at(peer) is not None
         await self._hear_all(request.statements, peer)
         self._met(peer)
@@ -253,14 +256,19 @@ class Talk:
     def _hear_of_self(self, envelope: Envelope) -> None:
         """An announcement of this node's own: newer ones than it remembers were made before its memory was lost."""
         if envelope.raw != self._own():
-            self._hooks.outbid(envelope.sequence)
+            self._hooks.outbid(check_announcement(envelope.raw, self._terms, self._now_ms()).sequence)
+
+    def _doubted(self, number: int) -> None:
+        """Somebody lost this node under a number; one that it does not remember must be shown with its signature."""
+        if number == parse(self._own()).sequence:
+            self._hooks.outbid(number)
 
     def _hear_suspicion(self, envelope: Envelope, now: float) -> None:
         if self.table.state(envelope.peer) not in PRESENT:  # the word of members counts, and of nobody else
             return
         said = check_suspicion(envelope.raw, self._terms, self._now_ms())
         if said.accused == self.network.peer_id:
-            self._hooks.outbid(said.number)
+            self._doubted(said.number)
         elif said.number >= self.table.number(said.accused) and self.table.state(said.accused) in PRESENT:
             seen_at = self.table.seen_at(said.accused)
             if seen_at is not None and now - seen_at > FRESH_S:

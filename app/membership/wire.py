@@ -10,8 +10,9 @@ big-endian. A vector is what a table holds: for each member the first 8 bytes of
     swarm.manifest  hash[32]                                     -> the manifest's bytes
 
 The id is the swarm's, and whoever is no member of it answers with the error `not_member`. `suspected` is the number
-of the announcement under which the caller lost the callee, or 0: a callee that hears it says something newer. `wanted`
-names the members whose announcement in the caller's vector is news to the callee.
+of the announcement under which the caller lost the callee, or 0: a callee whose present number it is says something
+newer, and one that has forgotten it finds that announcement among the statements. `wanted` names the members whose
+announcement in the caller's vector is news to the callee.
 """
 
 from __future__ import annotations

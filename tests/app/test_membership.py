@@ -259,6 +259,21 @@ async def test_a_doubted_node_says_something_newer(autojump_clock: MockClock) ->
         )
 
 
+async def test_a_claimed_number_that_this_node_never_gave_moves_nothing(autojump_clock: MockClock) -> None:
+    async with open_sim() as sim:
+        nodes = await sim.grow(4)
+        liar, victim = nodes[:2]
+        before = victim.swarm.own
+        swarm, claimed = bytes.fromhex(sim.record.id), before.sequence + 60_000
+        lie = sign_suspicion(identity(0), sim.record.id, victim.peer, claimed, sequence=int(wall_clock() * 1000))
+        forged = bytearray(victim.swarm.own_raw)
+        forged[-70] ^= 1
+        body = wire.ProbeRequest(swarm, claimed, [lie, bytes(forged)]).encode()
+        await liar.network.call(victim.peer, wire.PROBE, body, timeout_s=5)
+        await trio.sleep(5)
+        assert victim.swarm.own == before
+
+
 async def test_a_node_that_forgot_its_number_outbids_its_own_past(autojump_clock: MockClock) -> None:
     async with open_sim() as sim:
         nodes = await sim.grow(5)
