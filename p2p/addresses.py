@@ -103,6 +103,12 @@ def plain_ip(ip: IPAddress) -> IPAddress:
     return ip if mapped is None else mapped
 
 
+def network_of(ip: IPAddress) -> str:
+    """The /16 of an IPv4 address, the /48 of an IPv6 one: addresses that one owner may well have many of."""
+    ip = plain_ip(ip)
+    return ip.packed[: 2 if ip.version == 4 else 6].hex()
+
+
 def address_of(host: str, port: int, peer: str | None = None) -> Address:
     """The address of an IP and a port."""
     try:

@@ -86,7 +86,9 @@ class Directory:
                 return Answer(stored=self.providers.add(request.key, contact, now, self._around.is_connected)).encode()
             case Op.STORE:
                 stored = self._is_valid(request.key, request.value)
-                stored = stored and self.values.put(request.key, peer, request.value, now)
+                stored = stored and self.values.put(
+                    request.key, peer, request.value, now, _network_of(self._around.addresses_of(peer)) or ""
+                )
                 return Answer(stored=stored).encode()
         nearest = self.table.closest(position(request.key), BUCKET_SIZE, without=[peer])
         return Answer(

@@ -21,6 +21,8 @@ MAX_KEYS_PER_PROVIDER = 256
 MAX_RECORDS = 16384
 MAX_VALUE_RECORDS = 2048
 MAX_VALUES_PER_PUBLISHER = 64
+MAX_NETWORKS_COUNTED = 16
+EVICTION_PAUSE_S = 60.0  # between two values that one network may drive out
 
 IsConnected = Callable[[str], bool]
 
@@ -117,53 +119,91 @@ class ProviderStore:
             del self._keys_of[peer]
 
 
-class ValueStore:
-    """Small values by key, at most a few a key, each from another publisher."""
+@dataclass
+class _Value:
+    publisher: str
+    at: float
+    networks: OrderedDict[str, None]  # where those who published it come from, the latest last
 
-    def __init__(self) -> None:
-        self._values: OrderedDict[tuple[bytes, str], tuple[bytes, float]] = OrderedDict()
+
+class ValueStore:
+    """Small values by key, at most a few a key, each from another publisher.
+
+    A full key never locks: a newcomer replaces the value that the fewest networks stand behind, by lot among equals.
+    What many members of a swarm publish is therefore safe from one who makes up names, and such a one can no more keep
+    others out than they it.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._keys: OrderedDict[bytes, dict[bytes, _Value]] = OrderedDict()  # key -> value -> who says so
         self._of_publisher: Counter[str] = Counter()
-        self._publishers: dict[bytes, list[str]] = {}
+        self._evicted_at: OrderedDict[str, float] = OrderedDict()  # by which network, lately
+        self._count = 0
+        self._rng = rng or random.Random()
 
     def __len__(self) -> int:
-        return len(self._values)
+        return self._count
 
-    def put(self, key: bytes, publisher: str, value: bytes, now: float) -> bool:
-        """Keep a value; the publisher's own earlier one is replaced, a full key or publisher refuses."""
-        publishers = self._publishers.get(key, [])
-        if publisher not in publishers:
-            same = next((name for name in publishers if self._values[key, name][0] == value), None)
-            if same is not None:
-                # The same value from somebody else: it lives on, and takes no second place.
-                self._values[key, same] = (value, now)
-                return True
-            if len(publishers) >= MAX_VALUES or self._of_publisher[publisher] >= MAX_VALUES_PER_PUBLISHER:
+    def put(self, key: bytes, publisher: str, value: bytes, now: float, network: str = "") -> bool:
+        """Keep a value; the publisher's own earlier one is replaced, a full publisher refuses."""
+        values = self._keys.setdefault(key, {})
+        network = network or publisher
+        for earlier in [text for text, kept in values.items() if kept.publisher == publisher and text != value]:
+            self._remove(key, earlier)
+        values = self._keys.setdefault(key, values)
+        kept = values.get(value)
+        if kept is None:
+            if self._of_publisher[publisher] >= MAX_VALUES_PER_PUBLISHER or not self._make_room(key, network, now):
+                self._tidy(key)
                 return False
-            self._publishers.setdefault(key, []).append(publisher)
+            kept = values[value] = _Value(publisher, now, OrderedDict())
             self._of_publisher[publisher] += 1
-        self._values[key, publisher] = (value, now)
-        self._values.move_to_end((key, publisher))
-        if len(self._values) > MAX_VALUE_RECORDS:
-            self._remove(*next(iter(self._values)))
+            self._count += 1
+        kept.at = now
+        kept.networks[network] = None
+        kept.networks.move_to_end(network)
+        if len(kept.networks) > MAX_NETWORKS_COUNTED:
+            kept.networks.popitem(last=False)
+        self._keys.move_to_end(key)
+        if self._count > MAX_VALUE_RECORDS:
+            stalest = next(iter(self._keys))
+            self._remove(stalest, next(iter(self._keys[stalest])))
         return True
 
     def get(self, key: bytes, now: float) -> list[bytes]:
         """The values of `key`, the longest kept first."""
-        for publisher in list(self._publishers.get(key, ())):
-            if now - self._values[key, publisher][1] >= VALUE_TTL_S:
-                self._remove(key, publisher)
-        return [self._values[key, publisher][0] for publisher in self._publishers.get(key, ())]
+        for value in [v for v, kept in self._keys.get(key, {}).items() if now - kept.at >= VALUE_TTL_S]:
+            self._remove(key, value)
+        return list(self._keys.get(key, ()))
 
     def expire(self, now: float) -> None:
         """Forget what is too old."""
-        for key in list(self._publishers):
+        for key in list(self._keys):
             self.get(key, now)
 
-    def _remove(self, key: bytes, publisher: str) -> None:
-        del self._values[key, publisher]
-        self._publishers[key].remove(publisher)
-        if not self._publishers[key]:
-            del self._publishers[key]
+    def _make_room(self, key: bytes, network: str, now: float) -> bool:
+        values = self._keys[key]
+        if len(values) < MAX_VALUES:
+            return True
+        fewest = min(len(kept.networks) for kept in values.values())
+        if fewest > 1 or now - self._evicted_at.get(network, -EVICTION_PAUSE_S) < EVICTION_PAUSE_S:
+            return False
+        self._evicted_at[network] = now
+        self._evicted_at.move_to_end(network)
+        if len(self._evicted_at) > MAX_VALUE_RECORDS:
+            self._evicted_at.popitem(last=False)
+        self._remove(key, self._rng.choice([v for v, kept in values.items() if len(kept.networks) == fewest]))
+        self._keys.setdefault(key, values)
+        return True
+
+    def _remove(self, key: bytes, value: bytes) -> None:
+        publisher = self._keys[key].pop(value).publisher
+        self._tidy(key)
+        self._count -= 1
         self._of_publisher[publisher] -= 1
         if not self._of_publisher[publisher]:
             del self._of_publisher[publisher]
+
+    def _tidy(self, key: bytes) -> None:
+        if not self._keys[key]:
+            del self._keys[key]

@@ -8,6 +8,7 @@ needs two that agree.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import random
@@ -18,7 +19,7 @@ from typing import Any
 
 import trio
 
-from .addresses import Address, BadAddress, Scope, parse_address
+from .addresses import Address, BadAddress, Scope, network_of, parse_address
 from .errors import P2PError, ProtocolError, Refused
 from .host import Host
 
@@ -120,16 +121,28 @@ class Reachability:
         return list(dict.fromkeys(c.peer for c in sorted(outside, key=lambda c: -c.opened_at)))
 
     async def _is_confirmed(self, address: Address) -> bool:
+        """Whether peers of several networks say that they reached this node there: one liar may have many names."""
         is_own = any(address.host == own.host for own in self._host.addresses)
-        votes: list[bool] = []
+        votes: set[str] = set()
 
-        async def ask(peer: str) -> None:
-            votes.append(await self._ask(peer, address))
+        async def ask(peer: str, network: str) -> None:
+            if await self._ask(peer, address):
+                votes.add(network)
 
         async with trio.open_nursery() as nursery:
-            for peer in self._helpers()[:PEERS_ASKED]:
-                nursery.start_soon(ask, peer)
-        return sum(votes) >= (1 if is_own else VOTES_BEHIND_NAT)
+            for peer, network in self._jury():
+                nursery.start_soon(ask, peer, network)
+        return len(votes) >= (1 if is_own else VOTES_BEHIND_NAT)
+
+    def _jury(self) -> list[tuple[str, str]]:
+        """Whom to ask, each with its network: of each network the latest, then others."""
+        found: dict[str, list[str]] = {}
+        for peer in self._helpers():
+            connection = self._host.connection(peer)
+            if connection is not None and connection.address.ip is not None:
+                found.setdefault(network_of(connection.address.ip), []).append(peer)
+        rounds = itertools.zip_longest(*([(peer, network) for peer in peers] for network, peers in found.items()))
+        return [juror for turn in rounds for juror in turn if juror is not None][:PEERS_ASKED]
 
     async def _ask(self, peer: str, address: Address) -> bool:
         try:

@@ -16,7 +16,17 @@ from p2p.addresses import Address
 from p2p.dht import Directory
 from p2p.dht_store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht_table import BUCKET_SIZE, RoutingTable, peer_position
-from p2p.dht_wire import MAX_PROVIDERS, MAX_VALUE_BYTES, Answer, Contact, Op, Request, decode_answer, decode_request
+from p2p.dht_wire import (
+    MAX_PROVIDERS,
+    MAX_VALUE_BYTES,
+    MAX_VALUES,
+    Answer,
+    Contact,
+    Op,
+    Request,
+    decode_answer,
+    decode_request,
+)
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
 from p2p.identity import peer_id_of
 
@@ -298,3 +308,27 @@ def test_messages_come_back_as_they_were() -> None:
     assert decode_answer(answer.encode()) == answer
     for request in (Request(Op.PROVIDE, KEY, (PLACE,)), Request(Op.STORE, KEY, value=b"x"), Request(Op.PEERS, KEY)):
         assert decode_request(request.encode()) == request
+
+
+def test_a_full_key_keeps_what_many_networks_publish_and_locks_nobody_out() -> None:
+    store = ValueStore(random.Random(5))
+    for number in range(MAX_VALUES):
+        assert store.put(KEY, peer_named(number), b"lie %d" % number, now=0, network="one liar's")
+    honest = b"what the members publish"
+    assert store.put(KEY, peer_named(50), honest, now=1, network="a member's")
+    assert store.put(KEY, peer_named(51), honest, now=2, network="another member's")
+    for number in range(60, 120):  # sixty more names, an hour long
+        store.put(KEY, peer_named(number), b"lie %d" % number, now=60.0 * number, network="one liar's")
+        store.put(KEY, peer_named(50), honest, now=60.0 * number, network="a member's")
+        assert honest in store.get(KEY, 60.0 * number)
+    assert len(store.get(KEY, 60.0 * 120)) == MAX_VALUES
+    assert store.put(KEY, peer_named(200), b"yet another's", now=60.0 * 120, network="a third one's")
+
+
+def test_one_network_drives_out_one_value_a_minute() -> None:
+    store = ValueStore(random.Random(5))
+    for number in range(MAX_VALUES):
+        store.put(KEY, peer_named(number), b"value %d" % number, now=0, network=str(number))
+    assert store.put(KEY, peer_named(20), b"lie", now=1, network="one liar's")
+    assert not store.put(KEY, peer_named(21), b"another lie", now=2, network="one liar's")
+    assert store.put(KEY, peer_named(21), b"another lie", now=62, network="one liar's")

@@ -170,6 +170,7 @@ async def _never(peer: str, body: bytes, timeout_s: float) -> bytes:
         ("", {"a": True}, Reach.UNVERIFIED),
         ("", {"a": True, "b": True}, Reach.VERIFIED),
         ("", {"a": True, "b": False, "c": False}, Reach.UNVERIFIED),
+        ("", {"a": True, "another": True, "a third one": True}, Reach.UNVERIFIED),  # one network
         ("", {}, Reach.UNKNOWN),
     ],
 )
@@ -197,7 +198,8 @@ class _Open:
     is_open, relayed, opened_at = True, False, 0.0
 
     def __init__(self, peer: str) -> None:
-        self.peer, self.address = peer, Address("ip4", "9.9.9.9", 1, peer)
+        # Whose names begin alike live in one network.
+        self.peer, self.address = peer, Address("ip4", f"9.{ord(peer[0])}.9.{len(peer)}", 1, peer)
 
 
 def test_binary_addresses() -> None:
