@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +19,7 @@ from app.membership import Swarm, wire
 from app.records import (
     ANNOUNCEMENT_DOMAIN,
     ANNOUNCEMENT_LIFETIME_MS,
+    SUSPICION_DOMAIN,
     Announcement,
     SwarmRecord,
     sign_announcement,
@@ -24,7 +27,7 @@ from app.records import (
     sign_suspicion,
 )
 from app.span import Span
-from p2p import dht
+from p2p import dht, multistream, rawio
 from p2p.addresses import parse_address
 from p2p.dht_wire import Op, Request
 from p2p.envelope import CLOCK_TOLERANCE_MS
@@ -179,6 +182,54 @@ async def test_somebody_elses_peer_id_cannot_be_worn() -> None:
             with pytest.raises(HandshakeError, match="did not sign"):
                 await transport(listening, protocol, secret).secure_inbound(raw[1])
             nursery.cancel_scope.cancel()
+
+
+async def test_somebody_elses_peer_id_worn_against_a_live_member() -> None:
+    """In the handshake, in announcements and in what calls name as their author; the owner is served meanwhile."""
+    async with members(2) as (record, (target, owner)), stranger(target) as attacker:
+        address = parse_address(target.network.addresses()[0])
+        liar, honest = create_new_key_pair(), create_new_key_pair(owner.identity.seed)
+        mask = transport(liar, "/noise", None)
+        mask._payload = transport(honest, "/noise", None)._payload
+        socket = await trio.open_tcp_stream(address.host, address.port)
+        await knock_as_another(
+            transport(liar, "/noise", None), rawio.raw_connection(socket, initiator=True), target.peer
+        )
+        await trio.aclose_forcefully(socket)  # under its own name it is let in
+        for _ in range(20):
+            socket = await trio.open_tcp_stream(address.host, address.port)
+            with pytest.raises(P2PError), trio.fail_after(5):
+                await knock_as_another(mask, rawio.raw_connection(socket, initiator=True), target.peer)
+            await trio.aclose_forcefully(socket)
+        assert [link.peer for link in target.network.links()].count(owner.peer) == 1
+        # An announcement in the owner's name, and a suspicion by the owner of itself, both signed by somebody else.
+        nobody, at = Identity.generate(), now_ms()
+        lies = []
+        for statement, domain in (
+            (announcement(nobody, record.id, at + 5000), ANNOUNCEMENT_DOMAIN),
+            (sign_suspicion(nobody, record.id, target.peer, 2**40, sequence=at), SUSPICION_DOMAIN),
+        ):
+            start = 4 + len(domain)
+            lies.append(statement[:start] + owner.identity.public_key + statement[start + 32 :])
+        said, known = target.swarm.own, owner.swarm.own_raw
+        await tell(attacker, target, lies)
+        probe = wire.ProbeRequest(bytes.fromhex(record.id), 0, lies).encode()
+        with contextlib.suppress(P2PError):
+            await attacker.call(target.peer, wire.PROBE, probe, timeout_s=5)
+        assert target.swarm.own == said
+        member = target.swarm.table.get(owner.peer)
+        assert member is not None
+        assert member.present
+        assert member.raw == known
+        assert attacker.peer_id not in target.swarm.table.present()
+        owner.swarm.announce(state="draining", span=None)
+        await until(lambda: target.swarm.table.state(owner.peer) == "draining")
+
+
+async def knock_as_another(mask: object, raw: Any, peer: str) -> None:
+    await multistream.propose(raw, ["/noise"])
+    secured = await mask.secure_outbound(raw, ID.from_base58(peer))  # type: ignore[attr-defined]
+    await multistream.propose(secured, ["/yamux/1.0.0"])  # the third message is judged only now
 
 
 async def wear(mask: object, raw: object, peer: ID) -> None:

@@ -130,7 +130,7 @@ async def test_stock_libp2p(stock_peer: Peer, sizes: list[int]) -> None:
 
 
 @pytest.mark.timeout(INSTALL_S + 60)
-@pytest.mark.parametrize("sizes", [SIZES, MANY, [16 * MIB]], ids=["sizes", "many streams", "16 MiB"])
+@pytest.mark.parametrize("sizes", [SIZES, MANY, [64 * MIB]], ids=["sizes", "many streams", "64 MiB"])
 async def test_js_libp2p(js_peer: Peer, sizes: list[int]) -> None:
     async with _own_host() as host:
         await _dial(host, js_peer.address, sizes)
