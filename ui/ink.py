@@ -24,7 +24,8 @@ def clean(text: str) -> str:
     """The text on one line, without characters that could command a terminal or turn its direction."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c for c in text.translate(_SPACES) if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
+    kinds = [(c, unicodedata.category(c)) for c in text.translate(_SPACES)]
+    return "".join(" " if kind[0] == "Z" else c for c, kind in kinds if kind[0] != "C")
 
 
 def span(text: object, style: str = "") -> Span:

@@ -51,25 +51,25 @@ class HomeDoor:
     """The node of a home folder; satisfies `ui.follow.Door`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
         self._was_reached = False
 
     def client(self) -> Client:
         """The running node's client."""
         from app.client import client_of
 
-        client = client_of(self._folder)
+        client = client_of(self.folder)
         self._was_reached = True
         return client
 
     def coming_up(self) -> bool:
         """Whether the node that was started here has not been reached yet."""
-        return self._process is not None and not self._was_reached and self._process.poll() is None
+        return self.process is not None and not self._was_reached and self.process.poll() is None
 
     def ended(self) -> str | None:
         """How the node that was started here failed, in its own last words."""
-        status = None if self._process is None else self._process.poll()
+        status = None if self.process is None else self.process.poll()
         if not status:
             return None
         try:
@@ -84,15 +84,15 @@ class HomeDoor:
         from app.client import running_client
         from app.home import Home
 
-        if running_client(self._folder) is not None or (self._process is not None and self._process.poll() is None):
+        if running_client(self.folder) is not None or (self.process is not None and self.process.poll() is None):
             return
-        home = Home.open(self._folder)
+        home = Home.open(self.folder)
         self._was_reached = False
         try:
             home.log_folder.mkdir(mode=0o700, exist_ok=True)
             with open(self._log_path(), "wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "app.cli", "serve", "--home", str(self._folder)],
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", "app.cli", "serve", "--home", str(self.folder)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=log,
@@ -100,10 +100,10 @@ class HomeDoor:
                     creationflags=getattr(subprocess, "DETACHED_PROCESS", 0),
                 )
         except OSError as error:
-            raise HomeError(f"no node could be started in {self._folder}: {error.strerror or error}") from error
+            raise HomeError(f"no node could be started in {self.folder}: {error.strerror or error}") from error
 
     def _log_path(self) -> Path:
-        return self._folder / "logs" / START_LOG
+        return self.folder / "logs" / START_LOG
 
 
 class UrlDoor:

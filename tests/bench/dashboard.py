@@ -1,0 +1,101 @@
+"""The dashboard's figures: the first paint, and 500 peers with updates at 10 Hz. Prints one JSON object.
+
+    python -m tests.bench.dashboard [--seconds 10]
+
+The first paint is taken in a terminal of its own, from the start of the process to the first frame. The share of a
+core counts all of the dashboard's process but the making of the snapshots, which a node would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pty
+import select
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+from app.snapshot import facts, snapshot_from
+from tests.ui.fixed import five_hundred
+from ui.dashboard import Dashboard, News
+from ui.store import Link, Store
+
+FRAME = "≋ shoal".encode()
+HERTZ = 10
+SNAPSHOTS = 20  # made beforehand, as the JSON text in which they come
+
+
+def first_paint_s() -> float:
+    """Seconds from the start of `shoal` to its first frame, in a home where no node can be started."""
+    began = time.perf_counter()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "36", "SHOAL_TOKEN": "x" * 32}
+        with tempfile.TemporaryDirectory() as home:
+            argv = [sys.executable, "-m", "app.cli", "--home", home, "--node", "http://127.0.0.1:9"]
+            os.execve(sys.executable, argv, environment)
+    seen = b""
+    try:
+        while FRAME not in seen:
+            ready, _, _ = select.select([terminal], [], [], 30)
+            assert ready, "no frame within 30 s"
+            seen += os.read(terminal, 65536)
+        return time.perf_counter() - began
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+async def busy(seconds: float) -> dict[str, Any]:
+    """500 peers at 10 Hz on each of the two main screens: the share of a core, and a key to its paint."""
+    texts = [json.dumps(facts(five_hundred(tick))) for tick in range(SNAPSHOTS)]
+    app = Dashboard(None, store=Store())
+    app.asked_first_run = True
+    found: dict[str, Any] = {}
+    async with app.run_test(size=(160, 48)) as pilot:
+        app.post_message(News(Link("live")))
+        for screen, key in (("overview", "1"), ("swarm", "2")):
+            await pilot.press(key)
+            cpu, wall, tick = time.process_time(), time.perf_counter(), 0
+            while time.perf_counter() - wall < seconds:
+                tick += 1
+                app.post_message(News(snapshot_from(json.loads(texts[tick % SNAPSHOTS]))))
+                await asyncio.sleep(max(0.0, wall + tick / HERTZ - time.perf_counter()))
+            share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+            found[f"core_share_{screen}"] = round(share, 3)
+        found["key_to_paint_ms"] = await _key_to_paint(app, pilot, texts)
+    return found
+
+
+async def _key_to_paint(app: Dashboard, pilot: Any, texts: list[str]) -> dict[str, float]:
+    """From a key to the frame after it, while snapshots come."""
+    times = []
+    for index in range(40):
+        app.post_message(News(snapshot_from(json.loads(texts[index % SNAPSHOTS]))))
+        began = time.perf_counter()
+        await pilot.press("down")
+        app.screen._compositor.render_strips()
+        times.append((time.perf_counter() - began) * 1000)
+        await asyncio.sleep(0.05)
+    times.sort()
+    return {"p50": round(statistics.median(times), 1), "worst": round(times[-1], 1)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    chosen = parser.parse_args()
+    paints = sorted(first_paint_s() for _ in range(5))
+    figures = {"first_paint_s": {"p50": round(paints[2], 3), "worst": round(paints[-1], 3)}}
+    print(json.dumps({**figures, **asyncio.run(busy(chosen.seconds)), "peers": 500, "hertz": HERTZ}))
+
+
+if __name__ == "__main__":
+    main()

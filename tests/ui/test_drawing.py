@@ -1,0 +1,209 @@
+"""What the drawing functions say of values that are missing, hostile or at an edge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.snapshot import HopView, PeerView, RouteView, Snapshot, StepView
+from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
+from ui.bars import area, bar, ceiling, resample, spark
+from ui.coverage import coverage_of, strip_rows, weak_sentence
+from ui.figures import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
+from ui.ink import cell, clean, fit, shorten, text_of, width_of, wrap
+from ui.invite import qr_rows
+from ui.node_rows import gauge_rows, session_rows, step_rows
+from ui.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
+from ui.route import route_rows, sentence, title_row
+from ui.settings import SettingView, value_text
+from ui.store import Link
+from ui.wording import pill, state_row
+
+NAMES = {peer.peer: peer.name for peer in PEERS}
+
+
+def name_of(peer: str) -> str:
+    return "you" if peer == ME else NAMES.get(peer, peer)
+
+
+# --- figures and rows ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    unknown = [rate(None), known_rate(0.0), many(None), gigabytes(None), size(None), milliseconds(None), clock(None)]
+    assert {*unknown, duration(None)} == {"—"}
+
+
+def test_figures_are_short() -> None:
+    assert [rate(4.51), rate(43.2), rate(1204.0)] == ["4.5", "43", "1 204"]
+    assert [size(98 * 10**6), size(5_500_000_000), size(12)] == ["98 MB", "5.5 GB", "12 B"]
+    assert [milliseconds(0.0004), milliseconds(0.009), milliseconds(0.224)] == ["0.4", "9", "224"]
+    assert [clock(19), clock(662), duration(17_460), duration(41.2)] == ["0:19", "11:02", "4 h 51 m", "41 s"]
+
+
+@given(st.text(), st.integers(0, 40))
+def test_a_cell_has_its_width_whatever_is_written(text: str, width: int) -> None:
+    assert width_of([(cell(clean(text), width), "")]) == width
+
+
+@given(st.lists(st.text(max_size=20), max_size=6), st.integers(0, 40))
+def test_a_fitted_row_is_never_too_wide(texts: list[str], width: int) -> None:
+    assert width_of(fit([(clean(text), "") for text in texts], width)) <= width
+
+
+@given(st.text())
+def test_nothing_commands_the_terminal(text: str) -> None:
+    assert all(character.isprintable() for character in clean(text))
+
+
+def test_cut_text_says_so() -> None:
+    assert (shorten("reading-club", 6), shorten("読書会", 5)) == ("readi…", "読書…")
+    assert [text_of(line) for line in wrap("one two three", 7)] == ["one two", "three"]
+
+
+def test_bars_and_areas_keep_their_size() -> None:
+    assert text_of(bar(0.5, 8, "mine")) == "████    "
+    assert text_of(bar(None, 4, "mine")) == "    "
+    assert [len(line) for line in area([None, 3.0, 9.0], 5, 2, 9.0)] == [5, 5]
+    assert area([], 3, 1, 1.0) == ["   "]
+    assert resample([1.0, None, 3.0, 5.0], 2) == [1.0, 4.0]
+    assert (ceiling([28.0]), ceiling([None]), ceiling([0.02], 0.1)) == (30, 1, 0.1)
+    assert spark([1.0, None, 8.0], 5) == "▁ █"
+
+
+# --- coverage --------------------------------------------------------------------------------------------------------
+
+
+def test_the_weak_spot_is_the_stretch_with_the_fewest_holders() -> None:
+    cover = coverage_of(HEALTHY)
+    assert cover is not None
+    assert cover.weak is not None
+    assert (cover.weak.label, cover.weak.holders, cover.weak.names) == ("55:62", 1, ("mako",))
+    assert cover.held == 80
+
+
+def test_a_hole_is_named_and_never_averaged_away() -> None:
+    cover = coverage_of(HOLE)
+    assert cover is not None
+    assert cover.holes == ((55, 62),)
+    assert "55:62 without a holder" in text_of(weak_sentence(cover, 120))
+    for width in (12, 20, 40, 80, 400):
+        strip = [text_of(line) for line in strip_rows(cover, width, gutter=False)]
+        assert "×" in strip[1], width
+        assert "0" in strip[2], width
+        assert {len(line) for line in strip} <= set(range(width + 1))
+
+
+def test_claims_beyond_the_model_are_cut() -> None:
+    liar = PeerView("p", "liar", 70, 10**9, state="serving", tokens_per_s=1.0)
+    cover = coverage_of(replace(HEALTHY, peers=(liar,), start=None, stop=None))
+    assert cover is not None
+    assert sum(cover.holders) == 10
+
+
+def test_only_those_that_serve_are_counted() -> None:
+    peers = tuple(replace(peer, state="loading") for peer in PEERS)
+    cover = coverage_of(replace(HEALTHY, peers=peers))
+    assert cover is not None
+    assert (cover.held, coverage_of(EMPTY), coverage_of(None)) == (12, None, None)
+
+
+def test_a_small_model_gets_wider_blocks() -> None:
+    small = replace(HEALTHY, blocks_total=8, start=2, stop=6, peers=())
+    cover = coverage_of(small)
+    assert cover is not None
+    rows = [text_of(line) for line in strip_rows(cover, 60, gutter=False)]
+    assert len(rows[1]) == 32
+    assert rows[3] == "╰─hole─╯╰───you 2:6────╯╰─hole─╯"
+
+
+# --- peers and routes ------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_sorted_and_found() -> None:
+    peers = table_peers(HEALTHY, {})
+    assert [peer.name for peer in arranged(peers, "span", "")[:3]] == ["petrel", "tern", "gannet"]
+    assert [peer.name for peer in arranged(peers, "tok/s", "")[:2]] == ["tern", "heron"]
+    assert [peer.name for peer in arranged(peers, "rtt", "")][-2:] == ["you", "dunlin"]
+    assert [peer.name for peer in arranged(peers, "peer", "RELAY")] == ["mako"]
+    assert all(len(arranged(peers, sort, "")) == 14 for sort in SORTS)
+
+
+@pytest.mark.parametrize("width", [40, 78, 80, 120, 156, 300])
+def test_a_peer_takes_one_row_of_any_width(width: int) -> None:
+    columns = columns_for(width, [peer.name for peer in PEERS])
+    look = look_of(HEALTHY, coverage_of(HEALTHY))
+    widths = {width_of(peer_row(peer, columns, look, None)[:-1]) for peer in table_peers(HEALTHY, {})}
+    assert len(widths) == 1  # every column begins at the same place
+
+
+def test_the_route_says_where_the_time_goes() -> None:
+    assert text_of(title_row(ROUTE)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
+    said = text_of(sentence(ROUTE, name_of))
+    assert said == "79 of 224 ms are relayed links. Without them: 6.9 tok/s at most."
+
+
+def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
+    bare = RouteView("s", (HopView(ME, 0, 4), HopView(PEERS[0].peer, 4, 8)))
+    text = "\n".join(text_of(line) for line in route_rows(bare, name_of, 100, 8))
+    assert "Nothing has been measured" in text
+    assert not any(character.isdigit() for character in text.replace("0:4", "").replace("4:8", ""))
+    assert text_of(title_row(bare)) == "route  2 hops · — ms a token · — tok/s"
+
+
+# --- the node --------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_never_without_its_reason() -> None:
+    for state in ("starting", "idle", "joining", "fetching", "loading", "serving", "client", "paused", "draining"):
+        bare = Snapshot(ME, state, "", "")
+        words, _ = pill(Link("live"), bare, 0.0)
+        line = text_of(state_row(Link("live"), bare, 0.0, wide=True))
+        assert len(line.replace(words, "").strip()) > 5, state
+
+
+def test_a_node_that_is_away_is_said_to_be_tried_again() -> None:
+    assert pill(Link("away", "x", retry_at=104.0), HEALTHY, 100.2)[0] == "× node away, retry in 4 s"
+    assert pill(Link("away", "x", retry_at=90.0), None, 100.0)[0] == "× node away, retry in 0 s"
+
+
+def test_loading_says_how_far_it_is() -> None:
+    step = StepView("load", "load", "running", "", 5, 12, 41.0)
+    loading = replace(EMPTY, state="loading", steps=(step,))
+    assert pill(Link("live"), loading, 0.0)[0] == "◐ loading 5/12, 41 s"
+    assert "5 of 12" in text_of(step_rows((step,), 100)[0])
+
+
+def test_nothing_known_of_a_device_is_no_figure() -> None:
+    bare = replace(HEALTHY, hardware=None, start=None, stop=None)
+    text = "\n".join(text_of(line) for line in gauge_rows(bare, 60, 10))
+    assert not any(character.isdigit() for character in text.partition("pauses")[0])
+
+
+def test_more_sessions_than_rows_are_counted() -> None:
+    sessions = HEALTHY.active_sessions * 5
+    rows = session_rows(replace(HEALTHY, active_sessions=sessions), {}, name_of, 40, 6)
+    assert (len(rows), text_of(rows[-1])) == (6, "and 11 more")
+
+
+def test_sizes_of_settings_are_exact() -> None:
+    setting = SettingView("max_vram", None, None, "file", False, "", "a size like 6GB or 500MB")
+    values = [7 * 10**9, 6_500_000_000, 123_456_789, 500 * 10**6, 0]
+    assert [value_text(setting, value) for value in values] == ["7GB", "6.5GB", "123456789", "500MB", "0"]
+
+
+def test_a_qr_code_is_square_and_has_a_quiet_border() -> None:
+    rows = qr_rows("shoal:" + "x" * 100)
+    assert abs(2 * len(rows) - len(rows[0])) <= 1
+    assert rows[0].strip() == ""
+    assert all(line[:2] == "  " for line in rows)
+
+
+def test_five_hundred_peers_are_drawn_quickly() -> None:
+    snapshot = five_hundred()
+    cover = coverage_of(snapshot)
+    assert cover is not None
+    assert len(arranged(table_peers(snapshot, {}), "tok/s", "")) == 501

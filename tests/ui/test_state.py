@@ -1,0 +1,211 @@
+"""What the dashboard remembers: the store, the line to the node, conversations, a reply on its way."""
+
+from __future__ import annotations
+
+import queue
+import stat
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.client import Client, Event, Hangup
+from app.errors import NotRunning
+from app.snapshot import Snapshot, facts
+from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
+from ui.conversations import FILE, Conversations, ConversationsError, as_markdown
+from ui.follow import Follower, Heard, Note
+from ui.logs import matching
+from ui.replying import Progress, Sampling, done_words, harmless, lost_hops, sampling_value
+from ui.store import GLOW_S, Link, LogRow, Store
+
+# --- the store -------------------------------------------------------------------------------------------------------
+
+
+def live_store(clock: Clock) -> Store:
+    store = Store(clock)
+    store.connected(Link("live"))
+    store.take(HEALTHY)
+    return store
+
+
+def test_what_the_node_last_said_is_not_shown_as_true_while_it_is_away() -> None:
+    store = live_store(Clock())
+    store.sample()
+    store.connected(Link("away", "the node has ended"))
+    store.sample()
+    assert store.snapshot is None
+    assert list(store.served) == [28.4, None]
+
+
+def test_a_note_that_is_told_again_is_kept_once() -> None:
+    store = Store()
+    told = {"number": 1, "at_ms": 5, "kind": "peer", "text": "tern joined"}
+    store.note(told)
+    store.note(told)
+    store.note({**told, "at_ms": 9})  # another run of the node counts from 1 again
+    assert len(store.notes) == 2
+
+
+def test_changes_of_peers_glow_and_fade() -> None:
+    clock = Clock()
+    store = live_store(clock)
+    moved = replace(PEERS[0], start=4, stop=20)
+    new = replace(PEERS[1], peer="12D3KooWnew", name="new")
+    store.take(replace(HEALTHY, peers=(moved, new, *PEERS[2:])))
+    assert {change.kind: change.peer.name for change in store.glowing().values()} == {
+        "moved": "tern",
+        "new": "new",
+        "gone": "petrel",
+    }
+    clock.at += GLOW_S
+    assert store.glowing() == {}
+
+
+def test_another_swarm_is_no_change_of_peers() -> None:
+    store = live_store(Clock())
+    store.take(replace(HEALTHY, swarm="another", peers=()))
+    assert store.glowing() == {}
+
+
+def test_names_of_peers() -> None:
+    store = live_store(Clock())
+    assert [store.peer_name(ME), store.peer_name(PEERS[0].peer), store.peer_name("12D3KooWxyz123")] == [
+        "you",
+        "tern",
+        "xyz123",
+    ]
+
+
+# --- the line to the node --------------------------------------------------------------------------------------------
+
+
+class ScriptedClient(Client):
+    """A client whose events are a script."""
+
+    def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
+        note = {"number": 1, "at_ms": 1, "kind": "state", "text": "up"}
+        yield Event("note", note)
+        yield Event("snapshot", facts(HEALTHY))
+
+
+class ScriptedDoor:
+    """Each try has its outcome; the last one stays."""
+
+    def __init__(self, *outcomes: Any) -> None:
+        self.outcomes = list(outcomes)
+        self.started = 0
+
+    def client(self) -> Client:
+        outcome = self.outcomes.pop(0) if len(self.outcomes) > 1 else self.outcomes[0]
+        if isinstance(outcome, Exception):
+            raise outcome
+        assert isinstance(outcome, Client)
+        return outcome
+
+    def coming_up(self) -> bool:
+        return False
+
+    def ended(self) -> str | None:
+        return None
+
+    def start(self) -> None:
+        self.started += 1
+
+
+def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:
+    heard: queue.Queue[Heard] = queue.Queue()
+    door = ScriptedDoor(NotRunning("no node runs"), ScriptedClient("http://x", "t"), NotRunning("gone"))
+    follower = Follower(door, heard.put)
+    follower.start()
+    told = []
+    for _ in range(5):
+        told.append(heard.get(timeout=20))
+        follower.hurry()
+    follower.close()
+    assert door.started == 1
+    assert [type(item) for item in told] == [Link, Link, Note, Snapshot, Link]
+    links = [item for item in told if isinstance(item, Link)]
+    assert [link.kind for link in links] == ["away", "live", "away"]
+    assert (links[0].text, links[2].text) == ("no node runs", "the node has ended")
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+def test_conversations_are_kept_in_a_private_file(tmp_path: Path) -> None:
+    kept = Conversations(tmp_path)
+    first = kept.begin("Why   do fish\nswim in shoals? " + "x" * 80)
+    question = kept.add(first.id, "user", "Why?")
+    kept.add(first.id, "assistant", "Because.", {"tokens_per_s": 4.5})
+    kept.choose("sampling", {"temperature": 0.5})
+    kept.close()
+    again = Conversations(tmp_path)
+    (known,) = again.all()
+    assert known.title.startswith("Why do fish swim in shoals? x")
+    assert [message.content for message in again.messages(known.id)] == ["Why?", "Because."]
+    assert again.messages(known.id)[1].figures == {"tokens_per_s": 4.5}
+    assert again.choice("sampling") == {"temperature": 0.5}
+    assert "**You**" in as_markdown(known.title, again.messages(known.id))
+    again.cut(known.id, question.id)
+    assert again.messages(known.id) == []
+    again.delete(known.id)
+    assert again.all() == []
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    again.close()
+
+
+def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"not a database" * 100)
+    with pytest.raises(ConversationsError, match="move it away"):
+        Conversations(tmp_path)
+
+
+# --- a reply ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_counts_its_tokens_and_its_prompt() -> None:
+    progress = Progress(10.0)
+    assert progress.take({"prompt": {"done": 128, "total": 512}}, 10.5) == ""
+    assert (progress.prompt_done, progress.prompt_total, progress.tokens) == (128, 512, 0)
+    for tick in range(5):
+        assert progress.take({"text": "a\x1b[2J\n"}, 11.0 + tick / 4) == "a[2J\n"
+    assert progress.tokens == 5
+    assert progress.speed(12.0) == pytest.approx(5.0)
+
+
+def test_a_hop_that_left_the_way_is_named() -> None:
+    before = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "b", "start": 4, "stop": 8}]
+    after = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "c", "start": 4, "stop": 8}]
+    assert lost_hops(before, after, str.upper) == "B left the way · C took 4:8"
+    assert (lost_hops([], after, str), lost_hops(before, before, str)) == ("", "")
+
+
+def test_a_reply_that_ended_says_how_it_went() -> None:
+    done = {"token_ids": [1, 2], "ttft_s": 1.94, "tokens_per_s": 4.6, "route": [{}, {}], "finish_reason": "length"}
+    assert done_words(done) == (
+        "2 tokens · first after 1.9 s · 4.6 tok/s · 2 hops · cut off: the longest reply is reached"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("temperature", "hot"), ("top_p", "0"), ("max_tokens", "1.5"), ("seed", "-1")]
+)
+def test_sampling_that_makes_no_sense_is_said(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        sampling_value(name, text)
+
+
+def test_a_request_is_as_the_api_takes_it() -> None:
+    request = Sampling(seed=7, system="be brief").request([{"role": "user", "content": "hi"}])
+    assert request["messages"][0] == {"role": "system", "content": "be brief"}
+    assert (request["seed"], "system" in request) == (7, False)
+    assert harmless("a\tb\n\x07") == "a\tb\n"
+
+
+def test_logs_are_found_by_level_and_text() -> None:
+    rows = [LogRow(1, level, "p2p", f"about {level}") for level in ("debug", "info", "warning", "error", "critical")]
+    assert [row.level for row in matching(rows, "warning", "")] == ["warning", "error", "critical"]
+    assert [row.level for row in matching(rows, "debug", "INFO")] == ["info"]
