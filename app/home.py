@@ -5,6 +5,7 @@
     token          the control API's bearer token, mode 0600
     swarms.json    remembered swarms and their secrets, mode 0600 (`app.remembered`)
     peers.json     addresses of peers that worked (`p2p`)
+    trust.json     what was seen of peers (`app.trust_book`)
     sequence       the last number this node gave a statement, so that a clock set back does not silence it
     pause.json     that a person paused this node, for as long as it is so (`app.pausing`)
     statistics.db  what this node gave and got (`app.statistics`)
@@ -82,6 +83,11 @@ class Home:
     def peers_file(self) -> Path:
         """The remembered peers."""
         return self.folder / "peers.json"
+
+    @property
+    def trust_file(self) -> Path:
+        """What was seen of peers."""
+        return self.folder / "trust.json"
 
     @property
     def node_file(self) -> Path:

@@ -20,7 +20,7 @@ from app.hardware import device_view
 from app.membership import Swarm
 from app.network import Network
 from app.placement import Candidate, Due, Move, decide, due
-from app.runner import DeviceThread
+from app.runner import BlockRunner, DeviceThread
 from app.snapshot import DeviceView, Reason, State
 from app.span import Span
 from app.steps import Steps
@@ -82,7 +82,7 @@ class Hosting:
         self._hosted: Hosted | None = None
         self._seen: Device | None = None
         self._span: Span | None = None
-        self._settled_at = self._announced_at = 0.0
+        self._settled_at = self._announced_at = self._busy_s = 0.0
         self._news = trio.Event()
         self._due: Due | None = None
         self._choosing = trio.CancelScope()
@@ -97,6 +97,11 @@ class Hosting:
             "tokens_per_s": self._tokens_per_s,
             "sessions": self.server.sessions,
         }
+
+    @property
+    def runner(self) -> BlockRunner | None:
+        """The hosted blocks."""
+        return None if self._hosted is None else self._hosted.runner
 
     def hardware(self) -> DeviceView | None:
         """What computes here, and what it is doing."""
@@ -243,8 +248,10 @@ class Hosting:
         self._steps.progress("load", done, total)
 
     def _announce(self) -> None:
+        from engine.wire import wire_name
+
         assert self._hosted is not None, "only what is loaded is announced"
-        self._announced_at = trio.current_time()
+        assert self._plan is not None, "only what is loaded is announced"
         throughput = self._hosted.throughput
         self._swarm.announce(
             state="serving",
@@ -252,4 +259,14 @@ class Hosting:
             decode_tokens_per_s=throughput.decode_tokens_per_s,
             prefill_tokens_per_s=throughput.prefill_tokens_per_s,
             kv_free_tokens=self.server.kv_free_tokens,
+            busy=self._busy_lately(),
+            dtype=wire_name(self._plan.dtype),
+            quantisation="int8" if self._plan.quantised else "none",
         )
+
+    def _busy_lately(self) -> float:
+        """The share of the time since the last announcement that the device computed; begins to count anew."""
+        now, busy_s = trio.current_time(), self.server.figures.busy_s
+        share = (busy_s - self._busy_s) / max(now - self._announced_at, 1.0)
+        self._announced_at, self._busy_s = now, busy_s
+        return min(max(share, 0.0), 1.0)

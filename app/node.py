@@ -27,7 +27,7 @@ from app.config import Config, load_config, set_value, unset
 from app.doctor import Check
 from app.doctor_network import running_checks
 from app.dwelling import Dwelling
-from app.errors import AppError
+from app.errors import AppError, HomeError
 from app.feed import Feed
 from app.founding import Wish, found
 from app.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
@@ -44,10 +44,12 @@ from app.settings import Value
 from app.snapshot import CourtesyView, Reason, Snapshot, State, SwarmView
 from app.stay import Surroundings
 from app.swarm_name import SwarmName
+from app.trust_book import TrustBook
 from app.upkeep import Household, Upkeep
 from p2p import envelope
 from p2p.identity import load_or_create
 from p2p.platform import stop_signals
+from p2p.supervise import supervise
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -71,6 +73,7 @@ class Node:
         self, home: Home, config: Config, cache: Path, on_ready: Callable[[Snapshot], None] = lambda snapshot: None
     ) -> None:
         self._home, self._config, self._cache, self._on_ready = home, config, cache, on_ready
+        self._trust = TrustBook(home.trust_file)
         self._flags = {
             name: getattr(config.settings, name) for name in config.origins if config.origins[name] == "flag"
         }
@@ -108,6 +111,8 @@ class Node:
             note=self._note,
             remember=self._remember,
             pausing=self._pausing,
+            api_url=lambda: self._api_url,
+            trust=self._trust,
         )
 
     # --- its life ----------------------------------------------------------------------------------------------------
@@ -128,9 +133,12 @@ class Node:
                 self._write_node_file()
                 self._is_reachable = True
                 self._say_ready()
-                nursery.start_soon(self._tick)
-                nursery.start_soon(self._pausing.run)
-                nursery.start_soon(self._upkeep.run)
+                for name, part in (
+                    ("the look at figures", self._tick),
+                    ("the end of pauses", self._pausing.run),
+                    ("the upkeep", self._upkeep.run),
+                ):
+                    nursery.start_soon(supervise, name, part)
                 nursery.start_soon(self._arrive, target)
                 await self._stop_asked.wait()
                 await self._wind_down()
@@ -377,7 +385,12 @@ class Node:
         return await resolve_name(network, self._config, wanted, self._dwelling.refusals_to)
 
     async def _remember(self, swarm: Remembered) -> None:
-        self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.joined(swarm))
+        """Keep a swarm in the home folder; a disk that takes nothing costs the memory of it, not the stay."""
+        try:
+            self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.joined(swarm))
+        except HomeError as error:
+            self._known = self._known.joined(swarm)
+            self._note("problem", f"a restart will not know of {swarm}: {error}")
 
     def _is_here(self, swarm: Remembered) -> bool:
         stay = self._dwelling.stay
@@ -386,9 +399,13 @@ class Node:
     def _write_node_file(self) -> None:
         """Say where this node is reached, whenever that is news: addresses come and go with the machine's networks."""
         addresses = self._dwelling.listen_addrs()
-        if addresses and addresses != self._told_addresses:
-            self._told_addresses = addresses
+        if not addresses or addresses == self._told_addresses:
+            return
+        try:
             write_node_file(self._home, NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, addresses))
+            self._told_addresses = addresses
+        except OSError as error:
+            log.warning("%s cannot be written, and is tried again: %s", self._home.node_file, error)
 
 
 def _now_ms() -> int:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from app.asker import Asker, ReplyFigures, Route
+from app.asker import Asker, Outlook, ReplyFigures, Route
 from app.asker_figures import AskerFigures
 from app.errors import AppError
+from app.guidance import Wishes
 from app.membership import Swarm
 from app.network import FrameStream, Network
 from app.runner import DeviceThread
+from app.trust_book import TrustBook
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -37,6 +39,7 @@ class ReplyRequest:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    private_blocks: int | None = None  # at either end; None: as the settings say
 
 
 class NoModelHere(AppError):
@@ -53,7 +56,11 @@ class Replying:
         source: Callable[[], str | None],
         cache: Path,
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
+        *,
+        wishes: Callable[[], Wishes] = Wishes,
+        book: TrustBook | None = None,
     ) -> None:
+        self._outlook = Outlook(wishes=wishes, book=book or TrustBook())
         self._network, self._membership, self._source, self._cache = network, membership, source, cache
         self._own_server = own_server
         self._thread = DeviceThread()
@@ -88,7 +95,8 @@ class Replying:
         prompt_ids = await self._thread.run(_prompt_ids, ends, request)
         pieces: list[str] = []
         route: Route = ()
-        async with asker.reply(prompt_ids, settings, max_tokens=request.max_tokens) as reply:
+        asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
+        async with asked as reply:
             async for piece in reply:
                 pieces.append(piece.text)
                 told, route = route, reply.figures.route
@@ -106,7 +114,12 @@ class Replying:
                     )
                 self._ends = await self._thread.run(_load_ends, source, self._cache)
                 self._asker = Asker(
-                    self._network, self._ends, self._thread, self._announcements, own_server=self._own_server
+                    self._network,
+                    self._ends,
+                    self._thread,
+                    self._announcements,
+                    own_server=self._own_server,
+                    outlook=self._outlook,
                 )
                 assert self._nursery is not None, "replies need a running node"
                 await self._nursery.start(self._asker.run)

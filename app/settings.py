@@ -19,11 +19,13 @@ from app.units import parse_size
 from p2p.addresses import is_peer_id, parse_address
 from p2p.errors import P2PError
 
-Kind = Literal["text", "integer", "flag", "size", "blocks", "timetable", "choices", "addresses", "denials", "programs"]
+Kind = Literal[
+    "text", "integer", "flag", "size", "blocks", "timetable", "choices", "addresses", "denials", "programs", "peers"
+]
 Value = str | int | bool | tuple[str, ...] | None
 
 DISCOVERY = ("mdns", "dht", "invite", "remembered")
-LISTS = ("choices", "addresses", "denials", "programs")
+LISTS = ("choices", "addresses", "denials", "programs", "peers")
 _MAX_ITEMS = 256
 _MAX_CHARS = 512
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -99,6 +101,8 @@ class Setting:
             return str(parse_address(item))
         if self.kind == "programs":
             return program_name(item)
+        if self.kind == "peers" and not is_peer_id(item):
+            raise ValueError(f"{item!r} is no peer id")
         if self.kind == "denials" and not is_peer_id(item):
             return str(ipaddress.ip_network(item, strict=False))
         return item
@@ -114,6 +118,7 @@ class Setting:
             "blocks": "a span of blocks like 0:12",
             "choices": f"some of {', '.join(self.options)}",
             "addresses": "addresses like /ip4/192.0.2.1/tcp/7464",
+            "peers": "peer ids, as `shoal peers` shows them",
             "denials": "peer ids and networks like 192.0.2.0/24",
             "programs": "names of programs like blender,steam",
             "timetable": "times of the week like mon-fri 09:00-18:00, sat 22:00-02:00",
@@ -183,6 +188,12 @@ class Settings:
         "size", None, "The most memory that hosting may take, KV included; 0 hosts nothing; unset: what is free."
     )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses by itself.")
+    private_blocks: int = _setting(
+        "integer", 0, "So many blocks at either end run only here or on trusted peers.", live=True, bounds=(0, 4096)
+    )
+    trusted: tuple[str, ...] = _setting(
+        "peers", (), "Ids of peers that may run private blocks and are never suspected.", live=True
+    )
     pause_busy: int = _setting(
         "integer", 0, "Pause while other programs use this much of the device, in percent; 0: never.", **_PERCENT
     )

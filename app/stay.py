@@ -15,9 +15,11 @@ from typing import Any
 
 import trio
 
+from app import self_probe
 from app.block_server import DRAIN_S
 from app.config import Config
 from app.errors import AppError, UnknownSwarm
+from app.guidance import Wishes
 from app.hosting import LIMIT_ZERO, CannotHost, Hosting, HostingWish
 from app.joining import record_of
 from app.manifest_store import ManifestStore
@@ -34,6 +36,7 @@ from app.snapshot import PeerView, Reason, State
 from app.span import Span
 from app.steps import Steps
 from app.swarm_name import SwarmName
+from app.trust_book import TrustBook
 from engine.errors import EngineError
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
@@ -63,6 +66,8 @@ class Surroundings:
     note: Callable[[str, str], None]  # (kind, text): something happened
     remember: Callable[[Remembered], Awaitable[None]]
     pausing: Pausing
+    api_url: Callable[[], str]
+    trust: TrustBook
 
 
 class Stay:
@@ -94,7 +99,7 @@ class Stay:
 
     def peers(self, network: Network) -> tuple[PeerView, ...]:
         """The other members as a person sees them."""
-        links = {link.peer: link for link in network.links()}
+        links, trust = {link.peer: link for link in network.links()}, self._around.trust
         views = []
         for member in self.members():
             link, said = links.get(member.peer), member.announcement
@@ -109,6 +114,8 @@ class Stay:
                 state=said.state if member.state == "alive" else member.state,
                 device=said.device,
                 tokens_per_s=said.decode_tokens_per_s,
+                score=trust.standing(member.peer).score,
+                why=trust.standing(member.peer).why,
                 up_bytes=0 if link is None else link.bytes_out,
                 down_bytes=0 if link is None else link.bytes_in,
             )
@@ -208,7 +215,15 @@ class Stay:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
-            self.replying = Replying(network, membership, self._source, around.manifests.cache, self._attend_self)
+            self.replying = Replying(
+                network,
+                membership,
+                self._source,
+                around.manifests.cache,
+                self._attend_self,
+                wishes=self._wishes,
+                book=around.trust,
+            )
             await nursery.start(self.replying.run)
             while True:
                 await self._host_until_paused(network, membership)
@@ -221,12 +236,31 @@ class Stay:
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._host, network, membership)
+            nursery.start_soon(self._probe_self, network, membership, nursery.cancel_scope)
             while pausing.current is None:
                 await pausing.wait_change()
             if self.hosting is not None:
                 await self._retire(self.hosting)
             nursery.cancel_scope.cancel()
         self.hosting = None
+
+    async def _probe_self(self, network: Network, membership: Swarm, hosts: trio.CancelScope) -> None:
+        """Try now and then what this node offers; where it fails, withdraw, say why, and host anew."""
+        while True:
+            await trio.sleep(self_probe.EVERY_S)
+            hosting = self.hosting
+            runner = None if hosting is None or self.state != "serving" else hosting.runner
+            if hosting is None or runner is None:
+                continue
+            trouble = await self_probe.span_trouble(network, hosting.server.attend, runner)
+            trouble = trouble or await self_probe.api_trouble(self._around.api_url())
+            if trouble is not None and self.state == "serving" and hosting.runner is runner:
+                log.error("%s: this node failed its own test and starts hosting anew: %s", self.swarm, trouble)
+                membership.announce(state="loading", span=None)
+                self._say("loading", Reason("self_probe", f"this node failed its own test: {trouble}"))
+                await hosting.unload()
+                hosts.cancel()
+                return
 
     async def _retire(self, hosting: Hosting) -> None:
         pause = self._around.pausing.current
@@ -285,6 +319,10 @@ class Stay:
         """This node's own questions to its own blocks."""
         if self.hosting is not None:
             await self.hosting.server.attend(stream)
+
+    def _wishes(self) -> Wishes:
+        settings = self._around.config().settings
+        return Wishes(settings.private_blocks, frozenset(settings.trusted))
 
     def _open_source(self) -> ModelSource:
         name = self._source()

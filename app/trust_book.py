@@ -5,7 +5,6 @@ A damaged file counts as none: trust is earned again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -31,9 +30,8 @@ class TrustBook:
         self._path, self._clock = path, clock
         self._outcomes: dict[str, tuple[Outcome, ...]] = {}
         self._changed = False  # since it was last saved
-        if path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self._load(path)
+        if path is not None and path.exists():
+            self._load(path)
 
     def note(self, peer: str, verdict: Verdict, note: str, weight: float = 1.0) -> None:
         """Something was seen of a peer."""
