@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -11,8 +12,12 @@ from pathlib import Path
 import pytest
 import trio
 
+import app.home
 import app.membership.finding
 import app.node
+import app.pausing
+import app.remembered
+import app.self_probe
 from app.config import load_config
 from app.errors import NameConflict, UnknownSwarm
 from app.founding import Wish, found
@@ -203,3 +208,54 @@ async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: 
         await until(a, lambda: a.snapshot().state == "paused")  # a restart does not end a person's pause
         await a.resume()
         await until(a, lambda: a.snapshot().state == "client")
+
+
+async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.1)
+    found_swarm(tmp_path, cache, "home")
+    async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
+        await until(node, lambda: node.snapshot().state == "serving")
+        stay = node._dwelling.stay
+        assert stay is not None
+        network, hosting = node._dwelling.network, stay.hosting
+        assert network is not None
+        assert hosting is not None
+        runner = hosting.runner
+        assert runner is not None
+        assert await app.self_probe.span_trouble(network, hosting.server.attend, runner) is None
+        assert await app.self_probe.api_trouble(node.snapshot().api_url) is None
+        assert await app.self_probe.api_trouble("http://127.0.0.1:9") is not None
+
+        def broken(work: object) -> None:
+            raise RuntimeError("the device has fallen off the bus")
+
+        monkeypatch.setattr(runner, "step", broken)
+        await until(node, lambda: any("failed its own test" in note.text for note in node.feed.notes_after(0)))
+        await until(node, lambda: node.snapshot().state == "serving" and stay.hosting not in (None, hosting))
+        told = [note.text for note in node.feed.notes_after(0) if "failed its own test" in note.text]
+        assert len(told) == 1
+        assert "fallen off the bus" in told[0]
+
+
+async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(app.node, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.node, "TICK_S", 0.1)
+    swarm = found_swarm(tmp_path / "other", cache, "home")
+    async with living(tmp_path / "a", cache) as node:
+        monkeypatch.setattr(app.remembered, "write_private", full)
+        monkeypatch.setattr(app.home, "write_private", full)
+        monkeypatch.setattr(app.pausing, "write_private", full)
+        node._told_addresses = ()
+        assert (await node.join(str(Invite(swarm.name, swarm.model_hash)))).swarm.name == "home"
+        assert any("will not know of home" in note.text for note in node.feed.notes_after(0))
+        assert (await node.pause(None)).paused
+        version = node.feed.version
+        await until(node, lambda: node.feed.version > version + 3)  # the node goes on telling
+        monkeypatch.undo()
