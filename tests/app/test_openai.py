@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
+import psutil
 import pytest
 import trio
 from openai import OpenAI
@@ -288,3 +291,47 @@ def test_a_client_that_leaves_frees_the_hops(swarm: list[Serving], client: OpenA
     next(iter(stream))
     stream.close()
     wait_until(lambda: served_sessions(swarm) == 0, "no hop holds a session", 10)
+
+
+def leave_sessions(asker: Serving, count: int) -> None:
+    """Open chat sessions one after the other, and leave each after its first piece."""
+    url = urlsplit(asker.place.node_file()["api_url"])
+    assert url.hostname is not None
+    body = json.dumps({**CHAT, "max_tokens": 500, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {api_token(Home(asker.place.home))}\r\nContent-Length: {len(body)}\r\n\r\n"
+    for _ in range(count):
+        with socket.create_connection((url.hostname, url.port or 80), timeout=30) as connection:
+            connection.sendall(head.encode() + body)
+            answer = b""
+            while b"data:" not in answer:
+                piece = connection.recv(65536)
+                assert piece, answer
+                answer += piece
+            assert b" 200 " in answer, answer
+
+
+def held(node: Serving) -> tuple[float, int, float]:
+    """A node's leased cache in bytes, its open files, and its memory in MB."""
+    place = node.place
+    headers = {"authorization": f"Bearer {api_token(Home(place.home))}"}
+    text = httpx.get(f"{place.node_file()['api_url']}/metrics", headers=headers, verify=False).text
+    leased = [line.split()[1] for line in text.splitlines() if line.startswith("shoal_kv_used_bytes ")]
+    process = psutil.Process(node.process.pid)
+    return float(leased[0]) if leased else 0.0, process.num_fds(), process.memory_info().rss / 1e6
+
+
+def check_nothing_leaks(swarm: list[Serving], count: int) -> None:
+    leave_sessions(swarm[2], 10)  # caches and pools have their size after a few
+    wait_until(lambda: served_sessions(swarm) == 0, "no hop holds a session", 20)
+    before = [held(node) for node in swarm]
+    leave_sessions(swarm[2], count)
+    wait_until(lambda: served_sessions(swarm) == 0, "no hop holds a session", 20)
+    wait_until(lambda: all(held(node)[0] == 0 for node in swarm), "no cache is leased", 20)
+    for (_, files, memory), (_, files_after, memory_after) in zip(before, map(held, swarm), strict=True):
+        assert files_after <= files + 10
+        assert memory_after < memory + 15 + 0.01 * count
+
+
+def test_sessions_that_are_left_leak_nothing(swarm: list[Serving]) -> None:
+    check_nothing_leaks(swarm, 40)
