@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from app.snapshot import RuleView
 from app.units import format_size
 from engine.budget import Allowance, Precision, default_headroom, plan_blocks
 from engine.config import ModelConfig
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # importing it loads torch, which may be what is broken
 Status = Literal["ok", "warn", "fail"]
 GB = 10**9
 HOT_C = 87.0  # consumer cards throttle from about here
+_ON_BY_DEFAULT = ("pause_on_battery", "disk_floor")  # a machine without a battery needs no rule about it
 CROWDED = 0.2  # of a device's memory held by other programs
 
 
@@ -48,6 +50,35 @@ def check_torch(version: str | None, trouble: str = "") -> Check:
     if version is None:
         return Check("torch", "fail", f"cannot be imported: {trouble}", "run `make clean setup`, or reinstall torch")
     return Check("torch", "ok", version)
+
+
+def check_driver(version: str | None, cards: int) -> Check:
+    """NVIDIA's driver, where there is one."""
+    if version is None:
+        return Check("driver", "ok", "no driver of NVIDIA's answers; other devices bring their own")
+    return Check("driver", "ok", f"NVIDIA {version}, {cards} card{'s' * (cards != 1)}")
+
+
+def check_settings(path: Path, unknown: Sequence[str], trouble: str = "") -> Check:
+    """Whether the configuration file is understood."""
+    if trouble:
+        return Check("settings", "fail", trouble, "mend the file, or move it away to begin anew")
+    if unknown:
+        mend = f"`shoal config list` shows what there is; take the lines out of {path}"
+        return Check("settings", "warn", f"there is no setting {', '.join(unknown)}", mend)
+    return Check("settings", "ok", str(path) if path.exists() else f"{path} is not there yet: all is as by default")
+
+
+def check_sensor(rule: RuleView, setting: str) -> Check:
+    """Whether a courtesy rule has the sensor that it needs."""
+    name = f"rule {setting}"
+    if rule.available and not rule.enabled:
+        return Check(name, "ok", "off; its sensor answers")
+    if rule.available:
+        return Check(name, "ok", f"on{', and applies now' * rule.applies}; {rule.text}")
+    if rule.enabled and setting not in _ON_BY_DEFAULT:
+        return Check(name, "warn", f"on, but {rule.text}", f"it cannot pause this node: `shoal config unset {setting}`")
+    return Check(name, "ok", f"cannot be used here: {rule.text}")
 
 
 def check_device(device: Device) -> Check:

@@ -11,8 +11,9 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from app.doctor import Check
-from app.snapshot import Snapshot
+from app.snapshot import PeerView, Snapshot
 
+MAX_PEERS = 50  # lines of single members
 CLOCK_TOLERANCE_S = 60.0
 CLOCK_LIMIT_S = 600.0  # beyond this the other members refuse what this node signs
 # No correct clock shows a time before Shoal existed.
@@ -38,7 +39,7 @@ def check_addresses(advertised: Sequence[str], verified: Sequence[str], reach: s
     """What others are told, and whether it was seen to work."""
     if not advertised:
         return Check("addresses", "warn", "none can be told to others", "connect this machine to a network")
-    shown = " ".join(f"{address} (verified)" if _is_among(address, verified) else address for address in advertised)
+    shown = " ".join(f"{one} ({'verified' if _is_among(one, verified) else 'unverified'})" for one in advertised)
     return Check("addresses", "ok", f"{shown}; reachability from outside: {reach}")
 
 
@@ -82,6 +83,16 @@ def check_peers(links: int, members: int, swarm: str | None, discovery: Sequence
     return Check("peers", "warn", f"{detail}; looked for by {means}", mend)
 
 
+def check_peer(peer: PeerView) -> Check:
+    """How one member is reached."""
+    name = f"peer {peer.peer[-8:]}"
+    rtt = "" if peer.rtt_s is None else f", {peer.rtt_s * 1000:.1f} ms there and back"
+    if peer.state in ("suspected", "dead"):
+        mend = "nothing, if it was switched off: its blocks are taken over by others"
+        return Check(name, "warn", f"{peer.state}{rtt}", mend)
+    return Check(name, "ok", f"{peer.link or 'no link is open'}{rtt}; {peer.state}")
+
+
 def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Iterator[Check]:
     """The lines of a running node."""
     network = snapshot.network
@@ -91,6 +102,7 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)
     yield check_clock(now_ms, last_said_ms, heard_ms)
     yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
+    yield from (check_peer(peer) for peer in snapshot.peers[:MAX_PEERS])
 
 
 def resting_checks(listen_ports: Sequence[int], api_port: int, *, now_ms: int, last_said_ms: int) -> Iterator[Check]:

@@ -72,6 +72,16 @@ def nvidia_cards() -> list[NvidiaCard]:
     return cards
 
 
+def driver_version() -> str | None:
+    """NVIDIA's driver, or None where none answers."""
+    try:
+        with _nvml() as nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
+    except Exception as error:
+        log.debug("no answer from NVIDIA's driver: %s", error)
+        return None
+
+
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
     import pynvml

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.cli.arguments import size_argument
 from app.cli.command import Command, print_json
@@ -25,6 +25,8 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """A model to size the devices for, and a cap to try."""
     parser.add_argument("--model", metavar="MODEL", help="how many blocks of this model fit (default: each cached one)")
     parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help="as if hosting were capped, like 6GB")
+    words = "write a zip for a bug report: these lines, state, devices, settings without secrets, end of the log"
+    parser.add_argument("--bundle", metavar="FILE", type=Path, help=words)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -36,23 +38,86 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             print_check(check)
     failed = [check.name for check in checks if check.status == "fail"]
+    facts: dict[str, Any] = {
+        "ok": not failed,
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "devices": [dataclasses.asdict(device) for device in devices],
+    }
+    if arguments.bundle is not None:
+        facts["bundle"] = bundle(arguments, facts)
     if arguments.json:
-        facts = [dataclasses.asdict(check) for check in checks]
-        print_json({"ok": not failed, "checks": facts, "devices": [dataclasses.asdict(device) for device in devices]})
+        print_json(facts)
+    elif arguments.bundle is not None:
+        print(f"{arguments.bundle} holds the following; look at it before you give it to anybody:")
+        print("\n".join(f"  {line}" for line in facts["bundle"]))
     if failed:
         print(f"shoal: doctor found what stops Shoal from working: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
+def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
+    """Write the zip; returns what is in it."""
+    import importlib.metadata
+
+    from app.client import running_client
+    from app.config import load_config
+    from app.doctor_bundle import about, write_bundle
+    from app.errors import AppError
+    from app.home import Home
+    from app.settings import SETTINGS
+
+    home = Home(arguments.home)
+    told: dict[str, Any] = {
+        "about": about(importlib.metadata.version("shoal")),
+        "doctor": facts["checks"],
+        "devices": facts["devices"],
+    }
+    try:
+        config = load_config(home.config_file, os.environ)
+        told["settings"] = [config.facts(name) for name in SETTINGS]
+        client = running_client(arguments.home)
+        if client is not None:
+            told["snapshot"] = client.get("/api/snapshot")
+    except AppError as error:
+        told["trouble"] = str(error)
+    return write_bundle(arguments.bundle, home, told)
+
+
 def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
     """All checks of this machine; the devices that were found are added to `devices`."""
-    from app.doctor import check_python, disk_of
+    from app.doctor import check_driver, check_python, disk_of
     from app.places import cache_folder
+    from engine.sensors import driver_version, nvidia_cards
 
     yield check_python(sys.version_info[:3], f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield disk_of(cache_folder())
+    yield check_driver(driver_version(), len(nvidia_cards()))
     yield from examine_devices(arguments, devices)
+    yield from examine_home(arguments.home)
     yield from examine_network(arguments.home)
+
+
+def examine_home(folder: Path) -> Iterator[Check]:
+    """The lines about the settings, and about the sensors that courtesy rules need."""
+    from app.config import load_config
+    from app.doctor import check_sensor, check_settings
+    from app.errors import AppError
+    from app.home import Home
+    from app.settings import Settings
+
+    path = Home(folder).config_file
+    try:
+        config = load_config(path, os.environ)
+        settings = config.settings
+        yield check_settings(path, config.unknown)
+    except AppError as error:
+        settings = Settings()
+        yield check_settings(path, (), str(error))
+    from app.courtesy.watch import look_once
+    from app.places import cache_folder
+
+    for rule, view in look_once(settings, cache_folder()):
+        yield check_sensor(view, rule.setting)
 
 
 def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Protocol
 
 import trio
 
 from app.courtesy.rules import RULES, Rule, Standing, believable, limits_at, next_pause, rule_view, stand, why_rest
-from app.courtesy.sensors import Sensors
+from app.courtesy.sensors import Sensors, machine_sources
 from app.settings import Settings
-from app.snapshot import CourtesyView, Reason
+from app.snapshot import CourtesyView, Reason, RuleView
 
 LOOK_S = 2.0
 ONLY_HOLDER_S = 60.0
@@ -146,3 +147,19 @@ class Watch:
             now, then = self._standings[rule.code], before[rule.code]
             if not rule.pauses and now.applies and not then.applies and now.finding is not None:
                 self._node.note("problem", f"{now.finding.reason}: {now.finding.detail}")
+
+
+def look_once(settings: Settings, disk: Path) -> list[tuple[Rule, RuleView]]:
+    """How every rule would stand on this machine at this moment, whether it is on or not."""
+    device = None if settings.device == "auto" else settings.device
+    sensors = Sensors(machine_sources(lambda: device, disk))
+    now = local_now()
+    readings = believable(trio.run(sensors.read, {rule.needs for rule in RULES}, now))
+    views = []
+    for rule in RULES:
+        known = getattr(readings, rule.needs) is not None
+        finding = rule.judge(settings, readings, False) if known else None
+        applies = finding is not None and finding.holds and rule.is_on(settings)
+        trouble = sensors.troubles.get(rule.needs)
+        views.append((rule, rule_view(rule, Standing(applies, None, finding), settings, trouble)))
+    return views

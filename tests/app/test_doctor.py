@@ -76,7 +76,7 @@ def test_the_command_reports_this_machine(capsys: pytest.CaptureFixture[str], tm
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] is True
     names = [check["name"] for check in report["checks"]]
-    assert names[:3] == ["python", "disk", "torch"]
+    assert names[:4] == ["python", "disk", "driver", "torch"]
     assert "cpu format" in names
     assert report["devices"][-1]["id"] == "cpu"
     assert all(check["mend"] for check in report["checks"] if check["status"] != "ok")
@@ -85,7 +85,7 @@ def test_the_command_reports_this_machine(capsys: pytest.CaptureFixture[str], tm
 def test_the_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if not line.startswith(" ")][:3] == ["python", "disk", "torch"]
+    assert [line.split()[1] for line in lines if not line.startswith(" ")][:4] == ["python", "disk", "driver", "torch"]
 
 
 def test_what_stops_shoal_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

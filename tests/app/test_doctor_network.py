@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.cli.doctor import examine_network
-from app.doctor_network import check_addresses, check_clock, check_nat, check_peers, is_free, running_checks
+from app.doctor_network import check_addresses, check_clock, check_nat, check_peer, check_peers, is_free, running_checks
 from app.home import Home, write_sequence
 from app.snapshot import NetworkView, PeerView, Snapshot
 
@@ -51,7 +51,7 @@ def test_a_verified_address_is_marked() -> None:
     check = check_addresses(
         ["/ip4/1.2.3.4/tcp/1/p2p/x", "/ip4/1.2.3.45/tcp/1/p2p/x"], ["/ip4/1.2.3.4/tcp/1"], "verified"
     )
-    assert check.detail.startswith("/ip4/1.2.3.4/tcp/1/p2p/x (verified) /ip4/1.2.3.45/tcp/1/p2p/x;")
+    assert check.detail.startswith("/ip4/1.2.3.4/tcp/1/p2p/x (verified) /ip4/1.2.3.45/tcp/1/p2p/x (unverified);")
 
 
 @pytest.mark.parametrize(("links", "members", "status"), [(0, 0, "warn"), (1, 0, "ok"), (0, 3, "ok")])
@@ -72,8 +72,27 @@ def test_a_running_node_has_every_line() -> None:
         peers=(PeerView("a"),),
     )
     checks = list(running_checks(snapshot, now_ms=NOW_MS, last_said_ms=0, heard_ms=[]))
-    assert [check.name for check in checks] == ["listen", "addresses", "nat", "clock", "peers"]
+    assert [check.name for check in checks] == ["listen", "addresses", "nat", "clock", "peers", "peer a"]
     assert {check.status for check in checks} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "status", "detail"),
+    [
+        (
+            PeerView("12D3abcdefgh", rtt_s=0.0123, link="relayed", state="serving"),
+            "ok",
+            "relayed, 12.3 ms",
+        ),
+        (PeerView("12D3abcdefgh", rtt_s=0.001, link="direct", state="client"), "ok", "direct, 1.0 ms"),
+        (PeerView("12D3abcdefgh", state="client"), "ok", "no link is open; client"),
+        (PeerView("12D3abcdefgh", state="dead"), "warn", "dead"),
+    ],
+)
+def test_how_each_peer_is_reached(peer: PeerView, status: str, detail: str) -> None:
+    check = check_peer(peer)
+    assert (check.name, check.status) == ("peer abcdefgh", status)
+    assert check.detail.startswith(detail)
 
 
 def test_a_taken_port_is_seen() -> None:
