@@ -199,6 +199,8 @@ class Auditor:
 
     def _choose(self) -> _Inquiry | None:
         """The kept reply whose hops were audited least; its own answer is the first."""
+        # Replies of a peer that is known to lie teach nothing new.
+        self._kept = [one for one in self._kept if all(self._book.standing(peer).trusted for peer in one.peers)]
         fresh = [one for one in self._kept if self._suspects(one.peers) and self._affordable(one)]
         if not fresh:
             return None

@@ -69,8 +69,8 @@ Explanation = frozenset[str]
 def explanations(seen: Sequence[Observation], innocent: Collection[str]) -> tuple[list[Explanation], bool]:
     """The smallest sets of liars that explain all answers, and whether they then lied every time."""
     peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(innocent))
-    for always in (True, False):
-        for size in range(1, _MOST_LIARS + 1):
+    for size in range(1, _MOST_LIARS + 1):
+        for always in (True, False):
             found = [frozenset(liars) for liars in combinations(peers, size) if _explains(liars, seen, always)]
             if found:
                 return found, always
