@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def ends(source: ModelSource) -> SwarmEnds:
     return load_swarm_ends(source, Holding(CPU, torch.float32))
 
 
-def runner(source: ModelSource, start: int, stop: int, quantisation: str = "none") -> SessionRunner:
+def runner(source: ModelSource, start: int, stop: int, quantisation: Literal["none", "int8"] = "none") -> SessionRunner:
     return SessionRunner(
         load_span(source, start, stop, SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22))
     )
