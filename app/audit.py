@@ -191,6 +191,8 @@ class Auditor:
                 self._conclude(inquiry)
             return False
         await self._weigh(inquiry, route, answers)
+        if self._inquiry is inquiry and len(explanations(inquiry.seen, self._bench.innocent())[0]) < 2:
+            self._conclude(inquiry)  # at once, though the share may be spent
         return True
 
     def _affordable(self, exchange: Exchange) -> bool:
