@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from app.coverage import COMING
 from app.placement import Candidate, Due, decide, due
 from app.records import Announcement
 from app.span import Span
@@ -38,6 +39,10 @@ class Node:
     thinks_at: float = -1.0
     due: Due | None = None
     leaving: bool = False
+
+
+def _holds(said: Announcement | None) -> bool:
+    return said is not None and said.span is not None and said.state in COMING
 
 
 Sampler = Callable[["Model", float], None]
@@ -112,13 +117,17 @@ class Model:
         known = node.view.get(said.peer)
         if said.peer in self.nodes and (known is None or known.sequence < said.sequence):
             node.view[said.peer] = said
-            self._think_soon(node)
+            self._consider(node, known, said)
 
     def _forget(self, node: Node, peer: str) -> None:
-        if node.view.pop(peer, None) is not None:
-            self._think_soon(node)
+        self._consider(node, node.view.pop(peer, None), None)
 
     # --- thinking, as `app.hosting` does -----------------------------------------------------------------------------
+
+    def _consider(self, node: Node, before: Announcement | None, after: Announcement | None) -> None:
+        """Think about news, unless neither the old nor the new is a holder: a node with a place decides the same."""
+        if node.serving is None or _holds(before) or _holds(after):
+            self._think_soon(node)
 
     def _think_soon(self, node: Node) -> None:
         if node.thinks_at < self.now and not node.busy:
@@ -140,7 +149,8 @@ class Model:
 
     def _refresh(self, node: Node) -> None:
         if not node.leaving:
-            self._think_soon(node)
+            if self.now - node.thinks_at >= REFRESH_S:
+                self._think_soon(node)
             self._at(self.now + REFRESH_S, self._refresh, node)
 
     def _move(self, node: Node, span: Span) -> None:
