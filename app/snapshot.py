@@ -302,18 +302,23 @@ def snapshot_from(values: Mapping[str, Any]) -> Snapshot:
 
 
 @cache
-def _shapes(kind: type) -> Mapping[str, tuple[type | None, bool]]:
-    """For each field the kind of value within it, where it is one of this module's, and whether it holds several."""
+def _shapes(kind: type) -> tuple[frozenset[str], Mapping[str, tuple[type | None, bool]]]:
+    """The fields; and of those that do not stay as JSON has them, the kind within and whether there are several."""
     shapes: dict[str, tuple[type | None, bool]] = {}
-    for name, hint in get_type_hints(kind).items():
+    hints = get_type_hints(kind)
+    for name, hint in hints.items():
         inner = [part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)]
-        shapes[name] = (inner[0] if inner else None, get_origin(hint) is tuple)  # type: ignore[assignment]
-    return shapes
+        if inner or get_origin(hint) is tuple:
+            shapes[name] = (inner[0] if inner else None, get_origin(hint) is tuple)  # type: ignore[assignment]
+    return frozenset(hints), shapes
 
 
 def _read(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    shapes = _shapes(kind)  # type: ignore[arg-type]
-    return kind(**{name: _value(value, *shapes[name]) for name, value in values.items() if name in shapes})
+    names, shapes = _shapes(kind)  # type: ignore[arg-type]
+    known = {name: value for name, value in values.items() if name in names}
+    for name in shapes.keys() & known.keys():
+        known[name] = _value(known[name], *shapes[name])
+    return kind(**known)
 
 
 def _value(value: Any, kind: type | None, several: bool) -> Any:

@@ -101,8 +101,7 @@ def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[
     worst = min(stretches, key=lambda s: (s.holders, s.tokens_per_s or 0.0))
     if len(stretches) == 1 and worst.holders > 1:
         return None
-    total = len(holders)
-    within = [p for p in serving if _bounds(p, total)[0] < worst.stop and _bounds(p, total)[1] > worst.start]
+    within = [p for p in serving if (p.start or 0) < worst.stop and (p.stop or 0) > worst.start]
     names = tuple(dict.fromkeys(clean(p.name) or short_peer(p.peer) for p in within[:4])) if len(within) <= 3 else ()
     return Stretch(worst.start, worst.stop, worst.holders, worst.tokens_per_s, names)
 

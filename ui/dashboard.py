@@ -19,14 +19,14 @@ from textual.screen import Screen
 
 from app.client import Client
 from app.errors import AppError
-from app.snapshot import Snapshot
+from app.snapshot import Snapshot, snapshot_from
 from ui import actions
-from ui.follow import Door, Follower, Heard, Note
+from ui.follow import Door, Follower, Heard, Note, Told
 from ui.frame import TABS
 from ui.palette import NIGHT, THEMES
 from ui.store import Link, LogRow, Store
 
-APART_S = 0.1  # between two looks at a store that changes quickly
+APART_S = 0.2  # between two looks at a store that changes quickly
 
 
 class News(Message):
@@ -76,6 +76,7 @@ class Dashboard(App[None]):
         self._follower = None if door is None else Follower(door, self._hear)
         self._shown_at = float("-inf")
         self._show_pending = False
+        self._latest: Told | None = None
         self._footer_of: tuple[str, str | None] = ("", None)
         self.asked_first_run = False
         self._modes = {name: self._maker(name) for name in TABS}
@@ -152,10 +153,10 @@ class Dashboard(App[None]):
         message.stop()
         match message.heard:
             case Link() as link:
+                self._latest = None
                 self.store.connected(link)
-            case Snapshot() as snapshot:
-                self.store.take(snapshot)
-                self._offer_first_run(snapshot)
+            case Told() as told:
+                self._latest = told
             case Note() as note:
                 self.store.note(note.data)
         self.show_soon()
@@ -175,8 +176,13 @@ class Dashboard(App[None]):
         """Let what is seen look at the store."""
         self._show_pending = False
         self._shown_at = self.store.now()
+        if self._latest is not None:
+            told, self._latest = self._latest, None
+            self.store.take(snapshot_from(told.data))
         if not self.screen_stack:
             return  # not up yet, or on the way out
+        if self.store.snapshot is not None:
+            self._offer_first_run(self.store.snapshot)
         for screen in self.screen_stack:
             show = getattr(screen, "show", None)
             if show is not None and screen.is_mounted:

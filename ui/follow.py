@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from app.client import Client, Hangup, WrongToken
 from app.errors import AppError, NotRunning
-from app.snapshot import Snapshot, snapshot_from
 from ui.store import Link
 
 FIRST_WAIT_S = 0.5
@@ -44,7 +43,14 @@ class Note:
     data: Mapping[str, Any]
 
 
-Heard = Link | Snapshot | Note
+@dataclass(frozen=True)
+class Told:
+    """A snapshot as it came; read only when somebody looks, for several may come between two looks."""
+
+    data: Mapping[str, Any]
+
+
+Heard = Link | Told | Note
 
 
 class Follower:
@@ -118,7 +124,7 @@ class Follower:
                 self._tell(Link("live", url=client.url))
                 heard = True
             if event.name == "snapshot":
-                self._tell(snapshot_from(event.data))
+                self._tell(Told(event.data))
             elif event.name == "note":
                 self._tell(Note(event.data))
         return heard

@@ -10,7 +10,7 @@ from textual.containers import Horizontal
 from textual.widget import Widget
 
 from ui.bars import ceiling, plot
-from ui.coverage import MARGIN, coverage_of, legend, strip_rows, weak_note
+from ui.coverage import MARGIN, legend, strip_rows, weak_note
 from ui.events import EventsPanel
 from ui.figures import fine_rate, megabits
 from ui.frame import MainScreen
@@ -129,7 +129,7 @@ class CoveragePanel(Panel):
 
     def title(self) -> Row:
         """How many blocks have a holder."""
-        cover = coverage_of(self.store.snapshot)
+        cover = self.store.cover()
         if cover is None:
             return row("coverage")
         style = "b" if cover.held == len(cover.holders) else "b error"
@@ -137,12 +137,12 @@ class CoveragePanel(Panel):
 
     def subtitle(self) -> Row:
         """The weak spot."""
-        cover = coverage_of(self.store.snapshot)
+        cover = self.store.cover()
         return row(f"weakest {cover.weak.label}") if cover is not None and cover.weak is not None else []
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The strip; never less than heights, digits and marks."""
-        cover = coverage_of(self.store.snapshot)
+        cover = self.store.cover()
         if cover is None:
             known = self.store.snapshot
             text = UNKNOWN if known is None else _NO_SWARM if known.swarm is None else "The model is not known yet."

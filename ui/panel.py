@@ -11,15 +11,16 @@ from textual.events import Resize
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ui.ink import Row, fit, text_of
+from ui.ink import Row, fit, width_of
 from ui.palette import style_of
 from ui.store import Store
 
 
 def strip_of(theme: str, line: Row, width: int) -> Strip:
     """A row as it is painted."""
-    segments = [Segment(text, style_of(theme, words)) for text, words in fit(line, width) if text]
-    return Strip(segments).adjust_cell_length(width)
+    fitted = fit(line, width)
+    segments = [Segment(text, style_of(theme, words)) for text, words in fitted if text]
+    return Strip(segments, width_of(fitted)).adjust_cell_length(width)
 
 
 def title_of(theme: str, line: Row) -> Content:
@@ -89,9 +90,9 @@ class Panel(Painted, can_focus=True):
 
     def show(self) -> None:
         """Look at the store again: titles and rows."""
-        titles = (text_of(self.title()), text_of(self.subtitle()), self.app.theme)
+        titles = (self.title(), self.subtitle(), self.app.theme)
         if titles != self._drawn:
             self._drawn = titles
-            self.border_title = title_of(self.app.theme, self.title())
-            self.border_subtitle = title_of(self.app.theme, self.subtitle())
+            self.border_title = title_of(self.app.theme, titles[0])
+            self.border_subtitle = title_of(self.app.theme, titles[1])
         super().show()

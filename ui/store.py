@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.snapshot import PeerView, Snapshot
+from ui.coverage import Coverage, coverage_of
 
 KEPT_SAMPLES = 600  # one a second
 KEPT_NOTES = 1000
@@ -79,6 +80,7 @@ class Store:
         self.logs_seen = 0
         self.version = 0
         self._seen_notes: deque[tuple[int, int]] = deque(maxlen=KEPT_NOTES)
+        self._covered: tuple[Snapshot | None, Coverage | None] = (None, None)
         self._peers: dict[str, PeerView] | None = None
         self._swarm: tuple[str, str | None] | None = None
 
@@ -132,6 +134,12 @@ class Store:
             return "you"
         found = (self._peers or {}).get(peer)
         return (found.name if found is not None else "") or peer[-6:]
+
+    def cover(self) -> Coverage | None:
+        """The coverage of what is known now; worked out once for each snapshot."""
+        if self._covered[0] is not self.snapshot:
+            self._covered = (self.snapshot, coverage_of(self.snapshot))
+        return self._covered[1]
 
     def glowing(self) -> dict[str, Change]:
         """The peers whose change is fresh enough to be shown."""

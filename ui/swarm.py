@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+from rich.style import Style
 from textual import events, on
 from textual.binding import Binding, BindingType
 from textual.geometry import Size
@@ -14,7 +15,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from app.snapshot import PeerView
-from ui.coverage import MARGIN, coverage_of, legend, strip_rows, weak_sentence
+from ui.coverage import MARGIN, legend, strip_rows, weak_sentence
 from ui.figures import count, rate
 from ui.frame import MainScreen
 from ui.ink import Row, beside, fit, row
@@ -31,12 +32,12 @@ class TallCoverage(CoveragePanel):
 
     def subtitle(self) -> Row:
         """How many copies of blocks there are."""
-        cover = coverage_of(self.store.snapshot)
+        cover = self.store.cover()
         return row(f"{count(sum(cover.holders))} copies of blocks") if cover is not None else []
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The strip, taller where there is room, and what is wrong with it."""
-        cover = coverage_of(self.store.snapshot)
+        cover = self.store.cover()
         if cover is None:
             return super().rows(width, height)
         narrow = width < 90
@@ -83,23 +84,25 @@ class PeersTable(ScrollView, can_focus=True):
         self.sort = SORTS[0]
         self.wanted = ""
         self._peers: list[PeerView] = []
-        self._cursor = 0
-        self._cursor_peer = ""
+        self.cursor = 0
+        self._marked = ""
         self._look: TableLook | None = None
+        self._base = Style()
         self._titles: object = None
 
     def show(self) -> None:
         """Look at the store again; the cursor stays on its peer."""
+        self._base = self.rich_style  # costly to work out, and the same for every row
         known = self.store.snapshot
         peers = arranged(table_peers(known, self.store.glowing()), self.sort, self.wanted)
-        self._look = None if known is None else look_of(known, coverage_of(known))
+        self._look = None if known is None else look_of(known, self.store.cover())
         self._columns = columns_for(self.size.width, [peer.name for peer in peers])
         if len(peers) != len(self._peers):
             self.virtual_size = Size(0, len(peers) + 1)
         self._peers = peers
-        at = next((i for i, peer in enumerate(peers) if peer.peer == self._cursor_peer), None)
-        self._cursor = at if at is not None else max(0, min(self._cursor, len(peers) - 1))
-        self._cursor_peer = peers[self._cursor].peer if peers else ""
+        at = next((i for i, peer in enumerate(peers) if peer.peer == self._marked), None)
+        self.cursor = at if at is not None else max(0, min(self.cursor, len(peers) - 1))
+        self._marked = peers[self.cursor].peer if peers else ""
         self._show_titles(len(known.peers) if known is not None else None)
         self.refresh()
 
@@ -116,7 +119,7 @@ class PeersTable(ScrollView, can_focus=True):
     @property
     def chosen(self) -> PeerView | None:
         """The peer under the cursor."""
-        return self._peers[self._cursor] if self._peers else None
+        return self._peers[self.cursor] if self._peers else None
 
     def on_resize(self) -> None:
         """Other columns may fit."""
@@ -132,16 +135,16 @@ class PeersTable(ScrollView, can_focus=True):
         if y == 0:
             blocks = self._look.blocks if self._look is not None else None
             line = header_row(columns_for(width, []) if not self._peers else self._columns, blocks)
-            return strip_of(theme, line, width).apply_style(self.rich_style)
+            return strip_of(theme, line, width).apply_style(self._base)
         index = y - 1 + round(self.scroll_y)
         if self._look is None or not 0 <= index < len(self._peers):
             text = self._nothing() if y == 1 and not self._peers else ""
-            return strip_of(theme, row((text, "dim")), width).apply_style(self.rich_style)
+            return strip_of(theme, row((text, "dim")), width).apply_style(self._base)
         peer = self._peers[index]
         strip = strip_of(theme, peer_row(peer, self._columns, self._look, self.store.changes.get(peer.peer)), width)
-        if index == self._cursor and self.has_focus:
-            return strip.apply_style(self.rich_style + style_of(theme, "on cursor"))
-        return strip.apply_style(self.rich_style)
+        if index == self.cursor and self.has_focus:
+            return strip.apply_style(self._base + style_of(theme, "on cursor"))
+        return strip.apply_style(self._base)
 
     def _nothing(self) -> str:
         if self.store.snapshot is None:
@@ -152,14 +155,14 @@ class PeersTable(ScrollView, can_focus=True):
         """Move the cursor, and the view with it."""
         if not self._peers:
             return
-        self._cursor = max(0, min(len(self._peers) - 1, self._cursor + rows))
-        self._cursor_peer = self._peers[self._cursor].peer
+        self.cursor = max(0, min(len(self._peers) - 1, self.cursor + rows))
+        self._marked = self._peers[self.cursor].peer
         height = max(1, self.size.height - 1)
         top = round(self.scroll_y)
-        if self._cursor < top:
-            self.scroll_to(y=self._cursor, animate=False, immediate=True)
-        elif self._cursor >= top + height:
-            self.scroll_to(y=self._cursor - height + 1, animate=False, immediate=True)
+        if self.cursor < top:
+            self.scroll_to(y=self.cursor, animate=False, immediate=True)
+        elif self.cursor >= top + height:
+            self.scroll_to(y=self.cursor - height + 1, animate=False, immediate=True)
         self.refresh()
 
     def on_click(self, event: events.Click) -> None:
@@ -170,7 +173,7 @@ class PeersTable(ScrollView, can_focus=True):
         if offset.y == 0:
             self.action_sort()
         else:
-            self.action_move(offset.y - 1 + round(self.scroll_y) - self._cursor)
+            self.action_move(offset.y - 1 + round(self.scroll_y) - self.cursor)
 
     def action_sort(self) -> None:
         """By the next column."""

@@ -13,10 +13,10 @@ import pytest
 
 from app.client import Client, Event, Hangup
 from app.errors import NotRunning
-from app.snapshot import Snapshot, facts
+from app.snapshot import facts
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.conversations import FILE, Conversations, ConversationsError, as_markdown
-from ui.follow import Follower, Heard, Note
+from ui.follow import Follower, Heard, Note, Told
 from ui.logs import matching
 from ui.replying import Progress, Sampling, done_words, harmless, lost_hops, sampling_value
 from ui.store import GLOW_S, Link, LogRow, Store
@@ -126,7 +126,7 @@ def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:
         follower.hurry()
     follower.close()
     assert door.started == 1
-    assert [type(item) for item in told] == [Link, Link, Note, Snapshot, Link]
+    assert [type(item) for item in told] == [Link, Link, Note, Told, Link]
     links = [item for item in told if isinstance(item, Link)]
     assert [link.kind for link in links] == ["away", "live", "away"]
     assert (links[0].text, links[2].text) == ("no node runs", "the node has ended")
