@@ -86,6 +86,14 @@ def test_from_the_first_run_to_leaving(door: HomeDoor, two_nodes: str) -> None:
     assert _terminals(door.process.pid) == []
 
 
+async def picture(app: Dashboard, pilot: Pilot[None], name: str) -> None:
+    """Keep what is seen for the README, where a folder for that is named."""
+    folder = os.environ.get("SHOAL_SCREENSHOTS")
+    if folder:
+        await pilot.pause(1.2)
+        app.save_screenshot(f"{name}.svg", folder)
+
+
 def _terminals(pid: int) -> list[str]:
     """What a process has open of a terminal or a pipe to whoever started it."""
     folder = Path(f"/proc/{pid}/fd")
@@ -96,6 +104,7 @@ def _terminals(pid: int) -> list[str]:
 async def _first_run(app: Dashboard, pilot: Pilot[None], invite: str) -> None:
     first = cast(FirstRun, app.screen)
     await until(pilot, lambda: first.state.pauses, "the settings are known")
+    await picture(app, pilot, "first-run")
     first.post_message(events.Paste(invite))
     await until(pilot, lambda: first.state.step == 1, "the invite is taken")
     await pilot.press("enter")
@@ -115,13 +124,17 @@ async def _chat(app: Dashboard, pilot: Pilot[None]) -> None:
     assert not reply.figures.get("error")
     await pilot.pause()
     assert "16 tokens · first after" in text_of_screen(app)
+    await picture(app, pilot, "chat")
     await pilot.press("escape", "escape", "2")
     await until(pilot, lambda: "peers  2" in text_of_screen(app), "both peers are shown")
     assert "you 2:6" in text_of_screen(app)
+    await picture(app, pilot, "swarm")
 
 
 async def _pause_and_resume(app: Dashboard, pilot: Pilot[None]) -> None:
-    await pilot.press("1", "p")
+    await pilot.press("1")
+    await picture(app, pilot, "overview")
+    await pilot.press("p")
     await until(pilot, lambda: app.store.snapshot and app.store.snapshot.state == "paused", "it is paused")
     await until(pilot, lambda: "‖ paused" in text_of_screen(app), "it says so")
     assert "by hand" in text_of_screen(app)
