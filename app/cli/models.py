@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from engine.sources.base import ModelSource
 
 
+PULLED = (
+    "starter (98 MB, talks), tiny-random (for tests, no download), or ORG/NAME of the Hugging Face Hub "
+    "(ORG/NAME/FILE.gguf where it holds several)"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
     """What is said about a cached model; a damaged one has an `error` instead of a shape."""
@@ -34,7 +40,7 @@ class ModelFacts:
 
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     """The model to fetch."""
-    parser.add_argument("model", metavar="MODEL", help="starter (98 MB, talks) or tiny-random (for tests, no download)")
+    parser.add_argument("model", metavar="MODEL", help=PULLED)
 
 
 def run_models(arguments: argparse.Namespace) -> int:
@@ -53,13 +59,13 @@ def run_models(arguments: argparse.Namespace) -> int:
 def run_pull(arguments: argparse.Namespace) -> int:
     """Fetch a model into the cache, unless it is there."""
     from app.places import cache_folder
-    from engine.sources.opening import BUILT_IN, open_source
+    from engine.sources.opening import BUILT_IN, fetch_source
 
     name: str = arguments.model
     if name not in BUILT_IN and Path(name).expanduser().exists():
         raise UsageError(f"{name} is on this machine already: use it with --model {name}")
     with progress_on_stderr(name) as progress:
-        open_source(name, cache_folder(), progress)
+        fetch_source(name, cache_folder(), progress)
     pulled = next(model for model, _ in cached_models() if model.name == name)
     if arguments.json:
         print_json(dataclasses.asdict(pulled))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import SourceError
-from engine.sources import starter, tiny
+from engine.sources import hub, starter, tiny
 from engine.sources.base import ModelSource
 from engine.sources.cache import models_dir
 from engine.sources.files import shown
@@ -29,7 +29,7 @@ class CachedModel:
 
 
 def open_source(name: str | Path, cache_dir: Path, progress: Progress | None = None) -> ModelSource:
-    """Open `starter`, `tiny-random`, a model folder or a GGUF file; weights are not read yet."""
+    """Open `starter`, `tiny-random`, a model folder, a GGUF file or a fetched model; weights are not read yet."""
     text = str(name)
     if text == starter.NAME:
         return starter.open_starter(cache_dir, progress)
@@ -42,16 +42,29 @@ def open_source(name: str | Path, cache_dir: Path, progress: Progress | None = N
         return _open_dir(path)
     if path.is_file():
         return _open_file(path)
+    if hub.is_hub_name(text):
+        source = hub.open_hub(text, cache_dir)
+        if source is None:
+            raise SourceError(f"{text} is not on this machine: fetch it with `shoal pull {text}`")
+        return source
     raise SourceError(f"there is no model {shown(text)}: {_suggestion(text)}")
+
+
+def fetch_source(name: str, cache_dir: Path, progress: Progress | None = None) -> ModelSource:
+    """Have a built-in model, or one of the hub, in the cache."""
+    if name not in BUILT_IN and hub.is_hub_name(name):
+        return hub.fetch_hub(name, cache_dir, progress)
+    return open_source(name, cache_dir, progress)
 
 
 def list_cached(cache_dir: Path) -> list[CachedModel]:
     """The models that need no download, by name."""
     found = []
     places = {starter.NAME: starter.starter_file(cache_dir), tiny.NAME: models_dir(cache_dir) / tiny.NAME}
+    places |= {name: hub.hub_folder(name, cache_dir) for name in hub.list_hub(cache_dir)}
     for name, path in places.items():
         try:
-            files = [path] if path.is_file() else list(path.iterdir())
+            files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
             found.append(CachedModel(name, path, sum(file.stat().st_size for file in files)))
         except OSError:  # not fetched yet
             continue
