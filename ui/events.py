@@ -96,7 +96,7 @@ class EventsPanel(FollowingList):
         """One row for each thing that happened."""
         if not self.store.notes:
             return [row(("Nothing yet.", "dim"))]
-        return [happening_row(note) for note in self.store.notes]
+        return [happening_row(note, self.store.peer_name) for note in self.store.notes]
 
     def key(self) -> object:
         """The newest note."""

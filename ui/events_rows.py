@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from ui.figures import time_of_day
 from ui.ink import Row, clean, row
 from ui.store import Happening
 
+_PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
 _SIGNS = {
     "state": ("●", "primary"),
     "swarm": ("●", "success"),
@@ -15,7 +19,8 @@ _SIGNS = {
 }
 
 
-def happening_row(happening: Happening) -> Row:
-    """One thing that happened."""
+def happening_row(happening: Happening, name_of: Callable[[str], str]) -> Row:
+    """One thing that happened; peers by their names."""
     sign, style = _SIGNS.get(happening.kind, ("·", "dim"))
-    return row((time_of_day(happening.at_ms), "dim"), " ", (sign, style), " ", clean(happening.text))
+    text = _PEER_ID.sub(lambda found: name_of(found.group()), happening.text)
+    return row((time_of_day(happening.at_ms), "dim"), " ", (sign, style), " ", clean(text))
