@@ -371,7 +371,7 @@ class Node:
             config = await trio.to_thread.run_sync(load_config, self._home.config_file, os.environ)
         except AppError as error:
             log.warning("the settings stay as they were: %s", error)
-            self._note("problem", f"the settings stay as they were: {error}")
+            self.feed.note("problem", f"the settings stay as they were: {error}")
             return
         if config.with_flags(self._flags) != self._config:
             await self._follow(config)

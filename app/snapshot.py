@@ -275,7 +275,8 @@ def facts(value: Any) -> dict[str, Any]:
 
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """What `shoal status` says: the snapshot without the lists that have commands of their own."""
-    return {name: getattr(snapshot, name) for name in STATUS_FIELDS}
+    given = {"today": facts(snapshot.today), "ever": facts(snapshot.ever)}
+    return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 
 def coverage(snapshot: Snapshot) -> list[dict[str, Any]]:

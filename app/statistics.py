@@ -17,8 +17,6 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import trio
-
 from app.snapshot import GivenView
 
 log = logging.getLogger("shoal.statistics")
@@ -129,6 +127,8 @@ class Statistics:
 
     async def run(self) -> None:
         """Write now and then, and once more at the end."""
+        import trio
+
         try:
             while True:
                 await trio.sleep(WRITE_S)
@@ -139,6 +139,8 @@ class Statistics:
                 await self._write_in_thread()
 
     async def _write_in_thread(self) -> None:
+        import trio  # not at the top: whoever only reads the file is spared an event loop
+
         # The loop goes on adding while a thread writes: it writes what it was given, and gives it back if it cannot.
         days, peers = self._days, self._peers
         self._days, self._peers = {}, {}

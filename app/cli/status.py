@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from pathlib import Path
 from typing import Any
 
 from app.cli.command import Command, print_json
+
+_DAYS, _PEERS = 7, 10  # of what was given and got, in `status --json`
 
 
 def run_status(arguments: argparse.Namespace) -> int:
@@ -15,11 +18,21 @@ def run_status(arguments: argparse.Namespace) -> int:
 
     status = client_of(arguments.home).get("/api/status")
     if arguments.json:
-        print_json(status)
+        print_json({**status, **_history(arguments.home)})
         return 0
     for label, value in _lines(status):
         print(f"{label:<8} {value}")
     return 0
+
+
+def _history(folder: Path) -> dict[str, Any]:
+    """What was given and got by day and by peer, from the file that the node writes every few seconds."""
+    from app.home import Home
+    from app.statistics import read_days, read_peers
+
+    file = Home(folder).statistics_file
+    days = [{"day": day, **sums._asdict()} for day, sums in read_days(file, _DAYS)]
+    return {"days": days, "exchanged": [{"peer": peer, **sums._asdict()} for peer, sums in read_peers(file, _PEERS)]}
 
 
 def run_peers(arguments: argparse.Namespace) -> int:
@@ -113,7 +126,15 @@ def _lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         ("listens", " ".join(status["listen_addrs"])),
         ("api", status["api_url"]),
     ]
-    return lines
+    return lines + [(when, _given(status[when])) for when in ("today", "ever") if when in status]
+
+
+def _given(sums: dict[str, Any]) -> str:
+    """What was given and got, in one line."""
+    from app.units import format_size
+
+    served = f"{sums['served_tokens']} tokens served to {sums['peers']} peers, {sums['asked_tokens']} asked"
+    return f"{served}; {format_size(sums['up_bytes'])} sent, {format_size(sums['down_bytes'])} received"
 
 
 COMMANDS = (

@@ -1,0 +1,66 @@
+"""The sensors: what each system's words mean, and what this machine says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.courtesy.idle import parse_gnome, parse_ioreg, parse_logind
+from app.courtesy.rules import RULES
+from app.courtesy.sensors import machine_sources, running_programs
+from app.courtesy.watch import look_once
+from app.settings import Settings
+from engine.sensors import ProcessorShare, Unavailable
+
+NOW_S = 1_800_000_000.0
+
+
+def session(kind: str, hint: str, since_s: float = 0) -> str:
+    return f"Type={kind}\nIdleHint={hint}\nIdleSinceHint={int(since_s * 10**6)}\n"
+
+
+@pytest.mark.parametrize(
+    ("sessions", "idle_s"),
+    [
+        ([session("wayland", "yes", NOW_S - 90)], 90.0),
+        ([session("x11", "no")], 0.0),
+        ([session("x11", "yes", NOW_S - 90), session("wayland", "yes", NOW_S - 30)], 30.0),
+        ([session("tty", "no")], None),
+        ([session("x11", "yes", NOW_S + 5)], 0.0),
+        (["Type=x11\nIdleHint=yes\nIdleSinceHint=soon\n", "nonsense"], None),
+        ([], None),
+    ],
+)
+def test_what_logind_says(sessions: list[str], idle_s: float | None) -> None:
+    assert parse_logind("\n".join(sessions), NOW_S) == idle_s
+
+
+def test_what_gnome_and_macos_say() -> None:
+    assert parse_gnome("t 61234\n") == 61.234
+    assert parse_gnome("Call failed") is None
+    assert parse_ioreg('    | |   "HIDIdleTime" = 2500000000\n') == 2.5
+    assert parse_ioreg("") is None
+
+
+def test_every_rule_has_its_sensor_and_each_says_something_or_why_not(tmp_path: Path) -> None:
+    sources = machine_sources(lambda: "cpu", tmp_path / "not" / "yet")
+    assert {rule.needs for rule in RULES} - {"now"} <= sources.keys()
+    for ask in sources.values():
+        try:
+            assert ask() is not None
+        except Unavailable as error:
+            assert str(error)
+    views = look_once(Settings(), tmp_path)
+    assert [rule.code for rule, _ in views] == [rule.code for rule in RULES]
+    assert all(view.available or view.text for _, view in views)
+
+
+def test_this_very_program_is_among_those_that_run() -> None:
+    assert any(name.startswith(("python", "pytest")) for name in running_programs())
+
+
+def test_the_share_of_others_is_a_share() -> None:
+    share = ProcessorShare()
+    sum(range(10**6))
+    assert 0.0 <= share.others_share() <= 1.0
