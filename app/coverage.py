@@ -59,10 +59,11 @@ def survey(members: Iterable[Announcement], n_blocks: int, *own: float) -> Cover
     placed: list[tuple[int, int, float, bool]] = []
     figures = [speed for speed in own if speed > 0]
     for member in members:
-        span, state, speed = member.span, member.state, member.decode_tokens_per_s
+        span, state, speed = member.growing or member.span, member.state, member.decode_tokens_per_s
         if span is None or state not in COMING or span.start >= n_blocks:
             continue
-        placed.append((span.start, min(span.stop, n_blocks), speed, state in SERVES))
+        # What is still on its way will be there in a moment, but nobody may leave a block to it.
+        placed.append((span.start, min(span.stop, n_blocks), speed, state in SERVES and member.growing is None))
         if speed > 0:
             figures.append(speed)
     figures.sort()

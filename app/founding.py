@@ -11,10 +11,11 @@ from app.errors import AppError, UsageError
 from app.home import Home
 from app.invite import new_secret
 from app.manifest_store import ManifestStore
-from app.model_import import in_order, survey
+from app.model_import import in_order, survey, tokenizer_bytes
 from app.records import sign_record
 from app.remembered import Remembered, load
 from app.swarm_name import SwarmName
+from app.weights.library import remember_source
 from engine.sources.base import ModelSource
 from engine.sources.layout import part_names
 from engine.sources.opening import BUILT_IN, open_source
@@ -47,6 +48,7 @@ def found(home: Home, cache: Path, wish: Wish, fetching: Progress, reading: Prog
     studied = survey(source, count)
     label = wish.model if wish.model in BUILT_IN else str(Path(wish.model).expanduser().absolute())
     ManifestStore(cache).save_survey(studied, label)
+    remember_source(cache, studied.manifest, source, tokenizer_bytes(source))
     now_ms = time.time_ns() // 10**6
     identity = load_or_create(home.key_file)
     record = sign_record(identity, name, studied.manifest.hash, now_ms=now_ms, private=wish.private)

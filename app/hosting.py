@@ -17,6 +17,7 @@ import trio
 from app.block_server import DRAIN_S, BlockServer
 from app.errors import AppError
 from app.hardware import device_view
+from app.loading import Loading
 from app.membership import Swarm
 from app.network import Network
 from app.placement import Candidate, Due, Move, decide, due
@@ -24,6 +25,8 @@ from app.runner import BlockRunner, DeviceThread
 from app.snapshot import DeviceView, Reason, State
 from app.span import Span
 from app.steps import Steps
+from app.weights.library import span_parts
+from app.weights.stock import Stock
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
 
     from engine.device import Device
     from engine.hosting import Hosted, HostingPlan
-    from engine.sources.base import ModelSource
 
 log = logging.getLogger("shoal.hosting")
 
@@ -69,12 +71,12 @@ class Hosting:
         self,
         network: Network,
         swarm: Swarm,
-        source: ModelSource,
+        stock: Stock,
         wish: HostingWish,
         say: Say,
         steps: Steps | None = None,
     ) -> None:
-        self._network, self._swarm, self._source, self._wish, self._say = network, swarm, source, wish, say
+        self._network, self._swarm, self._stock, self._wish, self._say = network, swarm, stock, wish, say
         self._steps = steps or Steps(lambda: None)
         self._device = DeviceThread()
         self.server = BlockServer(network, None, self._device)
@@ -176,7 +178,7 @@ class Hosting:
         """What fits here, or None where this node stays a client."""
         from engine.hosting import plan_hosting
 
-        wish, config = self._wish, self._source.config
+        wish, config = self._wish, self._stock.manifest.config
         if wish.max_vram_bytes == 0:
             self._say("client", LIMIT_ZERO)
             return None
@@ -225,29 +227,39 @@ class Hosting:
     # --- hosting -----------------------------------------------------------------------------------------------------
 
     async def _load(self, plan: HostingPlan, move: Move) -> None:
-        from engine.hosting import host_blocks
-
         span = move.span
-        self._say("loading", Reason(move.code, f"blocks {span}: {move.reason}"))
-        self._swarm.announce(state="loading", span=span, device=plan.device.name)
+        parts = span_parts(span.start, span.stop)
+        here = not await trio.to_thread.run_sync(self._stock.library.missing, parts)
+        state: State = "loading" if here else "fetching"
+        self._say(state, Reason(move.code, f"blocks {span}: {move.reason}"))
+        self._swarm.announce(state=state, span=span, growing=None, device=plan.device.name)
         await self.server.host(None)
+        if self._span is not None:
+            self._stock.release(span_parts(self._span.start, self._span.stop))
         self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
-        self._steps.begin("load", f"blocks {span}")
-        load = partial(host_blocks, self._source, span.start, span.stop, plan, self._loaded)
-        self._hosted, self._span = await self._device.run(load), span
+        hosted = await Loading(self._stock, self._device, plan, self._steps).load(
+            span, partial(self._serve_part, span, move)
+        )
         self._steps.done("load", f"blocks {span}")
-        self._steps.done("measure", f"{self._tokens_per_s:.1f} tokens/s")
+        self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
         self._settled_at = trio.current_time()
-        await self.server.host(self._hosted.runner)
-        self._announce()
+        await self._serve(hosted, span, None)
         self._steps.done("announce")
         self._say("serving", Reason(move.code, move.reason))
 
-    def _loaded(self, done: int, total: int) -> None:
-        """From the device's thread."""
-        self._steps.progress("load", done, total)
+    async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
+        """Serve what has come of a span."""
+        await self._serve(hosted, part, span)
+        self._say("serving", Reason(move.code, f"blocks {part} of {span}, the rest is on its way: {move.reason}"))
 
-    def _announce(self) -> None:
+    async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:
+        is_new = self._hosted is None
+        self._hosted, self._span = hosted, span
+        if is_new:
+            await self.server.host(hosted.runner)
+        self._announce(growing)
+
+    def _announce(self, growing: Span | None = None) -> None:
         from engine.wire import wire_name
 
         assert self._hosted is not None, "only what is loaded is announced"
@@ -256,6 +268,7 @@ class Hosting:
         self._swarm.announce(
             state="serving",
             span=self._span,
+            growing=growing,
             decode_tokens_per_s=throughput.decode_tokens_per_s,
             prefill_tokens_per_s=throughput.prefill_tokens_per_s,
             kv_free_tokens=self.server.kv_free_tokens,

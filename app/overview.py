@@ -51,6 +51,7 @@ class Overview:
             "active_sessions": (*asking, *self._serving(served)),
             "route": None if latest is None else route_view(latest, kinds),
             "flow": self._flow.view(served.queued_sessions),
+            "weights": None if stay is None or stay.stock is None else stay.stock.view(),
             "steps": () if stay is None else stay.steps.views(),
             "hardware": None if stay is None or stay.hosting is None else stay.hosting.hardware(),
         }

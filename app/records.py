@@ -5,8 +5,8 @@ refused by name; fields that a reader does not know are ignored, and kept becaus
 as they came. Who said it and when is never in the payload, only in the envelope.
 
     shoal/swarm         v, name, model (hash in hex), private, settings
-    shoal/announcement  v, swarm, state, and unless empty: span, held, ends, decode, prefill, kv, busy, quant, dtype,
-                        device, name, addrs, app
+    shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
+                        dtype, device, name, addrs, app
                         (spans are [start, stop]; addrs are multiaddrs without the peer's own id)
     shoal/suspicion     v, swarm, accused, number (the accused's announcement it is about: a newer one refutes it)
 """
@@ -91,6 +91,7 @@ class Announcement:
     name: str = ""  # what the owner calls the node
     addresses: tuple[str, ...] = ()
     app_version: str = ""
+    growing: Span | None = None  # what its span will be once the rest of it has arrived
     held: tuple[Span, ...] = ()  # blocks whose parts lie on its disk
     holds_ends: bool = False  # the embedding, the head and the tokenizer lie there too
     busy: float = 0.0  # share of the time that its device computed lately
@@ -137,6 +138,7 @@ def sign_announcement(identity: Identity, said: Announcement) -> bytes:
     payload: dict[str, Any] = {"v": VERSION, "swarm": said.swarm, "state": said.state}
     optional = {
         "span": _pair(said.span) if said.span else None,
+        "grow": _pair(said.growing) if said.growing else None,
         "held": [_pair(span) for span in said.held],
         "ends": said.holds_ends,
         "decode": round(said.decode_tokens_per_s, 2),
@@ -208,6 +210,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         name=_printable(fields, "name", 32, ""),
         addresses=_addresses(fields, peer),
         app_version=_printable(fields, "app", 32, ""),
+        growing=_span(fields, "grow", fields.values["grow"]) if "grow" in fields.values else None,
         held=tuple(_span(fields, "held", item) for item in fields.items("held", 16, [])),
         holds_ends=fields.flag("ends", default=False),
         busy=fields.number("busy", 0, 1, 0.0),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -17,12 +16,18 @@ from app.membership import Swarm
 from app.network import FrameStream, Network
 from app.runner import DeviceThread
 from app.trust_book import TrustBook
+from app.weights.extents import WeightsError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from engine.asking import SwarmEnds
     from engine.reply import ReplySettings
+    from engine.sources.base import ModelSource
+
+
+ENDS_PATIENCE_S = 30.0  # that a question waits for the model's ends to arrive
+TRY_AGAIN_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,18 @@ class Replying:
         self,
         network: Network,
         membership: Swarm,
-        source: Callable[[], str | None],
-        cache: Path,
+        ends: Callable[[], Awaitable[ModelSource]],
+        describe: Callable[[], str],
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
         *,
         wishes: Callable[[], Wishes] = Wishes,
         book: TrustBook | None = None,
     ) -> None:
         self._outlook = Outlook(wishes=wishes, book=book or TrustBook())
-        self._network, self._membership, self._source, self._cache = network, membership, source, cache
+        self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
+        self._source: ModelSource | None = None
+        self._problem = ""
+        self._arrived = trio.Event()
         self._own_server = own_server
         self._thread = DeviceThread()
         self._lock = trio.Lock()
@@ -83,7 +91,18 @@ class Replying:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
+            await self._obtain_ends()
             await trio.sleep_forever()
+
+    async def _obtain_ends(self) -> None:
+        """Have tokenizer, embedding and head on the disk before the first question, wherever they come from."""
+        while self._source is None:
+            try:
+                self._source = await self._get_ends()
+            except WeightsError as error:
+                self._problem = str(error)
+                await trio.sleep(TRY_AGAIN_S)
+        self._arrived.set()
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The reply's pieces as `{"text": …}`, and at its end `{"done": …}` with the fields of `chat --json`.
@@ -106,13 +125,14 @@ class Replying:
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:
             if self._ends is None or self._asker is None:
-                source = await trio.to_thread.run_sync(self._source)
-                if source is None:
+                with trio.move_on_after(ENDS_PATIENCE_S):
+                    await self._arrived.wait()
+                if self._source is None:
                     raise NoModelHere(
-                        f"the model of {self._membership.record} is not on this machine: get its files, then name "
-                        "them with `shoal create --model` or `shoal pull`"
+                        f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
+                        f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
                     )
-                self._ends = await self._thread.run(_load_ends, source, self._cache)
+                self._ends = await self._thread.run(_load_ends, self._source)
                 self._asker = Asker(
                     self._network,
                     self._ends,
@@ -130,14 +150,13 @@ class Replying:
         return [*others, self._membership.own]
 
 
-def _load_ends(source_name: str, cache: Path) -> SwarmEnds:
+def _load_ends(source: ModelSource) -> SwarmEnds:
     import torch
 
     from engine.asking import load_swarm_ends
     from engine.block import Holding
-    from engine.sources.opening import open_source
 
-    return load_swarm_ends(open_source(source_name, cache), Holding(torch.device("cpu"), torch.float32))
+    return load_swarm_ends(source, Holding(torch.device("cpu"), torch.float32))
 
 
 def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:

@@ -180,6 +180,9 @@ class Settings:
         "127.0.0.1",
         "The IP address that the control API listens on; any but loopback lets other machines try its token.",
     )
+    cache_limit: int | None = _setting(
+        "size", None, "The most disk space for parts that came from peers; unset: as much as is free."
+    )
     api_port: int = _setting(
         "integer", 7465, "The control API's port on this machine; 0 is any free one.", bounds=(0, 65535)
     )

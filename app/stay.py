@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import trio
@@ -22,6 +23,7 @@ from app.errors import AppError, UnknownSwarm
 from app.guidance import Wishes
 from app.hosting import LIMIT_ZERO, CannotHost, Hosting, HostingWish
 from app.joining import record_of
+from app.loading import fetching_text
 from app.manifest_store import ManifestStore
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
 from app.model_manifest import Manifest
@@ -37,9 +39,9 @@ from app.span import Span
 from app.steps import Steps
 from app.swarm_name import SwarmName
 from app.trust_book import TrustBook
+from app.weights.extents import WeightsError
+from app.weights.stock import ENDS, Stock
 from engine.errors import EngineError
-from engine.sources.base import ModelSource
-from engine.sources.opening import open_source
 from p2p.envelope import Sequence
 from p2p.errors import P2PError, WrongSecret
 from p2p.identity import Identity
@@ -85,6 +87,7 @@ class Stay:
         self.membership: Swarm | None = None
         self.hosting: Hosting | None = None
         self.replying: Replying | None = None
+        self.stock: Stock | None = None
         self.source_name: str | None = None  # of the model's files on this machine
         self.steps = Steps(around.changed)
         self.steps.done("identity", around.identity.peer_id)
@@ -215,27 +218,29 @@ class Stay:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
+            self.stock = Stock(network, membership, manifest, around.manifests.cache, settings.cache_limit)
+            await nursery.start(self.stock.run)
             self.replying = Replying(
                 network,
                 membership,
-                self._source,
-                around.manifests.cache,
+                partial(self.stock.need, ENDS),
+                partial(fetching_text, self.stock),
                 self._attend_self,
                 wishes=self._wishes,
                 book=around.trust,
             )
             await nursery.start(self.replying.run)
             while True:
-                await self._host_until_paused(network, membership)
+                await self._host_until_paused(network, membership, self.stock)
                 await self._rest(membership)
 
-    async def _host_until_paused(self, network: Network, membership: Swarm) -> None:
+    async def _host_until_paused(self, network: Network, membership: Swarm, stock: Stock) -> None:
         """Host as long as nothing says otherwise; then let the sessions move on and give the memory back."""
         pausing = self._around.pausing
         if pausing.current is not None:
             return
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._host, network, membership)
+            nursery.start_soon(self._host, network, membership, stock)
             nursery.start_soon(self._probe_self, network, membership, nursery.cancel_scope)
             while pausing.current is None:
                 await pausing.wait_change()
@@ -287,7 +292,7 @@ class Stay:
             self._take_no_part("paused", pause.why)
             await pausing.wait_change()
 
-    async def _host(self, network: Network, membership: Swarm) -> None:
+    async def _host(self, network: Network, membership: Swarm, stock: Stock) -> None:
         """Host blocks until cancelled; a node that cannot, or shall not, stays as a client and says why."""
         settings = self._around.config().settings
         if settings.max_vram == 0:
@@ -296,18 +301,15 @@ class Stay:
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
         wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
         try:
-            self.steps.begin("weights")
-            source = await trio.to_thread.run_sync(self._open_source)
-            self.steps.done("weights")
             self._say("joining", Reason("looking_around", "looking at what the others host"))
             async with trio.open_nursery() as nursery:
                 # Torch takes seconds to load, which go by while the members are met.
                 nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
                 with trio.move_on_after(0 if blocks is not None else COMPANY_S):
                     await membership.joined()
-            self.hosting = Hosting(network, membership, source, wish, self._settle, self.steps)
+            self.hosting = Hosting(network, membership, stock, wish, self._settle, self.steps)
             await self.hosting.run()
-        except (CannotHost, EngineError) as error:
+        except (CannotHost, EngineError, WeightsError) as error:
             log.warning("%s: this node hosts nothing: %s", self.swarm, error)
             self.hosting = None
             membership.announce(state="client", span=None)
@@ -323,12 +325,6 @@ class Stay:
     def _wishes(self) -> Wishes:
         settings = self._around.config().settings
         return Wishes(settings.private_blocks, frozenset(settings.trusted))
-
-    def _open_source(self) -> ModelSource:
-        name = self._source()
-        if name is None:
-            raise CannotHost(f"the files of the model of {self.swarm} are not on this machine")
-        return open_source(name, self._around.manifests.cache)
 
     def _source(self) -> str | None:
         return self._around.manifests.source(self.swarm.model_hash)

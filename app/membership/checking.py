@@ -28,7 +28,7 @@ def check_announcement(raw: bytes, terms: Terms, now_ms: int) -> Announcement:
     said = _verified_announcement(raw)
     if said.swarm != terms.swarm:
         raise EnvelopeError(f"the announcement of {said.peer} belongs to another swarm")
-    spans = (said.span, *said.held) if said.span else said.held
+    spans = [span for span in (said.span, said.growing, *said.held) if span is not None]
     if any(span.stop > terms.n_blocks for span in spans):
         raise EnvelopeError(f"{said.peer} announces blocks beyond the model's {terms.n_blocks}")
     return said

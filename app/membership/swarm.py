@@ -53,6 +53,7 @@ class Said(TypedDict, total=False):
     device: str
     name: str
     app_version: str
+    growing: Span | None
     held: tuple[Span, ...]
     holds_ends: bool
     busy: float

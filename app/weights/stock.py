@@ -5,6 +5,7 @@ Who has a part is known from announcements; what this node has, it announces.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.weights")
 
 ANNOUNCE_S = 1.0  # between two announcements of what has come meanwhile
+LOOK_S = 20.0  # between two looks at the disk, from which others may have taken something
 MAX_SPANS = 16  # of an announcement
 
 
@@ -37,7 +39,7 @@ class Stock:
     """The parts of one swarm's model; `run` until cancelled."""
 
     def __init__(self, network: Network, swarm: Swarm, manifest: Manifest, cache: Path, limit: int | None) -> None:
-        self._network, self._swarm, self._manifest, self._cache, self._limit = network, swarm, manifest, cache, limit
+        self._network, self._swarm, self.manifest, self._cache, self._limit = network, swarm, manifest, cache, limit
         self.library = Library(cache, manifest)
         self.sharing = Sharing(self.library, self._is_member)
         self._fetches: list[Fetching] = []
@@ -45,6 +47,8 @@ class Stock:
         self._claim: Claim | None = None
         self._in_use: set[str] = set()
         self._news = trio.Event()
+        self._seen = WeightsView()
+        self._said: tuple[tuple[Span, ...], bool] = ((), False)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Give parts to members, and tell them what is here."""
@@ -53,7 +57,8 @@ class Stock:
             task_status.started()
             while True:
                 await self._announce()
-                await self._news.wait()
+                with trio.move_on_after(LOOK_S):
+                    await self._news.wait()
                 self._news = trio.Event()
                 await trio.sleep(ANNOUNCE_S)
 
@@ -81,25 +86,29 @@ class Stock:
         return self._fetches[-1].progress if self._fetches else None
 
     def view(self) -> WeightsView:
-        """What a person sees of it."""
+        """What a person sees of it; the disk was looked at a moment ago."""
+        came = self._from_peers + sum(_received(fetch) for fetch in self._fetches)
+        return dataclasses.replace(self._seen, from_peers_bytes=came, giving=self.sharing.receivers())
+
+    def _look(self) -> frozenset[str]:
+        """What lies on the disk now."""
         held = self.library.held()
-        parts = self._manifest.parts
-        return WeightsView(
+        parts = self.manifest.parts
+        self._seen = WeightsView(
             parts_total=len(parts),
             parts_held=len(held),
             parts_verified=len(held),
-            bytes_total=self._manifest.size_bytes,
+            bytes_total=self.manifest.size_bytes,
             bytes_held=sum(part.size_bytes for part in parts if part.name in held),
-            from_peers_bytes=self._from_peers + sum(_received(fetch) for fetch in self._fetches),
-            giving=self.sharing.receivers(),
             cache_bytes=sum(size for _, size in self.library.files.names()),
             cache_limit_bytes=self._limit,
         )
+        return held
 
     # --- within -------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, names: Sequence[str], on_part: Callable[[str], None]) -> None:
-        size = sum(self._manifest.by_name[name].size_bytes for name in names)
+        size = sum(self.manifest.by_name[name].size_bytes for name in names)
         await trio.to_thread.run_sync(make_room, self._cache, size, self._limit)
         fetching = Fetching(self._network, self.library, self.sharing, self._holders)
         self._fetches.append(fetching)
@@ -116,7 +125,7 @@ class Stock:
 
     def _claim_parts(self) -> None:
         if self._claim is not None:
-            self._claim.hold([self._manifest.by_name[name].root for name in self._in_use])
+            self._claim.hold([self.manifest.by_name[name].root for name in self._in_use])
 
     def _is_member(self, peer: str) -> bool:
         return any(member.peer == peer for member in self._swarm.members())
@@ -132,9 +141,12 @@ class Stock:
         ]
 
     async def _announce(self) -> None:
-        held = await trio.to_thread.run_sync(self.library.held)
+        held = await trio.to_thread.run_sync(self._look)
         blocks = sorted(index for name in held if (index := block_index(name)) is not None)
-        self._swarm.announce(held=runs(blocks)[:MAX_SPANS], holds_ends=held.issuperset(ENDS))
+        said = (runs(blocks)[:MAX_SPANS], held.issuperset(ENDS))
+        if said != self._said:
+            self._said = said
+            self._swarm.announce(held=said[0], holds_ends=said[1])
 
 
 def runs(blocks: Sequence[int]) -> tuple[Span, ...]:
