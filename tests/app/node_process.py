@@ -46,7 +46,7 @@ class Place:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
         return {**kept, "SHOAL_HOME": str(self.home), "SHOAL_CACHE": str(self.cache), **more}
 
-    def shoal(self, *arguments: str, text: str = "", **variables: str) -> Answer:
+    def shoal(self, *arguments: str, text: str = "", patience_s: float = PATIENCE_S, **variables: str) -> Answer:
         """Run a command to its end."""
         began = time.monotonic()
         done = subprocess.run(
@@ -55,7 +55,7 @@ class Place:
             env=self.environment(variables),
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=patience_s,
             check=False,
         )
         return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
