@@ -122,13 +122,13 @@ class Rounds:
         ids, _, local = self._local.reply(self._prompt, self._tokens)
         alone = swarm.reply(QUESTION, self._tokens).done
         stories = [f"Tell a very long story about {animal}." for animal in ANIMALS]
-        many = swarm.replies(stories, self._tokens)
+        many, batch_rows = swarm.replies(stories, self._tokens)
         together = together_tokens_per_s(many)
         long_ids, local_ttft_s, _ = self._local.reply(self._local.prompt(self._long_text), 2)
         long = swarm.reply(self._long_text, 2).done
         self.same = self.same and alone["token_ids"] == ids and long["token_ids"] == long_ids
         self.recoveries += alone["recoveries"] + sum(told.done["recoveries"] for told in many)
-        self.batch_rows.append(swarm.batch_rows())
+        self.batch_rows.append(batch_rows)
         self._note(
             transformers=theirs,
             local=local,

@@ -40,9 +40,9 @@ class BenchSwarm:
         self._client = client_of(asker.place.home)
         self._nodes: list[Client] = [client_of(node.place.home) for node in nodes]
 
-    def reply(self, text: str, tokens: int) -> Told:
+    def reply(self, text: str, tokens: int, told: Told | None = None) -> Told:
         """A whole greedy reply."""
-        told = Told()
+        told = told or Told()
         request = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
         for piece in self._client.chat(request):
             if "done" in piece:
@@ -51,20 +51,21 @@ class BenchSwarm:
                 told.times.append(time.perf_counter())
         return told
 
-    def replies(self, texts: Sequence[str], tokens: int) -> list[Told]:
-        """Replies to all of these at once."""
-        told: list[Told] = []
-        threads = [threading.Thread(target=lambda text=text: told.append(self.reply(text, tokens))) for text in texts]
+    def replies(self, texts: Sequence[str], tokens: int) -> tuple[list[Told], list[float]]:
+        """Replies to all of these at once, and the mean rows of a step at each node in the middle of them."""
+        told = [Told() for _ in texts]
+        threads = [
+            threading.Thread(target=self.reply, args=(text, tokens, own)) for text, own in zip(texts, told, strict=True)
+        ]
         for thread in threads:
             thread.start()
+        while threads[0].is_alive() and len(told[0].times) < tokens // 2:
+            time.sleep(0.1)
+        rows = [round(node.snapshot().flow.batch_rows, 2) for node in self._nodes]
         for thread in threads:
             thread.join()
-        assert len(told) == len(texts), "a reply failed"
-        return told
-
-    def batch_rows(self) -> list[float]:
-        """Mean rows of a step at each node of late, as far as nodes tell."""
-        return [round(node.snapshot().flow.batch_rows, 2) for node in self._nodes]
+        assert all(own.done for own in told), "a reply failed"
+        return told, rows
 
     def carried_bytes(self) -> int:
         """All that went through the proxies."""
