@@ -133,8 +133,8 @@ class Fetching:
         return None
 
     async def _finish(self, part: Part) -> None:
-        new = self._open.pop(part.name)
-        await trio.to_thread.run_sync(self._library.finish, new)
+        await trio.to_thread.run_sync(self._library.finish, self._open[part.name])
+        del self._open[part.name]
         self._count_part(part, 0)
         self._on_part(part.name)
         self._wake()
@@ -182,10 +182,11 @@ class Fetching:
             self._work.failed(piece, peer)
             return
         await trio.to_thread.run_sync(new.write, piece.index, chunk, limiter=self._writers)
-        if self._work.came(piece):
-            self.progress.bytes_done += len(chunk)
+        if not self._work.came(piece):
+            return  # somebody else was quicker
+        self.progress.bytes_done += len(chunk)
         self._sharing.arrived()
-        if self._work.is_over(piece.part) and piece.part in self._open:
+        if self._work.is_over(piece.part):
             await self._finish(new.part)
 
     async def _ask(self, peer: str, piece: Piece, new: NewPart) -> memoryview | None:
