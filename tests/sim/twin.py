@@ -6,46 +6,58 @@ Only the device is simulated: making a plan and loading blocks take simulated ti
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 import trio
 
-from app.hosting import Hosting, HostingWish
+from app.hosting import Hosting, HostingWish, Say
 from app.membership import Swarm, SwarmSetup, Tempo
+from app.placement import Move
 from app.snapshot import Reason, State
 from app.span import Span
+from engine.budget import BlockBudget
+from engine.device import Device
+from engine.hosting import HostingPlan
+from engine.measure import Throughput
 from p2p.memory import LinkProfile, MemoryFabric, MemoryNode, open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.sim.judge import Judge, Verdict
 from tests.sim.world import NodeSpec, World
 
-T = TypeVar("T")
-
 PLAN_S = 1.0
 KV_TOKENS = 100_000
 
 
-class SimDevice:
-    """A device whose work takes simulated time; hosting asks it for a plan first and for loaded blocks after that."""
+class SimHosting(Hosting):
+    """Real hosting but for its device: when and where to move, and what the others hear of it, is the app's."""
 
-    def __init__(self, spec: NodeSpec) -> None:
+    def __init__(self, network: MemoryNode, swarm: Swarm, spec: NodeSpec, say: Say) -> None:
+        nothing: Any = None  # no weights are read
+        super().__init__(network, swarm, nothing, HostingWish(), say)
         self._spec = spec
-        self._planned = False
 
-    async def run(self, function: Callable[..., T], *args: Any) -> Any:
-        """A plan, or blocks."""
+    async def _make_plan(self) -> HostingPlan:
+        await trio.sleep(PLAN_S)
+        budget = BlockBudget(self._spec.blocks, 0, 0, 0, 0, 0, "simulated")
+        return HostingPlan(Device("sim", "cpu", "simulated", 0, 0), torch.float32, False, budget)
+
+    async def _load(self, plan: HostingPlan, move: Move) -> None:
         spec = self._spec
-        if not self._planned:
-            self._planned = True
-            await trio.sleep(PLAN_S)
-            return SimpleNamespace(blocks=spec.blocks, device=SimpleNamespace(id="sim", name="sim"))
+        self._say("loading", Reason(move.code, move.reason))
+        self._swarm.announce(state="loading", span=move.span)
+        await self.server.host(None)
+        self._hosted = self._span = None
         await trio.sleep(spec.load_s)
-        throughput = SimpleNamespace(decode_tokens_per_s=spec.tokens_per_s, prefill_tokens_per_s=8 * spec.tokens_per_s)
-        runner = SimpleNamespace(kv_free_tokens=KV_TOKENS, kv_total_tokens=KV_TOKENS, hidden_size=64)
-        return SimpleNamespace(runner=runner, throughput=throughput)
+        runner: Any = SimpleNamespace(kv_free_tokens=KV_TOKENS, kv_total_tokens=KV_TOKENS, hidden_size=64)
+        throughput = Throughput(spec.tokens_per_s, 8 * spec.tokens_per_s, None)
+        loaded: Any = SimpleNamespace(runner=runner, throughput=throughput)
+        self._hosted, self._span, self._settled_at = loaded, move.span, trio.current_time()
+        await self.server.host(runner)
+        self._announce()
+        self._say("serving", Reason(move.code, move.reason))
 
 
 @dataclass(eq=False)
@@ -106,9 +118,7 @@ class Twin:
                 await nursery.start(node.swarm.run)
                 with trio.move_on_after(2.0):
                     await node.swarm.joined()
-                source: Any = SimpleNamespace(config=SimpleNamespace(n_blocks=self.world.n_blocks))
-                node.hosting = Hosting(node.network, node.swarm, source, HostingWish(), say)
-                node.hosting._device = SimDevice(node.spec)  # type: ignore[assignment]
+                node.hosting = SimHosting(node.network, node.swarm, node.spec, say)
                 await node.hosting.run()
 
     async def _go(self, fabric: MemoryFabric, node: TwinNode, drains: bool) -> None:
