@@ -19,6 +19,7 @@ from app.errors import AppError
 from app.hardware import device_view
 from app.loading import Loading
 from app.membership import Swarm
+from app.membership.member import Change
 from app.network import Network
 from app.placement import Candidate, Due, Move, decide, due
 from app.runner import BlockRunner, DeviceThread
@@ -135,7 +136,7 @@ class Hosting:
             self._chosen.set()
             task_status.started()
             return
-        stop_listening = self._swarm.subscribe(lambda change: self._news.set())
+        stop_listening = self._swarm.subscribe(self._hear)
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.server.run)
@@ -171,6 +172,11 @@ class Hosting:
         plan, self._hosted, self._span = self._plan, None, None
         if plan is not None:
             await self._device.run(release, plan.device.id)
+
+    def _hear(self, change: Change) -> None:
+        # That a member was met, or a figure drifted, is no reason to think anew: a large swarm says so all the time.
+        if change.kind not in ("proven", "updated"):
+            self._news.set()
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
