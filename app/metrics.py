@@ -80,6 +80,11 @@ def _node(snapshot: Snapshot) -> Iterable[Family]:
     yield _one("shoal_asked_tokens_total", "counter", "Tokens asked by this node's user.", ever.asked_tokens)
     yield _one("shoal_sent_bytes_total", "counter", "Bytes sent to peers.", ever.up_bytes)
     yield _one("shoal_received_bytes_total", "counter", "Bytes received from peers.", ever.down_bytes)
+    if snapshot.weights is not None:
+        weights = snapshot.weights
+        yield _one("shoal_weights_held_bytes", "gauge", "The model's parts on this disk.", weights.bytes_held)
+        yield _one("shoal_weights_given_bytes_total", "counter", "Parts given to peers.", weights.given_bytes)
+        yield _one("shoal_weights_came_bytes_total", "counter", "Parts that came from peers.", weights.from_peers_bytes)
     yield _one("shoal_audits_total", "counter", "Audits of other members.", ever.audits)
     yield _one("shoal_audits_passed_total", "counter", "Audits that found nothing wrong.", ever.audits_passed)
 

@@ -204,6 +204,7 @@ class WeightsView:
     bytes_total: int = 0
     bytes_held: int = 0
     from_peers_bytes: int = 0
+    given_bytes: int = 0  # to peers, since the node is in this swarm
     giving: tuple[str, ...] = ()  # peers that fetch from here now
     cache_bytes: int = 0
     cache_limit_bytes: int | None = None
@@ -316,6 +317,8 @@ def _shapes(kind: type) -> tuple[frozenset[str], Mapping[str, tuple[type | None,
 
 def _read(kind: type[_T], values: Mapping[str, Any]) -> _T:
     names, shapes = _shapes(kind)  # type: ignore[arg-type]
+    if not shapes and names >= values.keys():
+        return kind(**values)  # most of a snapshot is peers, of which there may be hundreds
     known = {name: value for name, value in values.items() if name in names}
     for name in shapes.keys() & known.keys():
         known[name] = _value(known[name], *shapes[name])

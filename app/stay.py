@@ -40,6 +40,7 @@ from app.steps import Steps
 from app.swarm_name import SwarmName
 from app.trust_book import TrustBook
 from app.weights.extents import WeightsError
+from app.weights.keeping import Room
 from app.weights.stock import ENDS, Stock
 from engine.errors import EngineError
 from p2p.envelope import Sequence
@@ -218,7 +219,7 @@ class Stay:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
-            self.stock = Stock(network, membership, manifest, around.manifests.cache, settings.cache_limit)
+            self.stock = Stock(network, membership, manifest, around.manifests.cache, self._room)
             await nursery.start(self.stock.run)
             self.replying = Replying(
                 network,
@@ -325,6 +326,10 @@ class Stay:
     def _wishes(self) -> Wishes:
         settings = self._around.config().settings
         return Wishes(settings.private_blocks, frozenset(settings.trusted))
+
+    def _room(self) -> Room:
+        settings = self._around.config().settings
+        return Room(settings.cache_limit, settings.disk_floor or 0)
 
     def _source(self) -> str | None:
         return self._around.manifests.source(self.swarm.model_hash)

@@ -214,6 +214,8 @@ def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
         rows.append(labelled("held", *bar(share, max(6, min(24, width - 26)), "primary"), (tail, "")))
     if weights.from_peers_bytes:
         rows.append(labelled("came", size(weights.from_peers_bytes), (" from peers", "dim")))
+    if weights.given_bytes:
+        rows.append(labelled("gave", size(weights.given_bytes), (" to peers", "dim")))
     if weights.giving:
         rows.append(labelled("giving", ", ".join(clean(peer)[-6:] for peer in weights.giving[:4])))
     if weights.cache_bytes:

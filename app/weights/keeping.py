@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.units import format_size
@@ -17,6 +18,14 @@ from app.weights.part_files import PartFiles, writing
 from p2p.platform import FileLock, write_private
 
 _MAX_CLAIM_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the person leaves to parts: so much in all, and so much of the disk stays free."""
+
+    limit_bytes: int | None = None
+    floor_bytes: int = 0
 
 
 class Claim:
@@ -59,7 +68,7 @@ def in_use(cache: Path) -> set[str]:
     return used
 
 
-def make_room(cache: Path, wanted_bytes: int, limit_bytes: int | None, floor_bytes: int = 0) -> int:
+def make_room(cache: Path, wanted_bytes: int, room: Room) -> int:
     """Delete parts nobody uses, the longest unused first, until `wanted_bytes` more fit; how many bytes went.
 
     Raises `WeightsError` where they do not fit even then, and deletes nothing.
@@ -68,7 +77,7 @@ def make_room(cache: Path, wanted_bytes: int, limit_bytes: int | None, floor_byt
     sizes = dict(files.names())
     used = in_use(cache)
     idle = sorted((root for root in sizes if root not in used), key=files.last_used)
-    over = _lacking(cache, sum(sizes.values()), wanted_bytes, limit_bytes, floor_bytes)
+    over = _lacking(cache, sum(sizes.values()), wanted_bytes, room)
     going: list[str] = []
     for root in idle:
         if over <= 0:
@@ -78,17 +87,17 @@ def make_room(cache: Path, wanted_bytes: int, limit_bytes: int | None, floor_byt
     if over > 0:
         raise WeightsError(
             f"{format_size(wanted_bytes)} of weights do not fit in {cache}, {format_size(over)} are lacking: make room "
-            "on the disk, or raise the setting cache_limit"
+            "on the disk, raise the setting cache_limit, or lower disk_floor"
         )
     files.remove(going)
     return sum(sizes[root] for root in going)
 
 
-def _lacking(cache: Path, held: int, wanted: int, limit: int | None, floor: int) -> int:
+def _lacking(cache: Path, held: int, wanted: int, room: Room) -> int:
     """How many bytes have to go; 0 or less: none."""
     try:
         free = shutil.disk_usage(cache).free
     except OSError:
-        free = wanted + floor
-    on_disk = wanted + floor - free
-    return on_disk if limit is None else max(on_disk, held + wanted - limit)
+        free = wanted + room.floor_bytes
+    on_disk = wanted + room.floor_bytes - free
+    return on_disk if room.limit_bytes is None else max(on_disk, held + wanted - room.limit_bytes)

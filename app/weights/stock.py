@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from app.membership import Swarm
+from app.membership.table import GONE
 from app.model_manifest import Manifest
 from app.network import Network
 from app.snapshot import WeightsView
 from app.span import Span
 from app.weights.fetching import Fetching, Progress
-from app.weights.keeping import Claim, claiming, make_room
+from app.weights.keeping import Claim, Room, claiming, make_room
 from app.weights.library import ENDS, Library, span_parts
 from app.weights.sharing import Sharing
 from engine.sources.base import ModelSource
@@ -38,14 +40,17 @@ MAX_SPANS = 16  # of an announcement
 class Stock:
     """The parts of one swarm's model; `run` until cancelled."""
 
-    def __init__(self, network: Network, swarm: Swarm, manifest: Manifest, cache: Path, limit: int | None) -> None:
-        self._network, self._swarm, self.manifest, self._cache, self._limit = network, swarm, manifest, cache, limit
+    def __init__(
+        self, network: Network, swarm: Swarm, manifest: Manifest, cache: Path, room: Callable[[], Room] = Room
+    ) -> None:
+        self._network, self._swarm, self.manifest, self._cache, self._room = network, swarm, manifest, cache, room
         self.library = Library(cache, manifest)
         self.sharing = Sharing(self.library, self._is_member)
         self._fetches: list[Fetching] = []
         self._from_peers = 0
         self._claim: Claim | None = None
-        self._in_use: set[str] = set()
+        self._hosted: set[str] = set()
+        self._coming: Counter[str] = Counter()  # in how many fetches
         self._news = trio.Event()
         self._seen = WeightsView()
         self._said: tuple[tuple[Span, ...], bool] = ((), False)
@@ -71,15 +76,20 @@ class Stock:
         """
         wrong = await trio.to_thread.run_sync(self.library.check, names)
         if hosted:
-            self._in_use.update(names)
-        await trio.to_thread.run_sync(self._claim_parts)
-        if wrong:
-            await self._fetch(wrong, on_part)
+            self._hosted.update(names)
+        self._coming.update(wrong)
+        try:
+            await trio.to_thread.run_sync(self._claim_parts, self._hosted | set(self._coming))
+            if wrong:
+                await self._fetch(wrong, on_part)
+        finally:
+            self._coming.subtract(wrong)
+            self._coming += Counter()  # without those that come no more
         return await trio.to_thread.run_sync(self.library.source, names)
 
     def release(self, names: Iterable[str]) -> None:
         """These parts are hosted no longer, and may go when the disk is full."""
-        self._in_use.difference_update(names)
+        self._hosted.difference_update(names)
 
     def progress(self) -> Progress | None:
         """How far the latest fetch is, while one is under way."""
@@ -88,7 +98,10 @@ class Stock:
     def view(self) -> WeightsView:
         """What a person sees of it; the disk was looked at a moment ago."""
         came = self._from_peers + sum(_received(fetch) for fetch in self._fetches)
-        return dataclasses.replace(self._seen, from_peers_bytes=came, giving=self.sharing.receivers())
+        giving = self.sharing
+        return dataclasses.replace(
+            self._seen, from_peers_bytes=came, giving=giving.receivers(), given_bytes=giving.total_bytes
+        )
 
     def _look(self) -> frozenset[str]:
         """What lies on the disk now."""
@@ -101,15 +114,14 @@ class Stock:
             bytes_total=self.manifest.size_bytes,
             bytes_held=sum(part.size_bytes for part in parts if part.name in held),
             cache_bytes=sum(size for _, size in self.library.files.names()),
-            cache_limit_bytes=self._limit,
+            cache_limit_bytes=self._room().limit_bytes,
         )
         return held
 
     # --- within -------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, names: Sequence[str], on_part: Callable[[str], None]) -> None:
-        size = sum(self.manifest.by_name[name].size_bytes for name in names)
-        await trio.to_thread.run_sync(make_room, self._cache, size, self._limit)
+        await trio.to_thread.run_sync(self._make_room, list(self._coming))
         fetching = Fetching(self._network, self.library, self.sharing, self._holders)
         self._fetches.append(fetching)
 
@@ -123,12 +135,20 @@ class Stock:
             self._fetches.remove(fetching)
             self._from_peers += _received(fetching)
 
-    def _claim_parts(self) -> None:
+    def _claim_parts(self, names: Iterable[str]) -> None:
         if self._claim is not None:
-            self._claim.hold([self.manifest.by_name[name].root for name in self._in_use])
+            self._claim.hold([self.manifest.by_name[name].root for name in names])
+
+    def _make_room(self, names: Iterable[str]) -> None:
+        """For all that is on its way, whoever asked for it, less what has come of it."""
+        on_disk = dict(self.library.files.names())
+        coming = [self.manifest.by_name[name] for name in names]
+        wanted = sum(max(0, part.size_bytes - on_disk.get(part.root.hex(), 0)) for part in coming)
+        make_room(self._cache, wanted, self._room())
 
     def _is_member(self, peer: str) -> bool:
-        return any(member.peer == peer for member in self._swarm.members())
+        state = self._swarm.table.state(peer)
+        return state is not None and state not in GONE
 
     def _holders(self, part: str) -> list[str]:
         """Members that say they have a part; those that were heard from most lately answer soonest."""
