@@ -39,10 +39,16 @@ class WrongToken(AppError):
 
 @dataclass(frozen=True)
 class Event:
-    """One event of the node's stream: its name and its data."""
+    """One event of the node's stream: its name, and its data as the JSON text in which they came."""
 
     name: str
-    data: dict[str, Any]
+    text: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data; a stream may bring more than its reader has time to look at, so that nothing is read before."""
+        read: dict[str, Any] = json.loads(self.text)
+        return read
 
 
 class Hangup:
@@ -211,5 +217,5 @@ def _events(lines: Iterator[bytes]) -> Iterator[Event]:
             data += text[5:].strip()
         elif not text:
             if data:
-                yield Event(name, json.loads(data))
+                yield Event(name, data)
             name, data = "", ""

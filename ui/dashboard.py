@@ -6,6 +6,7 @@ comes back as a message.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +22,7 @@ from app.client import Client
 from app.errors import AppError
 from app.snapshot import Snapshot, snapshot_from
 from ui import actions
-from ui.follow import Door, Follower, Heard, Note, Told
+from ui.follow import NOT_OURS, Door, Follower, Heard, Note, Told
 from ui.frame import TABS
 from ui.palette import NIGHT, THEMES
 from ui.store import Link, LogRow, Store
@@ -155,6 +156,8 @@ class Dashboard(App[None]):
             case Link() as link:
                 self._latest = None
                 self.store.connected(link)
+                self.show_now()  # all of the screen at once: nothing of a node that is away may linger
+                return
             case Told() as told:
                 self._latest = told
             case Note() as note:
@@ -178,7 +181,7 @@ class Dashboard(App[None]):
         self._shown_at = self.store.now()
         if self._latest is not None:
             told, self._latest = self._latest, None
-            self.store.take(snapshot_from(told.data))
+            self._take(told)
         if not self.screen_stack:
             return  # not up yet, or on the way out
         if self.store.snapshot is not None:
@@ -191,6 +194,14 @@ class Dashboard(App[None]):
         if (self.store.link.kind, state) != self._footer_of:  # the footer is costly to make anew
             self._footer_of = (self.store.link.kind, state)
             self.refresh_bindings()
+
+    def _take(self, told: Told) -> None:
+        try:
+            snapshot = snapshot_from(json.loads(told.text))
+        except (ValueError, TypeError):
+            self.store.connected(Link("away", NOT_OURS))
+        else:
+            self.store.take(snapshot)
 
     def _offer_first_run(self, snapshot: Snapshot) -> None:
         if self.asked_first_run or snapshot.state != "idle" or snapshot.swarms:

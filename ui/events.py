@@ -84,7 +84,7 @@ class FollowingList(ScrollView, can_focus=True):
         """One painted line."""
         index = y + round(self.scroll_y)
         line = self._lines[index] if 0 <= index < len(self._lines) else []
-        return strip_of(self.app.theme, line, self.size.width).apply_style(self.rich_style)
+        return strip_of(self.app.theme, line, self.size.width, self.rich_style)
 
 
 class EventsPanel(FollowingList):

@@ -17,6 +17,7 @@ from ui.store import Link
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
+NOT_OURS = "what answers there is not a node of this version"
 COMING_UP_S = 0.15  # between two looks for a node that was started just now
 
 
@@ -47,7 +48,7 @@ class Note:
 class Told:
     """A snapshot as it came; read only when somebody looks, for several may come between two looks."""
 
-    data: Mapping[str, Any]
+    text: str  # JSON
 
 
 Heard = Link | Told | Note
@@ -91,7 +92,7 @@ class Follower:
             except AppError as error:
                 link = Link("away", str(error))
             except ValueError:
-                link = Link("away", "what answers there is not a node of this version")
+                link = Link("away", NOT_OURS)
             if self._closed.is_set():
                 return
             if self._door.coming_up():
@@ -124,7 +125,7 @@ class Follower:
                 self._tell(Link("live", url=client.url))
                 heard = True
             if event.name == "snapshot":
-                self._tell(Told(event.data))
+                self._tell(Told(event.text))
             elif event.name == "note":
                 self._tell(Note(event.data))
         return heard

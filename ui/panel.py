@@ -5,9 +5,15 @@ Subclasses say what to draw for the size they have; they are painted anew only w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import zip_longest
+
 from rich.segment import Segment
+from rich.style import Style
 from textual.content import Content
 from textual.events import Resize
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -16,11 +22,26 @@ from ui.palette import style_of
 from ui.store import Store
 
 
-def strip_of(theme: str, line: Row, width: int) -> Strip:
-    """A row as it is painted."""
+def strip_of(theme: str, line: Row, width: int, base: Style) -> Strip:
+    """A row as it is painted upon the style of its widget; made in one go, for every further step makes it anew."""
     fitted = fit(line, width)
-    segments = [Segment(text, style_of(theme, words)) for text, words in fitted if text]
-    return Strip(segments, width_of(fitted)).adjust_cell_length(width)
+    segments = [Segment(text, based_style(theme, words, base)) for text, words in fitted if text]
+    room = width - width_of(fitted)
+    if room > 0:
+        segments.append(Segment(" " * room, base))
+    return Strip(segments, width)
+
+
+@lru_cache(maxsize=4096)
+def based_style(theme: str, words: str, base: Style) -> Style:
+    """What words mean upon the style of a widget."""
+    return base + style_of(theme, words)
+
+
+def changed_lines(before: Sequence[object], after: Sequence[object], width: int) -> list[Region]:
+    """The lines that came out different, as regions to paint anew."""
+    pairs = zip_longest(before, after)
+    return [Region(0, y, width, 1) for y, (old, new) in enumerate(pairs) if old != new]
 
 
 def title_of(theme: str, line: Row) -> Content:
@@ -50,9 +71,10 @@ class Painted(Widget):
         """Look at the store again."""
         width, height = self.size
         rows = self.rows(width, height) if width and height else []
-        if rows != self._rows:
-            self._rows = rows
-            self.refresh()
+        changed = changed_lines(self._rows, rows, width)
+        self._rows = rows
+        if changed:
+            self.refresh(*changed)
 
     def on_mount(self) -> None:
         """Draw what is known already."""
@@ -71,7 +93,7 @@ class Painted(Widget):
         """One painted line."""
         width = self.size.width
         line = self._rows[y] if y < len(self._rows) else []
-        return strip_of(self.app.theme, line, width).apply_style(self.rich_style)
+        return strip_of(self.app.theme, line, width, self.rich_style)
 
 
 class Panel(Painted, can_focus=True):

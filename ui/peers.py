@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from app.snapshot import PeerView, Snapshot
 from ui.bars import bar
@@ -12,7 +13,6 @@ from ui.figures import known_rate, milliseconds
 from ui.ink import UNKNOWN, Row, cell, clean, row
 from ui.store import Change
 
-SORTS = ("span", "peer", "tok/s", "rtt", "link", "score", "state")
 _MAP = 20
 _SIGNS = {"serving": ("●", "success"), "client": ("○", "dim"), "paused": ("‖", "warning")}
 _GLOW = {"new": "success", "moved": "warning", "gone": "s dim"}
@@ -65,8 +65,9 @@ def table_peers(snapshot: Snapshot | None, changes: Mapping[str, Change]) -> lis
 def arranged(peers: Sequence[PeerView], sort: str, wanted: str) -> list[PeerView]:
     """In the chosen order, only those that the filter finds."""
     wanted = wanted.casefold().strip()
-    found = [peer for peer in peers if not wanted or wanted in searched_text(peer)]
-    return sorted(found, key=lambda peer: (_sort_value(peer, sort), peer.name, peer.peer))
+    found = [peer for peer in peers if wanted in searched_text(peer)] if wanted else peers
+    value = _SORT_VALUES[sort]
+    return sorted(found, key=lambda peer: (value(peer), _start(peer), peer.stop or 0, peer.name, peer.peer))
 
 
 def searched_text(peer: PeerView) -> str:
@@ -75,18 +76,21 @@ def searched_text(peer: PeerView) -> str:
     return f"{peer.name} {peer.peer} {span} {peer.link or ''} {peer.state} {peer.device}".casefold()
 
 
-def _sort_value(peer: PeerView, sort: str) -> tuple[float, float, str]:
-    nowhere = float("inf")
-    start = float(peer.start) if peer.start is not None else nowhere
-    return {
-        "span": (start, float(peer.stop or 0), ""),
-        "peer": (0.0, 0.0, (peer.name or peer.peer).casefold()),
-        "tok/s": (-peer.tokens_per_s, start, ""),
-        "rtt": (peer.rtt_s if peer.rtt_s is not None else nowhere, start, ""),
-        "link": (0.0, start, peer.link or "~"),
-        "score": (peer.score, start, ""),
-        "state": (0.0, start, peer.state),
-    }[sort]
+def _start(peer: PeerView) -> float:
+    return _NOWHERE if peer.start is None else peer.start
+
+
+_NOWHERE = float("inf")
+_SORT_VALUES: Mapping[str, Callable[[PeerView], Any]] = {
+    "span": _start,
+    "peer": lambda peer: (peer.name or peer.peer).casefold(),
+    "tok/s": lambda peer: -peer.tokens_per_s,
+    "rtt": lambda peer: _NOWHERE if peer.rtt_s is None else peer.rtt_s,
+    "link": lambda peer: peer.link or "~",
+    "score": lambda peer: peer.score,
+    "state": lambda peer: peer.state,
+}
+SORTS = tuple(_SORT_VALUES)
 
 
 def header_row(columns: Columns, blocks: int | None) -> Row:

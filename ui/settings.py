@@ -134,10 +134,9 @@ class SettingsList(ScrollView, can_focus=True):
         theme, width = self.app.theme, self.size.width
         if not 0 <= index < len(self.settings):
             text = (self.problem or "Asking the node…") if index == 0 and not self.settings else ""
-            return strip_of(theme, row((text, "dim")), width).apply_style(self.rich_style)
-        strip = strip_of(theme, setting_row(self.settings[index], width), width)
-        style = self.rich_style + style_of(theme, "on cursor") if index == self.cursor else self.rich_style
-        return strip.apply_style(style)
+            return strip_of(theme, row((text, "dim")), width, self.rich_style)
+        base = self.rich_style + style_of(theme, "on cursor") if index == self.cursor else self.rich_style
+        return strip_of(theme, setting_row(self.settings[index], width), width, base)
 
     def action_move(self, rows: int) -> None:
         """Move the cursor."""

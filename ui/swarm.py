@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rich.style import Style
@@ -21,7 +21,7 @@ from ui.frame import MainScreen
 from ui.ink import Row, beside, fit, row
 from ui.overview import CoveragePanel
 from ui.palette import style_of
-from ui.panel import Panel, strip_of, title_of
+from ui.panel import Panel, changed_lines, strip_of, title_of
 from ui.peers import SORTS, TableLook, arranged, columns_for, header_row, look_of, peer_facts, peer_row, table_peers
 from ui.route import route_rows, title_row
 from ui.store import Store
@@ -89,6 +89,8 @@ class PeersTable(ScrollView, can_focus=True):
         self._look: TableLook | None = None
         self._base = Style()
         self._titles: object = None
+        self._columns = columns_for(0, [])
+        self._drawn: tuple[object, Sequence[object]] = (None, [])  # what bears on all rows, and each one that is seen
 
     def show(self) -> None:
         """Look at the store again; the cursor stays on its peer."""
@@ -104,7 +106,19 @@ class PeersTable(ScrollView, can_focus=True):
         self.cursor = at if at is not None else max(0, min(self.cursor, len(peers) - 1))
         self._marked = peers[self.cursor].peer if peers else ""
         self._show_titles(len(known.peers) if known is not None else None)
-        self.refresh()
+        self._refresh_changed()
+
+    def _refresh_changed(self) -> None:
+        """Paint anew what came out different; all of it where something is different that bears on every row."""
+        top, (width, height) = round(self.scroll_y), self.size
+        whole = (top, self.size, self._columns, self._look, self._base, self.app.theme)
+        seen = self._peers[top : top + height - 1]
+        rows = [None, *((peer, self.store.changes.get(peer.peer), peer.peer == self._marked) for peer in seen)]
+        before, self._drawn = self._drawn, (whole, rows)
+        if before[0] != whole or not seen:
+            self.refresh()
+        elif changed := changed_lines(before[1], rows, width):
+            self.refresh(*changed)
 
     def _show_titles(self, members: int | None) -> None:
         titles = (members, len(self._peers), self.sort, self.wanted, self.app.theme)
@@ -135,16 +149,15 @@ class PeersTable(ScrollView, can_focus=True):
         if y == 0:
             blocks = self._look.blocks if self._look is not None else None
             line = header_row(columns_for(width, []) if not self._peers else self._columns, blocks)
-            return strip_of(theme, line, width).apply_style(self._base)
+            return strip_of(theme, line, width, self._base)
         index = y - 1 + round(self.scroll_y)
         if self._look is None or not 0 <= index < len(self._peers):
             text = self._nothing() if y == 1 and not self._peers else ""
-            return strip_of(theme, row((text, "dim")), width).apply_style(self._base)
+            return strip_of(theme, row((text, "dim")), width, self._base)
         peer = self._peers[index]
-        strip = strip_of(theme, peer_row(peer, self._columns, self._look, self.store.changes.get(peer.peer)), width)
-        if index == self.cursor and self.has_focus:
-            return strip.apply_style(self._base + style_of(theme, "on cursor"))
-        return strip.apply_style(self._base)
+        line = peer_row(peer, self._columns, self._look, self.store.changes.get(peer.peer))
+        marked = index == self.cursor and self.has_focus
+        return strip_of(theme, line, width, self._base + style_of(theme, "on cursor") if marked else self._base)
 
     def _nothing(self) -> str:
         if self.store.snapshot is None:
@@ -163,7 +176,7 @@ class PeersTable(ScrollView, can_focus=True):
             self.scroll_to(y=self.cursor, animate=False, immediate=True)
         elif self.cursor >= top + height:
             self.scroll_to(y=self.cursor - height + 1, animate=False, immediate=True)
-        self.refresh()
+        self._refresh_changed()
 
     def on_click(self, event: events.Click) -> None:
         """A click on the header sorts by that column's neighbour order; on a row it moves the cursor."""

@@ -7,6 +7,7 @@ dashboard goes.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
 
     door = HomeDoor(arguments.home) if elsewhere is None else UrlDoor(elsewhere, arguments.home)
     dashboard = Dashboard(door, folder=arguments.home)
+    gc.freeze()  # what is loaded stays: to look through it for garbage again and again would hold up keys
     dashboard.run()
     return dashboard.return_code or 0
 

@@ -110,7 +110,15 @@ HEALTHY = Snapshot(
     courtesy=CourtesyView(next_text="pauses at 18:00 (weekday schedule)", rules=RULES),
     steps=tuple(replace(step, state="done", done=None, total=None, seconds_left=None) for step in STEPS),
     weights=WeightsView(
-        14, 14, 14, 55 * GB // 10, 55 * GB // 10, 55 * GB // 10, (PEERS[5].peer,), 56 * GB // 10, 40 * GB
+        14,
+        14,
+        14,
+        55 * GB // 10,
+        55 * GB // 10,
+        55 * GB // 10,
+        giving=(PEERS[5].peer,),
+        cache_bytes=56 * GB // 10,
+        cache_limit_bytes=40 * GB,
     ),
 )
 EMPTY = Snapshot(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import stat
 from collections.abc import Iterator
@@ -87,8 +88,8 @@ class ScriptedClient(Client):
 
     def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
         note = {"number": 1, "at_ms": 1, "kind": "state", "text": "up"}
-        yield Event("note", note)
-        yield Event("snapshot", facts(HEALTHY))
+        yield Event("note", json.dumps(note))
+        yield Event("snapshot", json.dumps(facts(HEALTHY)))
 
 
 class ScriptedDoor:
