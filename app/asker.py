@@ -287,6 +287,7 @@ class Reply:
             self._session.id.hex(),
             figures.prompt_tokens,
             len(figures.token_ids),
+            None if figures.token_ids else self._session.reached,
             now - self._begin,
             figures.tokens_per_s or 0.0,
             self._session.recoveries,

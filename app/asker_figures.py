@@ -27,6 +27,7 @@ class AskedSession:
     id: str  # the session's, in hex
     prompt_tokens: int = 0
     tokens: int = 0  # written so far
+    prompt_done: int | None = None  # tokens of it that went through all blocks; None: not told, or the reply is begun
     age_s: float = 0.0
     tokens_per_s: float = 0.0
     recoveries: int = 0

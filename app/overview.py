@@ -62,6 +62,7 @@ class Overview:
             role="asking",
             asker=self._own,
             tokens=session.prompt_tokens + session.tokens,
+            prompt_done=session.prompt_done,
             age_s=session.age_s,
             tokens_per_s=session.tokens_per_s,
             start=session.route[0].start if session.route else None,

@@ -54,6 +54,9 @@ class RouteSession:
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for somebody to take over from hops that leave
         self.recoveries = 0
+        self.reached: int | None = (
+            None  # tokens that went through all blocks, as the last hop said while it was awaited
+        )
 
     @property
     def id(self) -> bytes:
@@ -77,7 +80,7 @@ class RouteSession:
         """
         first, hops = len(self._history), self._hops
         self._history += token_ids
-        hops.answer, hops.awaited = None, len(self._history)
+        hops.answer, hops.awaited, self.reached = None, len(self._history), None
         begin = trio.current_time()
         if hops.leaving and self._can_leave():
             self._flowing = False
@@ -145,6 +148,9 @@ class RouteSession:
         await hops.probe()
         if hops.answer is not None or hops.trouble is not None:
             return
+        last = hops.states.get(hops.route[-1].peer)
+        if last is not None and last.epoch == hops.epoch:
+            self.reached = min(last.position, len(self._history))
         for hop in hops.route:
             if hop.peer not in hops.states:
                 why = f"it has not answered for {self._settings.probe_s:g} s"

@@ -106,6 +106,7 @@ class SessionView:
     start: int | None = None
     stop: int | None = None
     recoveries: int = 0
+    prompt_done: int | None = None  # of the tokens, those that went through all blocks before the first new one
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ui.conversations import Conversation, Conversations, ConversationsError, Me
 from ui.frame import MainScreen
 from ui.ink import Row, clean, row
 from ui.panel import Painted, title_of
-from ui.replying import Progress, ReplyThread, Sampling, live_row, lost_hops
+from ui.replying import Progress, ReplyThread, Sampling, live_row, lost_hops, prompt_of
 from ui.store import Store
 from ui.transcript import Transcript
 
@@ -70,7 +70,7 @@ class LiveLine(Painted):
         if self.progress is None:
             return []
         now = self.store.now()
-        return [live_row(self.progress, now, spark(list(self.progress.speeds), 12))]
+        return [live_row(self.progress, prompt_of(self.store.snapshot), now, spark(list(self.progress.speeds), 12))]
 
 
 class Chat(MainScreen):

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.client import Client, Hangup
 from app.errors import AppError
+from app.snapshot import Snapshot
 from ui.figures import count, duration, fine_rate, plural, rate
 from ui.ink import Row, clean, row
 
@@ -76,16 +77,11 @@ class Progress:
 
     began_at: float
     tokens: int = 0
-    prompt_done: int | None = None
-    prompt_total: int | None = None
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=400))
     speeds: deque[float | None] = field(default_factory=lambda: deque(maxlen=24))
 
     def take(self, piece: dict[str, Any], now: float) -> str:
         """What a piece of the reply adds to its text."""
-        prompt = piece.get("prompt")
-        if isinstance(prompt, dict):
-            self.prompt_done, self.prompt_total = prompt.get("done"), prompt.get("total")
         if "text" not in piece:
             return ""
         self.tokens += 1
@@ -105,12 +101,19 @@ def harmless(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
 
 
-def live_row(progress: Progress, now: float, spark: str) -> Row:
+def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
+    """How many tokens of the prompt went through all blocks, and of how many; None where that is not known."""
+    sessions = () if snapshot is None else snapshot.active_sessions
+    found = [(s.prompt_done, s.tokens) for s in sessions if s.role == "asking" and s.prompt_done is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def live_row(progress: Progress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
     """The line under the transcript while a reply comes."""
     waited = now - progress.began_at
     if progress.tokens == 0:
-        if progress.prompt_done is not None and progress.prompt_total:
-            read = f"prompt {count(progress.prompt_done)} of {count(progress.prompt_total)} tokens"
+        if prompt is not None:
+            read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
             return row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))
         return row(" ", ("◌", "success"), " waiting for the first token", (f" · {duration(waited)}", "dim"))
     speed = progress.speed(now)

@@ -50,6 +50,30 @@ async def test_overlapping_spans_are_used_in_parts(autojump_clock: MockClock) ->
         await no_leaks(swarm)
 
 
+async def test_a_prompt_that_takes_long_tells_how_far_it_is(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker(settings=SessionSettings(chunk_rows=2))
+        prompt = list(range(1000))
+        told: list[int | None] = []
+
+        async def watch() -> None:
+            while True:
+                told.extend(session.prompt_done for session in asker.figures().sessions)
+                await trio.sleep(0.5)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            assert (await ask(asker, prompt, 60)).token_ids == greedy(prompt, 60)
+            nursery.cancel_scope.cancel()
+        known = [done for done in told if done is not None]
+        assert told[0] is None  # nothing is known before a hop has said it
+        assert known == sorted(known)
+        assert len(set(known)) > 2
+        assert all(0 < done < len(prompt) for done in known)
+        assert told[-1] is None  # the reply is being written
+        await no_leaks(swarm)
+
+
 async def test_a_long_prompt_goes_in_chunks_and_its_hops_work_at_the_same_time(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 4), (4, 8)) as swarm:
         asker = await swarm.asker(settings=SessionSettings(chunk_rows=64))

@@ -14,12 +14,13 @@ import pytest
 
 from app.client import Client, Event, Hangup
 from app.errors import NotRunning
-from app.snapshot import facts
+from app.snapshot import SessionView, facts
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.conversations import FILE, Conversations, ConversationsError, as_markdown
 from ui.follow import Follower, Heard, Note, Told
+from ui.ink import text_of
 from ui.logs import matching
-from ui.replying import Progress, Sampling, done_words, harmless, lost_hops, sampling_value
+from ui.replying import Progress, Sampling, done_words, harmless, live_row, lost_hops, prompt_of, sampling_value
 from ui.store import GLOW_S, Link, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -167,10 +168,17 @@ def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
 # --- a reply ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_reply_counts_its_tokens_and_its_prompt() -> None:
+def test_a_prompt_is_shown_where_it_can_only_be_this_one() -> None:
+    mine, other = SessionView("a", "asking", ME, 512, prompt_done=128), SessionView("b", "asking", ME, 64)
+    alone = replace(HEALTHY, active_sessions=(mine, other))
+    assert prompt_of(alone) == (128, 512)
+    assert prompt_of(replace(HEALTHY, active_sessions=(mine, replace(other, prompt_done=3)))) is None
+    assert (prompt_of(replace(HEALTHY, active_sessions=(other,))), prompt_of(None)) == (None, None)
+    assert "prompt 128 of 512 tokens" in text_of(live_row(Progress(10.0), prompt_of(alone), 12.0, ""))
+
+
+def test_a_reply_counts_its_tokens() -> None:
     progress = Progress(10.0)
-    assert progress.take({"prompt": {"done": 128, "total": 512}}, 10.5) == ""
-    assert (progress.prompt_done, progress.prompt_total, progress.tokens) == (128, 512, 0)
     for tick in range(5):
         assert progress.take({"text": "a\x1b[2J\n"}, 11.0 + tick / 4) == "a[2J\n"
     assert progress.tokens == 5
