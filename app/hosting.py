@@ -102,6 +102,11 @@ class Hosting:
         }
 
     @property
+    def span(self) -> Span | None:
+        """The blocks that are served."""
+        return self._span
+
+    @property
     def runner(self) -> BlockRunner | None:
         """The hosted blocks."""
         return None if self._hosted is None else self._hosted.runner

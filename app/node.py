@@ -41,7 +41,7 @@ from app.remembered import Memberships, Remembered, load, update
 from app.replying import ReplyRequest
 from app.resolving import resolve_aside, resolve_name
 from app.settings import Value
-from app.snapshot import CourtesyView, Reason, Snapshot, State, SwarmView
+from app.snapshot import CourtesyView, ProspectsView, Reason, Snapshot, State, SwarmView
 from app.stay import Surroundings
 from app.swarm_name import SwarmName
 from app.trust_book import TrustBook
@@ -182,6 +182,8 @@ class Node:
         while True:
             await trio.sleep(TICK_S)
             await self._overview.look(self._dwelling.stay, self._dwelling.network)
+            if self._dwelling.stay is not None:
+                self._dwelling.stay.watch_routes()
             self.feed.touch()
             self._write_node_file()
 
@@ -239,6 +241,14 @@ class Node:
             peers=stay.peers(network) if stay is not None and network is not None else (),
             swarms=tuple(view_of(swarm, active=self._is_here(swarm)) for swarm in self._known.swarms),
         )
+
+    async def prospects(self) -> ProspectsView:
+        """What it could go to, and whether that fits."""
+        from app.prospects import look_around  # needs the engine, which an idle node has not loaded
+
+        settings, swarms = self._config.settings, self._known.swarms
+        device = None if settings.device == "auto" else settings.device
+        return await trio.to_thread.run_sync(look_around, swarms, self._cache, device, settings.max_vram)
 
     def network_checks(self) -> Sequence[Check]:
         """The doctor's lines about the network."""

@@ -27,6 +27,7 @@ from app.loading import fetching_text
 from app.manifest_store import ManifestStore
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
 from app.model_manifest import Manifest
+from app.neighbours import route_neighbours
 from app.network import FrameStream, Network
 from app.node_network import told_peers
 from app.pausing import Pause, Pausing
@@ -162,6 +163,16 @@ class Stay:
     def refused(self, error: WrongSecret) -> None:
         """A peer that this node dialled holds another secret; it matters if it was to lead into this swarm."""
         self._refusals.hear(error)
+
+    def watch_routes(self) -> None:
+        """Probe most closely those whom this node's routes depend on."""
+        if self.membership is None:
+            return
+        sessions = () if self.replying is None else self.replying.figures().sessions
+        hops = [hop.peer for session in sessions for hop in session.route]
+        announcements = [member.announcement for member in self.members() if member.present]
+        hosted = None if self.hosting is None else self.hosting.span
+        self.membership.set_neighbours(route_neighbours(hosted, hops, announcements))
 
     def announce_name(self, name: str) -> None:
         """Tell the members what this node is called now."""

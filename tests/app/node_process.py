@@ -101,7 +101,10 @@ class Serving:
 
     def ready(self, seconds: float = PATIENCE_S) -> str:
         """Wait for the `ready` line."""
-        line = self._lines.get(timeout=seconds)
+        try:
+            line = self._lines.get(timeout=seconds)
+        except queue.Empty:
+            raise AssertionError(f"not ready within {seconds:.0f} s: {self.errors}") from None
         assert line is not None, f"serve ended with {self.process.wait()}: {self.errors}"
         assert line.startswith("ready "), line
         return line
