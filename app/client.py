@@ -82,9 +82,9 @@ class Client:
     token: str
     timeout_s: float = TIMEOUT_S
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         """The answer to a question."""
-        return self._ask("GET", path, None, self.timeout_s)
+        return self._ask("GET", path, None, self.timeout_s if timeout_s is None else timeout_s)
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = PATIENT_S) -> Any:
         """The answer to a command."""

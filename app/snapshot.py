@@ -212,6 +212,34 @@ class WeightsView:
 
 
 @dataclass(frozen=True)
+class FitView:
+    """Whether a model's blocks fit on this machine's device."""
+
+    blocks: int  # that fit now
+    blocks_total: int
+    lacking_bytes: int = 0  # of free memory, until all fit
+    too_large: bool = False  # all would not fit even if nothing else ran
+
+
+@dataclass(frozen=True)
+class OfferView:
+    """Something that this node could go to; a figure that is not known is None."""
+
+    target: str  # a swarm that is remembered, or `starter`
+    model: str = ""
+    fit: FitView | None = None
+    fetch_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ProspectsView:
+    """What this node could go to, and the disk's room."""
+
+    offers: tuple[OfferView, ...] = ()
+    disk_free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Everything that a person can see of a running node."""
 
@@ -302,6 +330,11 @@ def _holders(block: int, serving: Sequence[PeerView]) -> list[dict[str, Any]]:
 def snapshot_from(values: Mapping[str, Any]) -> Snapshot:
     """The snapshot in what a node sent."""
     return _read(Snapshot, values)
+
+
+def prospects_from(values: Mapping[str, Any]) -> ProspectsView:
+    """The prospects in what a node sent."""
+    return _read(ProspectsView, values)
 
 
 @cache

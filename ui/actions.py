@@ -99,7 +99,7 @@ def create(app: Dashboard) -> None:
             app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda told: _joined(app, told))
 
     made: dict[str, str] = {}
-    words = "Which model? `starter` is a small one (98 MB); else a folder or file on the node's machine."
+    words = "Which model? `starter` is a small one; else a folder or file on the node's machine."
     app.push_screen(Line("How is the swarm to be called?", hint="reading-club"), named)
 
 

@@ -204,7 +204,7 @@ class Dashboard(App[None]):
             self.store.take(snapshot)
 
     def _offer_first_run(self, snapshot: Snapshot) -> None:
-        if self.asked_first_run or snapshot.state != "idle" or snapshot.swarms:
+        if self.asked_first_run or snapshot.state != "idle":
             return
         self.asked_first_run = True
         from ui.first_run import FirstRun

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.snapshot import Snapshot
+from app.snapshot import FitView, OfferView, ProspectsView, Snapshot
 from ui.bars import bar
 from ui.figures import count, duration, gigabytes, size
-from ui.ink import Row, clean, fit, row
+from ui.ink import UNKNOWN, Row, clean, fit, row
 from ui.store import Link
 from ui.wording import pill, running_step
 
-STARTER_BYTES = 98 * 10**6  # of the small model that `starter` means
+OFFERED = 5  # remembered swarms, each with a digit
+STARTER = "starter"
 STEP_BYTES = 500 * 10**6
 HELLO = "Why do fish swim in shoals?"
 
@@ -39,7 +40,12 @@ class FirstState:
     cursor: int = 0
     problem: str = ""
     busy: str = ""
-    disk_free_bytes: int | None = None
+    prospects: ProspectsView = field(default_factory=ProspectsView)  # empty until the node has told them
+
+    @property
+    def remembered(self) -> tuple[OfferView, ...]:
+        """The swarms that can be chosen by a digit."""
+        return tuple(offer for offer in self.prospects.offers if offer.target != STARTER)[:OFFERED]
 
     @property
     def where(self) -> str:
@@ -106,17 +112,36 @@ def _key(key: str, words: str, about: str) -> list[Row]:
 
 
 def _where(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
-    free = f" · {size(state.disk_free_bytes)} of disk free" if state.disk_free_bytes is not None else ""
-    rows = _key(
-        "⏎", "Begin with the small starter model", f"{size(STARTER_BYTES)} to fetch{free} · others can join you"
-    )
+    starter = next((offer for offer in state.prospects.offers if offer.target == STARTER), OfferView(STARTER))
+    rows = _key("⏎", "Begin with the small starter model", f"{offer_words(starter)} · others can join you")
+    for number, offer in enumerate(state.remembered, 1):
+        rows += _key(str(number), f"Go back to {clean(offer.target)}", offer_words(offer))
+    disk = state.prospects.disk_free_bytes
     rows += [
+        row("       ", (f"{size(disk) if disk is not None else UNKNOWN} of disk free", "dim")),
         [],
         row("    ", ("j", "mine"), "  join by name, or simply paste an invite now"),
         row("    ", ("c", "mine"), "  create a swarm of another model"),
         row("    ", ("l", "mine"), "  look around first"),
     ]
     return rows
+
+
+def offer_words(offer: OfferView) -> str:
+    """What a choice means for this machine, said before anything is fetched."""
+    fetch = UNKNOWN if offer.fetch_bytes is None else size(offer.fetch_bytes)
+    parts = [clean(offer.model), fit_words(offer.fit), f"{fetch} to fetch" if offer.fetch_bytes != 0 else "all is here"]
+    return " · ".join(part for part in parts if part)
+
+
+def fit_words(fit: FitView | None) -> str:
+    """Whether all of a model would fit here, so that it could be run alone."""
+    if fit is None:
+        return f"fits {UNKNOWN}"
+    if fit.blocks >= fit.blocks_total:
+        return "fits now"
+    share = f"{fit.blocks} of {fit.blocks_total} blocks fit now"
+    return f"too large alone: {share}" if fit.too_large else f"fits with {size(fit.lacking_bytes)} more: {share}"
 
 
 def _much_words(state: FirstState) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import events
@@ -10,7 +9,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 
-from app.client import Client
+from app.client import PATIENT_S, Client
+from app.snapshot import prospects_from
 from ui.dialogs import Dialog, Line
 from ui.first_rows import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
 from ui.ink import Row
@@ -58,16 +58,18 @@ class FirstRun(Dialog[None]):
         yield Container(FirstPage(self.store, self.state), id="firstbox")
 
     def on_mount(self) -> None:
-        """See what the node's settings are, and how much disk there is."""
-        folder = self.dashboard.folder
-        if folder is not None and folder.exists():
-            self.state.disk_free_bytes = shutil.disk_usage(folder).free
+        """See what the node's settings are, and where it could go."""
         self.dashboard.ask(lambda client: client.get("/api/config"), self._configured)
+        self.dashboard.ask(lambda client: client.get("/api/prospects", timeout_s=PATIENT_S), self._offered)
 
     def _configured(self, told: Any) -> None:
         config = {entry["name"]: entry["value"] for entry in told}
         self.state.pauses = pauses_from(config)
         self.state.memory_bytes = config.get("max_vram")
+        self.show()
+
+    def _offered(self, told: Any) -> None:
+        self.state.prospects = prospects_from(told)
         self.show()
 
     def show(self) -> None:
@@ -101,6 +103,8 @@ class FirstRun(Dialog[None]):
             self._ask_line("Which model?", "a folder, a GGUF file, starter or tiny-random", self._create)
         elif event.key == "l":
             self.close()
+        elif event.key.isdecimal() and 0 < int(event.key) <= len(self.state.remembered):
+            self._go_to(self.state.remembered[int(event.key) - 1].target)
         else:
             return False
         return True

@@ -12,7 +12,7 @@ from app.feed import Feed
 from app.invite import Invite
 from app.replying import ReplyRequest
 from app.settings import Value
-from app.snapshot import CourtesyView, Snapshot, SwarmView
+from app.snapshot import CourtesyView, ProspectsView, Snapshot, SwarmView
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class Control(Protocol):
 
     async def set_config(self, name: str, text: str | None) -> Value:
         """Write one setting, and apply it where that can be done at once; None is the default again."""
+
+    async def prospects(self) -> ProspectsView:
+        """What it could go to, and whether that fits."""
 
     def network_checks(self) -> Sequence[Check]:
         """The doctor's lines about the network."""

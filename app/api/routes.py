@@ -146,6 +146,10 @@ def _looking(control: Control) -> APIRouter:
     async def swarms() -> list[dict[str, Any]]:
         return [facts(swarm) for swarm in control.snapshot().swarms]
 
+    @router.get("/prospects")
+    async def prospects() -> dict[str, Any]:
+        return facts(await control.prospects())
+
     @router.get("/id")
     async def identity() -> dict[str, str]:
         return {"peer_id": control.snapshot().peer_id}

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from engine.config import ModelConfig, Rope
 from engine.errors import SourceError
 from engine.sources.base import ModelSource
 from engine.sources.cache import disk_full, free_bytes, models_dir, publish, staging
@@ -23,6 +24,10 @@ from engine.sources.files import unreadable
 from engine.sources.gguf import open_gguf
 
 NAME = "starter"
+LABEL = "SmolLM2-135M-Instruct"
+SHAPE = ModelConfig(
+    "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, Rope(100_000.0), tied_embeddings=True, eos_ids=(2, 0), bos_id=1
+)  # known before it is fetched
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILE_BYTES = 98_362_432
@@ -42,7 +47,7 @@ def starter_file(cache_dir: Path) -> Path:
 
 def open_starter(cache_dir: Path, progress: Progress | None = None) -> ModelSource:
     """The starter model, fetched first where it is not in the cache."""
-    return replace(open_gguf(fetch_starter(cache_dir, progress)), label="SmolLM2-135M-Instruct", licence="Apache-2.0")
+    return replace(open_gguf(fetch_starter(cache_dir, progress)), label=LABEL, licence="Apache-2.0")
 
 
 def fetch_starter(cache_dir: Path, progress: Progress | None = None) -> Path:

@@ -21,7 +21,7 @@ from app.invite import Invite
 from app.replying import ReplyRequest
 from app.routing import NoRoute
 from app.settings import Settings, Value
-from app.snapshot import CourtesyView, PeerView, Snapshot, SwarmView
+from app.snapshot import CourtesyView, FitView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
@@ -104,6 +104,9 @@ class DoubleNode:
     async def set_config(self, name: str, text: str | None) -> Value:
         self.asked.append(("set", name, text))
         return text
+
+    async def prospects(self) -> ProspectsView:
+        return ProspectsView((OfferView("starter", "small", FitView(3, 3), 12),), 34)
 
     def network_checks(self) -> Sequence[Check]:
         return [Check("clock", "ok", "fine")]

@@ -15,6 +15,7 @@ from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
 from app.client import ApiFailure, Client, Event, WrongToken
 from app.errors import AppError, NotRunning, UnknownSwarm, UsageError
+from app.snapshot import FitView, prospects_from
 from tests.app.api_double import TOKEN, DoubleNode, running_api
 
 T = TypeVar("T")
@@ -100,6 +101,8 @@ async def test_looking() -> None:
         assert {"peer", "name", "start", "stop", "rtt_s", "link", "score", "state"} <= peer.keys()
         assert await threaded(client.get, "/api/id") == {"peer_id": "12D3me"}
         assert (await threaded(client.get, "/api/swarms"))[0]["pinned"] == "home#abababab"
+        prospects = prospects_from(await threaded(client.get, "/api/prospects"))
+        assert (prospects.offers[0].fit, prospects.disk_free_bytes) == (FitView(3, 3), 34)
         assert (await threaded(client.get, "/api/doctor"))[0]["name"] == "clock"
         assert await threaded(client.snapshot) == node.snapshot()
         assert "paths" in await threaded(client.get, "/openapi.json")
