@@ -24,7 +24,7 @@ from p2p.errors import P2PError, Refused, RemoteError
 log = logging.getLogger("shoal.weights")
 
 MAX_PEERS = 8
-WINDOW = 4  # chunks asked from one peer at once
+WINDOW = 6  # chunks asked from one peer at once
 LOOK_AHEAD = 16  # chunks that shall be ready to be asked for: the next part is begun in time
 CHUNK_S = 20.0  # 1 MiB at 50 kB/s: slower peers are left out
 LATE_S = 5.0
@@ -177,25 +177,24 @@ class Fetching:
 
     async def _get_one(self, peer: str, piece: Piece) -> None:
         new = self._open.get(piece.part)
-        chunk = None if new is None else await self._ask(peer, piece, new)
-        if new is None or chunk is None or not self._work.is_coming(piece):
+        size = None if new is None else await self._ask(peer, piece, new)
+        if new is None or size is None:
             self._work.failed(piece, peer)
             return
-        await trio.to_thread.run_sync(new.write, piece.index, chunk, limiter=self._writers)
         if not self._work.came(piece):
             return  # somebody else was quicker
-        self.progress.bytes_done += len(chunk)
+        self.progress.bytes_done += size
         self._sharing.arrived()
         if self._work.is_over(piece.part):
             await self._finish(new.part)
 
-    async def _ask(self, peer: str, piece: Piece, new: NewPart) -> memoryview | None:
-        """A right chunk from a peer, or from the member it names; None where neither helps."""
+    async def _ask(self, peer: str, piece: Piece, new: NewPart) -> int | None:
+        """Have a chunk from a peer, or from the member it names: its size; None where neither helps."""
         answer = await self._call(peer, piece, new, tried=False)
         if isinstance(answer, str):
             if answer != self._network.peer_id and self._sharing.is_member(answer):
                 given = await self._call(answer, piece, new, tried=True)
-                if isinstance(given, memoryview):
+                if isinstance(given, int):
                     return given
             answer = await self._call(peer, piece, new, tried=True)
         if isinstance(answer, str):
@@ -203,18 +202,19 @@ class Fetching:
             return None
         return answer
 
-    async def _call(self, peer: str, piece: Piece, new: NewPart, *, tried: bool) -> memoryview | str | None:
-        """What a peer answers; bytes are right ones."""
+    async def _call(self, peer: str, piece: Piece, new: NewPart, *, tried: bool) -> int | str | None:
+        """The size of what a peer gave, which is right and on the disk; or the member it names."""
         body = wire.ChunkRequest(new.part.root, piece.index, tried).encode()
         try:
             raw = await self._network.call(peer, wire.CHUNK, body, timeout_s=CHUNK_S, priority=Priority.BULK)
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
                 return answer
-            if not await trio.to_thread.run_sync(new.is_right, piece.index, answer, limiter=self._writers):
+            # Checked and written in one go: every change of threads costs a fast transfer more than the hash does.
+            if not await trio.to_thread.run_sync(new.take, piece.index, answer, limiter=self._writers):
                 raise RecordError(f"what it sent is not chunk {piece.index} of {piece.part}")
             self.progress.from_peers[peer] = self.progress.from_peers.get(peer, 0) + len(answer)
-            return answer
+            return len(answer)
         except RecordError as error:
             await self._accuse(peer, str(error))
         except Refused:

@@ -43,9 +43,13 @@ class SourceIndex:
             stamps[file] = Stamp(status.st_size, status.st_mtime_ns)
         return cls(extents, stamps)
 
+    def is_unchanged(self, file: Path) -> bool:
+        """Whether a file is what it was."""
+        return Stamp.of(file) == self.stamps[file]
+
     def changed_files(self) -> frozenset[Path]:
         """The files that are not what they were."""
-        return frozenset(file for file, stamp in self.stamps.items() if Stamp.of(file) != stamp)
+        return frozenset(file for file in self.stamps if not self.is_unchanged(file))
 
     def without(self, parts: Iterable[str]) -> SourceIndex:
         """The index with some parts forgotten."""

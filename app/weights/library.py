@@ -123,8 +123,9 @@ class Library:
             return None
 
     def _extents(self, part: Part) -> Sequence[Extent]:
-        pieces = self._index.extents.get(part.name)
-        if pieces is not None and part.name in self._in_source():
+        index = self._index
+        pieces = index.extents.get(part.name)
+        if pieces is not None and all(index.is_unchanged(file) for file in {extent.file for extent in pieces}):
             return pieces
         if not self.files.holds(part):
             raise WeightsError(f"{part.name} of model {self.manifest.hash[:8]} is not on this machine")

@@ -181,6 +181,13 @@ class NewPart:
         """Whether these are the bytes of that chunk."""
         return len(chunk) == chunk_length(self.part.size_bytes, index) and leaf_hash(chunk) == self.leaves[index]
 
+    def take(self, index: int, chunk: bytes | memoryview) -> bool:
+        """Write a chunk if it is right; whether it is."""
+        right = self.is_right(index, chunk)
+        if right and index not in self.have:
+            self.write(index, chunk)
+        return right
+
     def write(self, index: int, chunk: bytes | memoryview) -> None:
         """Write a chunk that is right."""
         with self._lock, writing(self.part.name):

@@ -21,7 +21,7 @@ from app.weights.library import Library
 from p2p.errors import Refused, RemoteError
 
 SLOTS = 8  # chunks that are read and sent at once
-SLOTS_PER_PEER = 6
+SLOTS_PER_PEER = 8  # more than an honest peer asks for at once
 MAX_WAITING = 64
 ACTIVE_S = 15.0  # a peer that asked so recently is still fetching
 REMEMBERED = 4096  # chunks of which it is known who got them

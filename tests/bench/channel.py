@@ -160,7 +160,8 @@ def _run(*arguments: str) -> list[str]:
 
 
 @contextmanager
-def _server(stack: str) -> Iterator[str]:
+def serving(stack: str) -> Iterator[str]:
+    """A server in a process of its own: its address."""
     process = subprocess.Popen(_run("--serve", stack), stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -170,7 +171,8 @@ def _server(stack: str) -> Iterator[str]:
         process.wait()
 
 
-def _client(stack: str, address: str, mode: str) -> dict[str, float]:
+def run_client(stack: str, address: str, mode: str) -> dict[str, float]:
+    """One round in a process of its own."""
     done = subprocess.run(_run(mode, stack, "--peer", address), stdout=subprocess.PIPE, text=True, check=True)
     outcome: dict[str, float] = json.loads(done.stdout)
     return outcome
@@ -182,7 +184,7 @@ async def _delay_figures(stack: str, address: str) -> float:
     port = int(multiaddr.value_for_protocol("tcp"))
     async with delay_proxy(port, DELAY_RTT_S) as proxy:
         through = address.replace(f"/tcp/{port}", f"/tcp/{proxy.port}")
-        outcome = await trio.to_thread.run_sync(_client, stack, through, "--delayed")
+        outcome = await trio.to_thread.run_sync(run_client, stack, through, "--delayed")
     async with trio.open_nursery() as nursery:
 
         async def plain(stream: trio.SocketStream) -> None:
@@ -200,8 +202,8 @@ def compare(rounds: int) -> dict[str, Any]:
     figures: dict[str, list[dict[str, float]]] = {stack: [] for stack in STACKS}
     for _ in range(rounds):
         for stack in STACKS:
-            with _server(stack) as address:
-                figures[stack].append(_client(stack, address, "--client"))
+            with serving(stack) as address:
+                figures[stack].append(run_client(stack, address, "--client"))
     best: dict[str, Any] = {}
     for stack, taken in figures.items():
         best[stack] = {
@@ -213,7 +215,7 @@ def compare(rounds: int) -> dict[str, Any]:
     best["bulk_ratio"] = round(best["shoal"]["bulk_mb_s"] / best["stock"]["bulk_mb_s"], 2)
     extra = []
     for _ in range(rounds):
-        with _server("shoal") as address:
+        with serving("shoal") as address:
             extra.append(trio.run(_delay_figures, "shoal", address))
     best["delay_4mib_extra_rtts"] = round(min(extra), 2)
     return best

@@ -1,6 +1,6 @@
 """A TCP proxy on loopback that makes the way longer: every byte arrives half a round trip after it was sent.
 
-It also counts what it carries.
+It also counts what it carries, and can be narrow: so many bytes a second both ways together, over all connections.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ class DelayProxy:
 
     port: int = 0
     carried_bytes: int = 0
+    bytes_per_s: float = math.inf
+    free_at: float = 0.0  # when all that came so far has gone through
+
+    def passage(self, size: int, now: float) -> float:
+        """When so many more bytes will have gone through."""
+        self.carried_bytes += size
+        self.free_at = max(self.free_at, now) + size / self.bytes_per_s
+        return self.free_at
 
 
 async def _carry(source: trio.SocketStream, target: trio.SocketStream, delay_s: float, proxy: DelayProxy) -> None:
@@ -39,17 +47,18 @@ async def _carry(source: trio.SocketStream, target: trio.SocketStream, delay_s: 
             nursery.start_soon(deliver)
             async with send:
                 while data := await source.receive_some(_READ_BYTES):
-                    proxy.carried_bytes += len(data)
-                    send.send_nowait((trio.current_time() + delay_s, data))
+                    through_at = proxy.passage(len(data), trio.current_time())
+                    send.send_nowait((through_at + delay_s, data))
+                    await trio.sleep_until(through_at)
     except* (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
         await trio.aclose_forcefully(source)
         await trio.aclose_forcefully(target)
 
 
 @asynccontextmanager
-async def delay_proxy(port: int, rtt_s: float) -> AsyncIterator[DelayProxy]:
+async def delay_proxy(port: int, rtt_s: float, bytes_per_s: float = math.inf) -> AsyncIterator[DelayProxy]:
     """A proxy to `port` on this machine."""
-    proxy = DelayProxy()
+    proxy = DelayProxy(bytes_per_s=bytes_per_s)
 
     async def handle(client: trio.SocketStream) -> None:
         try:

@@ -6,6 +6,7 @@ so that every connection goes through one.
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -82,9 +83,9 @@ def open_bench_swarm(
     folder: Path, cache: Path, model: str, *, nodes: int = 3, rtt_s: float = 0.0
 ) -> Iterator[BenchSwarm]:
     """A swarm that serves the whole model."""
-    ports = [_free_port() for _ in range(nodes + 1)]
+    ports = [free_port() for _ in range(nodes + 1)]
     with ExitStack() as stack:
-        proxies = stack.enter_context(_proxies(ports, rtt_s)) if rtt_s else []
+        proxies = stack.enter_context(open_proxies(ports, rtt_s)) if rtt_s else []
         ways = [
             [f"--listen=/ip4/127.0.0.1/tcp/{port}"]
             + ([f"--advertise=/ip4/127.0.0.1/tcp/{proxies[index].port}"] if proxies else [])
@@ -114,14 +115,15 @@ def _covered(client: Client, nodes: int) -> bool:
     return all(holders) and len({holder["peer"] for block in holders for holder in block}) == nodes
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 @contextmanager
-def _proxies(ports: Sequence[int], rtt_s: float) -> Iterator[list[DelayProxy]]:
+def open_proxies(ports: Sequence[int], rtt_s: float, bytes_per_s: float = math.inf) -> Iterator[list[DelayProxy]]:
     """A proxy to each port, on a loop of their own."""
     proxies: list[DelayProxy] = []
     token: trio.lowlevel.TrioToken | None = None
@@ -132,7 +134,7 @@ def _proxies(ports: Sequence[int], rtt_s: float) -> Iterator[list[DelayProxy]]:
         token = trio.lowlevel.current_trio_token()
         async with AsyncExitStack() as stack:
             for port in ports:
-                proxies.append(await stack.enter_async_context(delay_proxy(port, rtt_s)))
+                proxies.append(await stack.enter_async_context(delay_proxy(port, rtt_s, bytes_per_s)))
             up.set()
             await down.wait()
 
