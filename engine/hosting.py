@@ -53,7 +53,7 @@ class Hosted:
 
     def measured(self) -> Hosted:
         """The same blocks with their speed as it is now."""
-        return dataclasses.replace(self, throughput=measure_span(self.span))
+        return dataclasses.replace(self, throughput=measure_span(self.span, batch=False))
 
 
 def plan_hosting(
@@ -90,7 +90,7 @@ def host_blocks(
         options = dataclasses.replace(options, packed=_has_room_for_copies(plan, room))
         cpu_products(plan.dtype)  # measured now, not under the first prompt
     span = load_span(source, start, stop, options, progress)
-    return Hosted(SessionRunner(span), measure_span(span), span)
+    return Hosted(SessionRunner(span), measure_span(span, batch=False), span)
 
 
 def _has_room_for_copies(plan: HostingPlan, blocks: int) -> bool:

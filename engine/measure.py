@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 
@@ -11,6 +11,7 @@ import torch
 
 from engine.attention import Segment
 from engine.errors import CacheFull
+from engine.kv import KVLease
 from engine.span import SpanRunner
 
 
@@ -23,53 +24,39 @@ class Throughput:
     batch8_tokens_per_s: float | None
 
 
-def measure_span(span: SpanRunner, context: int = 128, steps: int = 8) -> Throughput:
-    """Time a prefill of `context` tokens, single steps behind it, and steps of eight sessions at once."""
+def measure_span(span: SpanRunner, context: int = 128, steps: int = 8, *, batch: bool = True) -> Throughput:
+    """Time a prefill of `context` tokens, single steps behind it and, unless told not to, steps of eight sessions."""
     context = min(context, span.config.context_length - steps - 2)
-    prefill_s = _session_seconds(span, lambda: _prefill(span, context), repeats=3)
-    single_s = _decode_seconds(span, 1, context, steps)
-    try:
-        eight_s: float | None = _decode_seconds(span, 8, context, steps)
-    except CacheFull:
-        eight_s = None
+    prefill_s, single_s = _seconds(span, 1, context, steps)
+    eight_s = None
+    if batch:
+        with suppress(CacheFull):
+            eight_s = _seconds(span, 8, context, steps)[1]
     return Throughput(1 / single_s, context / prefill_s, None if eight_s is None else 8 / eight_s)
 
 
-def _session_seconds(span: SpanRunner, run: Callable[[], list[Segment]], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        segments = run()
-        times.append(time.perf_counter() - begin)
-        for segment in segments:
-            segment.lease.close()
-    return min(times)
-
-
-def _prefill(span: SpanRunner, context: int) -> list[Segment]:
-    segment = Segment(span.open(context), 0, context)
-    _step(span, [segment])
-    return [segment]
-
-
-def _decode_seconds(span: SpanRunner, sessions: int, context: int, steps: int) -> float:
-    leases = []
+def _seconds(span: SpanRunner, sessions: int, context: int, steps: int) -> tuple[float, float]:
+    """The best prefill of one session, and a usual step of them all behind it."""
+    leases: list[KVLease] = []
     try:
+        prefills = []
         for _ in range(sessions):
             leases.append(span.open(context + steps + 1))
-            _step(span, [Segment(leases[-1], 0, context)])
-        times = []
-        for _ in range(steps + 1):  # the first builds what later ones use (kernels, graphs)
-            begin = time.perf_counter()
-            _step(span, [Segment(lease, lease.length, 1) for lease in leases])
-            times.append(time.perf_counter() - begin)
-        return median(times[1:])
+            prefills.append(_step(span, [Segment(leases[-1], 0, context)]))
+        if sessions == 1:  # the first builds what later ones use (kernels, graphs)
+            leases[0].truncate(0)
+            prefills.append(_step(span, [Segment(leases[0], 0, context)]))
+        times = [_step(span, [Segment(lease, lease.length, 1) for lease in leases]) for _ in range(steps + 1)]
+        return min(prefills), median(times[1:])
     finally:
         for lease in leases:
             lease.close()
 
 
-def _step(span: SpanRunner, segments: list[Segment]) -> None:
+def _step(span: SpanRunner, segments: list[Segment]) -> float:
+    """The seconds of one step."""
     rows = sum(segment.count for segment in segments)
     hidden = torch.zeros(rows, span.config.hidden_size, dtype=span.options.dtype)
+    begin = time.perf_counter()
     span.step(hidden, segments)[0, 0].item()  # reading one number waits for the device
+    return time.perf_counter() - begin
