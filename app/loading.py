@@ -49,6 +49,7 @@ class Loading:
             nursery.start_soon(self._fetch, span)
             while (hosted is None or hosted.runner.stop < span.stop) and self._failure is None:
                 ready = await trio.to_thread.run_sync(self._ready, span)
+                self._told()
                 hosted = await self._advance(hosted, span, ready)
                 if hosted is None or hosted.runner.stop >= ready:
                     await trio.sleep(LOOK_S)

@@ -17,6 +17,7 @@ from app.errors import UsageError
 from app.units import format_size
 
 if TYPE_CHECKING:
+    from app.weights.verifying import Checked
     from engine.sources.base import ModelSource
 
 
@@ -36,6 +37,8 @@ class ModelFacts:
     licence: str | None = None
     blocks: int | None = None
     error: str | None = None
+    parts_held: int | None = None  # of a model that came from peers
+    parts_total: int | None = None
 
 
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +46,16 @@ def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=PULLED)
 
 
+def add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to do with them."""
+    parser.add_argument("action", nargs="?", choices=("verify",), help="read every model again, and name what is wrong")
+
+
 def run_models(arguments: argparse.Namespace) -> int:
-    """List the cached models."""
-    facts = [model for model, _ in cached_models()]
+    """List the cached models, or check them."""
+    if arguments.action == "verify":
+        return _verify(arguments)
+    facts = [*(model for model, _ in cached_models()), *models_from_peers()]
     if arguments.json:
         print_json([dataclasses.asdict(model) for model in facts])
         return 0
@@ -54,6 +64,74 @@ def run_models(arguments: argparse.Namespace) -> int:
     if not facts:
         print("No model is cached. `shoal pull starter` fetches a small one that talks (98 MB).")
     return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    found = verified_models()
+    if arguments.json:
+        print_json([dataclasses.asdict(model) for model in found])
+    else:
+        for model in found:
+            print(describe(model) if model.error is None else f"{model.name}: {model.error}")
+        if not found:
+            print("There is no model on this machine to verify.")
+    damaged = [model.name for model in found if model.error is not None]
+    if damaged:
+        print(f"shoal: damaged: {', '.join(damaged)}", file=sys.stderr)
+    return 1 if damaged else 0
+
+
+def verified_models() -> list[ModelFacts]:
+    """Every model after all its bytes were read again; whatever is wrong with one is its `error`."""
+    from app.places import cache_folder
+    from app.weights.verifying import bytes_to_read, verify
+    from engine.errors import EngineError
+    from engine.sources.starter import NAME as STARTER
+    from engine.sources.starter import verify_starter
+
+    cache = cache_folder()
+    found: list[ModelFacts] = []
+    for model, _ in cached_models():
+        try:
+            if model.name == STARTER and model.error is None:
+                verify_starter(cache)
+            found.append(model)
+        except EngineError as error:
+            found.append(dataclasses.replace(model, error=str(error)))
+    total, done = bytes_to_read(cache), 0
+    with progress_on_stderr("reading") as progress:
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
+        found += [_from_manifest(model, str(cache / "parts")) for model in verify(cache, on_bytes)]
+    return found
+
+
+def models_from_peers() -> list[ModelFacts]:
+    """The models whose parts came from peers."""
+    from app.places import cache_folder
+    from app.weights.verifying import models_by_manifest
+
+    cache = cache_folder()
+    return [_from_manifest(model, str(cache / "parts")) for model in models_by_manifest(cache) if model.source is None]
+
+
+def _from_manifest(model: Checked, folder: str) -> ModelFacts:
+    wrong = f"{', '.join(model.wrong[:4])}{', …' if len(model.wrong) > 4 else ''}"
+    mend = "a node fetches them anew" if model.source is None else f"look at {model.source}, or pull it again"
+    return ModelFacts(
+        name=model.manifest[:8],
+        path=model.source or folder,
+        size_bytes=model.bytes_held,
+        licence=model.licence,
+        blocks=model.blocks,
+        error=f"{len(model.wrong)} of {model.parts_total} parts are damaged ({wrong}): {mend}" if wrong else None,
+        parts_held=model.parts_held,
+        parts_total=model.parts_total,
+    )
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
@@ -101,7 +179,8 @@ def describe(model: ModelFacts) -> str:
     if model.error is not None:
         return f"{model.name}: damaged: {model.error}"
     licence = harmless(model.licence or "licence unknown")
-    return f"{model.name}: {model.blocks} blocks, {format_size(model.size_bytes)}, {licence}, {model.path}"
+    parts = "" if model.parts_total is None else f"{model.parts_held} of {model.parts_total} parts, "
+    return f"{model.name}: {model.blocks} blocks, {parts}{format_size(model.size_bytes)}, {licence}, {model.path}"
 
 
 @contextlib.contextmanager
@@ -115,6 +194,6 @@ def progress_on_stderr(label: str) -> Iterator[ProgressBar]:
 
 
 COMMANDS = (
-    Command("models", "list the models on this machine", run_models, prints_facts=True),
+    Command("models", "list or verify the models on this machine", run_models, add_models_arguments, prints_facts=True),
     Command("pull", "fetch a model", run_pull, add_pull_arguments, prints_facts=True),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from app.cli.models import progress_on_stderr
 from app.errors import UsageError
 
 if TYPE_CHECKING:
+    from app.client import Client
     from app.remembered import Remembered
 
 INVITE_VARIABLE = "SHOAL_INVITE"
 _MAX_INPUT = 8192
+_LOOK_S = 0.2
 _BEFORE_START = "start a node with `shoal serve` to take part"
 
 
@@ -75,7 +78,8 @@ def run_join(arguments: argparse.Namespace) -> int:
     target = read_target(arguments.target)
     client = running_client(arguments.home)
     if client is not None:
-        _say(arguments, client.post("/api/join", {"target": target}), "joined")
+        outcome = client.post("/api/join", {"target": target})
+        _say(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
         return 0
     from app.home import Home
     from app.joining import join_at_rest
@@ -174,6 +178,19 @@ def swarm_facts(swarm: Remembered, *, active: bool) -> dict[str, Any]:
     from app.snapshot import facts
 
     return facts(view_of(swarm, active=active))
+
+
+def while_fetching(client: Client, outcome: dict[str, Any]) -> dict[str, Any]:
+    """Show how far the model's files are until the node serves some of them, or gives up; it goes on without us."""
+    with progress_on_stderr("weights from members") as progress:
+        while outcome["state"] == "fetching":
+            snapshot = client.snapshot()
+            for step in snapshot.steps:
+                if step.key == "weights" and step.total:
+                    progress(step.done or 0, step.total)
+            outcome = {**outcome, "state": snapshot.state, "reason": snapshot.reason}
+            time.sleep(_LOOK_S)
+    return outcome
 
 
 def _say(arguments: argparse.Namespace, outcome: dict[str, Any], done: str) -> None:

@@ -7,4 +7,8 @@ library     both together: which parts of a model are here, and the model as the
 wire        what peers say to each other about parts
 sharing     giving chunks to peers
 fetching    getting parts from peers
+work        which chunk to ask whom for next
+keeping     which fetched parts stay when the disk is full
+stock       all of it for one model, for a node that is in its swarm
+verifying   reading everything again
 """

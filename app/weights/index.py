@@ -51,6 +51,10 @@ class SourceIndex:
         """The files that are not what they were."""
         return frozenset(file for file in self.stamps if not self.is_unchanged(file))
 
+    def only(self, parts: Iterable[str]) -> SourceIndex:
+        """The index without what is no part of its model: the file may be damaged."""
+        return self.without(self.extents.keys() - set(parts))
+
     def without(self, parts: Iterable[str]) -> SourceIndex:
         """The index with some parts forgotten."""
         gone = set(parts)

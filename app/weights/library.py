@@ -38,7 +38,7 @@ class Library:
     def __init__(self, cache: Path, manifest: Manifest) -> None:
         self.manifest, self.files = manifest, PartFiles(cache)
         self._store = ManifestStore(cache)
-        self._index = self._store.index(manifest.hash)
+        self._index = self._store.index(manifest.hash).only(part.name for part in manifest.parts)
         self._source_leaves: Mapping[str, tuple[bytes, ...]] | None = None
         self._by_root = {part.root: part for part in manifest.parts}
         self._new: dict[bytes, NewPart] = {}  # being fetched
@@ -49,6 +49,10 @@ class Library:
         """The names of the parts that are here, as far as can be seen without reading them."""
         in_cache = {part.name for part in self.manifest.parts if self.files.holds(part)}
         return frozenset(in_cache.union(self._in_source()))
+
+    def recorded(self) -> frozenset[str]:
+        """The names of the parts that are here or were, in files that have changed since."""
+        return self.held().union(self._index.extents)
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Which of these parts are not here."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 import app.cli
+from app.cli import swarms
 from app.cli.progress import ProgressBar
+from app.client import Client
+from app.snapshot import Snapshot, StepView
+from app.weights.library import Library
 from engine.sources.starter import starter_file
+from tests.weights.models import empty_library, import_model
 
 
 @pytest.fixture
@@ -116,3 +123,63 @@ def test_a_log_gets_a_few_lines() -> None:
         "starter: 75%, 75.0 MB of 100.0 MB",
         "starter: 100%, 100.0 MB of 100.0 MB",
     ]
+
+
+def test_verify_reads_everything_again_and_names_what_is_wrong(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    studied = import_model(tmp_path / "model", cache)
+    name = studied.manifest.hash[:8]
+    assert app.cli.main(["models", "verify"]) == 0
+    heard = capsys.readouterr()
+    assert heard.out.startswith(f"{name}: 4 blocks, 7 of 7 parts, ")
+    assert "reading: 100%" in heard.err
+    file = tmp_path / "model" / "weights.bin"
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    assert app.cli.main(["models", "verify", "--json"]) == 1
+    heard = capsys.readouterr()
+    (model,) = json.loads(heard.out)
+    assert (model["parts_held"], model["parts_total"]) == (6, 7)
+    assert "1 of 7 parts are damaged (block." in model["error"]
+    assert heard.err.endswith(f"shoal: damaged: {name}\n")
+
+
+def test_a_model_that_came_from_peers_is_listed_and_verified(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    studied = import_model(tmp_path / "model", tmp_path / "seed")
+    seed, here = Library(tmp_path / "seed", studied.manifest), empty_library(cache, studied)
+    for name in ("block.1", "block.2"):
+        part = studied.manifest.by_name[name]
+        new = here.open_new(part, studied.leaves[name])
+        for index in new.missing():
+            assert new.take(index, seed.chunk(part, index) or b"")
+        here.finish(new)
+    assert app.cli.main(["models", "--json"]) == 0
+    (model,) = json.loads(capsys.readouterr().out)
+    assert (model["name"], model["parts_held"], model["parts_total"]) == (studied.manifest.hash[:8], 2, 7)
+    assert app.cli.main(["models", "verify"]) == 0
+    path = here.files.path(studied.manifest.by_name["block.2"].root)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert app.cli.main(["models", "verify"]) == 1
+    assert "1 of 7 parts are damaged (block.2): a node fetches them anew" in capsys.readouterr().out
+    assert here.held() == {"block.1"}
+
+
+def test_joining_shows_how_far_the_weights_are(capsys: pytest.CaptureFixture[str]) -> None:
+    step = StepView("weights", "the model's files", "running", total=10**6)
+    seen = Snapshot("12D3", "fetching", "blocks 0:4", "http://127.0.0.1:1")
+    ahead = [replace(seen, steps=(replace(step, done=done),)) for done in (0, 500_000)]
+    looks = iter([*ahead, replace(seen, state="serving", reason="a hole")])
+
+    class Node:
+        def snapshot(self) -> Snapshot:
+            return next(looks)
+
+    outcome = {"state": "fetching", "reason": "", "swarm": {"pinned": "home#1a2b3c4d"}}
+    assert swarms.while_fetching(cast(Client, Node()), outcome)["state"] == "serving"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["weights from members: 0%", "weights from members: 50%"]
