@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from app.manifest_store import ManifestStore
 from app.overview import model_name
 from app.remembered import Remembered
-from app.snapshot import FitView, OfferView, ProspectsView
+from app.snapshot import DeviceView, FitView, OfferView, ProspectsView
 from app.weights.library import Library
 from engine.budget import Allowance, Precision, block_bytes, default_headroom, plan_blocks, workspace_bytes
 
@@ -63,7 +63,8 @@ def look_around(
         held = Library(cache, manifest).held()
         missing = sum(part.size_bytes for part in manifest.parts if part.name not in held)
         offers.append(offer(str(swarm), model_name(store.source(swarm.model_hash)), manifest.config, missing))
-    return ProspectsView(tuple(offers), shutil.disk_usage(_existing(cache)).free)
+    view = DeviceView(device.id, device.name, device.total_bytes, device.free_bytes, cap_bytes)
+    return ProspectsView(tuple(offers), view, shutil.disk_usage(_existing(cache)).free)
 
 
 def _existing(folder: Path) -> Path:

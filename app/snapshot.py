@@ -236,6 +236,7 @@ class ProspectsView:
     """What this node could go to, and the disk's room."""
 
     offers: tuple[OfferView, ...] = ()
+    device: DeviceView | None = None  # that would be used
     disk_free_bytes: int | None = None
 
 

@@ -185,7 +185,7 @@ def help_for(app: Dashboard) -> None:
     keys = [
         (app.get_key_display(active.binding), active.binding.description)
         for active in screen.active_bindings.values()
-        if active.enabled and active.binding.description
+        if active.enabled and active.binding.description[:1].islower()  # Textual's own, which scroll, have capitals
     ]
     app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), keys))
 

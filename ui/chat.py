@@ -83,6 +83,7 @@ class Chat(MainScreen):
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", key_display="esc"),
+        Binding("escape", "leave_box", "keys", key_display="esc"),
         Binding("ctrl+r", "again", "again", key_display="^r", priority=True),
         Binding("ctrl+e", "edit", "edit", key_display="^e", priority=True),
         Binding("ctrl+y", "copy", "copy", key_display="^y", priority=True),
@@ -298,6 +299,10 @@ class Chat(MainScreen):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Only what makes sense now."""
+        if action == "stop":
+            return self._thread is not None
+        if action == "leave_box":
+            return self._thread is None and isinstance(self.focused, AskBox)
         if action in ("again", "edit"):
             return self._thread is None and bool(self._messages)
         if action in ("copy", "export"):
@@ -305,12 +310,14 @@ class Chat(MainScreen):
         return True
 
     async def action_stop(self) -> None:
-        """Stop the reply; without one, leave the input."""
+        """Stop the reply."""
         if self._thread is not None:
             self._thread.stop()
             await self._ended({"stopped": True})
-        else:
-            self.query_one(Transcript).focus()
+
+    def action_leave_box(self) -> None:
+        """Leave the input, so that the keys work."""
+        self.query_one(Transcript).focus()
 
     async def action_again(self) -> None:
         """Ask the last question again."""

@@ -259,7 +259,8 @@ def weak_sentence(cover: Coverage, width: int) -> Row:
         said = row(f"Every block has {plural(cover.holders[0], 'holder')}.")
     elif cover.weak.holders == 1:
         who = ", ".join(cover.weak.names) or "single nodes"
-        lost = " If it leaves, replies wait until another node takes them." if len(cover.weak.names) == 1 else ""
+        goes = "you leave" if who == "you" else "it leaves"
+        lost = f" If {goes}, replies wait until another node takes them." if len(cover.weak.names) == 1 else ""
         said = row((f"{cover.weak.label} has one holder", "warning"), f": {who}.{lost}")
     else:
         said = row(

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.snapshot import FitView, OfferView, ProspectsView, Snapshot
+from app.snapshot import DeviceView, FitView, OfferView, ProspectsView, Snapshot
 from ui.bars import bar
 from ui.figures import count, duration, gigabytes, size
 from ui.ink import UNKNOWN, Row, clean, fit, row
 from ui.store import Link
 from ui.wording import pill, running_step
 
-OFFERED = 5  # remembered swarms, each with a digit
+OFFERED = 3  # remembered swarms, each with a digit
 STARTER = "starter"
 STEP_BYTES = 500 * 10**6
 HELLO = "Why do fish swim in shoals?"
@@ -47,6 +47,10 @@ class FirstState:
         """The swarms that can be chosen by a digit."""
         return tuple(offer for offer in self.prospects.offers if offer.target != STARTER)[:OFFERED]
 
+    def device(self, known: Snapshot | None) -> DeviceView | None:
+        """What computes, or would."""
+        return (known.hardware if known is not None else None) or self.prospects.device
+
     @property
     def where(self) -> str:
         """The first choice in words."""
@@ -66,7 +70,7 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int) -> list[Ro
     rows: list[Row] = [
         row(("≋ shoal", "b primary"), ("   Run a model none of us could hold alone.", "dim")),
         [],
-        *_machine(known),
+        *_machine(known, state.device(known)),
         [],
     ]
     parts = (_where, _how_much, _hello)
@@ -87,10 +91,9 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int) -> list[Ro
     return [fit(line, width) for line in [*rows, row(("esc back · q leave, the node stays", "dim"))]]
 
 
-def _machine(known: Snapshot | None) -> list[Row]:
+def _machine(known: Snapshot | None, device: DeviceView | None) -> list[Row]:
     if known is None:
         return [row(("◐", "primary"), (" the node is coming up", "dim"))]
-    device = known.hardware
     told = [clean(device.name) or device.id] if device is not None else [clean(known.device or "")]
     if device is not None and device.memory_total_bytes:
         told.append(f"{gigabytes(device.memory_total_bytes)} GB")
@@ -100,9 +103,7 @@ def _machine(known: Snapshot | None) -> list[Row]:
     network = reach.get(known.network.reach, "not yet known how others reach this machine")
     ok, open_yet = ("✓", "b success"), ("○", "dim")
     return [
-        row(ok, (f" {machine}", "dim"))
-        if machine
-        else row(open_yet, (" the device is looked at when you join", "dim")),
+        row(ok, (f" {machine}", "dim")) if machine else row(open_yet, (" the device is being looked at", "dim")),
         row(ok if known.network.reach == "verified" else open_yet, (f" network: {network}", "dim")),
     ]
 
@@ -113,7 +114,7 @@ def _key(key: str, words: str, about: str) -> list[Row]:
 
 def _where(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
     starter = next((offer for offer in state.prospects.offers if offer.target == STARTER), OfferView(STARTER))
-    rows = _key("⏎", "Begin with the small starter model", f"{offer_words(starter)} · others can join you")
+    rows = _key("⏎", "Begin with the small starter model; others can join you", offer_words(starter))
     for number, offer in enumerate(state.remembered, 1):
         rows += _key(str(number), f"Go back to {clean(offer.target)}", offer_words(offer))
     disk = state.prospects.disk_free_bytes
@@ -129,8 +130,12 @@ def _where(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
 
 def offer_words(offer: OfferView) -> str:
     """What a choice means for this machine, said before anything is fetched."""
-    fetch = UNKNOWN if offer.fetch_bytes is None else size(offer.fetch_bytes)
-    parts = [clean(offer.model), fit_words(offer.fit), f"{fetch} to fetch" if offer.fetch_bytes != 0 else "all is here"]
+    fetch = f"{UNKNOWN if offer.fetch_bytes is None else size(offer.fetch_bytes)} to fetch"
+    if offer.fetch_bytes == 0:
+        fetch = "all is here"
+    elif offer.fetch_bytes is not None and offer.target != STARTER:
+        fetch = f"at most {fetch}"  # a member needs its own blocks and the ends alone
+    parts = [clean(offer.model), fetch, fit_words(offer.fit)]
     return " · ".join(part for part in parts if part)
 
 
@@ -140,7 +145,7 @@ def fit_words(fit: FitView | None) -> str:
         return f"fits {UNKNOWN}"
     if fit.blocks >= fit.blocks_total:
         return "fits now"
-    share = f"{fit.blocks} of {fit.blocks_total} blocks fit now"
+    share = f"{fit.blocks} of {fit.blocks_total} blocks fit"
     return f"too large alone: {share}" if fit.too_large else f"fits with {size(fit.lacking_bytes)} more: {share}"
 
 
@@ -151,7 +156,7 @@ def _much_words(state: FirstState) -> str:
 
 
 def _how_much(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
-    device = known.hardware if known is not None else None
+    device = state.device(known)
     total = device.memory_total_bytes if device is not None else None
     mark = ("▸", "b mine") if state.cursor == 0 else (" ", "")
     if total:

@@ -140,7 +140,7 @@ class FirstRun(Dialog[None]):
         return True
 
     def _change_memory(self, by: int) -> None:
-        device = self.store.snapshot.hardware if self.store.snapshot is not None else None
+        device = self.state.device(self.store.snapshot)
         total = device.memory_total_bytes if device is not None else None
         if device is None or not total:
             return

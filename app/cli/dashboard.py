@@ -74,6 +74,8 @@ class HomeDoor:
         status = None if self.process is None else self.process.poll()
         if not status:
             return None
+        if status < 0:  # what it said last has nothing to do with it
+            return f"the node was ended by signal {-status}"
         try:
             raw = self._log_path().read_bytes()[-_MAX_LAST_WORDS:]
         except OSError:

@@ -106,7 +106,7 @@ class DoubleNode:
         return text
 
     async def prospects(self) -> ProspectsView:
-        return ProspectsView((OfferView("starter", "small", FitView(3, 3), 12),), 34)
+        return ProspectsView((OfferView("starter", "small", FitView(3, 3), 12),), None, 34)
 
     def network_checks(self) -> Sequence[Check]:
         return [Check("clock", "ok", "fine")]

@@ -9,12 +9,16 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
+from app.snapshot import DeviceView, FitView, OfferView, ProspectsView
 from tests.ui.fixed import SNAPSHOTS, fill
 from tests.ui.rendering import FIXTURES, KEYS, StillDashboard, colours_of_screen, settle, still, text_of_screen
 from ui.conversations import Message
+from ui.first_run import FirstRun
+from ui.invite import InviteScreen
 from ui.logs import Logs
 from ui.settings import SettingsScreen
 from ui.store import LogRow
@@ -110,6 +114,49 @@ def test_the_other_screens_show_what_is_known(size: tuple[int, int]) -> None:
                     await fill_screen(app)
                     await settle(app, pilot)
                     compare(f"{screen}-{state}-{size[0]}x{size[1]}", text_of_screen(app))
+
+    asyncio.run(look())
+
+
+PROSPECTS = ProspectsView(
+    (
+        OfferView("starter", "SmolLM2-135M-Instruct", FitView(30, 30), 93 * 10**6),
+        OfferView("reading-club#1a2b3c4d", "Llama-3.1-70B", FitView(12, 80, 150 * 10**9, True), 5 * 10**9),
+        OfferView("birds#5e6f7a8b", "Llama-3.2-3B", FitView(20, 28, 2 * 10**9), 0),
+        OfferView("far#9c0d1e2f"),
+    ),
+    DeviceView("cuda:0", "RTX 3060", 12 * 10**9, 4 * 10**9),
+    77 * 10**9,
+)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_the_dialogs_show_what_is_known(size: tuple[int, int]) -> None:
+    named = f"{size[0]}x{size[1]}"
+
+    async def look() -> None:
+        async with still(size) as (app, pilot):
+            await pilot.press("question_mark")
+            await settle(app, pilot)
+            compare(f"help-{named}", text_of_screen(app))
+            await pilot.press("escape", "i")
+            await settle(app, pilot)
+            cast(InviteScreen, app.screen).take({"invite": "shoal:" + "a2b3c4d5" * 8, "name": "reading-club"})
+            await settle(app, pilot)
+            compare(f"invite-{named}", text_of_screen(app))
+            await pilot.press("escape")
+            fill(app.store, "empty")
+            first = FirstRun(app.store)
+            await app.push_screen(first)
+            first.state.pauses = {"pause_busy": False, "pause_on_battery": True}
+            for step in range(3):
+                first.state.step, first.state.target = step, "birds#5e6f7a8b"
+                if step == 0:
+                    await settle(app, pilot)
+                    compare(f"first-unknown-{named}", text_of_screen(app))
+                    first.state.prospects = PROSPECTS
+                await settle(app, pilot)
+                compare(f"first{step}-{named}", text_of_screen(app))
 
     asyncio.run(look())
 
