@@ -7,20 +7,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.message import Message as TextualMessage
 from textual.widget import Widget
-from textual.widgets import TextArea
 
-from ui.bars import spark
+from ui.ask_box import AskBox, LiveLine
 from ui.chat_side import ConversationList, SamplingPanel
 from ui.conversations import Conversation, Conversations, ConversationsError, Message, as_markdown
 from ui.frame import MainScreen
 from ui.ink import Row, clean, row
-from ui.panel import Painted, title_of
-from ui.replying import Progress, ReplyThread, Sampling, live_row, lost_hops, prompt_of
+from ui.panel import title_of
+from ui.replying import Progress, ReplyThread, Sampling, lost_hops, way_row
 from ui.store import Store
 from ui.transcript import Transcript
 
@@ -31,46 +29,6 @@ class Piece(TextualMessage):
     def __init__(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
         super().__init__()
         self.thread, self.piece = thread, piece
-
-
-class AskBox(TextArea):
-    """Where questions are typed: enter sends, ctrl+j is a new line."""
-
-    class Asked(TextualMessage):
-        """A question is complete."""
-
-        def __init__(self, text: str) -> None:
-            super().__init__()
-            self.text = text
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+j", "newline", "new line", show=False)]
-
-    async def _on_key(self, event: events.Key) -> None:
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            if text := self.text.strip():
-                self.text = ""
-                self.post_message(self.Asked(text))
-            return
-        await super()._on_key(event)
-
-    def action_newline(self) -> None:
-        """A new line within the question."""
-        self.insert("\n")
-
-
-class LiveLine(Painted):
-    """How the reply goes that is being written."""
-
-    progress: Progress | None = None
-
-    def rows(self, width: int, height: int) -> list[Row]:
-        """One line while a reply comes, else nothing."""
-        if self.progress is None:
-            return []
-        now = self.store.now()
-        return [live_row(self.progress, prompt_of(self.store.snapshot), now, spark(list(self.progress.speeds), 12))]
 
 
 class Chat(MainScreen):
@@ -164,17 +122,7 @@ class Chat(MainScreen):
     def _way(self, figures: dict[str, Any]) -> Row:
         """The route of the reply that is shown: that of the latest, or of the one on its way."""
         route = self._route if self._thread is not None else figures.get("route") or ()
-        if not route:
-            return []
-        known = self.store.snapshot
-        relays = {peer.peer for peer in known.peers if peer.link == "relayed"} if known is not None else set()
-        line = row(("you", "mine"))
-        for hop in route:
-            name = clean(self.store.peer_name(str(hop["peer"])))
-            relayed = hop["peer"] in relays
-            arrow = (" ╍▸ ", "warning") if relayed else (" ─▸ ", "dim")
-            line += row(arrow, (name, "mine" if name == "you" else ""))
-        return [*line, (" ─▸ ", "dim"), ("you", "mine")]
+        return way_row(route, self.store.snapshot, self.store.peer_name)
 
     async def on_conversation_list_chosen(self, message: ConversationList.Chosen) -> None:
         """Open another conversation."""

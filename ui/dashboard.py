@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from ui import actions
 from ui.follow import NOT_OURS, Door, Follower, Heard, Note, Told
 from ui.frame import TABS
 from ui.palette import NIGHT, THEMES
+from ui.screens import make_screen
 from ui.store import Link, LogRow, Store
 
 APART_S = 0.2  # between two looks at a store that changes quickly
@@ -80,36 +82,10 @@ class Dashboard(App[None]):
         self._latest: Told | None = None
         self._footer_of: tuple[str, str | None] = ("", None)
         self.asked_first_run = False
-        self._modes = {name: self._maker(name) for name in TABS}
+        self._modes = {name: partial(make_screen, name, self.store) for name in TABS}
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = NIGHT.name
-
-    def _maker(self, name: str) -> Callable[[], Screen[Any]]:
-        """Makes a screen when it is first looked at: importing all of them would delay the first paint."""
-
-        def make() -> Screen[Any]:
-            if name == "overview":
-                from ui.overview import Overview
-
-                return Overview(self.store)
-            if name == "swarm":
-                from ui.swarm import Swarm
-
-                return Swarm(self.store)
-            if name == "chat":
-                from ui.chat import Chat
-
-                return Chat(self.store)
-            if name == "logs":
-                from ui.logs import Logs
-
-                return Logs(self.store)
-            from ui.settings import SettingsScreen
-
-            return SettingsScreen(self.store)
-
-        return make
 
     def _hear(self, heard: Heard) -> None:
         self.post_message(News(heard))
@@ -213,7 +189,7 @@ class Dashboard(App[None]):
 
     async def say_hello(self, question: str) -> None:
         """Go to the chat, and ask."""
-        from ui.chat import AskBox
+        from ui.ask_box import AskBox
 
         await self.switch_mode("chat")
         self.screen.query_one(AskBox).post_message(AskBox.Asked(question))

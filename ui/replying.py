@@ -121,6 +121,19 @@ def live_row(progress: Progress, prompt: tuple[int, int] | None, now: float, spa
     return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
 
 
+def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:
+    """A reply's way from hop to hop and back."""
+    if not route:
+        return []
+    relays = {peer.peer for peer in snapshot.peers if peer.link == "relayed"} if snapshot is not None else set()
+    line = row(("you", "mine"))
+    for hop in route:
+        name = clean(name_of(str(hop["peer"])))
+        arrow = (" ╍▸ ", "warning") if hop["peer"] in relays else (" ─▸ ", "dim")
+        line += row(arrow, (name, "mine" if name == "you" else ""))
+    return [*line, (" ─▸ ", "dim"), ("you", "mine")]
+
+
 def done_words(figures: dict[str, Any]) -> str:
     """What can be said of a reply that has ended."""
     parts = [plural(len(figures.get("token_ids") or ()), "token")]
