@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
 from app.errors import RecordError
-from app.merkle import leaves_from
+from app.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaf_hash, leaves_from
 from app.model_manifest import Part
 from app.network import Network, Priority
 from app.weights import wire
@@ -18,7 +18,7 @@ from app.weights.extents import WeightsError, chunk_length
 from app.weights.library import Library
 from app.weights.part_files import NewPart
 from app.weights.sharing import Sharing
-from app.weights.work import Piece, Work
+from app.weights.work import Piece, Work, choose_peers
 from p2p.errors import P2PError, Refused, RemoteError
 
 log = logging.getLogger("shoal.weights")
@@ -31,6 +31,11 @@ LATE_S = 5.0
 LOOK_AGAIN_S = 1.0
 SHUN_S = 60.0  # a peer that failed is asked again after this long; one that lied never
 BUSY_S = 0.5
+ELSEWHERE_S = 10.0  # for a member that another one named: it may wait for the chunk itself
+MISLED_S = 1.0  # what it costs to be sent to somebody who does not help
+MISLED_AT_MOST = 3  # times in a row, after which a peer is told to give, not to name others
+LEAVES_S = 5.0  # and as long as they take at the slowest pace
+NEXT_ASKED_S = 1.0  # after which another one is asked as well
 
 
 @dataclass
@@ -56,6 +61,9 @@ class Fetching:
         self._open: dict[str, NewPart] = {}
         self._shunned: dict[str, float] = {}  # peer -> until when
         self._busy: dict[str, int] = {}  # peer -> requests under way
+        self._failures: dict[str, int] = {}  # in a row
+        self._pace_s: dict[str, float] = {}  # how long a chunk takes, by those who gave some
+        self._misled: dict[str, int] = {}  # how often a peer named a member who did not help
         self._failure: WeightsError | None = None
         self._news = trio.Event()
         self._nursery: trio.Nursery
@@ -122,14 +130,39 @@ class Fetching:
         return False
 
     async def _ask_leaves(self, part: Part) -> tuple[bytes, ...] | None:
-        for peer in self._usable(part.name):
-            try:
-                raw = await self._network.call(peer, wire.LEAVES, part.root, timeout_s=CHUNK_S, priority=Priority.BULK)
-                return leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
-            except RecordError as error:
-                await self._accuse(peer, str(error))
-            except P2PError as error:
-                self._shun(peer, str(error))
+        """The hashes of a part's chunks from whoever answers first; the silent are not waited for."""
+        peers = self._usable(part.name)
+        found: list[tuple[bytes, ...]] = []
+        answered = trio.Event()
+        asked = sorted(self._shuffled(peers), key=lambda peer: self._pace_s.get(peer, CHUNK_S))
+        async with trio.open_nursery() as nursery:
+
+            async def ask(peer: str) -> None:
+                leaves = await self._leaves_of(peer, part)
+                if leaves is not None:
+                    found.append(leaves)
+                    nursery.cancel_scope.cancel()
+                answered.set()
+
+            for peer in asked:
+                answered = trio.Event()
+                nursery.start_soon(ask, peer)
+                with trio.move_on_after(NEXT_ASKED_S):
+                    await answered.wait()
+        return found[0] if found else None
+
+    async def _leaves_of(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
+        timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
+        begun = trio.current_time()
+        try:
+            raw = await self._network.call(peer, wire.LEAVES, part.root, timeout_s=timeout_s, priority=Priority.BULK)
+            leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
+            self._note_pace(peer, trio.current_time() - begun)  # who answers here comes before those who are silent
+            return leaves
+        except RecordError as error:
+            await self._accuse(peer, str(error))
+        except P2PError as error:
+            self._shun(peer, str(error))
         return None
 
     async def _finish(self, part: Part) -> None:
@@ -156,13 +189,17 @@ class Fetching:
             for peer in self._usable(name):
                 parts_of.setdefault(peer, set()).add(name)
         now = trio.current_time()
-        for peer in sorted(parts_of, key=lambda peer: (-self._busy.get(peer, 0), peer))[:MAX_PEERS]:
+        for peer in choose_peers(self._shuffled(parts_of), self._pace_s, MAX_PEERS):
             while self._busy.get(peer, 0) < WINDOW:
                 piece = self._work.take(peer, parts_of[peer], late_before=now - LATE_S, now=now)
                 if piece is None:
                     break
                 self._busy[peer] = self._busy.get(peer, 0) + 1
                 self._nursery.start_soon(self._get, peer, piece)
+
+    def _shuffled(self, peers: Iterable[str]) -> list[str]:
+        """In an order of this node's own that stays the same: no name is asked first everywhere."""
+        return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
 
     async def _get(self, peer: str, piece: Piece) -> None:
         try:
@@ -190,29 +227,42 @@ class Fetching:
 
     async def _ask(self, peer: str, piece: Piece, new: NewPart) -> int | None:
         """Have a chunk from a peer, or from the member it names: its size; None where neither helps."""
-        answer = await self._call(peer, piece, new, tried=False)
+        answer = await self._call(peer, piece, new, tried=self._misled.get(peer, 0) >= MISLED_AT_MOST)
         if isinstance(answer, str):
-            if answer != self._network.peer_id and self._sharing.is_member(answer):
-                given = await self._call(answer, piece, new, tried=True)
+            if self._may_ask(answer):
+                begun = trio.current_time()
+                given = await self._call(answer, piece, new, tried=True, timeout_s=ELSEWHERE_S)
                 if isinstance(given, int):
+                    self._misled.pop(peer, None)
                     return given
+                if trio.current_time() - begun > MISLED_S:
+                    self._misled[peer] = self._misled.get(peer, 0) + 1
             answer = await self._call(peer, piece, new, tried=True)
         if isinstance(answer, str):
             await self._accuse(peer, "it sends others round and round")
             return None
         return answer
 
-    async def _call(self, peer: str, piece: Piece, new: NewPart, *, tried: bool) -> int | str | None:
+    def _may_ask(self, peer: str) -> bool:
+        shunned = self._shunned.get(peer, 0.0) > trio.current_time()
+        return peer != self._network.peer_id and not shunned and self._sharing.is_member(peer)
+
+    async def _call(
+        self, peer: str, piece: Piece, new: NewPart, *, tried: bool, timeout_s: float | None = None
+    ) -> int | str | None:
         """The size of what a peer gave, which is right and on the disk; or the member it names."""
-        body = wire.ChunkRequest(new.part.root, piece.index, tried).encode()
+        body, begun = wire.ChunkRequest(new.part.root, piece.index, tried).encode(), trio.current_time()
         try:
-            raw = await self._network.call(peer, wire.CHUNK, body, timeout_s=CHUNK_S, priority=Priority.BULK)
+            raw = await self._network.call(
+                peer, wire.CHUNK, body, timeout_s=timeout_s or CHUNK_S, priority=Priority.BULK
+            )
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
                 return answer
             # Checked and written in one go: every change of threads costs a fast transfer more than the hash does.
             if not await trio.to_thread.run_sync(new.take, piece.index, answer, limiter=self._writers):
                 raise RecordError(f"what it sent is not chunk {piece.index} of {piece.part}")
+            self._note_pace(peer, trio.current_time() - begun)
             self.progress.from_peers[peer] = self.progress.from_peers.get(peer, 0) + len(answer)
             return len(answer)
         except RecordError as error:
@@ -226,9 +276,18 @@ class Fetching:
             self._shun(peer, str(error))
         return None
 
+    def _note_pace(self, peer: str, taken_s: float) -> None:
+        self._pace_s[peer] = (3 * self._pace_s.get(peer, taken_s) + taken_s) / 4
+        self._failures.pop(peer, None)
+
     def _shun(self, peer: str, why: str) -> None:
-        log.info("parts are not asked from %s for %g s: %s", peer, SHUN_S, why)
-        self._shunned[peer] = max(self._shunned.get(peer, 0.0), trio.current_time() + SHUN_S)
+        """For twice as long each time: however many are silent, the others have their turn."""
+        if self._shunned.get(peer, 0.0) > trio.current_time():
+            return  # one failure of several calls at once
+        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
+        shun_s = SHUN_S * 2.0 ** min(failures - 1, 10)
+        log.info("parts are not asked from %s for %g s: %s", peer, shun_s, why)
+        self._shunned[peer] = trio.current_time() + shun_s
 
     async def _accuse(self, peer: str, why: str) -> None:
         log.warning("%s is not asked for parts any more: %s", peer, why)

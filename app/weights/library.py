@@ -41,6 +41,7 @@ class Library:
         self._index = self._store.index(manifest.hash).only(part.name for part in manifest.parts)
         self._source_leaves: Mapping[str, tuple[bytes, ...]] | None = None
         self._by_root = {part.root: part for part in manifest.parts}
+        self._leaves: dict[bytes, tuple[bytes, ...]] = {}
         self._new: dict[bytes, NewPart] = {}  # being fetched
 
     # --- what is here -------------------------------------------------------------------------------------------------
@@ -110,7 +111,10 @@ class Library:
         """The hashes of a part's chunks, where they are known."""
         if self._source_leaves is None:
             self._source_leaves = self._store.leaves(self.manifest) or {}
-        return self._source_leaves.get(part.name) or self.files.leaves(part)
+        known = self._source_leaves.get(part.name) or self._leaves.get(part.root)
+        if known is None and (known := self.files.leaves(part)) is not None:
+            self._leaves[part.root] = known  # checked against the root once: peers may ask for them often
+        return known
 
     def part(self, root: bytes) -> Part | None:
         """The part of this model with this hash."""

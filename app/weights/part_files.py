@@ -15,6 +15,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from app.weights.extents import Extent, Stamp, WeightsError, chunk_length, match
 from p2p.platform import write_private
 
 _MAX_LEAVES_BYTES = 4 * 2**20
+_ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class PartFiles:
         path = self._beside(part.root, "new")
         with writing(self.folder):
             # Written at any offset; a file that another process fills is joined, not emptied.
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+            # What lies behind a link is somebody else's.
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+            descriptor = os.open(path, flags, 0o600)
         new = NewPart(part, leaves, os.fdopen(descriptor, "r+b", buffering=0))
         there = matching_chunks((Extent(path, 0, part.size_bytes),), part.size_bytes, leaves)
         new.have.update(index for index, right in enumerate(there) if right)
@@ -135,8 +139,8 @@ class PartFiles:
             for entry in os.scandir(self.folder):
                 with contextlib.suppress(OSError):
                     root = entry.name.partition(".")[0]
-                    sizes[root] = sizes.get(root, 0) + _on_disk(entry.stat())
-        return sorted((root, size) for root, size in sizes.items() if len(root) == 2 * HASH_BYTES)
+                    sizes[root] = sizes.get(root, 0) + _on_disk(entry.stat(follow_symlinks=False))
+        return sorted((root, size) for root, size in sizes.items() if _ROOT.fullmatch(root))
 
     def touch(self, part: Part) -> None:
         """A part is used now."""

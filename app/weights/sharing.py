@@ -78,9 +78,12 @@ class Sharing:
         self._arrived = trio.Event()
 
     async def _on_leaves(self, peer: str, body: bytes) -> Payload:
-        self._admit(peer)
+        given = self._admit(peer)
         part = self.library.part(body) if len(body) == HASH_BYTES else None
-        leaves = None if part is None else await trio.to_thread.run_sync(self.library.leaves, part)
+        if part is None:
+            raise RemoteError("there is no such part in this model", wire.ABSENT)
+        with self._waiting(given):
+            leaves = await trio.to_thread.run_sync(self.library.leaves, part, limiter=self._slots)
         if leaves is None:
             raise RemoteError("this part's chunks are not known here", wire.ABSENT)
         return b"".join(leaves)
@@ -97,17 +100,22 @@ class Sharing:
         other = self._who_got(peer, request)
         if other is not None:
             return wire.elsewhere_answer(other)
-        if given.waiting >= SLOTS_PER_PEER or self._slots.statistics().tasks_waiting >= MAX_WAITING:
-            raise Refused("too many chunks were asked for at once")
-        given.waiting += 1
-        self._note(peer, request)
-        try:
+        with self._waiting(given):
+            self._note(peer, request)
             chunk = await self._chunk(part, request.index)
-        finally:
-            given.waiting -= 1
         given.bytes += len(chunk)
         self.total_bytes += len(chunk)
         return wire.chunk_answer(chunk)
+
+    @contextlib.contextmanager
+    def _waiting(self, given: Given) -> Iterator[None]:
+        if given.waiting >= SLOTS_PER_PEER or self._slots.statistics().tasks_waiting >= MAX_WAITING:
+            raise Refused("too many chunks were asked for at once")
+        given.waiting += 1
+        try:
+            yield
+        finally:
+            given.waiting -= 1
 
     async def _chunk(self, part: Part, index: int) -> bytes:
         with trio.move_on_after(COMING_S):

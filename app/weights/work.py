@@ -8,10 +8,22 @@ gives more. At the end, what slow peers still owe is asked for twice.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_AT_ONCE = 2  # peers that one chunk is asked from, at the end
+
+
+def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -> list[str]:
+    """Whom to ask at once: half the places for the fastest known, the others for those nobody has tried yet.
+
+    So whoever is slow cannot keep the fast ones out by being there first, or by being many. `pace_s` is how long a
+    chunk takes at each peer that gave one; the order of untried peers is the caller's.
+    """
+    known = sorted((peer for peer in peers if peer in pace_s), key=lambda peer: (pace_s[peer], peer))
+    untried = [peer for peer in peers if peer not in pace_s]
+    fast = known[: max(most // 2, most - len(untried))]
+    return [*fast, *untried[: most - len(fast)]]
 
 
 @dataclass(frozen=True)
