@@ -114,9 +114,11 @@ def _key(key: str, words: str, about: str) -> list[Row]:
 
 def _where(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
     starter = next((offer for offer in state.prospects.offers if offer.target == STARTER), OfferView(STARTER))
-    rows = _key("⏎", "Begin with the small starter model; others can join you", offer_words(starter))
+    small = f"{clean(starter.model) or 'a small model'} · {offer_words(starter)}"
+    rows = _key("⏎", "Begin with the small starter model; others can join you", small)
     for number, offer in enumerate(state.remembered, 1):
-        rows += _key(str(number), f"Go back to {clean(offer.target)}", offer_words(offer))
+        model = f" · {clean(offer.model)}" if offer.model else ""
+        rows += _key(str(number), f"Go back to {clean(offer.target)}{model}", offer_words(offer))
     disk = state.prospects.disk_free_bytes
     rows += [
         row("       ", (f"{size(disk) if disk is not None else UNKNOWN} of disk free", "dim")),
@@ -135,8 +137,7 @@ def offer_words(offer: OfferView) -> str:
         fetch = "all is here"
     elif offer.fetch_bytes is not None and offer.target != STARTER:
         fetch = f"at most {fetch}"  # a member needs its own blocks and the ends alone
-    parts = [clean(offer.model), fetch, fit_words(offer.fit)]
-    return " · ".join(part for part in parts if part)
+    return f"{fetch} · {fit_words(offer.fit)}"
 
 
 def fit_words(fit: FitView | None) -> str:
