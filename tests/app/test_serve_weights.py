@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from app.client import client_of
 from tests.app.node_process import Place, Serving, wait_until
 
 PROMPT = ["Once upon a time", "--temperature", "0", "--max-tokens", "16"]
@@ -34,5 +35,8 @@ def test_machines_with_nothing_host_and_ask(tmp_path: Path) -> None:
         parts = {path.name for path in (tmp_path / "left-cache" / "parts").iterdir() if "." not in path.name}
         assert len(parts) == 4 + 3  # its span and the ends, no more
         assert not (tmp_path / "left-cache" / "models").exists()
+        weights = client_of(seed.home).snapshot().weights
+        assert weights is not None
+        assert weights.given_bytes <= 1.5 * weights.bytes_total  # three machines have the ends now, and share them
         first.end()
         assert asker.facts("chat", *PROMPT)["token_ids"] == alone["token_ids"]  # nobody needs the first one now
