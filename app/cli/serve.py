@@ -69,11 +69,25 @@ def live(home: Home, config: Config, target: str | None) -> None:
 
     # The loop must get its turn soon beside the threads that compute: the default costs it 5 ms each time.
     sys.setswitchinterval(0.0005)
+    bind_threads()
     try:
         trio.run(Node(home, config, cache_folder(), on_ready=say_ready).run, target)
     except Exception:
         log.debug("the node ended with an error", exc_info=True)
         raise
+
+
+def bind_threads() -> None:
+    """Give each of torch's threads a core of its own; read when torch is loaded, later.
+
+    A hop computes in bursts. Left to itself the system wakes those threads on one core and parts them only after many
+    milliseconds. Nodes of one machine begin at different cores, so that their first threads do not meet.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) > 1 and "OMP_PROC_BIND" not in os.environ and "OMP_PLACES" not in os.environ:
+        first = os.getpid() % len(cores)
+        places = ",".join(f"{{{core}}}" for core in cores[first:] + cores[:first])
+        os.environ.update(OMP_PROC_BIND="true", OMP_PLACES=places)
 
 
 def configure(home: Home, arguments: argparse.Namespace) -> Config:
