@@ -6,8 +6,9 @@ as they came. Who said it and when is never in the payload, only in the envelope
 
     shoal/swarm         v, name, model (hash in hex), private, settings
     shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
-                        dtype, device, name, addrs, app
-                        (spans are [start, stop]; addrs are multiaddrs without the peer's own id)
+                        dtype, device, name, addrs, rtt, app
+                        (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
+                        8 characters of peers' ids and the round-trip times to them in units of 0.1 ms)
     shoal/suspicion     v, swarm, accused, number (the accused's announcement it is about: a newer one refutes it)
 """
 
@@ -37,7 +38,11 @@ MAX_LIFETIME_MS = 60 * 60 * 1000
 ANNOUNCEMENT_LIFETIME_MS = 10 * 60 * 1000
 SUSPICION_LIFETIME_MS = 2 * 60 * 1000
 MAX_ADDRESSES = 6
+MAX_RTTS = 12
 
+_TAIL_CHARS = 8
+_RTT_UNITS_PER_S = 10_000
+_MAX_RTT_S = 60.0
 _MAX_SPEED = 1e9
 _MAX_TOKENS = 2**48
 _SWARM_ID_BYTES = 16
@@ -50,6 +55,11 @@ def swarm_id(name: str, model_hash: str) -> str:
     assert is_swarm_name(name), name
     assert is_model_hash(model_hash), model_hash
     return hashlib.sha256(f"shoal swarm\0{name}\0{model_hash}".encode()).hexdigest()[: 2 * _SWARM_ID_BYTES]
+
+
+def tail(peer: str) -> str:
+    """What announcements name another peer by: enough to tell members apart, at a fraction of the size."""
+    return peer[-_TAIL_CHARS:]
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,7 @@ class Announcement:
     holds_ends: bool = False  # the embedding, the head and the tokenizer lie there too
     busy: float = 0.0  # share of the time that its device computed lately
     dtype: str = "f32"  # what it computes in; with `quantisation` it tells how far its results may lie from others'
+    rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, seconds there and back as it measured them)
 
     @property
     def serves(self) -> bool:
@@ -150,6 +161,7 @@ def sign_announcement(identity: Identity, said: Announcement) -> bytes:
         "device": "" if said.device == "cpu" else said.device,
         "name": said.name,
         "addrs": [address.removesuffix(f"/p2p/{said.peer}") for address in said.addresses],
+        "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in said.rtts},
         "app": said.app_version,
     }
     payload |= {key: value for key, value in optional.items() if value}
@@ -215,6 +227,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         holds_ends=fields.flag("ends", default=False),
         busy=fields.number("busy", 0, 1, 0.0),
         dtype=_printable(fields, "dtype", 8, "f32"),
+        rtts=_rtts(fields),
     )
 
 
@@ -275,6 +288,17 @@ def _addresses(fields: Fields, peer: str) -> tuple[str, ...]:
     if not all(text.startswith("/") and text.isascii() and text.isprintable() for text in texts):
         fields.refuse("addrs", "multiaddrs")
     return tuple(f"{text}/p2p/{peer}" for text in texts)
+
+
+def _rtts(fields: Fields) -> tuple[tuple[str, float], ...]:
+    """Claims about links, of which a reader believes what its own measurements allow."""
+    if "rtt" not in fields.values:
+        return ()
+    rtts = fields.inner("rtt")
+    if len(rtts.values) > MAX_RTTS or any(len(who) > _TAIL_CHARS for who in rtts.values):
+        fields.refuse("rtt", f"the round-trip times to at most {MAX_RTTS} peers")
+    most = int(_MAX_RTT_S * _RTT_UNITS_PER_S)
+    return tuple((who, rtts.integer(who, 0, most) / _RTT_UNITS_PER_S) for who in rtts.values)
 
 
 def _printable(fields: Fields, name: str, max_chars: int, default: str | None = None) -> str:

@@ -58,6 +58,7 @@ class Said(TypedDict, total=False):
     holds_ends: bool
     busy: float
     dtype: str
+    rtts: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
@@ -223,16 +224,19 @@ class Swarm:
         return self._outbids.take("", trio.current_time())
 
     def _say(self, said: Announcement) -> None:
-        """Sign an announcement with as many of its addresses as fit, and keep it as others will read it."""
+        """Sign an announcement with as much of it as fits, and keep it as others will read it."""
         while True:
             raw = sign_announcement(self._identity, said)
             try:
                 self._own, self._own_raw = read_announcement(raw, now_ms=said.sequence), raw
                 return
             except EnvelopeError:
-                if not said.addresses:
+                if not said.rtts and not said.addresses:
                     raise
-                said = replace(said, addresses=said.addresses[:-1])
+                if said.rtts:
+                    said = replace(said, rtts=said.rtts[:-1])
+                else:
+                    said = replace(said, addresses=said.addresses[:-1])
 
     def _sign_suspicion(self, accused: str, number: int) -> bytes:
         sequence = self._setup.sequence.next(self._now_ms())

@@ -16,6 +16,7 @@ from app.records import (
     ANNOUNCEMENT_LIFETIME_MS,
     ANNOUNCEMENT_RULE,
     MAX_LIFETIME_MS,
+    MAX_RTTS,
     SUSPICION_DOMAIN,
     SWARM_DOMAIN,
     Announcement,
@@ -75,6 +76,34 @@ def test_an_announcement_comes_back_and_is_compact() -> None:
     assert read_announcement(raw, now_ms=NOW, peer=ALICE.peer_id) == TYPICAL
     assert len(raw) <= 600
     assert TYPICAL.serves
+
+
+def test_round_trip_times_are_compact_and_bounded() -> None:
+    rtts = tuple((f"{number:08}", number / 100) for number in range(MAX_RTTS))
+    raw = sign_announcement(ALICE, dataclasses.replace(TYPICAL, rtts=rtts))
+    assert read_announcement(raw, now_ms=NOW).rtts == rtts
+    assert len(raw) <= 600 + 18 * MAX_RTTS
+    beyond = dataclasses.replace(TYPICAL, rtts=(("tail", 1e9),))
+    assert read_announcement(sign_announcement(ALICE, beyond), now_ms=NOW).rtts == (("tail", 60.0),)
+
+
+@pytest.mark.parametrize(
+    "rtt",
+    [
+        [],
+        {"a": -1},
+        {"a": 600_001},
+        {"a": 1.5},
+        {"a": True},
+        {"a": "1"},
+        {"123456789": 1},
+        {str(number): 1 for number in range(MAX_RTTS + 1)},
+    ],
+)
+def test_impossible_round_trip_times_are_refused(rtt: Any) -> None:
+    payload = canonical({"v": 1, "swarm": SWARM, "state": "serving", "rtt": rtt})
+    with pytest.raises(EnvelopeError, match="announcement: "):
+        read_announcement(announced(payload), now_ms=NOW)
 
 
 def test_a_client_says_next_to_nothing() -> None:
