@@ -34,14 +34,16 @@ from app.home import Home, NodeInfo, api_token, read_sequence, remove_node_file,
 from app.invite import Invite
 from app.joining import invite_to, named, remembered_target, view_of
 from app.manifest_store import ManifestStore
+from app.nearby import Neighbourhood
 from app.node_network import apply_live, network_view
 from app.overview import Overview
 from app.pausing import Pausing
+from app.reason import Reason, because
 from app.remembered import Memberships, Remembered, load, update
 from app.replying import ReplyRequest
 from app.resolving import resolve_aside, resolve_name
 from app.settings import Value
-from app.snapshot import CourtesyView, ProspectsView, Reason, Snapshot, State, SwarmView
+from app.snapshot import CourtesyView, ProspectsView, Snapshot, State, SwarmView
 from app.stay import Surroundings
 from app.swarm_name import SwarmName
 from app.trust_book import TrustBook
@@ -57,11 +59,7 @@ if TYPE_CHECKING:
 JOIN_PATIENCE_S = 15.0  # after which a join goes on by itself, and the person is told that it does
 READY = ("serving", "client", "paused")
 TICK_S = 2.0  # between two looks at figures that change without telling
-NO_SWARM = Reason(
-    "no_swarm",
-    "in no swarm: go to one with `shoal join`, or found one with `shoal create`",
-    next_step="`shoal join NAME|INVITE` or `shoal create NAME --model MODEL`",
-)
+NO_SWARM = because("no_swarm", "in no swarm: go to one with `shoal join`, or found one with `shoal create`")
 
 log = logging.getLogger("shoal.node")
 
@@ -85,7 +83,7 @@ class Node:
         self._started_at_ms = _now_ms()
         self._api_url = ""
         self._state: State = "starting"
-        self._why = Reason("starting", "")
+        self._why = because("starting", "the node is starting")
         self.feed = Feed()
         self._pausing = Pausing(home.pause_file, self.feed.touch)
         self._dwelling = Dwelling(home, self._surroundings())
@@ -93,6 +91,7 @@ class Node:
             Household(home, cache, self.config, self._dwelling, self._pausing, self._note, self._reload)
         )
         self._overview = Overview(self._identity.peer_id)
+        self._neighbourhood = Neighbourhood()
         self._switching = trio.Lock()
         self._stop_asked, self._dwelt = trio.Event(), trio.Event()
         self._api_over, self._api_ended = trio.Event(), trio.Event()
@@ -160,10 +159,10 @@ class Node:
 
     async def _wind_down(self) -> None:
         """Leave the swarm while the API still tells of it, then end the streams of events, then the API."""
-        self._say("draining", Reason("leaving", "leaving the swarm"))
+        self._say("draining", because("leaving", "leaving the swarm"))
         self._dwelling.leave_for_good()
         await self._dwelt.wait()
-        self._say("stopping", Reason("left", "the node has left"))
+        self._say("stopping", because("left", "the node has left"))
         self.feed.close()
         self._api_over.set()
         await self._api_ended.wait()
@@ -189,7 +188,7 @@ class Node:
 
     async def _arrive(self, target: str | None) -> None:
         if target is not None:
-            self._say("joining", Reason("looking", "looking for the swarm"))
+            self._say("joining", because("looking", "looking for the swarm"))
             await self.join(target)
         elif self._dwelling.stay is None:
             self._say("idle", NO_SWARM)
@@ -244,11 +243,13 @@ class Node:
 
     async def prospects(self) -> ProspectsView:
         """What it could go to, and whether that fits."""
-        from app.prospects import look_around  # needs the engine, which an idle node has not loaded
+        from app.prospects import look_around, look_at_machine  # needs the engine, which an idle node has not loaded
 
-        settings, swarms = self._config.settings, self._known.swarms
+        settings, network = self._config.settings, self._dwelling.public_network()
         device = None if settings.device == "auto" else settings.device
-        return await trio.to_thread.run_sync(look_around, swarms, self._cache, device, settings.max_vram)
+        machine = await trio.to_thread.run_sync(look_at_machine, device, settings.max_vram)
+        nearby = [] if network is None else await self._neighbourhood.look(network)
+        return await trio.to_thread.run_sync(look_around, machine, self._cache, self._known.swarms, nearby)
 
     def network_checks(self) -> Sequence[Check]:
         """The doctor's lines about the network."""
@@ -292,7 +293,7 @@ class Node:
             swarm = named(await trio.to_thread.run_sync(load, self._home), name)
             if self._is_here(swarm):
                 self._dwelling.go(None)
-                self._say("idle", Reason("no_swarm", f"left {swarm}", next_step=NO_SWARM.next_step))
+                self._say("idle", because("no_swarm", f"left {swarm}"))
             self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.left(swarm.id))
             self._note("swarm", f"{swarm} is forgotten")
             return view_of(swarm, active=False)
@@ -312,7 +313,8 @@ class Node:
         """The swarm's reply to a conversation."""
         stay = self._dwelling.stay
         if stay is None or stay.replying is None:
-            raise AppError("this node is in no swarm yet: go to one with `shoal join`, or wait until it has joined")
+            words = "this node is in no swarm yet: go to one with `shoal join`, or wait until it has joined"
+            raise AppError(words, code="no_swarm")
         tokens, hops = 0, []
         try:
             async with aclosing(stay.replying.reply(request)) as pieces:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from app.reason import Reason
+
 State = Literal[
     "starting", "idle", "joining", "fetching", "loading", "serving", "client", "paused", "draining", "stopping"
 ]
@@ -38,6 +40,7 @@ class PeerView:
     why: str = ""  # what the score is about
     up_bytes: int = 0  # sent to it over the open link
     down_bytes: int = 0
+    unused: Reason | None = None  # why this node's sessions do not go through it now
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,6 @@ class NetworkView:
     relaying: bool = False
     links: int = 0
     discovery: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Reason:
-    """Why something is as it is: given by the function that decided it, shown the same everywhere."""
-
-    code: str  # stable, for programs: `pause_battery`, `hole`, `no_room`
-    text: str
-    peers: tuple[str, ...] = ()
-    next_step: str = ""  # one thing that a person can do about it
 
 
 @dataclass(frozen=True)
@@ -225,10 +218,15 @@ class FitView:
 class OfferView:
     """Something that this node could go to; a figure that is not known is None."""
 
-    target: str  # a swarm that is remembered, or `starter`
+    target: str  # a swarm that is remembered or nearby, or `starter`
     model: str = ""
     fit: FitView | None = None
     fetch_bytes: int | None = None
+    nearby: str = ""  # how the neighbour is linked that is in it: lan, direct, relayed; empty: none was met
+    members: int | None = None
+    tokens_per_s: float | None = None  # of a reply through its members as they are, estimated
+    missing_block: int | None = None  # that none of its members serves
+    alone_tokens_per_s: float | None = None  # of a reply on this machine alone, estimated; None: it would not fit
 
 
 @dataclass(frozen=True)
@@ -238,6 +236,7 @@ class ProspectsView:
     offers: tuple[OfferView, ...] = ()
     device: DeviceView | None = None  # that would be used
     disk_free_bytes: int | None = None
+    reading_bytes_per_s: float | None = None  # how fast the device goes through weights, measured
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class SwarmService:
         self._busy = 0
         self._kept: dict[str, bytes] = {}
         self._asks = Allowance(burst=16, per_s=0.2)
+        self._looks = Allowance(burst=8, per_s=1.0)
         network.serve(wire.FIND, self._on_find)
         network.serve(wire.MANIFEST, self._on_manifest)
 
@@ -73,6 +74,10 @@ class SwarmService:
             del self._kept[oldest]
 
     async def _on_find(self, peer: str, body: bytes) -> bytes:
+        if not body:
+            if not self._looks.take(peer, trio.current_time()):
+                raise Refused("this node was asked for its swarm too often; ask later")
+            return wire.pack(wire.fitting(self._own_swarm(), wire.MAX_BATCH_BYTES))
         try:
             if len(body) > wire.MAX_NAME_BYTES:
                 raise UsageError("too long")
@@ -95,6 +100,17 @@ class SwarmService:
                 member = active.table.get(name)
                 if member is not None:
                     yield member.raw
+
+    def _own_swarm(self) -> Iterator[bytes]:
+        """The swarm that this node is in, with all its members: a neighbour looks around before it joins any."""
+        active = self._active
+        if active is None or (active.record.private and not self._gated):
+            return
+        yield from (active.record.raw, active.own_raw)
+        for name in active.table.present():
+            member = active.table.get(name)
+            if member is not None:
+                yield member.raw
 
     async def _on_manifest(self, peer: str, body: bytes) -> bytes:
         if len(body) != wire.HASH_BYTES:

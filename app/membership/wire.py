@@ -6,7 +6,7 @@ big-endian. A vector is what a table holds: for each member the first 8 bytes of
     swarm.tell      id[16] statements                            -> nothing
     swarm.probe     id[16] suspected[8] statements               -> statements
     swarm.table     id[16] count[2] vector[16 x count] statements -> count[2] wanted[8 x count] statements
-    swarm.find      name or name#pin, as text                    -> statements: records, then announcements
+    swarm.find      name or name#pin, as text; empty: yours      -> statements: records, then announcements
     swarm.manifest  hash[32]                                     -> the manifest's bytes
 
 The id is the swarm's, and whoever is no member of it answers with the error `not_member`. `suspected` is the number

@@ -2,53 +2,81 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from app.prospects import fit_of, look_around
+from app.model_import import survey
+from app.nearby import Expectation, NearbySwarm
+from app.prospects import Machine, look_around, look_at_machine
+from app.records import sign_record
 from app.remembered import Remembered
-from engine.budget import FLOAT32, Precision
+from app.snapshot import OfferView
+from engine.budget import FLOAT32, Precision, block_bytes
 from engine.device import Device
 from engine.sources import starter
+from tests.app.swarms import CREATOR
+from tests.app.tiny_source import tiny_source
 
 GB = 10**9
 
 
-def machine(total: int, free: int) -> Device:
-    return Device("cuda:0", "cuda", "some card", total, free)
+def machine(total: int, free: int, cap_bytes: int | None = None, precision: Precision = FLOAT32) -> Machine:
+    return Machine(Device("cuda:0", "cuda", "some card", total, free), precision, cap_bytes, 10.0 * GB)
 
 
 @pytest.mark.parametrize(
-    ("device", "cap_bytes", "fits", "lacks", "too_large"),
+    ("here", "fits", "lacks", "too_large"),
     [
-        (machine(16 * GB, 12 * GB), None, True, False, False),
-        (machine(16 * GB, 3 * GB // 10), None, False, True, False),
-        (machine(GB // 4, GB // 4), None, False, True, True),
-        (machine(16 * GB, 12 * GB), GB // 4, False, True, False),
+        (machine(16 * GB, 12 * GB), True, False, False),
+        (machine(16 * GB, 3 * GB // 10), False, True, False),
+        (machine(GB // 4, GB // 4), False, True, True),
+        (machine(16 * GB, 12 * GB, GB // 4), False, True, False),
     ],
 )
-def test_a_model_fits_or_says_what_is_lacking(
-    device: Device, cap_bytes: int | None, fits: bool, lacks: bool, too_large: bool
-) -> None:
-    fit = fit_of(starter.SHAPE, device, FLOAT32, cap_bytes)
+def test_a_model_fits_or_says_what_is_lacking(here: Machine, fits: bool, lacks: bool, too_large: bool) -> None:
+    fit = here.fit(starter.SHAPE)
     assert (fit.blocks == fit.blocks_total, fit.lacking_bytes > 0, fit.too_large) == (fits, lacks, too_large)
 
 
 def test_with_what_is_lacking_it_fits() -> None:
-    scarce = machine(16 * GB, GB)
     large = Precision(32.0, 32)
-    lacking = fit_of(starter.SHAPE, scarce, large, None).lacking_bytes
+    lacking = machine(16 * GB, GB, precision=large).fit(starter.SHAPE).lacking_bytes
     assert lacking > 0
-    enough = fit_of(starter.SHAPE, machine(16 * GB, scarce.free_bytes + lacking), large, None)
+    enough = machine(16 * GB, GB + lacking, precision=large).fit(starter.SHAPE)
     assert (enough.blocks, enough.lacking_bytes) == (enough.blocks_total, 0)
+
+
+def test_alone_a_token_takes_what_reading_all_weights_takes() -> None:
+    blocks = 30 * block_bytes(starter.SHAPE, FLOAT32)
+    head = 4 * 576 * (49152 + 1)
+    assert machine(16 * GB, 12 * GB).alone_tokens_per_s(starter.SHAPE) == pytest.approx(10 * GB / (blocks + head))
 
 
 def test_nothing_is_invented_of_a_swarm_whose_manifest_is_not_here(tmp_path: Path) -> None:
     far = Remembered("far", "ab" * 32, 1)
-    found = look_around([far], tmp_path / "cache", "cpu", None)
+    found = look_around(look_at_machine("cpu", None), tmp_path / "cache", [far])
     assert [offer.target for offer in found.offers] == ["starter", str(far)]
     assert found.offers[0].fetch_bytes == starter.WHEEL_BYTES
-    assert (found.offers[1].fit, found.offers[1].fetch_bytes) == (None, None)
+    assert found.offers[0].alone_tokens_per_s
+    assert found.offers[1] == OfferView(str(far))
     assert found.disk_free_bytes
+    assert found.reading_bytes_per_s
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_swarm_nearby_is_offered_once_with_what_it_would_give(tmp_path: Path) -> None:
+    manifest = survey(tiny_source(tmp_path)).manifest
+    record = sign_record(CREATOR, "pond", manifest.hash, now_ms=1)
+    near = NearbySwarm(record, "lan", (), manifest, Expectation(token_s=0.25))
+    here = machine(16 * GB, 12 * GB)
+    known = Remembered("pond", manifest.hash, 1)
+    _, offer = look_around(here, tmp_path / "cache", [known], [near]).offers
+    assert (offer.target, offer.nearby, offer.members) == (str(record), "lan", 0)
+    assert offer.tokens_per_s == pytest.approx(4.0, rel=0.01)
+    assert offer.alone_tokens_per_s == here.alone_tokens_per_s(manifest.config)
+    assert offer.fetch_bytes == manifest.size_bytes
+    assert offer.model.startswith("a llama of ")
+    hole = replace(near, expectation=Expectation(missing_block=1))
+    assert look_around(here, tmp_path / "cache", [], [hole]).offers[1].missing_block == 1
