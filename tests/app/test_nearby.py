@@ -13,7 +13,7 @@ from app.model_import import survey
 from app.model_manifest import Manifest
 from app.nearby import MAX_SWARMS, Expectation, Neighbourhood, expectation_of
 from app.records import Announcement, sign_record
-from app.routing import HOP_S
+from app.routing import HOP_S, UNKNOWN_LINK_S
 from app.span import Span
 from p2p.errors import Refused
 from tests.app.swarms import CREATOR, START_S, SimNode, open_sim, wall_clock
@@ -61,8 +61,7 @@ async def test_a_neighbours_swarm_is_found_with_its_members_and_its_model(
         assert found.record == record
         assert {member.peer for member in found.members} == {node.peer for node in nodes}
         assert found.manifest == manifest
-        assert found.expectation.token_s is not None
-        assert 0.1 < found.expectation.token_s < 0.2
+        assert found.expectation.token_s == pytest.approx(0.1 + HOP_S + 2 * UNKNOWN_LINK_S)
 
 
 async def test_a_private_swarm_is_not_spoken_of(autojump_clock: MockClock, manifest: Manifest) -> None:
