@@ -125,6 +125,10 @@ class Swarm:
         rtt_of = {link.peer: link.rtt_s for link in self._network.links()}
         return tuple(m if m.rtt_s is not None else replace(m, rtt_s=rtt_of.get(m.peer)) for m in members)
 
+    def announcements(self) -> tuple[Announcement, ...]:
+        """What the other members that take part say of themselves."""
+        return self.table.announcements()
+
     def announce(self, **changes: Unpack[Said]) -> Announcement:
         """Say something new of this node; another state or span reaches everybody within seconds.
 

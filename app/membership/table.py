@@ -44,6 +44,7 @@ class _Entry:
     via: str  # who told of it first
     seen_at: float | None = None
     rtt_s: float | None = None
+    listed: bool = False  # among those that are present
 
     def member(self) -> Member:
         return Member(self.said.peer, self.said, self.state, self.seen_at, self.rtt_s, self.raw)
@@ -61,6 +62,7 @@ class Table:
         self._gone: dict[str, None] = {}  # the longest gone first
         self._held_off: OrderedDict[str, float] = OrderedDict()
         self._present: tuple[str, ...] | None = None
+        self._announcements: tuple[Announcement, ...] | None = None
         self._evicted: list[Change] = []
 
     def __len__(self) -> int:
@@ -97,12 +99,16 @@ class Table:
         """Every member that is not gone."""
         return tuple(entry.member() for entry in self._entries.values() if entry.state not in GONE)
 
+    def announcements(self) -> tuple[Announcement, ...]:
+        """What the members say that are alive or draining; the same object as long as none of it changes."""
+        if self._announcements is None:
+            self._announcements = tuple(e.said for e in self._entries.values() if e.state in PRESENT)
+        return self._announcements
+
     def present(self) -> tuple[str, ...]:
-        """The members that this node was in contact with and holds for alive, sorted."""
+        """The members that this node was in contact with and holds for alive, sorted; likewise."""
         if self._present is None:
-            self._present = tuple(
-                sorted(p for p, e in self._entries.items() if e.state in PRESENT and e.seen_at is not None)
-            )
+            self._present = tuple(sorted(peer for peer, entry in self._entries.items() if entry.listed))
         return self._present
 
     def dead(self) -> list[str]:
@@ -260,10 +266,17 @@ class Table:
         if state != entry.state:
             entry.since = now
         entry.state = state
-        self._present = None
+        self._list(entry)
         self._file(entry, peer)
         if len(self._gone) > self._limits.gone:
             self._remove(next(iter(self._gone)))
+
+    def _list(self, entry: _Entry) -> None:
+        """Keep the lists of members current, which are made anew only where they change."""
+        self._announcements = None
+        listed = entry.state in PRESENT and entry.seen_at is not None
+        if listed != entry.listed:
+            entry.listed, self._present = listed, None
 
     def _file(self, entry: _Entry, peer: str) -> None:
         """Put a member in the lists that its state belongs to."""
@@ -286,8 +299,11 @@ class Table:
 
     def _remove(self, peer: str) -> None:
         self._unfile(peer)
-        del self._peer_of[self._entries.pop(peer).key]
-        self._present = None
+        entry = self._entries.pop(peer)
+        del self._peer_of[entry.key]
+        self._announcements = None
+        if entry.listed:
+            entry.listed, self._present = False, None
 
     def _hold_off(self, peer: str, now: float) -> None:
         self._held_off[peer] = now + self._limits.held_off_s
