@@ -43,6 +43,8 @@ _SMOOTH = 0.1
 class PromptTooLong(AppError):
     """The prompt leaves no room for a reply in the model's context."""
 
+    code = "context_length_exceeded"
+
 
 @dataclass
 class ReplyFigures:
@@ -54,6 +56,7 @@ class ReplyFigures:
     ttft_s: float | None = None
     tokens_per_s: float | None = None  # behind the first token; None where there was only one
     recoveries: int = 0
+    moves: int = 0  # to better routes while nothing was wrong
     longest_gap_s: float = 0.0
     route: Route = ()
 
@@ -268,7 +271,9 @@ class Reply:
         piece = await self._chooser.choose(Choice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
         self._next = ([piece.token_id], piece.embedding)
         now = trio.current_time()
-        if self.figures.token_ids and self._session.recoveries == self.figures.recoveries:
+        if self.figures.route != self._session.route:
+            self._route_s = None
+        elif self.figures.token_ids and self._session.recoveries == self.figures.recoveries:
             self._route_s = _smoothed(self._route_s, answered - begin)
             self._ends_s = _smoothed(self._ends_s, now - answered)
         self._note(piece, now)
@@ -307,7 +312,7 @@ class Reply:
         figures = self.figures
         figures.token_ids.append(piece.token_id)
         figures.finish_reason = piece.finish_reason
-        figures.recoveries = self._session.recoveries
+        figures.recoveries, figures.moves = self._session.recoveries, self._session.moves
         figures.route = self._session.route
         if figures.ttft_s is None:
             figures.ttft_s, self._first_at = now - self._begin, now

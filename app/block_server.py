@@ -260,7 +260,7 @@ class BlockServer:
         try:
             runner.open(frame.session, turn.tokens)
         except EngineError as error:
-            return Trouble("busy", str(error))
+            return Trouble("busy", str(error), "cache_full")
         self._closed.pop(frame.session, None)
         self._sessions[frame.session] = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
         self._stepper.account.opened_by(peer)

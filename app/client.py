@@ -36,6 +36,8 @@ class ApiFailure(AppError):
 class WrongToken(AppError):
     """The node does not know the token: it belongs to another home folder."""
 
+    code = "wrong_token"
+
 
 @dataclass(frozen=True)
 class Event:

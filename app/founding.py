@@ -62,7 +62,8 @@ def new_name(home: Home, text: str) -> str:
         raise UsageError(f"a new swarm's name has no '#': its model follows from --model; write {wanted.name}")
     known = load(home).matching(wanted)
     if known:
-        raise AppError(f"this node is a member of {known[0]} already: leave it first, or choose another name")
+        words = f"this node is a member of {known[0]} already: leave it first, or choose another name"
+        raise AppError(words, code="already_member")
     return wanted.name
 
 

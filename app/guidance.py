@@ -1,8 +1,4 @@
-"""Which ways an asker's sessions take: what it knows of the swarm by itself, and routes that follow from it.
-
-How far peers are apart is measured where this node has a link; between two others it is taken to be what the farther
-one is from here, which errs by a factor of two at most where it is too high, and needs nobody's word.
-"""
+"""Which ways an asker's sessions take: what it knows of the swarm by itself, and routes that follow from it."""
 
 from __future__ import annotations
 
@@ -13,11 +9,13 @@ from itertools import pairwise
 
 import trio
 
+from app.link_times import link_seconds
 from app.measured import Measured
 from app.network import Network
+from app.reason import Reason, because
+from app.rechecking import Scales, Standing, is_worth_moving
 from app.records import Announcement
 from app.routing import (
-    UNKNOWN_LINK_S,
     Bans,
     Demand,
     Known,
@@ -28,7 +26,9 @@ from app.routing import (
     believed_seconds,
     find_route,
     mend_route,
+    why_unused,
 )
+from app.span import Span
 from app.trust_book import TrustBook
 
 Members = Callable[[], Sequence[Announcement]]
@@ -65,11 +65,17 @@ class Guidance:
         """What must stay private; `edge` where a reply wants more or less than the settings say."""
         return Privacy(self._wishes().private_blocks if edge is None else edge, blocks, self.innocent())
 
-    def shunned(self) -> dict[str, str]:
+    def shunned(self) -> dict[str, Reason]:
         """Who cannot be used now, and why."""
         standings = {m.peer: self.book.standing(m.peer) for m in self.members()}
-        distrusted = {peer: one.why for peer, one in standings.items() if not one.trusted}
+        distrusted = {peer: because("distrusted", one.why, peer) for peer, one in standings.items() if not one.trusted}
         return self.bans.active(trio.current_time()) | {p: w for p, w in distrusted.items() if p not in self.innocent()}
+
+    def unused(self, blocks: int) -> dict[str, Reason]:
+        """Whom no session of this node goes through now, and why; a token is all that such a session needs room for."""
+        demand = Demand(Span(0, blocks), 1, privacy=self.privacy(blocks))
+        said = {m.peer: why for m in self.members() if (why := why_unused(m, demand)) is not None}
+        return said | self.shunned()
 
     def known(self) -> Known:
         """What counts for more than members' words."""
@@ -79,13 +85,8 @@ class Guidance:
 
     def link_s(self) -> LinkSeconds:
         """One-way seconds between two peers, as far as this node can tell; "" is this node."""
-        own = self._network.peer_id
         rtt_s = {link.peer: link.rtt_s for link in self._network.links() if link.rtt_s is not None}
-
-        def to(peer: str) -> float:
-            return 0.0 if peer in ("", own) else rtt_s.get(peer, 2 * UNKNOWN_LINK_S) / 2
-
-        return lambda a, b: 0.0 if a == b else max(to(a), to(b))
+        return link_seconds(self._network.peer_id, rtt_s, self.members())
 
     def took(self, route: Route, token_s: float, demand: Demand) -> None:
         """A usual token of a reply took so long over this route."""
@@ -106,17 +107,30 @@ class Guidance:
         except NoRoute as error:
             raise self._explained(error, members, shunned, demand) from None
 
+    def better(self, standing: Standing, demand: Demand) -> Route | None:
+        """A route for which a session should leave one that works, if there is one."""
+        self.took(standing.route, standing.token_s, demand)
+        scales = Scales(self.members(), demand, self.link_s(), self.known())
+        try:
+            # The prompt has been read: what remains is one token at a time.
+            ahead = replace(demand, prompt_tokens=0)
+            new = find_route(scales.members, ahead, scales.link_s, avoid=self.shunned(), known=scales.known)
+        except NoRoute:
+            return None
+        return new if is_worth_moving(standing, new, scales) else None
+
     def _explained(
-        self, error: NoRoute, members: Sequence[Announcement], shunned: dict[str, str], demand: Demand
+        self, error: NoRoute, members: Sequence[Announcement], shunned: dict[str, Reason], demand: Demand
     ) -> NoRoute:
         """The same with the reasons why the block's holders are not used."""
         block = error.block
         holders = [m.peer for m in members if m.serves and m.span is not None and block in m.span]
-        reasons = [f"{p} ({shunned[p]})" for p in holders if p in shunned and demand.privacy.allows(p, block)]
+        reasons = [f"{p} ({shunned[p].text})" for p in holders if p in shunned and demand.privacy.allows(p, block)]
         if not reasons:
+            error.peers = tuple(holders)
             return error
         busy = all(self.bans.is_busy(peer) for peer in holders)
-        return NoRoute(block, f" that can be used now: {'; '.join(reasons)}", busy=busy)
+        return NoRoute(block, f" that can be used now: {'; '.join(reasons)}", busy=busy, peers=holders)
 
 
 class SessionGuide:
@@ -129,15 +143,19 @@ class SessionGuide:
         """A route to take now."""
         return self._guidance.find(current, self._demand, avoid)
 
-    def failed(self, peer: str, why: str, *, busy: bool) -> None:
+    def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         """A hop could not be used."""
         is_news = self._guidance.bans.ban(peer, trio.current_time(), why, brief=busy)
         if is_news and not busy:
-            self._guidance.book.note(peer, "failed", f"failed: {why}")
+            self._guidance.book.note(peer, "failed", f"failed: {why.text}")
 
     def worked(self, peer: str) -> None:
         """A hop did its part."""
         self._guidance.bans.forgive(peer)
+
+    def better(self, standing: Standing) -> Route | None:
+        """A route for which the session should leave its own, if there is one."""
+        return self._guidance.better(standing, self._demand)
 
 
 class PinnedGuide(SessionGuide):
@@ -155,3 +173,7 @@ class PinnedGuide(SessionGuide):
         if not usable:
             raise NoRoute(self._route[0].span.start)
         return self._route
+
+    def better(self, standing: Standing) -> Route | None:
+        """There is none."""
+        return None

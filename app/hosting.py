@@ -17,13 +17,15 @@ import trio
 from app.block_server import DRAIN_S, BlockServer
 from app.errors import AppError
 from app.hardware import device_view
+from app.link_times import rtts_to_tell
 from app.loading import Loading
 from app.membership import Swarm
 from app.membership.member import Change
 from app.network import Network
 from app.placement import Candidate, Due, Move, decide, due
+from app.reason import Reason, because
 from app.runner import BlockRunner, DeviceThread
-from app.snapshot import DeviceView, Reason, State
+from app.snapshot import DeviceView, State
 from app.span import Span
 from app.steps import Steps
 from app.weights.library import span_parts
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shoal.hosting")
 
 REFRESH_S = 30.0  # between two announcements of figures that only drift
+NEWS_S = 0.25  # news that comes together is thought about once
 HOLE_CERTAIN_S = 1.5  # within which a second look shows whether a silent holder is gone or was only slow
 HOLE_DRAIN_S = 1.0  # while a block is served by nobody no session gets further, and all wait for this node
 
@@ -55,14 +58,12 @@ class HostingWish:
 class CannotHost(AppError):
     """The blocks that the person asked for cannot be hosted here."""
 
+    code = "cannot_host"
+
 
 Say = Callable[[State, Reason], None]
 
-LIMIT_ZERO = Reason(
-    "limit_zero",
-    "the memory limit is 0, so this node hosts nothing",
-    next_step="raise it with `shoal config set max_vram SIZE` and start again to host",
-)
+LIMIT_ZERO = because("limit_zero", "the memory limit is 0, so this node hosts nothing")
 
 
 class Hosting:
@@ -201,37 +202,36 @@ class Hosting:
         if plan.blocks == 0:
             self._steps.begin("load")
             self._steps.failed(plan.budget.reason)
-            more = "close other programs, or raise the limit with `shoal config set max_vram SIZE`"
-            self._say("client", Reason("no_room", plan.budget.reason, next_step=more))
+            self._say("client", because("no_room", plan.budget.reason))
             return None
         return plan
 
     def _decide(self, plan: HostingPlan) -> Move | None:
         if self._wish.blocks is not None:
-            wished = Move(self._wish.blocks, 0.0, "these blocks were asked for", "asked_for")
+            wished = Move(self._wish.blocks, 0.0, because("asked_for", "these blocks were asked for"))
             return None if self._span is not None else wished
         settled_s = trio.current_time() - self._settled_at
         me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
-        others = [member.announcement for member in self._swarm.members() if member.present]
-        return decide(me, others, self._swarm.n_blocks)
+        return decide(me, self._swarm.announcements(), self._swarm.n_blocks)
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
         """Wait for news, and move once a reason to has stood until this node's turn."""
         self._news, now = trio.Event(), trio.current_time()
         move = self._decide(plan)
-        is_hole = move is not None and move.code in ("hole", "make_way")
+        is_hole = move is not None and move.why.code in ("hole", "make_way")
         if move is not None and is_hole:
             move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
         self._due = due(self._due, move, now)
         if self._due is None or self._due.at > now:
             with trio.move_on_at(now + REFRESH_S if self._due is None else self._due.at):
                 await self._news.wait()
+                await trio.sleep(NEWS_S)
             if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
                 self._announce()
             return
         move, self._due = self._due.move, None
         if self._span is not None:
-            self._say("loading", Reason(move.code, f"moving to {move.span}: {move.reason}"))
+            self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
             await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
         await self._load(plan, move)
 
@@ -242,7 +242,7 @@ class Hosting:
         parts = span_parts(span.start, span.stop)
         here = not await trio.to_thread.run_sync(self._stock.library.missing, parts)
         state: State = "loading" if here else "fetching"
-        self._say(state, Reason(move.code, f"blocks {span}: {move.reason}"))
+        self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
         self._swarm.announce(state=state, span=span, growing=None, device=plan.device.name)
         await self.server.host(None)
         if self._span is not None:
@@ -256,12 +256,13 @@ class Hosting:
         self._settled_at = trio.current_time()
         await self._serve(hosted, span, None)
         self._steps.done("announce")
-        self._say("serving", Reason(move.code, move.reason))
+        self._say("serving", move.why)
 
     async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
         """Serve what has come of a span."""
         await self._serve(hosted, part, span)
-        self._say("serving", Reason(move.code, f"blocks {part} of {span}, the rest is on its way: {move.reason}"))
+        told = f"blocks {part} of {span}, the rest is on its way: {move.why.text}"
+        self._say("serving", replace(move.why, text=told))
 
     async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:
         is_new = self._hosted is None
@@ -286,6 +287,7 @@ class Hosting:
             busy=self._busy_lately(),
             dtype=wire_name(self._plan.dtype),
             quantisation="int8" if self._plan.quantised else "none",
+            rtts=rtts_to_tell(self._network.links(), self._span, self._swarm.announcements()),
         )
 
     def _busy_lately(self) -> float:

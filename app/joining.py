@@ -60,7 +60,8 @@ def _invited(known: Memberships, invite: Invite) -> Remembered:
     if old is not None and old.secret != swarm.secret:
         raise AppError(
             f"this node knows {old} with another secret: if this invite is the right one, "
-            f"forget the old one first with `shoal leave {old}`"
+            f"forget the old one first with `shoal leave {old}`",
+            code="other_secret",
         )
     return swarm
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from app.reason import Reason, because
 from app.routing import Route
 from app.session_wire import Frame
 
@@ -16,8 +17,8 @@ SLOW_LINK_BYTES_PER_S = 250_000  # tokens on their way over such a link are not 
 class HopFailed(Exception):
     """A hop cannot be used as it is; `blameless` where that is no fault of its own, or it was blamed already."""
 
-    def __init__(self, peer: str, why: str, *, busy: bool = False, blameless: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, peer: str, why: Reason, *, busy: bool = False, blameless: bool = False) -> None:
+        super().__init__(why.text)
         self.peer, self.why, self.busy, self.blameless = peer, why, busy, blameless
 
 
@@ -50,13 +51,15 @@ class Progress:
         for hop in route:
             state = states[hop.peer]
             if state.epoch != epoch:
-                return Loss(HopFailed(hop.peer, "it has forgotten the session", blameless=True))
+                why = because("hop_forgot", "it has forgotten the session", hop.peer)
+                return Loss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
                 if quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S:
                     return None
-                return Loss(HopFailed(hop.peer, "what was sent to it is lost", blameless=True), before)
+                why = because("tokens_lost", "what was sent to it is lost", hop.peer)
+                return Loss(HopFailed(hop.peer, why, blameless=True), before)
             if state.position < fed:
-                stuck = quiet_s > self._stuck_s
-                return Loss(HopFailed(hop.peer, "it answers but does not advance")) if stuck else None
+                why = because("hop_stuck", "it answers but does not advance", hop.peer)
+                return Loss(HopFailed(hop.peer, why)) if quiet_s > self._stuck_s else None
             before = hop.peer
-        return Loss(HopFailed(before, "its answer is lost", blameless=True))
+        return Loss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))

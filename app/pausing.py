@@ -17,7 +17,8 @@ import trio
 
 from app.errors import RecordError
 from app.fields import decode_object
-from app.snapshot import CourtesyView, Reason, RuleView
+from app.reason import Reason, because
+from app.snapshot import CourtesyView, RuleView
 from p2p.platform import write_private
 
 log = logging.getLogger("shoal.node")
@@ -40,11 +41,10 @@ class Pause:
 
 def pause_by_hand(until_ms: int | None, *, patient: bool = False) -> Pause:
     """What a person asked for."""
-    again = "`shoal resume` hosts again"
     if patient:
-        return Pause("hand", Reason("drained_by_hand", "drained by hand", next_step=again), None, patient=True)
+        return Pause("hand", because("drained_by_hand", "drained by hand"), None, patient=True)
     end = "" if until_ms is None else f" until {time.strftime('%Y-%m-%d %H:%M', time.localtime(until_ms / 1000))}"
-    return Pause("hand", Reason("pause_by_hand", f"paused by hand{end}", next_step=again), until_ms)
+    return Pause("hand", because("pause_by_hand", f"paused by hand{end}"), until_ms)
 
 
 class Pausing:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from app.coverage import Coverage, survey
+from app.coverage import COMING, Coverage, survey
+from app.reason import Reason, because
 from app.records import Announcement
 from app.span import Span
 
@@ -47,8 +48,7 @@ class Move:
 
     span: Span
     after_s: float
-    reason: str
-    code: str = "worst_served"  # of the reason, for programs
+    why: Reason
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def due(waiting: Due | None, move: Move | None, now: float) -> Due | None:
     if move is None:
         return None
     at = now + move.after_s
-    if waiting is not None and waiting.move.code == move.code:
+    if waiting is not None and waiting.move.why.code == move.why.code:
         at = min(at, waiting.at)
     return Due(move, at)
 
@@ -77,7 +77,7 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     found = survey(others, n_blocks, me.tokens_per_s)
     if me.span is None:
         best = best_window(found, _windows(length, n_blocks), me)
-        return Move(best, _turn(me.peer, others), "the blocks that are served worst")
+        return Move(best, _turn(me.peer, others), because("worst_served", "the blocks that are served worst"))
     with_me = found.plus(me.span, me.tokens_per_s)
     if min(with_me.holders) == 0:
         return _fill_hole(me, others, found, with_me.holders.index(0))
@@ -85,7 +85,7 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
         move = _thicken(me, others, found, with_me)
         if move is not None:
             return move
-    return _even_out(me, found, with_me)
+    return _even_out(me, others, found, with_me)
 
 
 def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
@@ -128,7 +128,7 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
     if not possible:
         return _make_way(me, found, hole)
     wait_s = HOLE_STAGGER_S * _rank(me, others, found, hole, spare=1)
-    return Move(best_window(found, possible, me), wait_s, f"nobody serves block {hole}", "hole")
+    return Move(best_window(found, possible, me), wait_s, because("hole", f"nobody serves block {hole}"))
 
 
 def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
@@ -146,7 +146,7 @@ def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     step = step if towards_end else -step
     wait_s = HOLE_STAGGER_S * (1 + 2 * _chance(me.peer, str(hole)))  # of two that could shift, one goes first
     shifted = Span(span.start + step, span.stop + step)
-    return Move(shifted, wait_s, f"making way: nobody can take block {hole}", "make_way")
+    return Move(shifted, wait_s, because("make_way", f"making way: nobody can take block {hole}"))
 
 
 # --- a block that rests on one holder --------------------------------------------------------------------------------
@@ -169,13 +169,14 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     best = best_window(found, [window for window in windows if cured(window) == most], me)
     block = next(block for block in best.blocks() if alone[block])
     wait_s = THIN_WAIT_S + THIN_STAGGER_S * _rank(me, others, found, block, spare=2)
-    return Move(best, wait_s, f"only one node serves block {block}", "lone_holder")
+    why = because("lone_holder", f"only one node serves block {block}", *_holders(others, block))
+    return Move(best, wait_s, why)
 
 
 # --- blocks that are served worse than others ------------------------------------------------------------------------
 
 
-def _even_out(me: Candidate, found: Coverage, with_me: Coverage) -> Move | None:
+def _even_out(me: Candidate, others: Sequence[Announcement], found: Coverage, with_me: Coverage) -> Move | None:
     """A window over the weakest block, if even without this node its own blocks are served clearly better."""
     assert me.span is not None
     speeds, n_blocks = with_me.speeds, len(with_me.speeds)
@@ -193,7 +194,8 @@ def _even_out(me: Candidate, found: Coverage, with_me: Coverage) -> Move | None:
     if not possible:
         return None
     wait_s = JITTER_S * _chance(me.peer, "even")
-    return Move(best_window(found, possible, me), wait_s, f"block {block} is served much worse than mine", "gain")
+    why = because("gain", f"block {block} is served much worse than mine", *_holders(others, block))
+    return Move(best_window(found, possible, me), wait_s, why)
 
 
 # --- counting and turns ----------------------------------------------------------------------------------------------
@@ -240,6 +242,12 @@ def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block:
     mine = eagerness(own)
     able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
     return sum(theirs > mine for theirs in map(eagerness, able) if theirs[0])
+
+
+def _holders(others: Iterable[Announcement], block: int) -> list[str]:
+    """Who else holds a block, or will in a moment."""
+    spans = ((other.peer, other.growing or other.span) for other in others if other.state in COMING)
+    return [peer for peer, span in spans if span is not None and block in span]
 
 
 def _chance(peer: str, about: str) -> float:

@@ -11,9 +11,10 @@ import trio
 from app.asker import Asker, Outlook, ReplyFigures, Route
 from app.asker_figures import AskerFigures
 from app.errors import AppError
-from app.guidance import Wishes
+from app.guidance import Guidance, Wishes
 from app.membership import Swarm
 from app.network import FrameStream, Network
+from app.reason import Reason
 from app.runner import DeviceThread
 from app.trust_book import TrustBook
 from app.weights.extents import WeightsError
@@ -50,6 +51,8 @@ class ReplyRequest:
 class NoModelHere(AppError):
     """The model's files are not on this machine, so that it cannot turn text into tokens and back."""
 
+    code = "model_not_here"
+
 
 class Replying:
     """Asks the swarm; the ends are loaded when the first question comes."""
@@ -85,6 +88,12 @@ class Replying:
     def figures(self) -> AskerFigures:
         """What this node's asker does and did."""
         return AskerFigures() if self._asker is None else self._asker.figures()
+
+    def unused(self) -> dict[str, Reason]:
+        """Which members no reply goes through now, and why."""
+        outlook = self._outlook
+        guidance = Guidance(self._network, self._announcements, outlook.wishes, outlook.book)
+        return (guidance if self._asker is None else self._asker.guidance).unused(self._membership.n_blocks)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Be ready to ask until cancelled."""
@@ -146,8 +155,7 @@ class Replying:
         return self._ends, self._asker
 
     def _announcements(self) -> Sequence[Any]:
-        others = [member.announcement for member in self._membership.members() if member.present]
-        return [*others, self._membership.own]
+        return [*self._membership.announcements(), self._membership.own]
 
 
 def _load_ends(source: ModelSource) -> SwarmEnds:

@@ -54,7 +54,8 @@ async def resolve_name(
         raise failure[0]
     record = answer[0]
     if record.private:
-        raise AppError(f"{record} is a private swarm: ask a member for an invite (`shoal invite`)")
+        words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
+        raise AppError(words, code="private_swarm")
     return Remembered.from_record(record, now_ms=time.time_ns() // 10**6)
 
 

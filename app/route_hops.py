@@ -17,6 +17,8 @@ import trio
 from app.hop_links import HopLink, HopLinks
 from app.network import Priority
 from app.overdue import HopFailed
+from app.reason import Reason, because
+from app.rechecking import Standing
 from app.resume import HopState, Resume
 from app.routing import Route
 from app.session_wire import (
@@ -31,7 +33,9 @@ from app.session_wire import (
     encode_turn,
     header,
     plain,
+    reason_told,
 )
+from app.troubles import reason_of
 from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.asker")
@@ -66,11 +70,14 @@ class Guide(Protocol):
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """A route to take now, keeping what can be kept of the current one; raises `NoRoute`."""
 
-    def failed(self, peer: str, why: str, *, busy: bool) -> None:
+    def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         """A hop could not be used."""
 
     def worked(self, peer: str) -> None:
         """A hop did its part."""
+
+    def better(self, standing: Standing) -> Route | None:
+        """A route for which a session that runs well should leave its own, if there is one."""
 
 
 class RouteHops:
@@ -125,7 +132,7 @@ class RouteHops:
     def lost(self, peer: str) -> None:
         """The stream to a hop broke."""
         if any(hop.peer == peer for hop in self.route):
-            self.trouble = HopFailed(peer, "its stream broke")
+            self.trouble = HopFailed(peer, because("hop_lost", "its stream broke", peer))
             self._event.set()
         else:
             self._open.pop(peer, None)
@@ -134,14 +141,15 @@ class RouteHops:
         log.info("session %s: %s says %s: %s", self.id.hex()[:8], peer, trouble.code, trouble.text)
         if trouble.code == "evicted":
             return
+        why = reason_told(peer, trouble)
         if trouble.code in ("busy", "refused", "failed"):
-            self.trouble = HopFailed(peer, trouble.text, busy=trouble.code == "busy")
+            self.trouble = HopFailed(peer, why, busy=trouble.code == "busy")
             return
         if trouble.code == "draining":
             self.leaving.add(peer)
         elif trouble.code == "link":
             self.note_bad_link(peer)
-        self.trouble = self.trouble or HopFailed(peer, trouble.text, blameless=True)
+        self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
 
     def note_bad_link(self, peer: str) -> None:
         """A link between hops that fails twice while both answer us goes through this asker from then on."""
@@ -208,7 +216,7 @@ class RouteHops:
             try:
                 link = await self._links.to(peer, timeout_s=self._settings.open_s)
             except P2PError as error:
-                failures.append(HopFailed(peer, str(error)))
+                failures.append(HopFailed(peer, reason_of(error, peer)))
                 return
             self._open[peer] = link
             link.listeners[self.id] = self
@@ -247,7 +255,8 @@ class RouteHops:
         if self.trouble is not None:
             raise self.trouble
         silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
-        self._raise_first([HopFailed(peer, "it did not open the session in time") for peer in silent])
+        late = "it did not open the session in time"
+        self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
 
     async def go(self, plan: Resume) -> None:

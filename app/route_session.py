@@ -15,6 +15,8 @@ import trio
 from app.errors import AppError
 from app.hop_links import HopLinks
 from app.overdue import HopFailed, Progress, overdue_s
+from app.reason import because
+from app.rechecking import Recheck, Standing
 from app.resume import HopState, plan_resume
 from app.route_hops import Guide, RouteHops, SessionSettings, Shape
 from app.routing import NoRoute, Route
@@ -31,6 +33,8 @@ _ROUNDS = 3  # epochs until hops and plan agree
 
 class SessionLost(AppError):
     """A session could not be kept alive; the message says why."""
+
+    code = "session_lost"
 
 
 class RouteSession:
@@ -53,7 +57,12 @@ class RouteSession:
         self._usual_s = 0.0  # a usual single-token step
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for somebody to take over from hops that leave
+        self._links = links
+        self._recheck = Recheck(trio.current_time())
+        self._better: Route = ()  # to be taken once its hops are linked
+        self._better_until = 0.0
         self.recoveries = 0
+        self.moves = 0  # to better routes, of its own accord
         self.reached: int | None = (
             None  # tokens that went through all blocks, as the last hop said while it was awaited
         )
@@ -84,7 +93,11 @@ class RouteSession:
         begin = trio.current_time()
         if hops.leaving and self._can_leave():
             self._flowing = False
-        smooth = self._flowing and hops.trouble is None
+        if self._flowing and hops.trouble is None and self._finds_better():
+            await self._move()
+            smooth = False
+        else:
+            smooth = self._flowing and hops.trouble is None
         if smooth:
             await self._feed(first, embedded)
             if len(self._history) % PACE_EVERY == 0:
@@ -153,7 +166,7 @@ class RouteSession:
             self.reached = min(last.position, len(self._history))
         for hop in hops.route:
             if hop.peer not in hops.states:
-                why = f"it has not answered for {self._settings.probe_s:g} s"
+                why = because("hop_silent", f"it has not answered for {self._settings.probe_s:g} s", hop.peer)
                 self._guide.failed(hop.peer, why, busy=False)
                 hops.trouble = HopFailed(hop.peer, why, blameless=True)  # blamed already, as others may be
         if hops.trouble is None:
@@ -169,6 +182,7 @@ class RouteSession:
         begin, hops = trio.current_time(), self._hops
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
         self.recoveries += bool(self._settled) and hops.trouble is not None
+        self._better = ()
         while True:
             self._note_failure()
             try:
@@ -204,10 +218,39 @@ class RouteSession:
             return False
         return True
 
+    def _finds_better(self) -> bool:
+        """Whether a better route is there to be taken now: it was looked for a while ago, and its hops are linked."""
+        now = trio.current_time()
+        if self._better:
+            if all(self._links.is_open(hop.peer) for hop in self._better):
+                return True
+            if now >= self._better_until:
+                self._better = ()
+        elif self._usual_s and self._recheck.is_due(now):
+            standing = Standing(self.route, self._usual_s, len(self._history))
+            self._better = self._guide.better(standing) or ()
+            self._better_until = now + self._settings.open_s
+            for hop in self._better:
+                self._links.prepare(hop.peer, timeout_s=self._settings.open_s)
+        return False
+
+    async def _move(self) -> None:
+        """Go over to the better route; where that fails, what is left of the old one is mended."""
+        route, self._better = self._better, ()
+        log.info("session %s: moves to %s, which is better", self.id.hex()[:8], ", ".join(hop.peer for hop in route))
+        self._recheck.moved(trio.current_time())
+        self._usual_s = 0.0
+        try:
+            await self._set_up(route)
+            self.moves += 1
+        except HopFailed as failure:
+            self._hops.trouble = failure
+            self._note_failure()
+
     def _note_failure(self) -> None:
         trouble, self._hops.trouble = self._hops.trouble, None
         if trouble is not None and not trouble.blameless:
-            log.warning("session %s: %s failed: %s", self.id.hex()[:8], trouble.peer, trouble.why)
+            log.warning("session %s: %s failed: %s", self.id.hex()[:8], trouble.peer, trouble.why.text)
             self._guide.failed(trouble.peer, trouble.why, busy=trouble.busy)
 
     async def _set_up(self, route: Route) -> None:
@@ -231,7 +274,7 @@ class RouteSession:
                 break
             cuts, known = list(plan.lengths), None
         else:
-            raise HopFailed(wrong[0], "it does not cut its cache as told")
+            raise HopFailed(wrong[0], because("hop_miscut", "it does not cut its cache as told", wrong[0]))
         if known is None:
             await hops.go(plan)
         self._flowing, self._cut_to, self._settled = True, KEEP, route

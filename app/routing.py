@@ -13,6 +13,7 @@ from statistics import median_high
 from typing import NamedTuple
 
 from app.errors import AppError
+from app.reason import Reason, because
 from app.records import Announcement
 from app.span import Span
 
@@ -21,6 +22,15 @@ UNKNOWN_LINK_S = 0.05  # one way, where nothing was measured
 SLOWEST_TOKENS_PER_S = 0.1  # for members that announce no figure
 BELIEVED_TIMES = 8.0  # a claim counts for at most so many times the usual speed, until it is measured
 BUSIEST = 0.95
+
+FULL = "peer_full"
+_RESTING = {  # of a member that does not serve, by its state
+    "paused": ("peer_paused", "its owner has paused it"),
+    "draining": ("peer_draining", "it is about to leave"),
+    "joining": ("peer_loading", "it is choosing its blocks"),
+    "fetching": ("peer_loading", "it is fetching its blocks"),
+    "loading": ("peer_loading", "it is loading its blocks"),
+}
 
 LinkSeconds = Callable[[str, str], float]  # one way between two peers; "" is the asker
 
@@ -38,8 +48,13 @@ Route = tuple[Hop, ...]
 class NoRoute(AppError):
     """Some block is served by nobody that can be used now."""
 
-    def __init__(self, block: int, why: str = "", *, busy: bool = False) -> None:
-        super().__init__(f"no route: nobody serves block {block}{why or ' now; wait for a member to take it over'}")
+    code = "no_route"
+
+    def __init__(
+        self, block: int, why: str = "", *, busy: bool = False, code: str | None = None, peers: Iterable[str] = ()
+    ) -> None:
+        text = f"no route: nobody serves block {block}{why or ' now; wait for a member to take it over'}"
+        super().__init__(text, code="busy" if busy else code, peers=tuple(peers))
         self.block = block
         self.busy = busy  # its holders are well, but have no room
 
@@ -93,13 +108,26 @@ def find_route(
     known: Known | None = None,
 ) -> Route:
     """The cheapest route over members that serve; those without room only where there is no other. Raises `NoRoute`."""
-    usable = [m for m in members if m.serves and m.peer not in avoid]
-    roomy = [m for m in usable if m.kv_free_tokens >= demand.tokens]
+    judged = [(m, why_unused(m, demand)) for m in members if m.peer not in avoid]
     known = known or Known()
     try:
-        return _cheapest(roomy, demand, link_s, known)
+        return _cheapest([m for m, why in judged if why is None], demand, link_s, known)
     except NoRoute:
+        usable = [m for m, why in judged if why is None or why.code == FULL]
         return _cheapest(usable, demand, link_s, known)
+
+
+def why_unused(member: Announcement, demand: Demand) -> Reason | None:
+    """Why no session of this demand goes through a member, by what it says of itself; None where one may."""
+    peer, span = member.peer, member.span
+    if not member.serves or span is None:
+        code, text = _RESTING.get(member.state, ("peer_client", "it hosts no blocks"))
+        return because(code, text, peer)
+    if not any(demand.privacy.allows(peer, block) for block in span.blocks()):
+        return because("peer_private", f"blocks {span} go to trusted peers alone", peer)
+    if member.kv_free_tokens < demand.tokens:
+        return because(FULL, f"it has room for {member.kv_free_tokens} tokens, {demand.tokens} are needed", peer)
+    return None
 
 
 def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: int = 1) -> float:
@@ -162,6 +190,7 @@ def _missing(block: int, privacy: Privacy) -> NoRoute:
         block,
         f" that is trusted, and the first and last {privacy.edge} blocks shall stay private: host it here, name one of "
         "its holders with `shoal config set trusted`, or lower private_blocks",
+        code="private_blocks",
     )
 
 
@@ -223,15 +252,15 @@ class Bans:
 
     def __init__(self, first_s: float = 1.0, longest_s: float = 300.0) -> None:
         self._first_s, self._longest_s = first_s, longest_s
-        self._bans: dict[str, tuple[int, float, str]] = {}  # peer -> (how often, until, why)
+        self._bans: dict[str, tuple[int, float, Reason | None]] = {}  # peer -> (how often, until, why)
         self._busy: set[str] = set()
 
-    def ban(self, peer: str, now: float, why: str, *, brief: bool = False) -> bool:
+    def ban(self, peer: str, now: float, why: Reason, *, brief: bool = False) -> bool:
         """Avoid a peer, `brief` where it is busy rather than broken; False where it is avoided already.
 
         All sessions over a hop tell of the same failure, which counts once.
         """
-        times, until, _ = self._bans.get(peer, (0, float("-inf"), ""))
+        times, until, _ = self._bans.get(peer, (0, float("-inf"), None))
         if now < until and (brief or peer not in self._busy):
             return False
         (self._busy.add if brief else self._busy.discard)(peer)
@@ -248,6 +277,6 @@ class Bans:
         """Whether it was last avoided for want of room."""
         return peer in self._busy
 
-    def active(self, now: float) -> dict[str, str]:
+    def active(self, now: float) -> dict[str, Reason]:
         """Who is avoided now, and why."""
-        return {peer: why for peer, (_, until, why) in self._bans.items() if now < until}
+        return {peer: why for peer, (_, until, why) in self._bans.items() if why is not None and now < until}

@@ -13,6 +13,7 @@ import trio
 from app.errors import AppError
 from app.hop_links import HopLinks
 from app.network import FrameStream, Network
+from app.reason import Reason
 from app.route_hops import SessionSettings, Shape
 from app.route_session import RouteSession
 from app.routing import Hop, NoRoute, Route
@@ -38,8 +39,8 @@ class _OwnBlocks:
             raise NoRoute(self._hop.span.start, f": {self.why}")
         return (self._hop,)
 
-    def failed(self, peer: str, why: str, *, busy: bool) -> None:
-        self.why, self.busy = why, busy
+    def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
+        self.why, self.busy = why.text, busy
 
     def worked(self, peer: str) -> None:
         self.why = ""

@@ -39,6 +39,7 @@ from typing import NamedTuple
 
 from app.errors import RecordError
 from app.fields import canonical, check_version, decode_object
+from app.reason import NEXT_STEPS, Reason, because
 from app.span import MAX_BLOCKS, Span
 
 PROTOCOL = "/shoal/1/session"
@@ -50,6 +51,11 @@ MAX_ROWS = 4096  # in one frame
 MAX_WIDTH = 2**16
 MAX_JSON_BYTES = 1024
 MAX_DATA_BYTES = 48 * 2**20
+
+# Why a hop turns a session away (`app.admission`).
+REFUSALS = frozenset(
+    {"sessions_full", "asker_sessions_full", "cache_full", "cache_reserved", "not_hosted", "context_exceeded"}
+)
 
 _HEADER = struct.Struct("<16sIIBBHIII")
 HEADER_BYTES = _HEADER.size
@@ -108,10 +114,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What went wrong at a hop: a stable code and words for a person."""
+    """What went wrong at a hop: what kind of trouble it is, which its asker acts upon, and words for a person."""
 
     code: str  # busy, refused, draining; gap, link, missing, closed, failed; evicted (kept outputs, for information)
     text: str
+    why: str = ""  # of the reason, where it says more than the kind of trouble
 
 
 def row_bytes(dtype: int, width: int) -> int:
@@ -145,7 +152,8 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: Turn) -> bytes:
 
 def encode_trouble(session: bytes, epoch: int, position: int, trouble: Trouble) -> bytes:
     """The frame that tells the asker of trouble."""
-    body = canonical({"code": trouble.code, "text": trouble.text[:400]})
+    values = {"code": trouble.code, "text": trouble.text[:400], **({"why": trouble.why} if trouble.why else {})}
+    body = canonical(values)
     return header(Kind.TROUBLE, session, epoch, position, length=len(body)) + body
 
 
@@ -209,4 +217,12 @@ def decode_trouble(frame: Frame) -> Trouble:
     """The words in a TROUBLE frame; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
     text = fields.text("text", 400, "")
-    return Trouble(fields.text("code", 16), "".join(c if c.isprintable() else " " for c in text))
+    words = "".join(c if c.isprintable() else " " for c in text)
+    return Trouble(fields.text("code", 16), words, fields.text("why", 32, ""))
+
+
+def reason_told(peer: str, trouble: Trouble) -> Reason:
+    """What a hop said of itself, as a reason; a code that this node does not know counts as the kind of trouble."""
+    kind = f"hop_{trouble.code}"
+    code = trouble.why if trouble.why in REFUSALS else kind if kind in NEXT_STEPS else "hop_failed"
+    return because(code, trouble.text or "it did not say why", peer)

@@ -31,14 +31,16 @@ from app.neighbours import route_neighbours
 from app.network import FrameStream, Network
 from app.node_network import told_peers
 from app.pausing import Pause, Pausing
+from app.reason import Reason, because
 from app.records import SwarmRecord
 from app.refusals import Refusals
 from app.remembered import Memberships, Remembered
 from app.replying import Replying
-from app.snapshot import PeerView, Reason, State
+from app.snapshot import PeerView, State
 from app.span import Span
 from app.steps import Steps
 from app.swarm_name import SwarmName
+from app.troubles import reason_of
 from app.trust_book import TrustBook
 from app.weights.extents import WeightsError
 from app.weights.keeping import Room
@@ -81,7 +83,8 @@ class Stay:
         self.swarm = swarm
         self._around = around
         self.state: State = "joining"
-        self.why = Reason("looking", f"looking for members of {swarm}")
+        self._told = told_peers(around.config(), swarm)
+        self.why = because("looking", f"looking for members of {swarm}", *self._told)
         self.settled = trio.Event()  # it has joined, or failed, or both will take longer than anybody waits
         self.joined = False
         self.failure: AppError | P2PError | None = None
@@ -93,7 +96,6 @@ class Stay:
         self.source_name: str | None = None  # of the model's files on this machine
         self.steps = Steps(around.changed)
         self.steps.done("identity", around.identity.peer_id)
-        self._told = told_peers(around.config(), swarm)
         self._refusals = Refusals(self._told)
 
     # --- what can be seen --------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class Stay:
     def peers(self, network: Network) -> tuple[PeerView, ...]:
         """The other members as a person sees them."""
         links, trust = {link.peer: link for link in network.links()}, self._around.trust
+        unused = {} if self.replying is None else self.replying.unused()
         views = []
         for member in self.members():
             link, said = links.get(member.peer), member.announcement
@@ -123,6 +126,7 @@ class Stay:
                 why=trust.standing(member.peer).why,
                 up_bytes=0 if link is None else link.bytes_out,
                 down_bytes=0 if link is None else link.bytes_in,
+                unused=member.absence or unused.get(member.peer),
             )
             views.append(view)
         return tuple(sorted(views, key=lambda view: (view.start is None, view.start or 0, view.peer)))
@@ -155,7 +159,7 @@ class Stay:
     async def leave(self) -> None:
         """Let sessions move on, half a minute at most, then say goodbye, two seconds at most."""
         if self.hosting is not None:
-            self._say("draining", Reason("leaving", "sessions move to other members"))
+            self._say("draining", because("leaving", "sessions move to other members"))
             await self.hosting.retire()
         if self.membership is not None:
             await self.membership.leave()
@@ -180,8 +184,8 @@ class Stay:
             self.membership.announce(name=name)
 
     async def _weigh_refusals(self, network: Network) -> None:
-        self.failure = await self._refusals.conclusive(network)
-        self._say("joining", Reason("refused", str(self.failure)))
+        self.failure = refusal = await self._refusals.conclusive(network)
+        self._say("joining", reason_of(refusal))
         self.settled.set()
 
     async def _enter(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
@@ -274,7 +278,7 @@ class Stay:
             if trouble is not None and self.state == "serving" and hosting.runner is runner:
                 log.error("%s: this node failed its own test and starts hosting anew: %s", self.swarm, trouble)
                 membership.announce(state="loading", span=None)
-                self._say("loading", Reason("self_probe", f"this node failed its own test: {trouble}"))
+                self._say("loading", because("probe_blocks", f"this node failed its own test: {trouble}"))
                 await hosting.unload()
                 hosts.cancel()
                 return
@@ -313,7 +317,7 @@ class Stay:
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
         wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
         try:
-            self._say("joining", Reason("looking_around", "looking at what the others host"))
+            self._say("joining", because("looking_around", "looking at what the others host"))
             async with trio.open_nursery() as nursery:
                 # Torch takes seconds to load, which go by while the members are met.
                 nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
@@ -326,8 +330,7 @@ class Stay:
             self.hosting = None
             membership.announce(state="client", span=None)
             self.steps.failed(str(error))
-            mend = "`shoal doctor` says what this machine can host"
-            self._settle("client", Reason("cannot_host", f"this node hosts nothing: {error}", next_step=mend))
+            self._settle("client", because("cannot_host", f"this node hosts nothing: {error}"))
 
     async def _attend_self(self, stream: FrameStream) -> None:
         """This node's own questions to its own blocks."""

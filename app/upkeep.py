@@ -21,7 +21,8 @@ from app.courtesy.watch import Watch
 from app.dwelling import Dwelling
 from app.home import Home
 from app.pausing import Pausing
-from app.snapshot import CourtesyView, Reason
+from app.reason import Reason
+from app.snapshot import CourtesyView
 from app.statistics import Statistics
 
 LOOK_S = 2.0

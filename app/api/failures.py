@@ -6,6 +6,7 @@ Under `/v1` they have the form that OpenAI's clients know (`app.api.openai_error
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +15,8 @@ from starlette.exceptions import HTTPException
 
 from app.api import openai_errors
 from app.errors import AlreadyRunning, AppError, NameConflict, NotRunning, RecordError, UnknownSwarm, UsageError
+from app.reason import Reason, because
+from app.troubles import reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
@@ -42,15 +45,21 @@ def install(application: FastAPI) -> None:
     application.add_exception_handler(Exception, _internal)
 
 
-def failure(status: int, kind: str, message: str) -> JSONResponse:
+def body(kind: str, why: Reason) -> dict[str, Any]:
+    """One failure as JSON has it: its type, its words, and the rest of its reason."""
+    told = {"type": kind, "message": " ".join(why.text.split()), "code": why.code, "next_step": why.next_step}
+    return {"error": {**told, "peers": list(why.peers)}}
+
+
+def failure(status: int, kind: str, why: Reason) -> JSONResponse:
     """One failure."""
-    return JSONResponse({"error": {"type": kind, "message": " ".join(message.split())}}, status)
+    return JSONResponse(body(kind, why), status)
 
 
 def told(error: Exception) -> JSONResponse:
     """An error of ours as the answer to a request."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    return failure(status, type(error).__name__, str(error) or type(error).__doc__ or "")
+    return failure(status, type(error).__name__, reason_of(error))
 
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:
@@ -63,20 +72,21 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         return openai_errors.invalid(error.errors())
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
-    return failure(400, "UsageError", f"the request's {where or 'body'} is wrong: {first['msg']}")
+    why = because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}")
+    return failure(400, "UsageError", why)
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}"
+    why = because("bad_request", f"{request.method} {request.url.path}: {error.detail}")
     if openai_errors.speaks(request.url.path):
-        return openai_errors.failure(error.status_code, text)
-    return failure(error.status_code, "HTTPException", text)
+        return openai_errors.failure(error.status_code, why)
+    return failure(error.status_code, "HTTPException", why)
 
 
 async def _internal(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    text = f"internal error: {type(error).__name__}; the node's log says more"
+    why = because("internal", f"internal error: {type(error).__name__}; the node's log says more")
     if openai_errors.speaks(request.url.path):
-        return openai_errors.failure(500, text)
-    return failure(500, "InternalError", text)
+        return openai_errors.failure(500, why)
+    return failure(500, "InternalError", why)

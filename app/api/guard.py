@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from app.api import openai_errors
+from app.api import failures, openai_errors
+from app.reason import Reason, because
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -49,17 +50,18 @@ class Guard:
             return
         await self._application(scope, _bounded(receive), send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str, str] | None:
+    def _refusal(self, scope: Scope) -> tuple[int, str, Reason] | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = headers.get(b"host", b"")
         if not _is_own(host, everywhere=self._everywhere):
-            return 403, "Forbidden", "the API answers to 127.0.0.1 and localhost alone"
+            return 403, "Forbidden", because("foreign_host", "the API answers to 127.0.0.1 and localhost alone")
         if b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
-            return 403, "Forbidden", "the API does not answer to pages of other sites"
+            return 403, "Forbidden", because("foreign_origin", "the API does not answer to pages of other sites")
         if scope["path"] in OPEN_PATHS:
             return None
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            return 401, "WrongToken", "the token is missing or wrong: it is in the file `token` of the home folder"
+            text = "the token is missing or wrong: it is in the file `token` of the home folder"
+            return 401, "WrongToken", because("wrong_token", text)
         return None
 
 
@@ -86,10 +88,8 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-async def _refuse(send: Send, path: str, status: int, kind: str, message: str) -> None:
-    told: dict[str, Any] = {"error": {"type": kind, "message": message}}
-    if openai_errors.speaks(path):
-        told = openai_errors.body(status, message, code="invalid_api_key" if status == 401 else None)
+async def _refuse(send: Send, path: str, status: int, kind: str, why: Reason) -> None:
+    told = openai_errors.body(status, why) if openai_errors.speaks(path) else failures.body(kind, why)
     body = json.dumps(told).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:

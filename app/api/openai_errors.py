@@ -9,32 +9,29 @@ from starlette.responses import JSONResponse
 
 from app.asker import PromptTooLong
 from app.errors import AppError, RecordError, UsageError
-from app.replying import NoModelHere
-from app.route_session import SessionLost
+from app.reason import Reason, because
 from app.routing import NoRoute
+from app.troubles import reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
 PREFIX = "/v1"
-_OURS: tuple[tuple[type[Exception], int, str | None], ...] = (  # the first that fits counts
-    (PromptTooLong, 400, "context_length_exceeded"),
-    (UsageError, 400, None),
-    (RecordError, 400, None),
-    (EngineError, 400, None),
-    (NoRoute, 503, "no_route"),
-    (SessionLost, 503, "session_lost"),
-    (NoModelHere, 503, "model_not_here"),
-    (AppError, 503, "not_ready"),
-    (P2PError, 503, "network"),
+_STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first that fits counts
+    (PromptTooLong, 400),
+    (UsageError, 400),
+    (RecordError, 400),
+    (EngineError, 400),
+    (AppError, 503),
+    (P2PError, 503),
 )
 
 
 class Refusal(AppError):
     """A request that the endpoint understands and does not serve, with what OpenAI's clients look at."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "bad_request") -> None:
+        super().__init__(message, code=code)
+        self.status, self.param = status, param
 
 
 def speaks(path: str) -> bool:
@@ -42,28 +39,28 @@ def speaks(path: str) -> bool:
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
-def body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """One failure as JSON has it."""
+def body(status: int, why: Reason, *, param: str | None = None) -> dict[str, Any]:
+    """One failure as JSON has it, with what `/api` says of it besides."""
     kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     usual = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": " ".join(message.split()), "type": kind.get(status, usual), "param": param, "code": code}
-    return {"error": told}
+    told = {"message": " ".join(why.text.split()), "type": kind.get(status, usual), "param": param, "code": why.code}
+    return {"error": {**told, "peers": list(why.peers), "next_step": why.next_step}}
 
 
-def failure(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+def failure(status: int, why: Reason, *, param: str | None = None) -> JSONResponse:
     """One failure as an answer."""
-    return JSONResponse(body(status, message, param=param, code=code), status)
+    return JSONResponse(body(status, why, param=param), status)
 
 
 def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """An error of ours."""
-    text = str(error) or type(error).__doc__ or ""
+    why = reason_of(error)
     if isinstance(error, Refusal):
-        return error.status, body(error.status, text, param=error.param, code=error.code)
+        return error.status, body(error.status, why, param=error.param)
     if isinstance(error, NoRoute) and error.busy:
-        return 429, body(429, text, code="busy")
-    status, code = next((status, code) for kind, status, code in _OURS if isinstance(error, kind))
-    return status, body(status, text, code=code)
+        return 429, body(429, why)
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    return status, body(status, why)
 
 
 def told(error: Exception) -> JSONResponse:
@@ -79,7 +76,8 @@ def invalid(errors: Sequence[Any]) -> JSONResponse:
     if first["type"] == "unsupported":
         param = first["ctx"]["field"] if not where else where
         text = first["msg"] if not where else f"{where}: {first['msg']}"
-        return failure(400, text, param=param, code="unsupported_parameter")
+        return failure(400, because("unsupported_parameter", text), param=param)
     if first["type"] == "extra_forbidden":
-        return failure(400, f"{where} is not supported here", param=where, code="unsupported_parameter")
-    return failure(400, f"the request's {where or 'body'} is wrong: {first['msg']}", param=where or None)
+        return failure(400, because("unsupported_parameter", f"{where} is not supported here"), param=where)
+    why = because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}")
+    return failure(400, why, param=where or None)

@@ -30,9 +30,13 @@ log = logging.getLogger("shoal.api")
 class PortInUse(AppError):
     """The port that was asked for the API is taken; choose another --api-port, or 0 for any free one."""
 
+    code = "port_in_use"
+
 
 class NoSuchAddress(AppError):
     """The API cannot listen on the address that was asked for; set `api_host` to one of this machine's."""
+
+    code = "no_such_address"
 
 
 def open_socket(port: int, *, explicit: bool, host: str = HOST) -> socket.socket:

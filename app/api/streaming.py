@@ -14,7 +14,9 @@ import trio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.api import failures
 from app.errors import AppError
+from app.troubles import reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
@@ -65,7 +67,7 @@ async def json_lines(pieces: AsyncGenerator[dict[str, Any], None]) -> AsyncGener
         except OURS as error:
             if not began:
                 raise
-            yield _line({"error": {"type": type(error).__name__, "message": " ".join(str(error).split())}})
+            yield _line(failures.body(type(error).__name__, reason_of(error)))
 
 
 def _line(value: dict[str, Any]) -> bytes:

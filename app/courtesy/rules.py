@@ -12,8 +12,9 @@ from datetime import datetime
 from typing import Any
 
 from app.courtesy.schedule import parse_schedule
+from app.reason import Reason, because
 from app.settings import SETTINGS, Settings
-from app.snapshot import Reason, RuleView
+from app.snapshot import RuleView
 from app.units import format_size
 
 COOLER_C = 5.0  # below the limit before a hot device counts as cool again
@@ -190,7 +191,7 @@ def why_rest(rules: Sequence[Rule], standings: Mapping[str, Standing]) -> Reason
     for rule in rules:
         standing = standings[rule.code]
         if rule.pauses and standing.applies:
-            return Reason(rule.code, standing.reason, next_step=f"`{rule.way_out}` drops this rule")
+            return because(rule.code, standing.reason, next_step=f"`{rule.way_out}` drops this rule")
     return None
 
 

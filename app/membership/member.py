@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from app.reason import Reason, because
 from app.records import Announcement
 
 # Alive and draining are what a member says of itself; suspect and dead are what this node found; left is said again.
@@ -14,6 +15,12 @@ State = Literal["alive", "draining", "suspect", "dead", "left"]
 # joined: it is new, or back from the dead. proven: this node was in contact with it for the first time. moved: it says
 # another state or span. updated: it says something lesser, such as its speed. recovered: it was suspected wrongly.
 ChangeKind = Literal["joined", "proven", "moved", "draining", "updated", "suspected", "recovered", "dead", "left"]
+
+_GONE = {
+    "suspect": ("peer_suspect", "it did not answer the last time"),
+    "dead": ("peer_dead", "it has not answered for a while"),
+    "left": ("peer_left", "it said goodbye"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,12 @@ class Member:
     @property
     def present(self) -> bool:
         """Whether it takes part, as far as this node knows."""
-        return self.state in ("alive", "draining")
+        return self.state not in _GONE
+
+    @property
+    def absence(self) -> Reason | None:
+        """Why it takes no part, as far as this node knows; None where it does."""
+        return None if self.present else because(*_GONE[self.state], self.peer)
 
 
 @dataclass(frozen=True, slots=True)

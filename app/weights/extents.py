@@ -13,6 +13,8 @@ from app.merkle import CHUNK_BYTES, chunk_count, leaf_hash
 class WeightsError(AppError):
     """A model's bytes cannot be read, written, fetched or trusted."""
 
+    code = "weights_missing"
+
 
 @dataclass(frozen=True)
 class Extent:

@@ -17,8 +17,9 @@ import trio.testing
 from app.courtesy.rules import RULES, Readings, believable, limits_at
 from app.courtesy.sensors import Sensors, Source, machine_sources
 from app.courtesy.watch import LOOK_S, ONLY_HOLDER_S, Watch
+from app.reason import Reason
 from app.settings import Settings
-from app.snapshot import Reason, RuleView
+from app.snapshot import RuleView
 from engine.sensors import Unavailable
 
 MONDAY = datetime(2026, 3, 2, 8, 0)

@@ -24,9 +24,9 @@ from app.founding import Wish, found
 from app.home import Home, find_node, hold
 from app.invite import Invite, new_secret
 from app.node import Node
+from app.reason import Reason
 from app.remembered import Remembered, load, update
 from app.settings import Value
-from app.snapshot import Reason
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 

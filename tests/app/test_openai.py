@@ -130,18 +130,25 @@ async def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], param
     ("path", "body", "status", "param", "code", "words"),
     [
         ("/v1/chat/completions", {**CHAT, "model": "gpt-9"}, 404, "model", "model_not_found", "'home'"),
-        ("/v1/chat/completions", {**CHAT, "max_tokens": 1}, 503, None, "not_ready", "nobody serves block 3"),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 1}, 503, None, "failed", "nobody serves block 3"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 2}, 400, None, "context_length_exceeded", "context"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 3}, 503, None, "no_route", "block 3"),
         ("/v1/chat/completions", {**CHAT, "max_tokens": 4}, 429, None, "busy", "block 3"),
-        ("/v1/chat/completions", {**CHAT, "temperature": -1}, 400, "temperature", None, "temperature"),
-        ("/v1/chat/completions", {**CHAT, "max_tokens": 5, "max_completion_tokens": 6}, 400, None, None, "contradict"),
-        ("/v1/chat/completions", {**CHAT, "stream_options": {}}, 400, None, None, "stream"),
-        ("/v1/chat/completions", {"model": "home", "messages": []}, 400, "messages", None, "messages"),
-        ("/v1/chat/completions", [], 400, None, None, "wrong"),
+        ("/v1/chat/completions", {**CHAT, "temperature": -1}, 400, "temperature", "bad_request", "temperature"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "max_tokens": 5, "max_completion_tokens": 6},
+            400,
+            None,
+            "bad_request",
+            "contradict",
+        ),
+        ("/v1/chat/completions", {**CHAT, "stream_options": {}}, 400, None, "bad_request", "stream"),
+        ("/v1/chat/completions", {"model": "home", "messages": []}, 400, "messages", "bad_request", "messages"),
+        ("/v1/chat/completions", [], 400, None, "bad_request", "wrong"),
         ("/v1/completions", {**TEXT, "echo": True}, 400, "echo", "unsupported_parameter", "echo"),
-        ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}, 400, None, None, "prompt"),
-        ("/v1/nothing", {}, 404, None, None, "/v1/nothing"),
+        ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}, 400, None, "bad_request", "prompt"),
+        ("/v1/nothing", {}, 404, None, "bad_request", "/v1/nothing"),
     ],
 )
 async def test_errors_have_openais_form(
@@ -150,7 +157,7 @@ async def test_errors_have_openais_form(
     async with running_api(DoubleNode()) as client:
         answer = await post(client, path, body)
     error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
+    assert set(error) == {"message", "type", "param", "code", "peers", "next_step"}
     assert (answer.status_code, error["code"]) == (status, code)
     assert words in error["message"]
     assert error["param"] == param or param is None
@@ -183,7 +190,7 @@ async def test_the_token_is_asked_for_in_openais_form() -> None:
     async with running_api(DoubleNode()) as client:
         answer = await post(client, "/v1/chat/completions", CHAT, token="wrong")
     assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert answer.json()["error"]["code"] == "wrong_token"
 
 
 @pytest.mark.parametrize("stream", [True, False])

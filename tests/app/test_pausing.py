@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from app.pausing import LOOK_S, Pausing
-from app.snapshot import Reason
+from app.reason import Reason
 
 BATTERY = Reason("pause_battery", "on battery")
 

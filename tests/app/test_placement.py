@@ -23,6 +23,7 @@ from app.placement import (
     decide,
     due,
 )
+from app.reason import because
 from app.records import Announcement
 from app.span import Span
 
@@ -106,7 +107,8 @@ def test_a_block_that_rests_on_one_holder_gets_a_second_soon() -> None:
     thick = [holder(f"t{number}", 0, 6) for number in range(3)]
     move = decide(Candidate("me", 6, 10.0, Span(0, 6), 1.0), [*thick, holder("lone", 6, 12)], BLOCKS)
     assert move is not None
-    assert (move.span, move.code) == (Span(6, 12), "lone_holder")
+    assert (move.span, move.why.code) == (Span(6, 12), "lone_holder")
+    assert move.why.peers == ("lone",)
     assert THIN_WAIT_S <= move.after_s <= 30
 
 
@@ -116,8 +118,8 @@ def test_a_second_holder_is_no_reason_to_leave_another_block_to_one() -> None:
 
 
 def test_a_waiting_move_comes_no_later_unless_its_reason_changes() -> None:
-    slow, fast = Move(Span(0, 2), 60.0, "", "gain"), Move(Span(2, 4), 90.0, "", "gain")
-    hole = Move(Span(4, 6), 2.0, "", "hole")
+    gain, hole = because("gain", "-"), Move(Span(4, 6), 2.0, because("hole", "-"))
+    slow, fast = Move(Span(0, 2), 60.0, gain), Move(Span(2, 4), 90.0, gain)
     waiting = due(None, slow, 100.0)
     assert waiting == Due(slow, 160.0)
     assert due(waiting, fast, 110.0) == Due(fast, 160.0)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.reason import because
 from app.records import Announcement
 from app.routing import (
     HOP_S,
@@ -141,16 +142,17 @@ def test_mending_gives_up_the_old_route_where_only_a_new_one_will_do() -> None:
 
 def test_bans_grow_and_are_forgiven() -> None:
     bans = Bans(first_s=5, longest_s=15)
-    bans.ban("a", 0.0, "frozen")
-    assert bans.active(4.9) == {"a": "frozen"}
+    frozen = because("hop_silent", "frozen", "a")
+    bans.ban("a", 0.0, frozen)
+    assert bans.active(4.9) == {"a": frozen}
     assert bans.active(5.1) == {}
-    bans.ban("a", 10.0, "frozen")
+    bans.ban("a", 10.0, frozen)
     assert "a" in bans.active(19.9)
-    bans.ban("a", 20.0, "frozen")
+    bans.ban("a", 20.0, frozen)
     assert "a" in bans.active(34.9)
     assert "a" not in bans.active(35.1)
     bans.forgive("a")
-    bans.ban("a", 40.0, "busy", brief=True)
+    bans.ban("a", 40.0, because("hop_busy", "busy", "a"), brief=True)
     assert "a" in bans.active(42.4)
     assert "a" not in bans.active(42.6)
 

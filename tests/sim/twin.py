@@ -16,7 +16,8 @@ import trio
 from app.hosting import Hosting, HostingWish, Say
 from app.membership import Swarm, SwarmSetup, Tempo
 from app.placement import Move
-from app.snapshot import Reason, State
+from app.reason import Reason
+from app.snapshot import State
 from app.span import Span
 from engine.budget import BlockBudget
 from engine.device import Device
@@ -46,7 +47,7 @@ class SimHosting(Hosting):
 
     async def _load(self, plan: HostingPlan, move: Move) -> None:
         spec = self._spec
-        self._say("loading", Reason(move.code, move.reason))
+        self._say("loading", move.why)
         self._swarm.announce(state="loading", span=move.span)
         await self.server.host(None)
         self._hosted = self._span = None
@@ -57,7 +58,7 @@ class SimHosting(Hosting):
         self._hosted, self._span, self._settled_at = loaded, move.span, trio.current_time()
         await self.server.host(runner)
         self._announce()
-        self._say("serving", Reason(move.code, move.reason))
+        self._say("serving", move.why)
 
 
 @dataclass(eq=False)
