@@ -82,6 +82,22 @@ class HopLinks:
                 self._nursery.start_soon(link.read)
             return link
 
+    def is_open(self, peer: str) -> bool:
+        """Whether there is a link that needs no opening."""
+        link = self._links.get(peer)
+        return link is not None and not link.outlet.broken
+
+    def prepare(self, peer: str, *, timeout_s: float) -> None:
+        """Open a link for later, while nobody waits for it."""
+        if not self.is_open(peer):
+            self._nursery.start_soon(self._prepare, peer, timeout_s)
+
+    async def _prepare(self, peer: str, timeout_s: float) -> None:
+        try:
+            await self.to(peer, timeout_s=timeout_s)
+        except P2PError as error:
+            log.info("%s cannot be reached for a better route: %s", peer, error)
+
     async def _open(self, peer: str, timeout_s: float) -> FrameStream:
         if peer == self._network.peer_id and self._own_server is not None:
             here, there = loop_streams(peer)

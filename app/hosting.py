@@ -89,6 +89,7 @@ class Hosting:
         self._settled_at = self._announced_at = self._busy_s = 0.0
         self._news = trio.Event()
         self._due: Due | None = None
+        self._withdrawn = False
         self._choosing = trio.CancelScope()
         self._chosen = trio.Event()  # no other place will be chosen
 
@@ -136,10 +137,13 @@ class Hosting:
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Choose, load, serve, and choose again when the swarm changes; started once it serves or stays a client."""
-        self._plan = await self._make_plan()
+        try:
+            self._plan = await self._make_plan()
+        finally:
+            if self._plan is None:
+                self._chosen.set()
         if self._plan is None:
             self._swarm.announce(state="client", span=None)
-            self._chosen.set()
             task_status.started()
             return
         stop_listening = self._swarm.subscribe(self._hear)
@@ -178,6 +182,18 @@ class Hosting:
         plan, self._hosted, self._span = self._plan, None, None
         if plan is not None:
             await self._device.run(release, plan.device.id)
+
+    def withdraw(self) -> None:
+        """Offer nothing until `appear`; what is loaded stays loaded, and sessions that are here go on."""
+        self._withdrawn = True
+        if self._span is not None:
+            self._swarm.announce(state="loading")
+
+    def appear(self) -> None:
+        """Offer again what is loaded."""
+        self._withdrawn = False
+        if self._hosted is not None:
+            self._announce()
 
     def _hear(self, change: Change) -> None:
         # That a member was met, or a figure drifted, is no reason to think anew: a large swarm says so all the time.
@@ -278,7 +294,7 @@ class Hosting:
         assert self._plan is not None, "only what is loaded is announced"
         throughput = self._hosted.throughput
         self._swarm.announce(
-            state="serving",
+            state="loading" if self._withdrawn else "serving",
             span=self._span,
             growing=growing,
             decode_tokens_per_s=throughput.decode_tokens_per_s,

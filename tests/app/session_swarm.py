@@ -29,13 +29,15 @@ class SessionSwarm:
         self.fabric, self.nursery = fabric, nursery
         self.servers: dict[str, BlockServer] = {}
         self.runners: dict[str, Any] = {}
+        self.devices: dict[str, InlineDevice] = {}
         self.announcements: dict[str, Announcement] = {}
 
     async def serve(
         self, name: str, runner: BlockRunner, *, speed: float = 100.0, settings: ServerSettings | None = None
     ) -> BlockServer:
         """A node that serves blocks."""
-        server = BlockServer(self.fabric.node(name), runner, InlineDevice(STEP_S), settings)
+        device = self.devices[name] = InlineDevice(STEP_S)
+        server = BlockServer(self.fabric.node(name), runner, device, settings)
         await self.nursery.start(server.run)
         self.servers[name], self.runners[name] = server, runner
         span = Span(runner.start, runner.stop)
