@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import trio
 
 from p2p.errors import StreamReset
+from p2p.values import Buffer
 
 
 class ByteStream(Protocol):
     """An ordered, reliable stream of bytes; a libp2p stream, a socket and a memory pipe all fit through adapters."""
 
-    async def write(self, data: bytes) -> None:
-        """Write all of it; raises `StreamReset` where the stream is gone. Never called by two tasks at once."""
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """Write all of them; raises `StreamReset` where the stream is gone. Never called by two tasks at once."""
 
     async def read(self, max_bytes: int) -> bytes:
         """At least one byte, or b"" at the end; raises `StreamReset` where the stream broke."""
@@ -31,10 +33,10 @@ class TrioByteStream:
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
 
-    async def write(self, data: bytes) -> None:
-        """Write all of it."""
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """Write all of them."""
         try:
-            await self._stream.send_all(data)
+            await self._stream.send_all(b"".join(parts))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise StreamReset("the byte stream broke while writing") from error
 

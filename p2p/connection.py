@@ -7,7 +7,7 @@ multiplexer, or `abort`, ends them all at once, even where the peer no longer re
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import trio
@@ -16,6 +16,7 @@ from . import multistream
 from .addresses import Address, Scope
 from .errors import P2PError, PeerUnreachable, StreamReset
 from .log_limit import LogLimit
+from .values import Buffer
 
 NEGOTIATION_TIMEOUT_S = 10.0
 _GOODBYE_S = 0.5
@@ -48,8 +49,12 @@ class Stream:
 
     async def write(self, data: bytes) -> None:
         """Send `data`; waits while the peer's window is full."""
+        await self.write_parts((data,))
+
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """Send the concatenation of `parts` without making it."""
         try:
-            await self.muxed.write(data)
+            await self.muxed.write_parts(parts)
         except Exception as error:
             raise StreamReset(f"the stream to {self.peer} broke ({type(error).__name__})") from error
 

@@ -53,7 +53,10 @@ _TEXT_BYTES = {
 
 
 class Frame(NamedTuple):
-    """One frame: `total` is the length of the whole message's body, `body` this chunk of it."""
+    """One frame: `total` is the length of the whole message's body, `body` this chunk of it.
+
+    A long chunk that came in pieces is in `pieces` instead, so that it is copied once, when its message is whole.
+    """
 
     kind: int
     flags: int
@@ -62,6 +65,7 @@ class Frame(NamedTuple):
     arg: int
     name: str
     body: bytes
+    pieces: tuple[Buffer, ...] = ()
 
     @property
     def priority(self) -> int:
@@ -82,7 +86,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames; holds at most one incomplete frame."""
+    """Cuts a byte stream into frames; holds at most one incomplete frame, in the pieces that it came in."""
 
     def __init__(self) -> None:
         self._parts: list[Buffer] = []
@@ -92,73 +96,100 @@ class FrameDecoder:
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes; after a `ProtocolError` the decoder is of no more use."""
-        if self._held:
-            self._parts.append(data)
-            self._held += len(data)
-            if self._held < self._needed:
-                return []
-            data = b"".join(self._parts)
-            self._parts = []
-        start = 0
         if not self._greeted:
-            start = self._greet(data)
-            if not self._greeted:
+            data = b"".join((*self._parts, data))
+            self._parts = []
+            if not self._greet(data):
                 return []
+            data = data[len(PREFACE) :]
         frames: list[Frame] = []
-        size = len(data)
+        start, size = 0, len(data)
+        while self._held:
+            if (start := self._resume(data, start, frames)) >= size:
+                return frames
         while True:
-            end = self._end_of_frame(data, start, size)
+            end = _end_of_frame(data, start, size)
             if end > size:
                 break
-            frame = _parse(data, start, end)
-            start = end
-            if frame is not None:
+            if (frame := _parse(data, start, end)) is not None:
                 frames.append(frame)
-        self._hold(data, start)
-        self._needed = end - start
+            start = end
+        self._parts = [_piece(data, start, size)] if start < size else []
+        self._held, self._needed = size - start, end - start
         return frames
 
-    def _end_of_frame(self, data: bytes, start: int, size: int) -> int:
-        if size - start < HEADER.size:
-            return start + HEADER.size
-        kind, flags, name_length, _, length, total, _ = HEADER.unpack_from(data, start)
-        if length > CHUNK_BYTES or total > MAX_BODY_BYTES or length > total or name_length > MAX_NAME_BYTES:
-            raise ProtocolError(f"a frame of kind {kind} declares {length} of {total} bytes, name {name_length}")
-        if kind in _CHUNKED:
-            self._check_chunk(flags, length, total, name_length, kind)
-        elif kind in _KINDS:
-            if flags & WHOLE != WHOLE or length != total or length > _TEXT_BYTES.get(kind, 0):
-                raise ProtocolError(f"a frame of kind {kind} must be whole and carry no more than its text")
-            if bool(name_length) != (kind in _NAMED):
-                raise ProtocolError(f"a frame of kind {kind} has a name of {name_length} bytes")
-        elif kind < OPTIONAL_KINDS:
-            raise ProtocolError(f"unknown frame kind {kind}; the peer may run a newer version")
-        return start + int(HEADER.size + name_length + length)
+    def _resume(self, data: bytes, start: int, frames: list[Frame]) -> int:
+        """Add to the frame that is held what `data` has of it: where the rest of `data` begins."""
+        stop = min(start + self._needed - self._held, len(data))
+        self._parts.append(_piece(data, start, stop))
+        self._held += stop - start
+        if self._held < self._needed:
+            return stop
+        if self._held == HEADER.size:  # now that the header is here, it is known how much is to come
+            self._parts = [b"".join(self._parts)]
+            self._needed = _end_of_frame(self._parts[0], 0, HEADER.size)
+            if self._needed > HEADER.size:
+                return stop
+        if (frame := _assemble(self._parts)) is not None:
+            frames.append(frame)
+        self._parts, self._held = [], 0
+        return stop
 
-    @staticmethod
-    def _check_chunk(flags: int, length: int, total: int, name_length: int, kind: int) -> None:
-        whole = flags & WHOLE == WHOLE
-        # Every chunk but the last is full: so a message cannot be cut into millions of tiny frames.
-        if (whole and length != total) or (not flags & LAST and length != CHUNK_BYTES):
-            raise ProtocolError(f"a chunk of {length} bytes of a message of {total} is cut wrongly")
-        if bool(name_length) != (kind == Kind.REQUEST and bool(flags & FIRST)):
-            raise ProtocolError(f"a chunk of kind {kind} has a name of {name_length} bytes")
-
-    def _greet(self, data: bytes) -> int:
+    def _greet(self, data: bytes) -> bool:
         size = min(len(data), len(MAGIC))
         if data[:size] != MAGIC[:size]:
             raise ProtocolError("the peer does not speak Shoal's link protocol")
         if len(data) > len(MAGIC) and data[len(MAGIC)] != MAJOR:
             raise ProtocolError(f"the peer speaks version {data[len(MAGIC)]} of the link protocol, this node {MAJOR}")
-        if len(data) < len(PREFACE):
-            self._hold(data, 0)
-            return 0
-        self._greeted = True
-        return len(PREFACE)
+        self._greeted = len(data) >= len(PREFACE)
+        if not self._greeted:
+            self._parts = [data]
+        return self._greeted
 
-    def _hold(self, data: bytes, start: int) -> None:
-        self._held = len(data) - start
-        self._parts = [data[start:]] if self._held else []
+
+def _end_of_frame(data: Buffer, start: int, size: int) -> int:
+    """Where the frame at `start` ends, or its header where that is not there yet."""
+    if size - start < HEADER.size:
+        return start + HEADER.size
+    kind, flags, name_length, _, length, total, _ = HEADER.unpack_from(data, start)
+    if length > CHUNK_BYTES or total > MAX_BODY_BYTES or length > total or name_length > MAX_NAME_BYTES:
+        raise ProtocolError(f"a frame of kind {kind} declares {length} of {total} bytes, name {name_length}")
+    if kind in _CHUNKED:
+        _check_chunk(flags, length, total, name_length, kind)
+    elif kind in _KINDS:
+        if flags & WHOLE != WHOLE or length != total or length > _TEXT_BYTES.get(kind, 0):
+            raise ProtocolError(f"a frame of kind {kind} must be whole and carry no more than its text")
+        if bool(name_length) != (kind in _NAMED):
+            raise ProtocolError(f"a frame of kind {kind} has a name of {name_length} bytes")
+    elif kind < OPTIONAL_KINDS:
+        raise ProtocolError(f"unknown frame kind {kind}; the peer may run a newer version")
+    return start + int(HEADER.size + name_length + length)
+
+
+def _check_chunk(flags: int, length: int, total: int, name_length: int, kind: int) -> None:
+    whole = flags & WHOLE == WHOLE
+    # Every chunk but the last is full: so a message cannot be cut into millions of tiny frames.
+    if (whole and length != total) or (not flags & LAST and length != CHUNK_BYTES):
+        raise ProtocolError(f"a chunk of {length} bytes of a message of {total} is cut wrongly")
+    if bool(name_length) != (kind == Kind.REQUEST and bool(flags & FIRST)):
+        raise ProtocolError(f"a chunk of kind {kind} has a name of {name_length} bytes")
+
+
+def _piece(data: bytes, start: int, stop: int) -> Buffer:
+    """Some of `data`, as it lies there; but a small piece must not keep much else in memory."""
+    return memoryview(data)[start:stop] if 2 * (stop - start) >= len(data) else data[start:stop]
+
+
+def _assemble(parts: list[Buffer]) -> Frame | None:
+    """The frame that these pieces are; a chunk of a longer message stays in pieces, to be joined once, at its end."""
+    head = parts[0]
+    _, flags, name_length, *_ = HEADER.unpack_from(head)
+    body_at = HEADER.size + name_length
+    if flags & WHOLE == WHOLE or len(head) < body_at:
+        data = b"".join(parts)
+        return _parse(data, 0, len(data))
+    frame = _parse(bytes(head[:body_at]), 0, body_at)
+    return frame and frame._replace(pieces=(memoryview(head)[body_at:], *parts[1:]))
 
 
 def _parse(data: bytes, start: int, end: int) -> Frame | None:
@@ -178,7 +209,13 @@ class _Partial:
     __slots__ = ("chunks", "first", "received")
 
     def __init__(self, first: Frame) -> None:
-        self.first, self.chunks, self.received = first, [first.body], len(first.body)
+        self.first, self.received = first, 0
+        self.chunks: list[Buffer] = []
+
+    def add(self, frame: Frame) -> None:
+        pieces = frame.pieces or (frame.body,)
+        self.chunks += pieces
+        self.received += sum(len(piece) for piece in pieces)
 
 
 class Assembler:
@@ -206,7 +243,8 @@ class Assembler:
                 return frame
             if len(self._partials) >= MAX_PARTIAL_MESSAGES:
                 raise ProtocolError(f"more than {MAX_PARTIAL_MESSAGES} messages are begun and not finished")
-            self._partials[key] = _Partial(frame)
+            partial = self._partials[key] = _Partial(frame)
+            partial.add(frame)
             return None
         if partial is None:
             return None
@@ -219,12 +257,11 @@ class Assembler:
 
     def _extend(self, key: tuple[int, int], partial: _Partial, frame: Frame) -> Frame | None:
         first = partial.first
-        partial.chunks.append(frame.body)
-        partial.received += len(frame.body)
+        partial.add(frame)
         done = bool(frame.flags & LAST)
         if (frame.kind, frame.total) != (first.kind, first.total) or (partial.received == first.total) != done:
             raise ProtocolError(f"the chunks of message {frame.id} do not add up to {first.total} bytes")
         if not done:
             return None
         del self._partials[key]
-        return first._replace(flags=first.flags | LAST, body=b"".join(partial.chunks))
+        return first._replace(flags=first.flags | LAST, body=b"".join(partial.chunks), pieces=())

@@ -8,7 +8,7 @@ caller that is cancelled never leaves half a frame. Who is linked to whom is for
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import trio
@@ -24,9 +24,9 @@ from p2p.log_limit import LogLimit
 from p2p.outbox import Outbox, Outgoing, spoken
 from p2p.serving import BUSY, Serving, failure_of
 from p2p.streams import MessageStream
-from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Payload, buffers_of, check_name
+from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, buffers_of, check_name
 
-READ_BYTES = 128 * 1024
+READ_BYTES = 256 * 1024
 FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
 # Frames about calls and streams that are not known (any more). A window of tiny messages may cross a reset, so many are
@@ -218,7 +218,7 @@ class PeerLink:
     async def _write(self) -> None:
         up = self.services.bandwidth.up
         try:
-            await self._put(PREFACE)
+            await self._put((PREFACE,), len(PREFACE))
             while True:
                 urgency = self._outbox.urgency()
                 if urgency is None:
@@ -230,21 +230,21 @@ class PeerLink:
                     with trio.move_on_after(wait_s):  # something urgent may come meanwhile
                         await self._wake.wait()
                     continue
-                data = self._outbox.take()
+                parts, size = self._outbox.take()
                 self._written.set()
                 self._written = trio.Event()
-                await self._put(data)
+                await self._put(parts, size)
                 if not self.exempt:
-                    up.spend(len(data), trio.current_time())
+                    up.spend(size, trio.current_time())
         except StreamReset as error:
             log.debug("the link to %s ended while writing: %s", self._peer, error)
             self.close()
 
-    async def _put(self, data: bytes) -> None:
-        self.bytes_out += len(data)
+    async def _put(self, parts: Sequence[Buffer], size: int) -> None:
+        self.bytes_out += size
         self.used_at = trio.current_time()
         with trio.CancelScope(shield=True):  # half a frame would spoil the link for everybody else
-            await self._stream.write(data)
+            await self._stream.write_parts(parts)
 
     # --- the reader ---
 

@@ -35,7 +35,7 @@ from .mdns import LocalNetwork
 from .peers_store import PeerMemory
 from .reachability import Reachability
 from .relay_server import RelayServer
-from .rpc import LANES, Switchboard
+from .rpc import BULK_LANE, LANES, Switchboard
 from .selftest import check_libp2p
 from .sockopts import own_interfaces
 from .streams import MessageStream
@@ -43,7 +43,7 @@ from .supervise import guarded, supervise
 from .surroundings import HostSurroundings
 from .traversal import Traversal
 from .upgrade import channel_of
-from .values import CONTROL, LinkInfo, LinkKind, Payload
+from .values import BULK, CONTROL, LinkInfo, LinkKind, Payload
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -274,9 +274,10 @@ class Libp2pNetwork:
     async def _open_lane(self, peer: str, lane: str) -> Stream:
         if not self._book.addresses(peer) and self.host.connection(peer) is None and self._directory is not None:
             await self._directory.find_peer(peer)
-        return await self.host.open_stream(peer, lane)
+        return _in_its_turn(lane, await self.host.open_stream(peer, lane))
 
     async def _attend(self, lane: str, stream: Stream) -> None:
+        _in_its_turn(lane, stream)
         await self._board.attend(stream.peer, lane, stream)
 
     async def _ask(self, peer: str, body: bytes, timeout_s: float) -> bytes:
@@ -337,6 +338,13 @@ class Libp2pNetwork:
         is_fresh = trio.current_time() - opened_at < FRESH_S
         busy = is_fresh or self._seeker.is_sticky(peer) or any(lane.busy for lane in lanes)
         return LinkUse(peer, max([opened_at, *(lane.used_at for lane in lanes)]), busy)
+
+
+def _in_its_turn(lane: str, stream: Stream) -> Stream:
+    """The live lane overtakes the bulk lane on the connection that they share."""
+    if lane == BULK_LANE:
+        stream.muxed.priority = BULK
+    return stream
 
 
 def _kind(connection: Connection) -> LinkKind:

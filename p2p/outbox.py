@@ -38,19 +38,19 @@ class Outgoing:
         self.dropped = False
         self.left: Callable[[], None] | None = None  # told when the last of it went to the writer, or was dropped
 
-    def next_chunk(self) -> tuple[bytes, bool]:
-        """The next frame's bytes, and whether it is the last one."""
+    def next_chunk(self) -> tuple[list[Buffer], int, bool]:
+        """The next frame in pieces, its length, and whether it is the last one."""
         if self.size <= CHUNK_BYTES:
             header = encode_header(
                 self.kind, self.priority | FIRST | LAST, self.id, self.size, self.size, self.arg, self.name
             )
-            return b"".join((header, *self.parts)), True
+            return [header, *self.parts], len(header) + self.size, True
         start, self.sent = self.sent, min(self.sent + CHUNK_BYTES, self.size)
         last = self.sent == self.size
         flags = self.priority | (FIRST if start == 0 else 0) | (LAST if last else 0)
         name = self.name if start == 0 else b""
         header = encode_header(self.kind, flags, self.id, self.sent - start, self.size, self.arg, name)
-        return b"".join((header, *self._cut(start, self.sent))), last
+        return [header, *self._cut(start, self.sent)], len(header) + self.sent - start, last
 
     def _cut(self, start: int, stop: int) -> list[memoryview]:
         pieces, offset = [], 0
@@ -103,32 +103,32 @@ class Outbox:
                 return priority
         return None
 
-    def take(self) -> bytes:
-        """The next bytes to write: one chunk, or several small messages of one priority together."""
+    def take(self) -> tuple[list[Buffer], int]:
+        """What to write next, in pieces, and its length: one chunk, or several small messages of one priority."""
         priority = self.urgency()
         if priority is None:
-            return b""
+            return [], 0
         queue = self._queues[priority]
-        data, done = queue[0].next_chunk()
+        batch, size, done = queue[0].next_chunk()
         if not done:
-            return data
+            return batch, size
         self._forget(queue.popleft())
-        if not queue or len(data) >= COALESCE_BYTES:
-            return data
-        batch, size = [data], len(data)
         while queue and size + queue[0].size < COALESCE_BYTES:
             message = queue.popleft()
             self._forget(message)
             if not message.dropped:
-                batch.append(message.next_chunk()[0])
-                size += len(batch[-1])
-        return b"".join(batch)
+                frame, length, _ = message.next_chunk()
+                batch += frame
+                size += length
+        return batch, size
 
     def drop(self, id: int) -> None:
         """Never send what is queued under this id, nor the rest of what is half sent."""
         for message in self._by_id.pop(id, ()):
             message.dropped = True
-            message.parts = ()  # lets go of the buffers before the queue reaches it
+            message.parts = ()  # lets go of the buffers, and makes room, before the queue reaches it
+            self._queued[message.priority] -= message.size
+            message.size = 0
 
     def _forget(self, message: Outgoing) -> None:
         self._queued[message.priority] -= message.size + MESSAGE_COST_BYTES

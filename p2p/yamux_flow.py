@@ -19,11 +19,13 @@ from p2p.yamux_wire import ACK, BASE_WINDOW_BYTES, DATA, HEADER_BYTES, PING, pac
 FIRST_WINDOW_BYTES: Final = 1 << 20  # lets 4 MiB cross a long link in three round trips
 MAX_WINDOW_BYTES: Final = 16 << 20
 FRAME_BYTES: Final = 64 << 10  # a stream's turn: what one frame carries when others wait
-BATCH_BYTES: Final = 256 << 10  # what is sealed at once: a more urgent stream waits no longer than this
+# What is sealed at once: a more urgent stream waits no longer than this. A link's chunk fits with its header.
+BATCH_BYTES: Final = (256 << 10) + 1024
 MAX_CONTROL_BYTES: Final = 48 << 10
 MAX_PONGS: Final = 16
 PRIORITIES: Final = 4
 _SMALL_PIECE_BYTES: Final = 2048
+_LARGE_PIECE_BYTES: Final = 16 << 10
 _MIN_EPOCH_S: Final = 0.005
 
 
@@ -76,11 +78,13 @@ class ReceiveHalf:
         self.budget.hold(len(piece))
 
     def pop(self, limit: int) -> bytes:
-        """Up to `limit` buffered bytes (all of them where it is negative)."""
+        """Up to `limit` buffered bytes (all of them where it is negative); a large piece is handed on as it came."""
         size = self.buffered if limit < 0 else min(limit, self.buffered)
         chunks, head = self._chunks, self._head
         first = chunks[0]
         available = len(first) - head
+        if limit >= 0 and _LARGE_PIECE_BYTES <= available < size:
+            size = available
         if size < available:
             self._head = head + size
             taken = bytes(memoryview(first)[head : head + size])
