@@ -10,10 +10,13 @@ import socket
 import statistics
 from collections.abc import Iterator, Sequence
 
-from app.doctor import Check
+from app.doctor import Check, Status
 from app.snapshot import PeerView, Snapshot
 
 MAX_PEERS = 50  # lines of single members
+# Reasons that a person should look at; the others are as they should be.
+TROUBLED = frozenset({"wrong_secret", "probe_blocks", "probe_api", "cannot_host", "no_room", "looking"})
+WORRYING = frozenset({"peer_suspect", "peer_dead", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
 CLOCK_LIMIT_S = 600.0  # beyond this the other members refuse what this node signs
 # No correct clock shows a time before Shoal existed.
@@ -87,16 +90,25 @@ def check_peer(peer: PeerView) -> Check:
     """How one member is reached."""
     name = f"peer {peer.peer[-8:]}"
     rtt = "" if peer.rtt_s is None else f", {peer.rtt_s * 1000:.1f} ms there and back"
-    if peer.state in ("suspected", "dead"):
-        mend = "nothing, if it was switched off: its blocks are taken over by others"
-        return Check(name, "warn", f"{peer.state}{rtt}", mend)
-    return Check(name, "ok", f"{peer.link or 'no link is open'}{rtt}; {peer.state}")
+    detail = f"{peer.link or 'no link is open'}{rtt}; {peer.state}"
+    if peer.unused is None:
+        return Check(name, "ok", detail)
+    status: Status = "warn" if peer.unused.code in WORRYING else "ok"
+    return Check(name, status, f"{detail}; not used: {peer.unused.text}", peer.unused.next_step)
+
+
+def check_state(snapshot: Snapshot) -> Check:
+    """What the node does, and why, in the words that it says everywhere."""
+    mend = "" if snapshot.why is None else snapshot.why.next_step
+    failing = snapshot.why is not None and snapshot.why.code in TROUBLED
+    return Check("state", "warn" if failing else "ok", f"{snapshot.state}: {snapshot.reason}", mend)
 
 
 def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Iterator[Check]:
     """The lines of a running node."""
     network = snapshot.network
     relayed = any("/p2p-circuit" in address for address in network.advertised)
+    yield check_state(snapshot)
     yield check_listening(snapshot.listen_addrs)
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)

@@ -18,7 +18,8 @@ from app.joining import record_of
 from app.membership import SwarmService, value_check
 from app.node_network import apply_live, network_config
 from app.remembered import Remembered
-from app.stay import Stay, Surroundings
+from app.stay import Stay
+from app.surroundings import Surroundings
 from p2p.addresses import advertised
 from p2p.errors import HandshakeError, WrongSecret
 from p2p.listening import PortTaken

@@ -212,7 +212,7 @@ class Hosting:
             return None
         if wish.blocks is not None and wish.blocks.stop > config.n_blocks:
             raise CannotHost(f"blocks {wish.blocks} were asked for, but the model has {config.n_blocks} blocks")
-        plan = await self._device.run(plan_hosting, config, wish.device, wish.max_vram_bytes)
+        plan = await self._device.run_apart(plan_hosting, config, wish.device, wish.max_vram_bytes)
         if wish.blocks is not None and plan.blocks < len(wish.blocks):
             raise CannotHost(f"blocks {wish.blocks} do not fit here: {plan.budget.reason}")
         if plan.blocks == 0:
@@ -220,6 +220,7 @@ class Hosting:
             self._steps.failed(plan.budget.reason)
             self._say("client", because("no_room", plan.budget.reason))
             return None
+        self._device.device = plan.device.id
         return plan
 
     def _decide(self, plan: HostingPlan) -> Move | None:

@@ -15,39 +15,36 @@ from contextlib import aclosing
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.api import server
 from app.api.control import Joining
+from app.api.guard import Application
 from app.api.routes import build_application
 from app.config import Config, load_config, set_value, unset
 from app.doctor import Check
 from app.doctor_network import running_checks
 from app.dwelling import Dwelling
-from app.errors import AppError, HomeError
+from app.errors import AppError
 from app.feed import Feed
-from app.founding import Wish, found
 from app.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
 from app.invite import Invite
-from app.joining import invite_to, named, remembered_target, view_of
 from app.manifest_store import ManifestStore
 from app.nearby import Neighbourhood
+from app.node_api import ApiHealth, NodeApi
 from app.node_network import apply_live, network_view
 from app.overview import Overview
 from app.pausing import Pausing
 from app.reason import Reason, because
-from app.remembered import Memberships, Remembered, load, update
 from app.replying import ReplyRequest
-from app.resolving import resolve_aside, resolve_name
 from app.settings import Value
 from app.snapshot import CourtesyView, ProspectsView, Snapshot, State, SwarmView
-from app.stay import Surroundings
-from app.swarm_name import SwarmName
+from app.surroundings import Surroundings
 from app.trust_book import TrustBook
 from app.upkeep import Household, Upkeep
+from app.whereabouts import Whereabouts
 from p2p import envelope
 from p2p.identity import load_or_create
 from p2p.platform import stop_signals
@@ -56,7 +53,6 @@ from p2p.supervise import supervise
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-JOIN_PATIENCE_S = 15.0  # after which a join goes on by itself, and the person is told that it does
 READY = ("serving", "client", "paused")
 TICK_S = 2.0  # between two looks at figures that change without telling
 NO_SWARM = because("no_swarm", "in no swarm: go to one with `shoal join`, or found one with `shoal create`")
@@ -76,7 +72,7 @@ class Node:
             name: getattr(config.settings, name) for name in config.origins if config.origins[name] == "flag"
         }
         self._identity = load_or_create(home.key_file)
-        self._known: Memberships = load(home)
+        self._whereabouts = Whereabouts(home, cache, self.config, self._note, self._say)
         self._last_said_ms = read_sequence(home)
         self._sequence = envelope.Sequence(self._last_said_ms)
         self._version = importlib.metadata.version("shoal")
@@ -86,15 +82,14 @@ class Node:
         self._why = because("starting", "the node is starting")
         self.feed = Feed()
         self._pausing = Pausing(home.pause_file, self.feed.touch)
-        self._dwelling = Dwelling(home, self._surroundings())
+        self._api_health = ApiHealth()
+        self._whereabouts.dwelling = self._dwelling = Dwelling(home, self._surroundings())
         self._upkeep = Upkeep(
             Household(home, cache, self.config, self._dwelling, self._pausing, self._note, self._reload)
         )
         self._overview = Overview(self._identity.peer_id)
         self._neighbourhood = Neighbourhood()
-        self._switching = trio.Lock()
         self._stop_asked, self._dwelt = trio.Event(), trio.Event()
-        self._api_over, self._api_ended = trio.Event(), trio.Event()
         self._told_addresses: tuple[str, ...] = ()
         self._is_reachable = self._was_ready = False
 
@@ -104,13 +99,13 @@ class Node:
             manifests=ManifestStore(self._cache),
             sequence=self._sequence,
             config=self.config,
-            known=lambda: self._known,
+            known=lambda: self._whereabouts.known,
             app_version=self._version,
             changed=self.feed.touch,
             note=self._note,
-            remember=self._remember,
+            remember=self._whereabouts.remember,
             pausing=self._pausing,
-            api_url=lambda: self._api_url,
+            api=self._api_health,
             trust=self._trust,
         )
 
@@ -121,14 +116,15 @@ class Node:
         settings = self._config.settings
         explicit = self._config.explicit("api_port")
         sock = server.open_socket(settings.api_port, explicit=explicit, host=settings.api_host)
-        self._api_url = server.url_of(sock)
-        if target is None and self._known.active is not None:
-            self._dwelling.go(self._known.active)
+        api = NodeApi(sock, self._application, self._api_health)
+        self._api_url, active = api.url, self._whereabouts.known.active
+        if target is None and active is not None:
+            self._dwelling.go(active)
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._heed_signals, nursery.cancel_scope)
                 await nursery.start(self._dwell)
-                await nursery.start(self._serve_api, sock)
+                await nursery.start(api.run)
                 self._write_node_file()
                 self._is_reachable = True
                 self._say_ready()
@@ -140,7 +136,7 @@ class Node:
                     nursery.start_soon(supervise, name, part)
                 nursery.start_soon(self._arrive, target)
                 await self._stop_asked.wait()
-                await self._wind_down()
+                await self._wind_down(api)
                 nursery.cancel_scope.cancel()
         finally:
             sock.close()
@@ -151,21 +147,18 @@ class Node:
         await self._dwelling.run(task_status=task_status)
         self._dwelt.set()
 
-    async def _serve_api(self, sock: socket, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    def _application(self) -> Application:
         everywhere = not ip_address(self._config.settings.api_host).is_loopback
-        application = build_application(self, api_token(self._home), self._version, everywhere=everywhere)
-        await server.serve(application, sock, self._api_over.wait, task_status=task_status)
-        self._api_ended.set()
+        return build_application(self, api_token(self._home), self._version, everywhere=everywhere)
 
-    async def _wind_down(self) -> None:
+    async def _wind_down(self, api: NodeApi) -> None:
         """Leave the swarm while the API still tells of it, then end the streams of events, then the API."""
         self._say("draining", because("leaving", "leaving the swarm"))
         self._dwelling.leave_for_good()
         await self._dwelt.wait()
         self._say("stopping", because("left", "the node has left"))
         self.feed.close()
-        self._api_over.set()
-        await self._api_ended.wait()
+        await api.end()
 
     async def _heed_signals(
         self, everything: trio.CancelScope, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
@@ -238,7 +231,7 @@ class Node:
             started_at_ms=self._started_at_ms,
             network=network_view(network, self._config),
             peers=stay.peers(network) if stay is not None and network is not None else (),
-            swarms=tuple(view_of(swarm, active=self._is_here(swarm)) for swarm in self._known.swarms),
+            swarms=self._whereabouts.views(),
         )
 
     async def prospects(self) -> ProspectsView:
@@ -249,7 +242,7 @@ class Node:
         device = None if settings.device == "auto" else settings.device
         machine = await trio.to_thread.run_sync(look_at_machine, device, settings.max_vram)
         nearby = [] if network is None else await self._neighbourhood.look(network)
-        return await trio.to_thread.run_sync(look_around, machine, self._cache, self._known.swarms, nearby)
+        return await trio.to_thread.run_sync(look_around, machine, self._cache, self._whereabouts.known.swarms, nearby)
 
     def network_checks(self) -> Sequence[Check]:
         """The doctor's lines about the network."""
@@ -262,52 +255,19 @@ class Node:
 
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
         """Found a swarm of a model on this machine, and go there."""
-        wish = Wish(name, model, private)
-        make = partial(found, self._home, self._cache, wish, _ignore_progress, _ignore_progress)
-        swarm = await trio.to_thread.run_sync(make)
-        await self._remember(swarm)
-        return await self.join(f"{swarm.name}#{swarm.model_hash}")
+        return await self._whereabouts.create(name, model, private=private)
 
     async def join(self, target: str) -> Joining:
-        """Go to the swarm that a name or an invite means; what cannot be entered leaves the node where it was."""
-        async with self._switching:
-            known = await trio.to_thread.run_sync(load, self._home)
-            meant = remembered_target(known, target)
-            if isinstance(meant, SwarmName):
-                meant = await self._resolve(meant)
-            before = self._dwelling.stay
-            stay = self._dwelling.go(known.joined(meant).active)
-            assert stay is not None
-            with trio.move_on_after(JOIN_PATIENCE_S):
-                await stay.settled.wait()
-            if stay.failure is not None:
-                self._dwelling.go(None if before is None else before.swarm)
-                raise stay.failure
-            await self._remember(stay.swarm)
-            self._note("swarm", f"this node's swarm is {stay.swarm}")
-            return Joining(view_of(stay.swarm, active=True), stay.state, stay.why.text)
+        """Go to the swarm that a name or an invite means."""
+        return await self._whereabouts.join(target)
 
     async def leave(self, name: str) -> SwarmView:
         """Forget a swarm, leaving it first where it is the active one."""
-        async with self._switching:
-            swarm = named(await trio.to_thread.run_sync(load, self._home), name)
-            if self._is_here(swarm):
-                self._dwelling.go(None)
-                self._say("idle", because("no_swarm", f"left {swarm}"))
-            self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.left(swarm.id))
-            self._note("swarm", f"{swarm} is forgotten")
-            return view_of(swarm, active=False)
+        return await self._whereabouts.leave(name)
 
     async def invite(self, name: str | None) -> Invite:
-        """An invite through this node, and through other members that can be reached."""
-        swarm = named(await trio.to_thread.run_sync(load, self._home), name)
-        own, others = self._dwelling.listen_addrs(), list(swarm.addresses)
-        stay, network = self._dwelling.stay, self._dwelling.network
-        if network is not None:
-            own = tuple(network.addresses())
-        if stay is not None and self._is_here(swarm):
-            others = [a for m in stay.members() if m.present for a in m.announcement.addresses[:1]] + others
-        return invite_to(swarm, own, others)
+        """An invite to a remembered swarm, or to the active one."""
+        return await self._whereabouts.invite(name)
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The swarm's reply to a conversation."""
@@ -389,25 +349,6 @@ class Node:
             await self._follow(config)
             self._note("setting", "the configuration file was changed")
 
-    async def _resolve(self, wanted: SwarmName) -> Remembered:
-        """Ask whoever can be reached; from inside a private swarm, over a public network made for this."""
-        network = self._dwelling.public_network()
-        if network is None:
-            return await resolve_aside(self._home, self._config, wanted)
-        return await resolve_name(network, self._config, wanted, self._dwelling.refusals_to)
-
-    async def _remember(self, swarm: Remembered) -> None:
-        """Keep a swarm in the home folder; a disk that takes nothing costs the memory of it, not the stay."""
-        try:
-            self._known = await trio.to_thread.run_sync(update, self._home, lambda known: known.joined(swarm))
-        except HomeError as error:
-            self._known = self._known.joined(swarm)
-            self._note("problem", f"a restart will not know of {swarm}: {error}")
-
-    def _is_here(self, swarm: Remembered) -> bool:
-        stay = self._dwelling.stay
-        return stay is not None and stay.swarm.id == swarm.id
-
     def _write_node_file(self) -> None:
         """Say where this node is reached, whenever that is news: addresses come and go with the machine's networks."""
         addresses = self._dwelling.listen_addrs()
@@ -422,7 +363,3 @@ class Node:
 
 def _now_ms() -> int:
     return time.time_ns() // 10**6
-
-
-def _ignore_progress(done: int, total: int) -> None:
-    """Whoever follows the API is told when the model has been read, and not before."""

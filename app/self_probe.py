@@ -13,7 +13,8 @@ import trio
 from app.errors import AppError
 from app.hop_links import HopLinks
 from app.network import FrameStream, Network
-from app.reason import Reason
+from app.reason import Reason, because
+from app.rechecking import Standing
 from app.route_hops import SessionSettings, Shape
 from app.route_session import RouteSession
 from app.routing import Hop, NoRoute, Route
@@ -45,10 +46,13 @@ class _OwnBlocks:
     def worked(self, peer: str) -> None:
         self.why = ""
 
+    def better(self, standing: Standing) -> Route | None:
+        return None
+
 
 async def span_trouble(
     network: Network, attend: Callable[[FrameStream], Awaitable[None]], runner: BlockRunner
-) -> str | None:
+) -> Reason | None:
     """Why a token does not get through the hosted blocks, or None; blocks that are merely busy are well."""
     own = _OwnBlocks(Hop(network.peer_id, Span(runner.start, runner.stop)))
     row = bytes(row_bytes(DTYPES[_DTYPE], runner.hidden_size))
@@ -69,13 +73,14 @@ async def span_trouble(
                 trouble = None if own.busy else own.why or str(error)
         await session.close()
         nursery.cancel_scope.cancel()
-    return trouble
+    return None if trouble is None else because("probe_blocks", f"this node failed its own test: {trouble}")
 
 
-async def api_trouble(url: str) -> str | None:
+async def api_trouble(url: str) -> Reason | None:
     """Why the node's own API does not answer, or None."""
     parts = urlsplit(url)
     assert parts.hostname is not None, "the API's address is our own"
+    trouble = "the API does not answer as it should"
     try:
         with trio.fail_after(PATIENCE_S):
             stream = await trio.open_tcp_stream(parts.hostname, parts.port or 80)
@@ -83,7 +88,10 @@ async def api_trouble(url: str) -> str | None:
                 await stream.send_all(f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
                 answer = await stream.receive_some(64)
     except trio.TooSlowError:
-        return f"the API did not answer within {PATIENCE_S:.0f} s"
+        trouble = f"the API did not answer within {PATIENCE_S:.0f} s"
     except (OSError, trio.BrokenResourceError) as error:
-        return f"the API cannot be reached: {error}"
-    return None if b" 200 " in answer else "the API does not answer as it should"
+        trouble = f"the API cannot be reached: {error}"
+    else:
+        if b" 200 " in answer:
+            return None
+    return because("probe_api", f"this node failed its own test: {trouble}")

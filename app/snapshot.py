@@ -305,7 +305,8 @@ def facts(value: Any) -> dict[str, Any]:
 
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """What `shoal status` says: the snapshot without the lists that have commands of their own."""
-    given = {"today": facts(snapshot.today), "ever": facts(snapshot.ever)}
+    why = None if snapshot.why is None else facts(snapshot.why)
+    given = {"why": why, "today": facts(snapshot.today), "ever": facts(snapshot.ever)}
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 

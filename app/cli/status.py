@@ -107,12 +107,18 @@ def describe_peer(peer: dict[str, Any]) -> str:
     link = peer["link"] or "no link"
     rtt = f" {peer['rtt_s'] * 1000:.1f} ms" if peer["rtt_s"] is not None else ""
     trust = "" if peer["score"] >= 1 else f", score {peer['score']:.2f} {peer['why']}".rstrip()
-    return f"{who}  {peer['state']}, {span}, {link}{rtt}{trust}"
+    unused = peer.get("unused")
+    excluded = "" if unused is None else f"; not used: {unused['text']} → {unused['next_step']}"
+    return f"{who}  {peer['state']}, {span}, {link}{rtt}{trust}{excluded}"
 
 
 def _lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     reason = f" ({status['reason']})" if status["reason"] else ""
-    lines = [("state", status["state"] + reason), ("peer", status["peer_id"])]
+    lines = [("state", status["state"] + reason)]
+    if status.get("why") is not None:
+        lines += [("about", ", ".join(status["why"]["peers"]))] if status["why"]["peers"] else []
+        lines.append(("", f"→ {status['why']['next_step']}"))
+    lines.append(("peer", status["peer_id"]))
     if status["swarm"] is not None:
         private = ", private" if status["private"] else ""
         lines.append(("swarm", f"{status['swarm']}#{status['manifest'][:8]}{private}"))

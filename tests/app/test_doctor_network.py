@@ -10,6 +10,7 @@ import pytest
 from app.cli.doctor import examine_network
 from app.doctor_network import check_addresses, check_clock, check_nat, check_peer, check_peers, is_free, running_checks
 from app.home import Home, write_sequence
+from app.reason import because
 from app.snapshot import NetworkView, PeerView, Snapshot
 
 NOW_MS = 1_800_000_000_000
@@ -72,7 +73,7 @@ def test_a_running_node_has_every_line() -> None:
         peers=(PeerView("a"),),
     )
     checks = list(running_checks(snapshot, now_ms=NOW_MS, last_said_ms=0, heard_ms=[]))
-    assert [check.name for check in checks] == ["listen", "addresses", "nat", "clock", "peers", "peer a"]
+    assert [check.name for check in checks] == ["state", "listen", "addresses", "nat", "clock", "peers", "peer a"]
     assert {check.status for check in checks} == {"ok"}
 
 
@@ -86,7 +87,16 @@ def test_a_running_node_has_every_line() -> None:
         ),
         (PeerView("12D3abcdefgh", rtt_s=0.001, link="direct", state="client"), "ok", "direct, 1.0 ms"),
         (PeerView("12D3abcdefgh", state="client"), "ok", "no link is open; client"),
-        (PeerView("12D3abcdefgh", state="dead"), "warn", "dead"),
+        (
+            PeerView("12D3abcdefgh", state="dead", unused=because("peer_dead", "it has not answered for a while")),
+            "warn",
+            "no link is open; dead; not used: it has not answered for a while",
+        ),
+        (
+            PeerView("12D3abcdefgh", state="paused", unused=because("peer_paused", "its owner has paused it")),
+            "ok",
+            "no link is open; paused; not used: its owner has paused it",
+        ),
     ],
 )
 def test_how_each_peer_is_reached(peer: PeerView, status: str, detail: str) -> None:

@@ -18,6 +18,7 @@ import app.node
 import app.pausing
 import app.remembered
 import app.self_probe
+import app.whereabouts
 from app.config import load_config
 from app.errors import NameConflict, UnknownSwarm
 from app.founding import Wish, found
@@ -94,7 +95,7 @@ async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> 
 async def test_an_invite_to_nobody_is_remembered_and_tried_on(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.node, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.whereabouts, "JOIN_PATIENCE_S", 0.2)
     absent = Invite("gone", "cd" * 32, (f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}",))
     async with living(tmp_path, cache) as node:
         outcome = await node.join(str(absent))
@@ -245,7 +246,7 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(app.node, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.whereabouts, "JOIN_PATIENCE_S", 0.2)
     monkeypatch.setattr(app.node, "TICK_S", 0.1)
     swarm = found_swarm(tmp_path / "other", cache, "home")
     async with living(tmp_path / "a", cache) as node:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 
+from app.reason import Reason
 from app.snapshot import (
     CourtesyView,
     DeviceView,
     HopView,
     NetworkView,
     PeerView,
-    Reason,
     RouteView,
     RuleView,
     Snapshot,

@@ -1,0 +1,132 @@
+"""The node's API as a part that is kept alive: a real server, a handler that hangs, and what the node says of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import app.node
+import app.node_api
+import app.self_probe
+from app.api import server
+from app.api.guard import Application, Receive, Scope, Send
+from app.api.routes import build_application
+from app.node_api import ApiHealth, NodeApi
+from tests.app.test_node import found_swarm, living, until
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.05)
+    monkeypatch.setattr(app.self_probe, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(app.node_api, "TRY_AGAIN_S", 0.05)
+
+
+class Wedged:
+    """Applications of which some never answer `/healthz`."""
+
+    def __init__(self, build: Callable[..., Application]) -> None:
+        self._build, self.built, self.wedged = build, 0, False
+        self.gone = 0  # requests that hung and were cut off
+
+    def __call__(self, *arguments: Any, **options: Any) -> Application:
+        self.built += 1
+        self.wedged = False
+        inner = self._build(*arguments, **options)
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            if self.wedged and scope["type"] == "http":
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    self.gone += 1
+            await inner(scope, receive, send)
+
+        return application
+
+
+async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] == "lifespan":
+        while True:
+            told = await receive()
+            await send({"type": f"{told['type']}.complete"})
+            if told["type"] == "lifespan.shutdown":
+                return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_api_that_hangs_begins_anew_on_the_same_port() -> None:
+    build, health = Wedged(lambda: healthy), ApiHealth()
+    api = NodeApi(server.open_socket(0, explicit=False), build, health)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(api.run)
+        with trio.fail_after(20):
+            assert await app.self_probe.api_trouble(api.url) is None
+            build.wedged = True
+            await health.wait_change()
+            assert health.trouble is not None
+            assert (health.trouble.code, health.trouble.peers) == ("probe_api", ())
+            await health.wait_change()
+            assert health.trouble is None
+            assert await app.self_probe.api_trouble(api.url) is None
+            await api.end()
+    assert build.built == 2
+    assert build.gone >= 1
+    assert await app.self_probe.api_trouble(api.url) is not None
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_api_that_crashes_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    crashes = 2
+
+    def build() -> Application:
+        nonlocal crashes
+        crashes -= 1
+        if crashes >= 0:
+            raise RuntimeError("no application today")
+        return healthy
+
+    api = NodeApi(server.open_socket(0, explicit=False), build, ApiHealth())
+    with caplog.at_level(logging.CRITICAL):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(api.run)
+            with trio.fail_after(20):
+                assert await app.self_probe.api_trouble(api.url) is None
+                await api.end()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_node_offers_nothing_while_its_api_hangs_and_keeps_its_blocks(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = Wedged(build_application)
+    monkeypatch.setattr(app.node, "build_application", build)
+    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.3)
+    found_swarm(tmp_path, cache, "home")
+    async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
+        await until(node, lambda: node.snapshot().state == "serving")
+        stay = node._dwelling.stay
+        assert stay is not None
+        assert stay.membership is not None
+        hosting, before = stay.hosting, node.snapshot().why
+        build.wedged = True
+        await until(node, lambda: node.snapshot().state == "loading")
+        seen = node.snapshot()
+        assert (seen.why and seen.why.code, stay.membership.own.state) == ("probe_api", "loading")
+        assert (seen.start, seen.stop) == (0, 8)
+        await until(node, lambda: node.snapshot().state == "serving")
+        assert stay.membership.own.state == "serving"
+        assert (stay.hosting, node.snapshot().why) == (hosting, before)
+        assert build.built == 2
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
