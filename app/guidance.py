@@ -62,8 +62,8 @@ class Guidance:
         return self._wishes().trusted | {self._network.peer_id}
 
     def privacy(self, blocks: int, edge: int | None = None) -> Privacy:
-        """What must stay private; `edge` where a reply wants more or less than the settings say."""
-        return Privacy(self._wishes().private_blocks if edge is None else edge, blocks, self.innocent())
+        """What must stay private; `edge` where a reply wants more than the settings say, and never less."""
+        return Privacy(max(self._wishes().private_blocks, edge or 0), blocks, self.innocent())
 
     def shunned(self) -> dict[str, Reason]:
         """Who cannot be used now, and why."""

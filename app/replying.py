@@ -45,7 +45,7 @@ class ReplyRequest:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
-    private_blocks: int | None = None  # at either end; None: as the settings say
+    private_blocks: int | None = None  # at either end, where the settings say less
 
 
 class NoModelHere(AppError):
@@ -119,8 +119,8 @@ class Replying:
         The first piece, and each one that came another way than the one before it, says its `route` besides.
         """
         ends, asker = await self._ready()
-        settings = await self._thread.run(_settings, request)
-        prompt_ids = await self._thread.run(_prompt_ids, ends, request)
+        settings = await self._thread.run_apart(_settings, request)
+        prompt_ids = await self._thread.run_apart(_prompt_ids, ends, request)
         pieces: list[str] = []
         route: Route = ()
         asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
@@ -141,7 +141,7 @@ class Replying:
                         f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
                         f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
                     )
-                self._ends = await self._thread.run(_load_ends, self._source)
+                self._ends = await self._thread.run_apart(_load_ends, self._source)
                 self._asker = Asker(
                     self._network,
                     self._ends,

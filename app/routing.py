@@ -22,6 +22,7 @@ UNKNOWN_LINK_S = 0.05  # one way, where nothing was measured
 SLOWEST_TOKENS_PER_S = 0.1  # for members that announce no figure
 BELIEVED_TIMES = 8.0  # a claim counts for at most so many times the usual speed, until it is measured
 BUSIEST = 0.95
+MAX_PRIVATE_BLOCKS = 4096  # that anybody may ask for at either end
 
 FULL = "peer_full"
 _RESTING = {  # of a member that does not serve, by its state

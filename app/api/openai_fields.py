@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from app.replying import ReplyRequest
+from app.routing import MAX_PRIVATE_BLOCKS
 
 DEFAULT_MAX_TOKENS = 512
 _MAX_TEXT = 2**19
@@ -142,6 +143,7 @@ class _Asked(_Body):
     top_k: int | None = Field(default=0, ge=0, le=10**6)
     min_p: float | None = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
+    private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
     # Taken and of no effect on a reply.
     user: str | None = Field(default=None, max_length=1024)
 
@@ -178,6 +180,7 @@ class _Asked(_Body):
             "repetition_penalty": self.repetition_penalty or 1.0,
             "seed": (time.time_ns() if self.seed is None else self.seed) % 2**63,
             "stop": tuple(stop),
+            "private_blocks": self.private_blocks,
         }
 
 

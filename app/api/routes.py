@@ -18,6 +18,7 @@ from app.logs import RECENT
 from app.metrics import MEDIA_TYPE, exposition
 from app.pausing import LONGEST_S
 from app.replying import ReplyRequest
+from app.routing import MAX_PRIVATE_BLOCKS
 from app.settings import SETTINGS
 from app.snapshot import coverage, facts, status_facts
 
@@ -81,6 +82,7 @@ class ChatRequest(_Body):
     repetition_penalty: float = Field(default=1.0, gt=0, le=10)
     seed: int = Field(default=0, ge=0, lt=2**64)
     stop: list[str] = Field(default=[], max_length=16)
+    private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
 
     def request(self) -> ReplyRequest:
         """As the node takes it."""

@@ -34,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply here (repeatable)")
+    parser.add_argument(
+        "--private-blocks",
+        type=int,
+        metavar="K",
+        help="the first and last K blocks run only here or on peers that the setting `trusted` names",
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same reply")
 
 
@@ -143,6 +149,7 @@ def reply_facts(reply: Reply, text: str, prompt_tokens: int, longest_gap_s: floa
         "finish_reason": reply.writer.finish_reason,
         **dataclasses.asdict(reply.figures),
         "recoveries": 0,
+        "moves": 0,
         "longest_gap_s": longest_gap_s,
         "route": [{"peer": "local", "start": 0, "stop": blocks}],
     }

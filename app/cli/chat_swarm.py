@@ -46,7 +46,7 @@ def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
             f"no node runs in {arguments.home}: start one with `shoal serve`, "
             "or add --local to run the whole model in this process"
         )
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "private_blocks")
     settings = {name: getattr(arguments, name) for name in names}
     settings["seed"] = (time.time_ns() if arguments.seed is None else arguments.seed) % 2**63
     return SwarmConversation(client, settings, arguments.system)

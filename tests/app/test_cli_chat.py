@@ -32,7 +32,7 @@ def test_facts_of_a_reply(capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(*arguments) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {
-        "text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tokens_per_s", "recoveries",
+        "text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tokens_per_s", "recoveries", "moves",
         "longest_gap_s", "route",
     }  # fmt: skip
     assert len(facts["token_ids"]) <= 6

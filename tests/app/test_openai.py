@@ -38,6 +38,18 @@ def events(answer: httpx.Response) -> list[Any]:
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+async def test_private_blocks_are_asked_for_by_a_field_of_our_own(path: str, body: dict[str, Any]) -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        assert (await post(client, path, {**body, "private_blocks": 3})).status_code == 200
+        assert (await post(client, path, body)).status_code == 200
+        asked = [request.private_blocks for _, request in node.asked if isinstance(request, ReplyRequest)]
+        assert asked == [3, None]
+        wrong = await post(client, path, {**body, "private_blocks": -1})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "private_blocks")
+
+
 async def test_a_reply_at_once_and_in_pieces() -> None:
     node = DoubleNode()
     async with running_api(node) as client:

@@ -11,7 +11,7 @@ from tests.app.node_process import Place, Serving, wait_until
 PROMPT = ["Once upon a time", "--temperature", "0", "--max-tokens", "24"]
 CHAT_FIELDS = {
     *("text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tokens_per_s"),
-    *("recoveries", "longest_gap_s", "route"),
+    *("recoveries", "moves", "longest_gap_s", "route"),
 }
 
 
@@ -75,6 +75,21 @@ def test_bad_questions_are_one_line(swarm: list[Serving]) -> None:
     assert "shorten it" in long.err
     odd = asker.shoal("chat", "hello", "--temperature", "-1")
     assert (odd.status, "temperature" in odd.err) == (2, True)
+
+
+def test_private_blocks_go_to_trusted_peers_or_nowhere(swarm: list[Serving]) -> None:
+    left, right, asker = swarm
+    private = [*PROMPT, "--private-blocks", "2"]
+    refused = asker.place.shoal("chat", *private)
+    assert (refused.status, refused.err.count("\n")) == (1, 1)
+    assert "block 0 that is trusted" in refused.err
+    assert "first and last 2 blocks" in refused.err
+    peers = [node.place.node_file()["peer_id"] for node in (left, right)]
+    assert asker.place.shoal("config", "set", "trusted", peers[0]).status == 0
+    assert "block 6 that is trusted" in asker.place.shoal("chat", *private).err
+    assert asker.place.shoal("config", "set", "trusted", ",".join(peers)).status == 0
+    assert [hop["peer"] for hop in asker.place.facts("chat", *private)["route"]] == peers
+    assert "private_blocks" in asker.place.shoal("chat", "hello", "--private-blocks", "-1").err
 
 
 def test_a_hole_is_named_and_a_departure_is_in_order(swarm: list[Serving]) -> None:

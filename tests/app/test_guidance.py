@@ -1,0 +1,18 @@
+"""What an asker knows of its swarm, and what of it one reply may change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.guidance import Guidance, Wishes
+
+
+@pytest.mark.parametrize(("wanted", "edge"), [(None, 2), (0, 2), (1, 2), (2, 2), (5, 5)])
+def test_a_reply_may_ask_for_more_privacy_than_the_settings_and_never_for_less(wanted: int | None, edge: int) -> None:
+    network: Any = SimpleNamespace(peer_id="me")
+    guidance = Guidance(network, tuple, lambda: Wishes(2, frozenset({"friend"})))
+    privacy = guidance.privacy(30, wanted)
+    assert (privacy.edge, privacy.blocks, privacy.trusted) == (edge, 30, {"me", "friend"})
