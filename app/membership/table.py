@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from app.membership.checking import Terms, check_announcement
+from app.membership.checking import Terms, check_announcement, statement
 from app.membership.member import Change, ChangeKind, Member, State, kind_of_news, spoken_state
 from app.membership.wire import KEY_BYTES
 from app.records import Announcement
-from p2p.envelope import CLOCK_TOLERANCE_MS, parse
+from p2p.envelope import CLOCK_TOLERANCE_MS
 
 PRESENT = ("alive", "draining")
 GONE = ("dead", "left")
@@ -128,7 +128,7 @@ class Table:
 
     def offer(self, raw: bytes, *, sender: str, now: float, now_ms: int) -> Change | None:
         """Take an announcement that `sender` passed on, if it is news; what is not valid raises `EnvelopeError`."""
-        envelope = parse(raw)
+        envelope = statement(raw)
         peer = envelope.peer
         entry = self._entries.get(peer)
         if peer == self._own_peer or (entry is not None and envelope.sequence <= entry.said.sequence):

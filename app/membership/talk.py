@@ -15,13 +15,13 @@ import trio
 
 from app.membership import wire
 from app.membership.allowance import Allowance
-from app.membership.checking import Terms, check_announcement, check_suspicion
+from app.membership.checking import Terms, check_announcement, check_suspicion, statement
 from app.membership.member import Change
 from app.membership.rumours import Rumours
 from app.membership.table import GONE, PRESENT, Table
 from app.network import Network
 from app.records import ANNOUNCEMENT_DOMAIN, SUSPICION_DOMAIN
-from p2p.envelope import Envelope, parse
+from p2p.envelope import Envelope
 from p2p.errors import EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
 
 log = logging.getLogger("shoal.membership")
@@ -223,7 +223,7 @@ class Talk:
         """Take one statement for what it is worth; what was `asked` for is not news to pass on."""
         now = trio.current_time()
         try:
-            envelope = parse(raw)
+            envelope = statement(raw)
             if envelope.domain == ANNOUNCEMENT_DOMAIN:
                 self._hear_announcement(envelope, sender, now, asked)
             elif envelope.domain == SUSPICION_DOMAIN:
@@ -260,7 +260,7 @@ class Talk:
 
     def _doubted(self, number: int) -> None:
         """Somebody lost this node under a number; one that it does not remember must be shown with its signature."""
-        if number == parse(self._own()).sequence:
+        if number == statement(self._own()).sequence:
             self._hooks.outbid(number)
 
     def _hear_suspicion(self, envelope: Envelope, now: float) -> None:
