@@ -73,14 +73,14 @@ class Loading:
         return await self._first(Span(span.start, ready), span) if enough else None
 
     async def _first(self, part: Span, span: Span) -> Hosted:
-        from engine.hosting import host_blocks
+        from engine.hosting import load_blocks, measured_host
 
         self._steps.begin("load", f"blocks {span}")
         source = await self._stock.need(span_parts(part.start, part.stop), hosted=True)
         load = partial(
-            host_blocks, source, part.start, part.stop, self._plan, self._loaded_of(span), grows_to=span.stop
+            load_blocks, source, part.start, part.stop, self._plan, self._loaded_of(span), grows_to=span.stop
         )
-        return await self._device.run(load)
+        return await self._device.run(measured_host, await self._device.run_apart(load))
 
     async def _fetch(self, span: Span) -> None:
         """Have the parts on the disk; how far that is shows in the steps."""

@@ -68,7 +68,7 @@ def plan_hosting(
     return HostingPlan(device, dtype, quantised, budget)
 
 
-def host_blocks(
+def load_blocks(
     source: ModelSource,
     start: int,
     stop: int,
@@ -76,8 +76,8 @@ def host_blocks(
     progress: LoadProgress | None = None,
     *,
     grows_to: int | None = None,
-) -> Hosted:
-    """Read blocks [start, stop) onto the plan's device and measure them; up to `grows_to` more may follow later."""
+) -> SpanRunner:
+    """Read blocks [start, stop) onto the plan's device, with room for more up to `grows_to`."""
     room = (grows_to or stop) - start
     options = SpanOptions(
         torch.device(plan.device.id),
@@ -88,8 +88,13 @@ def host_blocks(
     )
     if options.device.type == "cpu":
         options = dataclasses.replace(options, packed=_has_room_for_copies(plan, room))
-        cpu_products(plan.dtype)  # measured now, not under the first prompt
-    span = load_span(source, start, stop, options, progress)
+    return load_span(source, start, stop, options, progress)
+
+
+def measured_host(span: SpanRunner) -> Hosted:
+    """Loaded blocks with their speed, on the thread that will run them."""
+    if span.options.device.type == "cpu":
+        cpu_products(span.options.dtype)  # measured now, not under the first prompt
     return Hosted(SessionRunner(span), measure_span(span, batch=False), span)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.attention import Segment
 from engine.budget import FLOAT32, block_bytes
-from engine.hosting import host_blocks, plan_hosting
+from engine.hosting import load_blocks, measured_host, plan_hosting
 from engine.kv import KVLease
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
@@ -32,7 +32,7 @@ def test_a_limit_decides_how_many_blocks_are_hosted(tiny: ModelSource) -> None:
 def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
     plan = plan_hosting(tiny.config, "cpu", 3_000_000)
     seen: list[tuple[int, int]] = []
-    hosted = host_blocks(tiny, 2, 2 + plan.blocks, plan, lambda done, total: seen.append((done, total)))
+    hosted = measured_host(load_blocks(tiny, 2, 2 + plan.blocks, plan, lambda done, total: seen.append((done, total))))
     assert seen[-1] == (plan.blocks, plan.blocks)
     assert hosted.weight_bytes <= plan.blocks * block_bytes(tiny.config, FLOAT32)
     assert hosted.throughput.decode_tokens_per_s > 0
@@ -43,7 +43,7 @@ def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
 
 def test_blocks_that_come_later_change_nothing_for_sessions_that_are_open(tiny: ModelSource) -> None:
     plan = plan_hosting(tiny.config, "cpu", None)
-    whole, growing = host_blocks(tiny, 1, 5, plan).span, host_blocks(tiny, 1, 3, plan, grows_to=5)
+    whole, growing = load_blocks(tiny, 1, 5, plan), measured_host(load_blocks(tiny, 1, 3, plan, grows_to=5))
     span = growing.span
     hidden = torch.randn(6, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
     old = {each: each.open(8) for each in (whole, span)}
