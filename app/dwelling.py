@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 RefusalListener = Callable[[WrongSecret], None]
+KNOCKS_APART_S = 30.0  # strangers could fill the log otherwise
 
 
 class Dwelling:
@@ -45,6 +46,7 @@ class Dwelling:
         self._moved = trio.Event()
         self._leaving = False
         self._refusal_listeners: list[RefusalListener] = []
+        self._told_of_knock_at = 0.0
 
     def go(self, swarm: Remembered | None) -> Stay | None:
         """Leave where this node is, and go to `swarm`, or nowhere; returns at once."""
@@ -136,6 +138,9 @@ class Dwelling:
         return service
 
     def _on_handshake_failure(self, error: HandshakeError) -> None:
+        if isinstance(error, WrongSecret) and error.peer is None and trio.current_time() >= self._told_of_knock_at:
+            self._told_of_knock_at = trio.current_time() + KNOCKS_APART_S
+            self._around.note("knock", "somebody was turned away who has another secret: give them a new invite")
         if isinstance(error, WrongSecret) and error.peer is not None:
             if self.stay is not None:
                 self.stay.refused(error)

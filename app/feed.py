@@ -21,7 +21,7 @@ class Note:
 
     number: int
     at_ms: int
-    kind: str  # state, swarm, peer, setting, problem
+    kind: str  # state, swarm, peer, setting, problem, knock
     text: str
 
 

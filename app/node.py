@@ -180,6 +180,8 @@ class Node:
             self._write_node_file()
 
     async def _arrive(self, target: str | None) -> None:
+        if (pause := self._pausing.current) is not None:
+            log.warning("this node is up and hosts nothing for now: %s; %s", pause.why.text, pause.why.next_step)
         if target is not None:
             self._say("joining", because("looking", "looking for the swarm"))
             await self.join(target)
@@ -229,7 +231,7 @@ class Node:
             version=self._version,
             pid=os.getpid(),
             started_at_ms=self._started_at_ms,
-            network=network_view(network, self._config),
+            network=network_view(network, self._config, {m.peer for m in stay.members()} if stay is not None else ()),
             peers=stay.peers(network) if stay is not None and network is not None else (),
             swarms=self._whereabouts.views(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, cast
 
 from app.config import Config
@@ -16,6 +16,7 @@ from p2p.admission import DenyList
 from p2p.node import Libp2pNetwork, NetworkConfig
 
 Means = Literal["mdns", "dht", "invite", "remembered"]
+MAX_STRANGERS = 16
 
 
 def network_config(home: Home, config: Config, swarm: Remembered | None, bound: Sequence[str] = ()) -> NetworkConfig:
@@ -64,8 +65,8 @@ async def apply_live(network: Libp2pNetwork, config: Config) -> None:
             await network.disconnect(connection.peer)
 
 
-def network_view(network: Libp2pNetwork | None, config: Config) -> NetworkView:
-    """How a node hangs on its network."""
+def network_view(network: Libp2pNetwork | None, config: Config, members: Collection[str] = ()) -> NetworkView:
+    """How a node hangs on its network; `members` are those of its swarm."""
     if network is None:
         return NetworkView(discovery=config.settings.discovery)
     reach = network.reachability
@@ -76,4 +77,5 @@ def network_view(network: Libp2pNetwork | None, config: Config) -> NetworkView:
         relaying=network.relay.enabled,
         links=len(network.links()),
         discovery=config.settings.discovery,
+        strangers=tuple(link.peer for link in network.links() if link.peer not in members)[:MAX_STRANGERS],
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from app.membership import Member
 from app.network import Link
 from app.reason import Reason
+from app.records import Announcement
 from app.snapshot import PeerView
 from app.trust_book import TrustBook
 
@@ -38,4 +39,14 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         up_bytes=0 if link is None else link.bytes_out,
         down_bytes=0 if link is None else link.bytes_in,
         unused=member.absence or unused.get(member.peer),
+        fetched=fetched_share(said),
     )
+
+
+def fetched_share(said: Announcement) -> float | None:
+    """How much of the blocks that a member fetches has come, by its own word; None where it fetches none."""
+    wanted = said.growing or (said.span if said.state == "fetching" else None)
+    if wanted is None:
+        return None
+    held = {block for span in said.held for block in span.blocks() if block in wanted}
+    return len(held) / len(wanted)

@@ -41,6 +41,7 @@ class PeerView:
     up_bytes: int = 0  # sent to it over the open link
     down_bytes: int = 0
     unused: Reason | None = None  # why this node's sessions do not go through it now
+    fetched: float | None = None  # 0 to 1: how much of its blocks has come, while they come
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class NetworkView:
     relaying: bool = False
     links: int = 0
     discovery: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()  # linked peers that are no members, or not yet; a few of them
 
 
 @dataclass(frozen=True)

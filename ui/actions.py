@@ -6,12 +6,16 @@ Whatever costs something is asked about first; what the node answers is said.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual.app import SystemCommand
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widget import Widget
 
+from ui.conversations import FILE, Conversations, ConversationsError
 from ui.figures import duration, plural
 from ui.ink import clean
 from ui.palette import THEMES
@@ -34,6 +38,8 @@ def allowed(app: Dashboard, action: str) -> bool:
         return known is not None and known.courtesy.paused
     if action in ("invite", "leave_swarm"):
         return known is not None and known.swarm is not None
+    if action == "cap":
+        return known is not None and known.hardware is not None and known.state not in ("draining", "stopping")
     if action in ("join", "create"):
         return known is not None and known.swarm is None
     if action in ("why", "stop_node"):
@@ -164,6 +170,20 @@ def _rule(enabled: bool, available: bool, text: str) -> str:
     return text or ("on" if enabled else "off")
 
 
+def cap(app: Dashboard, steps: int) -> None:
+    """Move the memory cap."""
+    from ui.cap import offer_cap
+
+    if app.store.snapshot is not None:
+        offer_cap(app, app.store.snapshot, steps)
+
+
+def _unban(app: Dashboard) -> None:
+    from ui.bans import offer_unban
+
+    offer_unban(app)
+
+
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +235,40 @@ def commands(app: Dashboard) -> Iterable[SystemCommand]:
     if app.store.snapshot is not None:
         yield SystemCommand("Join a swarm", "By name or invite", lambda: join(app))
         yield SystemCommand("Create a swarm", "Of a model on the node's machine", lambda: create(app))
+        yield SystemCommand("Unban a peer", "Speak again with one that you banned", lambda: _unban(app))
     for theme in THEMES:
-        title = theme.name.removeprefix("shoal-")
-        yield SystemCommand(f"Theme: {title}", "Colours", lambda name=theme.name: setattr(app, "theme", name))
+        yield SystemCommand(_theme_title(theme), "Colours", lambda name=theme.name: app.choose_theme(name))
     yield SystemCommand("Leave the dashboard", "The node stays", app.exit)
+
+
+# --- themes ----------------------------------------------------------------------------------------------------------
+
+
+def _theme_title(theme: Theme) -> str:
+    return f"Theme: {theme.name.removeprefix('shoal-')}"
+
+
+def theme_of(option: object) -> str | None:
+    """The theme that an entry of the palette stands for."""
+    words = str(getattr(getattr(option, "hit", None), "text", None) or "")
+    return next((theme.name for theme in THEMES if words.startswith(_theme_title(theme))), None)
+
+
+def kept_theme(folder: Path | None) -> str:
+    """The theme that was chosen last; the night's where none was, or where it cannot be read."""
+    name = None
+    if folder is not None and (folder / FILE).exists():
+        with suppress(ConversationsError):
+            kept = Conversations(folder)
+            name = kept.choice("theme")
+            kept.close()
+    return name if name in {theme.name for theme in THEMES} else THEMES[0].name
+
+
+def keep_theme(folder: Path | None, name: str) -> None:
+    """Remember a theme; a folder that takes nothing costs the memory of it alone."""
+    if folder is not None:
+        with suppress(ConversationsError):
+            kept = Conversations(folder)
+            kept.choose("theme", name)
+            kept.close()

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.message import Message as TextualMessage
 from textual.widget import Widget
 
 from ui.ask_box import AskBox, LiveLine
 from ui.chat_side import ConversationList, SamplingPanel
-from ui.conversations import Conversation, Conversations, ConversationsError, Message, as_markdown
+from ui.conversations import Conversation, Conversations, ConversationsError, Message, export_to
 from ui.frame import MainScreen
 from ui.ink import Row, clean, row
 from ui.panel import title_of
-from ui.replying import Progress, ReplyThread, Sampling, lost_hops, way_row
+from ui.replying import Piece, Progress, ReplyThread, Sampling, lost_hops, way_row
 from ui.store import Store
 from ui.transcript import Transcript
-
-
-class Piece(TextualMessage):
-    """Something of the reply has come."""
-
-    def __init__(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
-        super().__init__()
-        self.thread, self.piece = thread, piece
 
 
 class Chat(MainScreen):
@@ -80,10 +71,7 @@ class Chat(MainScreen):
         except ConversationsError as error:
             self.dashboard.complain(str(error))
             self._kept = Conversations(None)
-        chosen = self._kept.choice("sampling")
-        if isinstance(chosen, dict):
-            known = {name: value for name, value in chosen.items() if name in asdict(self.sampling)}
-            self.sampling = replace(self.sampling, **known)
+        self.sampling = Sampling.chosen(self._kept.choice("sampling"))
         known_all = self._kept.all()
         await self._open(known_all[0] if known_all else None)
         self.set_interval(0.25, self._tick)
@@ -155,15 +143,11 @@ class Chat(MainScreen):
         """Write the conversation to a Markdown file in the home folder."""
         if self._conversation is None:
             return
-        folder = self.dashboard.folder or Path.cwd()
-        name = "".join(c if c.isalnum() else "-" for c in self._conversation.title.lower())[:40].strip("-") or "chat"
-        path = folder / f"{name}.md"
         try:
-            path.write_text(as_markdown(self._conversation.title, self._messages), "utf-8")
+            path = export_to(self.dashboard.folder or Path.cwd(), self._conversation.title, self._messages)
+            self.dashboard.say(f"written to {path}")
         except OSError as error:
-            self.dashboard.complain(f"{path} cannot be written: {error.strerror or error}")
-            return
-        self.dashboard.say(f"written to {path}")
+            self.dashboard.complain(f"the conversation cannot be written: {error}")
 
     # --- asking ------------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,18 @@ def as_markdown(title: str, messages: list[Message]) -> str:
         who = {"user": "You", "assistant": "The swarm"}.get(message.role, message.role)
         parts.append(f"**{who}** · {when}\n\n{message.content}")
     return "\n\n".join(parts) + "\n"
+
+
+def export_to(folder: Path, title: str, messages: list[Message]) -> Path:
+    """Write a conversation to a new Markdown file, readable by the person alone; nothing is written over."""
+    name = "".join(c if c.isalnum() else "-" for c in title.lower())[:40].strip("-") or "chat"
+    for number in count(1):
+        path = folder / (f"{name}.md" if number == 1 else f"{name}-{number}.md")
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(as_markdown(title, messages))
+        return path
+    raise AssertionError("numbers do not end")

@@ -7,22 +7,21 @@ comes back as a message.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.message import Message
 from textual.screen import Screen
 
-from app.client import Client
-from app.errors import AppError
 from app.snapshot import Snapshot, snapshot_from
 from ui import actions
+from ui.asking import AskingApp
 from ui.follow import NOT_OURS, Door, Follower, Heard, Note, Told
 from ui.frame import TABS
 from ui.palette import NIGHT, THEMES
@@ -40,15 +39,7 @@ class News(Message):
         self.heard = heard
 
 
-class Answer(Message):
-    """What the node was asked has an answer."""
-
-    def __init__(self, handle: Callable[[], None]) -> None:
-        super().__init__()
-        self.handle = handle
-
-
-class Dashboard(App[None]):
+class Dashboard(AskingApp):
     """The swarm you can see."""
 
     TITLE = "shoal"
@@ -63,6 +54,8 @@ class Dashboard(App[None]):
         Binding("i", "invite", "invite"),
         Binding("j", "join", "join"),
         Binding("c", "create", "create"),
+        Binding("plus,equals_sign", "cap(1)", "cap", key_display="+/-"),
+        Binding("minus", "cap(-1)", "cap", show=False),
         Binding("w", "why", "why"),
         Binding("z", "zoom", "zoom"),
         Binding("ctrl+o", "jump", "jump", key_display="^o"),
@@ -72,9 +65,8 @@ class Dashboard(App[None]):
     ]
 
     def __init__(self, door: Door | None, *, store: Store | None = None, folder: Path | None = None) -> None:
-        super().__init__()
+        super().__init__(door)
         self.store = store or Store()
-        self.door = door
         self.folder = folder  # where conversations are kept; None: nowhere
         self._follower = None if door is None else Follower(door, self._hear)
         self._shown_at = float("-inf")
@@ -85,7 +77,7 @@ class Dashboard(App[None]):
         self._modes = {name: partial(make_screen, name, self.store) for name in TABS}
         for theme in THEMES:
             self.register_theme(theme)
-        self.theme = NIGHT.name
+        self.theme = self._kept_theme = actions.kept_theme(folder)
 
     def _hear(self, heard: Heard) -> None:
         self.post_message(News(heard))
@@ -194,44 +186,6 @@ class Dashboard(App[None]):
         await self.switch_mode("chat")
         self.screen.query_one(AskBox).post_message(AskBox.Asked(question))
 
-    # --- asking the node ---------------------------------------------------------------------------------------------
-
-    def ask(
-        self,
-        work: Callable[[Client], Any],
-        then: Callable[[Any], None] = lambda answer: None,
-        failed: Callable[[str], None] | None = None,
-    ) -> None:
-        """Ask the node in a thread; the answer, or what went wrong, is handled here."""
-        tell_failure = failed or self.complain
-        door = self.door
-
-        def run() -> None:
-            try:
-                if door is None:
-                    raise AppError("there is no node to ask")
-                answer = work(door.client())
-            except (AppError, ValueError) as error:
-                text = str(error)
-                self.post_message(Answer(lambda: tell_failure(text)))
-            else:
-                self.post_message(Answer(lambda: then(answer)))
-
-        threading.Thread(target=run, name="ask", daemon=True).start()
-
-    def on_answer(self, message: Answer) -> None:
-        """Handle it where the screens live."""
-        message.stop()
-        message.handle()
-
-    def complain(self, text: str) -> None:
-        """Say what went wrong, until the person has seen it."""
-        self.notify(text, severity="error", timeout=12, markup=False)
-
-    def say(self, text: str) -> None:
-        """Say what was done."""
-        self.notify(text, timeout=4, markup=False)
-
     # --- keys --------------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -271,6 +225,10 @@ class Dashboard(App[None]):
         """Why the node is as it is."""
         actions.why(self)
 
+    def action_cap(self, steps: int) -> None:
+        """More or less of the device's memory."""
+        actions.cap(self, steps)
+
     def action_invite(self) -> None:
         """Invite others."""
         from ui.invite import InviteScreen
@@ -304,7 +262,21 @@ class Dashboard(App[None]):
     def action_next_theme(self) -> None:
         """Night, day, contrast."""
         names = [theme.name for theme in THEMES]
-        self.theme = names[(names.index(self.theme) + 1) % len(names)] if self.theme in names else names[0]
+        self.choose_theme(names[(names.index(self.theme) + 1) % len(names)] if self.theme in names else names[0])
+
+    def choose_theme(self, name: str) -> None:
+        """Wear a theme, and remember it."""
+        self.theme = self._kept_theme = name
+        actions.keep_theme(self.folder, name)
+
+    def on_command_palette_option_highlighted(self, event: CommandPalette.OptionHighlighted) -> None:
+        """A theme is worn while it is looked at."""
+        self.theme = actions.theme_of(event.highlighted_event.option) or self._kept_theme
+
+    def on_command_palette_closed(self, event: CommandPalette.Closed) -> None:
+        """What was only looked at is put off again."""
+        if not event.option_selected:
+            self.theme = self._kept_theme
 
     def action_leave(self) -> None:
         """Leave the dashboard; the node stays."""

@@ -16,6 +16,7 @@ _SIGNS = {
     "peer": ("●", "success"),
     "setting": ("·", "dim"),
     "problem": ("▲", "warning"),
+    "knock": ("▲", "warning"),
 }
 
 

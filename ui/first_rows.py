@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.snapshot import DeviceView, FitView, OfferView, ProspectsView, Snapshot
+from app.snapshot import DeviceView, OfferView, ProspectsView, Snapshot
 from ui.bars import bar
 from ui.figures import count, duration, gigabytes, size
-from ui.ink import UNKNOWN, Row, clean, fit, row
+from ui.first_where import STARTER, choice_rows, ordered
+from ui.ink import Row, clean, fit, row
 from ui.store import Link
 from ui.wording import pill, running_step
 
-OFFERED = 3  # remembered swarms, each with a digit
-STARTER = "starter"
 STEP_BYTES = 500 * 10**6
+_AROUND = 12  # rows of the page besides those of its step
 HELLO = "Why do fish swim in shoals?"
 
 # Setting, what it is called here, its value when on, and its value when off.
@@ -41,11 +41,19 @@ class FirstState:
     problem: str = ""
     busy: str = ""
     prospects: ProspectsView = field(default_factory=ProspectsView)  # empty until the node has told them
+    order: tuple[str, ...] = ()  # of the choices, by their targets
+    trouble: str = ""  # why the node could not tell them
+
+    def take(self, prospects: ProspectsView) -> None:
+        """What the node could go to, as it is now; a choice keeps its key."""
+        self.prospects, self.trouble = prospects, ""
+        self.order = ordered(self.order, prospects)
 
     @property
-    def remembered(self) -> tuple[OfferView, ...]:
-        """The swarms that can be chosen by a digit."""
-        return tuple(offer for offer in self.prospects.offers if offer.target != STARTER)[:OFFERED]
+    def choices(self) -> dict[int, OfferView]:
+        """What can be chosen, by its place in the order; the first by enter, then by digits."""
+        offers = {offer.target: offer for offer in self.prospects.offers}
+        return {index: offers[target] for index, target in enumerate(self.order[:10]) if target in offers}
 
     def device(self, known: Snapshot | None) -> DeviceView | None:
         """What computes, or would."""
@@ -65,12 +73,12 @@ def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
     return {name: bool(config[name]) for name, _, _, _ in PAUSES if name in config}
 
 
-def first_rows(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
+def first_rows(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
     """The whole page."""
     rows: list[Row] = [
         row(("≋ shoal", "b primary"), ("   Run a model none of us could hold alone.", "dim")),
         [],
-        *_machine(known, state.device(known)),
+        *_machine(known, state),
         [],
     ]
     parts = (_where, _how_much, _hello)
@@ -82,16 +90,23 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int) -> list[Ro
         elif index > state.step:
             rows.append(row(("○", "dim"), (f" {index + 1}  {title}", "dim")))
         else:
-            rows += [row(("▸", "b mine"), (f" {index + 1}  {title}", "b")), [], *parts[index](state, known, width), []]
+            rows += [
+                row(("▸", "b mine"), (f" {index + 1}  {title}", "b")),
+                [],
+                *parts[index](state, known, width, height - _AROUND),
+                [],
+            ]
     if state.problem:
         rows += [row((f"× {clean(state.problem)}", "error")), []]
     if state.busy:
         rows += [row(("◐ ", "primary"), clean(state.busy)), []]
     rows += [[]] if rows[-1] else []
-    return [fit(line, width) for line in [*rows, row(("esc back · q leave, the node stays", "dim"))]]
+    keys = "q leave, the node stays" if state.step == 0 else "esc back · q leave, the node stays"
+    return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
 
 
-def _machine(known: Snapshot | None, device: DeviceView | None) -> list[Row]:
+def _machine(known: Snapshot | None, state: FirstState) -> list[Row]:
+    device, disk = state.device(known), state.prospects.disk_free_bytes
     if known is None:
         return [row(("◐", "primary"), (" the node is coming up", "dim"))]
     told = [clean(device.name) or device.id] if device is not None else [clean(known.device or "")]
@@ -101,53 +116,40 @@ def _machine(known: Snapshot | None, device: DeviceView | None) -> list[Row]:
     machine = " · ".join(part for part in told if part)
     reach = {"verified": "others reach this machine", "unverified": "nobody has dialled in yet"}
     network = reach.get(known.network.reach, "not yet known how others reach this machine")
+    room = f"{size(disk)} of disk free · " if disk is not None else ""
     ok, open_yet = ("✓", "b success"), ("○", "dim")
     return [
         row(ok, (f" {machine}", "dim")) if machine else row(open_yet, (" the device is being looked at", "dim")),
-        row(ok if known.network.reach == "verified" else open_yet, (f" network: {network}", "dim")),
+        row(ok if known.network.reach == "verified" else open_yet, (f" {room}network: {network}", "dim")),
     ]
 
 
-def _key(key: str, words: str, about: str) -> list[Row]:
-    return [row("   ", (f" {key} ", "b background on primary"), " ", (words, "b")), row("       ", (about, "dim"))]
-
-
-def _where(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
-    starter = next((offer for offer in state.prospects.offers if offer.target == STARTER), OfferView(STARTER))
-    small = f"{clean(starter.model) or 'a small model'} · {offer_words(starter)}"
-    rows = _key("⏎", "Begin with the small starter model; others can join you", small)
-    for number, offer in enumerate(state.remembered, 1):
-        model = f" · {clean(offer.model)}" if offer.model else ""
-        rows += _key(str(number), f"Go back to {clean(offer.target)}{model}", offer_words(offer))
-    disk = state.prospects.disk_free_bytes
-    rows += [
-        row("       ", (f"{size(disk) if disk is not None else UNKNOWN} of disk free", "dim")),
-        [],
+def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+    keys = [
         row("    ", ("j", "mine"), "  join by name, or simply paste an invite now"),
         row("    ", ("c", "mine"), "  create a swarm of another model"),
         row("    ", ("l", "mine"), "  look around first"),
     ]
-    return rows
-
-
-def offer_words(offer: OfferView) -> str:
-    """What a choice means for this machine, said before anything is fetched."""
-    fetch = f"{UNKNOWN if offer.fetch_bytes is None else size(offer.fetch_bytes)} to fetch"
-    if offer.fetch_bytes == 0:
-        fetch = "all is here"
-    elif offer.fetch_bytes is not None and offer.target != STARTER:
-        fetch = f"at most {fetch}"  # a member needs its own blocks and the ends alone
-    return f"{fetch} · {fit_words(offer.fit)}"
-
-
-def fit_words(fit: FitView | None) -> str:
-    """Whether all of a model would fit here, so that it could be run alone."""
-    if fit is None:
-        return f"fits {UNKNOWN}"
-    if fit.blocks >= fit.blocks_total:
-        return "fits now"
-    share = f"{fit.blocks} of {fit.blocks_total} blocks fit"
-    return f"too large alone: {share}" if fit.too_large else f"fits with {size(fit.lacking_bytes)} more: {share}"
+    if not state.choices:
+        waiting = "looking at this machine, and for swarms on this network"
+        told = state.trouble or waiting
+        sign = ("×", "warning") if state.trouble else ("◐", "primary")
+        rest = choice_rows(0, OfferView(STARTER)) if state.trouble else []
+        return [row("   ", sign, (f" {clean(told)}", "dim")), *rest, [], *keys]
+    rows: list[Row] = []
+    room = height - len(keys) - 1
+    for index, offer in state.choices.items():
+        added = choice_rows(index, offer)
+        if len(rows) + len(added) > room:
+            more = row("       ", ("more in a taller window", "dim"))
+            rows = [*rows[: room - 1], more]
+            break
+        rows += added
+    speed = state.prospects.reading_bytes_per_s
+    about = f"about: estimated, from what members say and the {size(round(speed))}/s this device reads" if speed else ""
+    if about and len(rows) + 2 <= room:
+        rows += [[], row("       ", (about, "dim"))]
+    return [*rows, [], *keys]
 
 
 def _much_words(state: FirstState) -> str:
@@ -156,7 +158,7 @@ def _much_words(state: FirstState) -> str:
     return f"{memory} · pauses: {', '.join(on) if on else 'only by hand'}"
 
 
-def _how_much(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
+def _how_much(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
     device = state.device(known)
     total = device.memory_total_bytes if device is not None else None
     mark = ("▸", "b mine") if state.cursor == 0 else (" ", "")
@@ -183,7 +185,7 @@ def _how_much(state: FirstState, known: Snapshot | None, width: int) -> list[Row
     return rows
 
 
-def _hello(state: FirstState, known: Snapshot | None, width: int) -> list[Row]:
+def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
     rows: list[Row] = []
     step = running_step(known) if known is not None else None
     if step is not None and step.done is not None and step.total:

@@ -13,6 +13,7 @@ from app.client import PATIENT_S, Client
 from app.snapshot import prospects_from
 from ui.dialogs import Dialog, Line
 from ui.first_rows import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
+from ui.first_where import STARTER
 from ui.ink import Row
 from ui.panel import Painted
 from ui.store import Store
@@ -20,6 +21,7 @@ from ui.store import Store
 if TYPE_CHECKING:
     from ui.dashboard import Dashboard
 
+LOOK_AGAIN_S = 2.0
 LONGEST_S = 3600.0  # a model may have to be fetched and read
 
 
@@ -32,7 +34,7 @@ class FirstPage(Painted):
 
     def rows(self, width: int, height: int) -> list[Row]:
         """What the step asks."""
-        return first_rows(self.state, self.store.snapshot, width)[:height]
+        return first_rows(self.state, self.store.snapshot, width, height)[:height]
 
 
 class FirstRun(Dialog[None]):
@@ -47,6 +49,7 @@ class FirstRun(Dialog[None]):
         super().__init__()
         self.store = store
         self.state = FirstState()
+        self._looking = False
 
     @property
     def dashboard(self) -> Dashboard:
@@ -60,7 +63,16 @@ class FirstRun(Dialog[None]):
     def on_mount(self) -> None:
         """See what the node's settings are, and where it could go."""
         self.dashboard.ask(lambda client: client.get("/api/config"), self._configured)
-        self.dashboard.ask(lambda client: client.get("/api/prospects", timeout_s=PATIENT_S), self._offered)
+        self._look_around()
+        self.set_interval(LOOK_AGAIN_S, self._look_around)
+
+    def _look_around(self) -> None:
+        """See what is nearby, again and again while the person chooses."""
+        if self._looking or self.state.step > 0:
+            return
+        self._looking = True
+        look = "/api/prospects"
+        self.dashboard.ask(lambda client: client.get(look, timeout_s=PATIENT_S), self._offered, self._unseen)
 
     def _configured(self, told: Any) -> None:
         config = {entry["name"]: entry["value"] for entry in told}
@@ -69,12 +81,18 @@ class FirstRun(Dialog[None]):
         self.show()
 
     def _offered(self, told: Any) -> None:
-        self.state.prospects = prospects_from(told)
+        self._looking = False
+        self.state.take(prospects_from(told))
+        self.show()
+
+    def _unseen(self, text: str) -> None:
+        self._looking, self.state.trouble = False, text
         self.show()
 
     def show(self) -> None:
         """Look at the store again."""
-        self.query_one(FirstPage).show()
+        if self.is_attached:  # an answer may come after the person has gone on
+            self.query_one(FirstPage).show()
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
@@ -103,8 +121,8 @@ class FirstRun(Dialog[None]):
             self._ask_line("Which model?", "a folder, a GGUF file, starter or tiny-random", self._create)
         elif event.key == "l":
             self.close()
-        elif event.key.isdecimal() and 0 < int(event.key) <= len(self.state.remembered):
-            self._go_to(self.state.remembered[int(event.key) - 1].target)
+        elif event.key.isdecimal() and int(event.key) > 0 and int(event.key) in self.state.choices:
+            self._choose(int(event.key))
         else:
             return False
         return True
@@ -165,12 +183,20 @@ class FirstRun(Dialog[None]):
         if self.state.busy:
             return
         if self.state.step == 0:
-            self.state.target, self.state.create = "", ("home", "starter")
-            self._advance()
+            self._choose(0)
         elif self.state.step == 1:
             self._enter()
         else:
             await self._hello()
+
+    def _choose(self, index: int) -> None:
+        """Take one of the choices; before they are known there is nothing to take, unless they cannot be known."""
+        chosen = self.state.choices.get(index)
+        if chosen is not None and chosen.target != STARTER:
+            self._go_to(chosen.target)
+        elif chosen is not None or self.state.trouble:
+            self.state.target, self.state.create = "", ("home", STARTER)
+            self._advance()
 
     def _advance(self) -> None:
         self.state.step, self.state.problem = 1, ""

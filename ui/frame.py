@@ -9,10 +9,10 @@ from textual.app import ComposeResult
 from textual.events import Click
 from textual.screen import Screen
 from textual.widget import Widget
-from textual.widgets import Footer
 
 from ui.events import FollowingList
 from ui.figures import plural
+from ui.footer import Keys
 from ui.ink import Row, clean, fit, row, spread, text_of, width_of, wrap
 from ui.panel import Painted
 from ui.store import Store
@@ -97,6 +97,7 @@ class MainScreen(Screen[None]):
 
     TAB: ClassVar[str] = ""
     HELP_TEXT: ClassVar[str] = ""
+    ALLOW_IN_MAXIMIZED_VIEW = "#head, #state, #keys"
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class MainScreen(Screen[None]):
         yield Head(self.store, self.TAB)
         yield StateLine(self.store, id="state")
         yield from self.body()
-        yield Footer(compact=True)
+        yield Keys(self.store)
 
     def body(self) -> Iterable[Widget]:
         """What this screen is about."""

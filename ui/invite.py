@@ -10,10 +10,12 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from app.snapshot import PeerView
+from app.snapshot import PeerView, Snapshot
 from ui.coverage import short_peer
 from ui.dialogs import Dialog
+from ui.figures import rate
 from ui.ink import Row, clean, row
+from ui.node_rows import now_ms
 from ui.panel import Painted
 from ui.store import Store
 
@@ -40,33 +42,75 @@ def qr_rows(text: str) -> list[str]:
     ]
 
 
-def came_rows(store: Store, before: frozenset[str] | None) -> list[Row]:
-    """Who is here that was not when the invite was shown, and how far they are."""
-    known = store.snapshot
-    if known is None or before is None:
-        return [row(("the node is away", "dim"))]
-    came = [peer for peer in known.peers if peer.peer not in before]
-    if not came:
-        return [row(("Nobody has come since you opened this.", "dim"))]
-    return [_came_row(peer) for peer in came]
+class Guests:
+    """Who came since the invite was shown, and how far each has come; who goes again stays listed."""
+
+    def __init__(self, known: Snapshot) -> None:
+        self._before = {peer.peer for peer in known.peers} | set(known.network.strangers)
+        self._members: dict[str, PeerView] = {}
+        self._knocking: dict[str, None] = {}
+
+    def look(self, known: Snapshot) -> None:
+        """See who is here now."""
+        for peer in known.peers:
+            if peer.peer not in self._before:
+                self._members[peer.peer] = peer
+        self._knocking |= dict.fromkeys(peer for peer in known.network.strangers if peer not in self._before)
+
+    def rows(self, known: Snapshot) -> list[Row]:
+        """One row for each, those who are on their way first."""
+        here = {peer.peer for peer in known.peers}
+        linked = set(known.network.strangers)
+        knocking = [peer for peer in self._knocking if peer not in self._members]
+        rows = [
+            row(("◌", "primary"), " ", (short_peer(peer), "b"), " connecting")
+            if peer in linked
+            else row(("×", "error"), " ", (short_peer(peer), "b"), " failed: went again before it had joined")
+            for peer in knocking
+        ]
+        return [*rows, *(guest_row(peer, peer.peer in here) for peer in self._members.values())]
 
 
-def _came_row(peer: PeerView) -> Row:
+def guest_row(peer: PeerView, here: bool) -> Row:
+    """How far somebody is who came."""
     name = clean(peer.name) or short_peer(peer.peer)
     span = f" {peer.start}:{peer.stop}" if peer.start is not None else ""
-    sign, style = ("●", "success") if peer.state in ("serving", "client") else ("◐", "warning")
-    why = f" · {clean(peer.why)}" if peer.why else ""
-    return row((sign, style), " ", (name, "b"), f" {clean(peer.state) or '—'}{span}", (why, "dim"))
+    if not here or peer.state in ("dead", "left"):
+        how = "left" if peer.state == "left" else "fell silent"
+        served = f" after it served{span}" if peer.state == "serving" and span else ""
+        why = clean(peer.unused.text) if peer.unused is not None else f"{how}{served}"
+        return row(("×", "error"), " ", (name, "b"), f" failed: {why}")
+    if peer.state == "serving":
+        return row(
+            ("●", "success"), " ", (name, "b"), f" serving{span}", (f" · {rate(peer.tokens_per_s)} tok/s", "dim")
+        )
+    if peer.state == "client":
+        return row(("●", "success"), " ", (name, "b"), " is here, and hosts nothing")
+    if peer.state in ("fetching", "loading"):
+        share = f" {peer.fetched:.0%}".replace("%", " %") if peer.fetched is not None else ""
+        return row(("◐", "primary"), " ", (name, "b"), f" loading{span}{share}")
+    words = {"joining": "looks at what others host", "": "is here"}.get(peer.state, clean(peer.state))
+    return row(("◐", "warning"), " ", (name, "b"), f" {words}")
 
 
 class Came(Painted):
     """Who came."""
 
-    before: frozenset[str] | None = None
+    guests: Guests | None = None
+    opened_ms = 0
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row each."""
-        return came_rows(self.store, self.before)[:height]
+        """One row each; who was turned away comes last."""
+        known = self.store.snapshot
+        if known is None:
+            return [row(("the node is away", "dim"))]
+        if self.guests is None:
+            self.guests = Guests(known)
+        self.guests.look(known)
+        rows = self.guests.rows(known)
+        turned = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
+        rows += [row(("×", "error"), f" {clean(turned[-1].text)}")] if turned else []
+        return (rows or [row(("Nobody has come since you opened this.", "dim"))])[-height:]
 
 
 class InviteScreen(Dialog[None]):
@@ -94,9 +138,7 @@ class InviteScreen(Dialog[None]):
 
     def on_mount(self) -> None:
         """Ask the node for one."""
-        came = self.query_one(Came)
-        if self.store.snapshot is not None:
-            came.before = frozenset(peer.peer for peer in self.store.snapshot.peers)
+        self.query_one(Came).opened_ms = now_ms()
         dashboard = cast("Dashboard", self.app)
         dashboard.ask(lambda client: client.post("/api/invite", {"name": None}), self.take, self._failed)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from app.snapshot import CourtesyView, DeviceView, Snapshot, StepView
 from ui.bars import Samples, bar, spark
 from ui.figures import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
-from ui.ink import UNKNOWN, Row, cell, clean, fit, row, wrap
+from ui.ink import UNKNOWN, Row, cell, clean, fit, row, width_of, wrap
 
 _LABEL = 8
 _RULES = {
@@ -44,7 +44,7 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
         _gauge("heat", device.temperature_c if device else None, 100.0, "°C", clean(heat.text) if heat else "", room),
         _power(device),
         _speed(snapshot),
-        *(courtesy_rows(snapshot.courtesy) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
+        *(courtesy_rows(snapshot.courtesy, width) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
     ]
     if height >= len(rows):
         return rows
@@ -124,15 +124,20 @@ def _speed(snapshot: Snapshot | None) -> Row:
     return labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
 
 
-def courtesy_rows(courtesy: CourtesyView) -> list[Row]:
+def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
     """What would pause this node, and whether anything does."""
     rules = [rule for rule in courtesy.rules if rule.enabled and rule.available]
     if not rules:
         return [labelled("pauses", ("only by hand" if courtesy.rules else UNKNOWN, "dim"))]
     line = labelled("pauses", ("if", "dim"))
-    for rule in rules:
+    for number, rule in enumerate(rules):
         sign = ("●", "warning") if rule.applies else ("○", "success")
-        line += row(" ", sign, f" {_RULES.get(rule.code, clean(rule.label))}")
+        part = row(" ", sign, f" {_RULES.get(rule.code, clean(rule.label))}")
+        more = f" +{len(rules) - number}"
+        if width_of(line) + width_of(part) + (len(more) if number < len(rules) - 1 else 0) > width:
+            line += row((more, "dim"))
+            break
+        line += part
     applies = [clean(rule.text or rule.label) for rule in rules if rule.applies]
     told = ", ".join(applies) if applies else "none applies now"
     after = f" · {clean(courtesy.next_text)}" if courtesy.next_text else ""

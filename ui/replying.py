@@ -7,8 +7,10 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from textual.message import Message
 
 from app.client import Client, Hangup
 from app.errors import AppError
@@ -32,6 +34,14 @@ class Sampling:
     max_tokens: int = 512
     seed: int | None = None
     system: str = ""
+
+    @classmethod
+    def chosen(cls, kept: Any) -> Sampling:
+        """What the person chose last, as far as it is known today."""
+        known = {field.name for field in fields(cls)}
+        return (
+            cls(**{name: value for name, value in kept.items() if name in known}) if isinstance(kept, dict) else cls()
+        )
 
     def request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         """As `/api/chat` takes it; without a seed, one of the moment."""
@@ -204,3 +214,11 @@ class ReplyThread:
                 self._tell({"error": str(error)})
         if self._hangup.is_over:
             self._tell({"stopped": True})
+
+
+class Piece(Message):
+    """Something of the reply has come."""
+
+    def __init__(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
+        super().__init__()
+        self.thread, self.piece = thread, piece

@@ -214,7 +214,9 @@ class PeersTable(ScrollView, can_focus=True):
         """Speak no more with the peer under the cursor."""
         screen = self.screen
         if self.chosen is not None and isinstance(screen, Swarm) and self.chosen.link != "you":
-            screen.ban(self.chosen)
+            from ui.bans import offer_ban
+
+            offer_ban(screen.dashboard, self.chosen)
 
 
 class RoutePanel(Panel):
@@ -276,25 +278,3 @@ class Swarm(MainScreen):
         field = self.query_one("#filter", Input)
         field.set_class(bool(field.value), "-open")
         self.query_one(PeersTable).focus()
-
-    def ban(self, peer: PeerView) -> None:
-        """Put a peer on the list of those that are never spoken with, once the person is sure."""
-        from ui.dialogs import Question
-
-        def answered(sure: bool | None) -> None:
-            if sure:
-                self.dashboard.ask(
-                    lambda client: _deny(client.get("/api/config"), peer.peer, client.set_config),
-                    lambda _: self.dashboard.say(f"{peer.name or peer.peer} is denied: see settings"),
-                )
-
-        words = f"Never speak with {peer.name or peer.peer} again? The setting `deny` keeps the list."
-        self.app.push_screen(Question(words, "Ban"), answered)
-
-
-def _deny(config: list[dict[str, object]], peer: str, set_config: object) -> None:
-    """Add a peer to the setting `deny`."""
-    found = next((setting["value"] for setting in config if setting["name"] == "deny"), [])
-    denied = [str(item) for item in found] if isinstance(found, list) else []
-    assert callable(set_config)
-    set_config("deny", ",".join([*denied, peer]))

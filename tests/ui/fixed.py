@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from app.reason import Reason
 from app.snapshot import (
     CourtesyView,
     DeviceView,
@@ -12,7 +13,6 @@ from app.snapshot import (
     HopView,
     NetworkView,
     PeerView,
-    Reason,
     RouteView,
     RuleView,
     SessionView,

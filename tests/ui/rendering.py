@@ -1,9 +1,11 @@
-"""A dashboard without a node, and its screen as text and as a map of colours."""
+"""A dashboard without a node, and its screen as text, and as text with the colours and the style of every cell."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import string
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 
 from rich.style import Style
@@ -12,26 +14,12 @@ from textual.pilot import Pilot
 
 from tests.ui.fixed import Clock, fill
 from ui.dashboard import Dashboard
-from ui.palette import colours
 from ui.store import Store
 
 FIXTURES = Path(__file__).parent / "screens"
 KEYS = {"overview": "1", "swarm": "2", "chat": "3", "logs": "4", "settings": "5"}
-# The letter of each style word in a map of colours; what has no word of its own is a dot.
-LETTERS = {
-    "mine": "m",
-    "warning": "w",
-    "error": "e",
-    "success": "s",
-    "primary": "p",
-    "secondary": "c",
-    "dim": "d",
-    "heat2": "2",
-    "heat3": "3",
-    "trackfg": "t",
-    "line": "l",
-    "background": "b",
-}
+SIGNS = string.ascii_letters + string.digits + "".join(c for c in string.punctuation if c not in "=|")
+Look = list[tuple[str, str]]  # (text, style) of a line, one after another
 
 
 class StillDashboard(Dashboard):
@@ -55,7 +43,6 @@ async def still(size: tuple[int, int], state: str = "healthy") -> AsyncIterator[
 
 async def settle(app: Dashboard, pilot: Pilot[None]) -> None:
     """Let the screen look at its store, and be painted."""
-    await pilot.pause()
     app.show_now()
     await pilot.pause()
 
@@ -67,19 +54,42 @@ def text_of_screen(app: App[None]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def colours_of_screen(app: App[None]) -> str:
-    """One letter for the colour of each character that is drawn."""
-    letters = {value.lower(): LETTERS[name] for name, value in colours(app.theme).items() if name in LETTERS}
+def look_of_screen(app: App[None]) -> list[Look]:
+    """Every cell as it is painted: its character, its two colours and its style."""
     lines = []
     for strip in app.screen._compositor.render_strips():
-        line = ""
-        for segment in strip:
-            line += "".join(" " if c == " " else _letter(segment.style, letters) for c in segment.text)
-        lines.append(line.rstrip())
-    return "\n".join(lines) + "\n"
+        lines.append([(segment.text, _style_words(segment.style)) for segment in strip if segment.text])
+    return lines
 
 
-def _letter(style: Style | None, letters: dict[str, str]) -> str:
-    if style is None or style.color is None or style.color.triplet is None:
-        return "."
-    return letters.get(style.color.triplet.hex.lower(), ".")
+def _style_words(style: Style | None) -> str:
+    if style is None:
+        return "none"
+    colours = [None if colour is None else colour.triplet for colour in (style.color, style.bgcolor)]
+    front, back = ("default" if triplet is None else triplet.hex for triplet in colours)
+    flags = [name for name in ("bold", "dim", "italic", "underline", "strike", "reverse") if getattr(style, name)]
+    return " ".join([front, "on", back, *flags])
+
+
+def page_of(looks: Mapping[str, list[Look]]) -> str:
+    """The same screen in several themes as one text: its characters, then a sign for the styles of each run of cells.
+
+    A sign stands for one style in each theme; what it stands for is listed below.
+    """
+    texts = {
+        theme: "\n".join("".join(text for text, _ in line).rstrip() for line in look) for theme, look in looks.items()
+    }
+    text, *others = texts.values()
+    assert all(other == text for other in others), "a theme changes nothing but colours"
+    signs: dict[tuple[str, ...], str] = {}
+    runs = []
+    for lines in zip(*looks.values(), strict=True):
+        cells = zip(*([style for text, style in line for _ in text] for line in lines), strict=True)
+        coded = (signs.setdefault(styles, _sign(len(signs))) for styles in cells)
+        runs.append(" ".join(f"{sign}{sum(1 for _ in group)}" for sign, group in groupby(coded)))
+    legend = [f"{sign} = {' | '.join(styles)}" for styles, sign in signs.items()]
+    return "\n".join([text, f"--- runs of styles: {' | '.join(looks)}", *runs, "---", *legend, ""])
+
+
+def _sign(number: int) -> str:
+    return SIGNS[number] if number < len(SIGNS) else f"<{number}>"

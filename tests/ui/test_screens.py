@@ -8,23 +8,37 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import cast
 
 import pytest
+from textual.pilot import Pilot
 
 from app.snapshot import DeviceView, FitView, OfferView, ProspectsView
 from tests.ui.fixed import SNAPSHOTS, fill
-from tests.ui.rendering import FIXTURES, KEYS, StillDashboard, colours_of_screen, settle, still, text_of_screen
+from tests.ui.rendering import (
+    FIXTURES,
+    KEYS,
+    Look,
+    StillDashboard,
+    look_of_screen,
+    page_of,
+    settle,
+    still,
+    text_of_screen,
+)
+from ui import palette, panel
 from ui.conversations import Message
 from ui.first_run import FirstRun
 from ui.invite import InviteScreen
 from ui.logs import Logs
+from ui.palette import DAY, NIGHT
 from ui.settings import SettingsScreen
 from ui.store import LogRow
 from ui.transcript import Transcript
 
 SIZES = ((80, 24), (160, 48))
+THEMES_SEEN = (NIGHT, DAY)
 CONFIG = [
     {
         "name": "max_vram",
@@ -68,13 +82,43 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def compare(name: str, seen: str) -> None:
-    """With the kept file, or keep it."""
-    path = FIXTURES / f"{name}.txt"
-    if os.environ.get("SHOAL_UPDATE_SCREENS"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(seen, "utf-8")
-    assert seen == path.read_text("utf-8"), name
+class Gallery:
+    """What each screen looked like, theme by theme; compared with the kept files once all themes were seen."""
+
+    def __init__(self, size: tuple[int, int]) -> None:
+        self._size = f"{size[0]}x{size[1]}"
+        self._seen: dict[str, dict[str, list[Look]]] = {}
+
+    def take(self, app: StillDashboard, name: str) -> None:
+        """A picture of what is on the screen now."""
+        self._seen.setdefault(f"{name}-{self._size}", {})[app.theme] = look_of_screen(app)
+
+    def compare(self) -> None:
+        """With the kept files, or keep them."""
+        different = []
+        for name, looks in self._seen.items():
+            assert list(looks) == [theme.name for theme in THEMES_SEEN]
+            page, path = page_of(looks), FIXTURES / f"{name}.txt"
+            if os.environ.get("SHOAL_UPDATE_SCREENS"):
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(page, "utf-8")
+            if page != path.read_text("utf-8"):
+                different.append(name)
+        assert different == []
+
+
+def focus_first(app: StillDashboard) -> None:
+    """Where a person is who has just come to the screen."""
+    app.screen.set_focus(app.screen.query(app.screen.AUTO_FOCUS or ".panel").first())
+
+
+async def in_each_theme(app: StillDashboard, pilot: Pilot[None]) -> AsyncIterator[None]:
+    """By night, then by day."""
+    for theme in THEMES_SEEN:
+        app.theme = theme.name
+        await settle(app, pilot)
+        yield
+    app.theme = NIGHT.name
 
 
 async def fill_screen(app: StillDashboard) -> None:
@@ -85,96 +129,150 @@ async def fill_screen(app: StillDashboard) -> None:
     if isinstance(app.screen, SettingsScreen):
         app.screen.take(CONFIG)
     for said in app.screen.query(Transcript):
-        await said.show_messages(SAID)
+        if not said.query(".ask"):
+            await said.show_messages(SAID)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_the_main_screens_show_what_is_known(size: tuple[int, int]) -> None:
+def test_every_screen_shows_every_state(size: tuple[int, int]) -> None:
+    gallery = Gallery(size)
+
     async def look() -> None:
         async with still(size) as (app, pilot):
-            for screen in ("overview", "swarm"):
-                await pilot.press(KEYS[screen])
-                for state in SNAPSHOTS:
-                    fill(app.store, state)
-                    await settle(app, pilot)
-                    compare(f"{screen}-{state}-{size[0]}x{size[1]}", text_of_screen(app))
+            async for _ in in_each_theme(app, pilot):
+                for screen, key in KEYS.items():
+                    await pilot.press("escape", "escape", key)
+                    focus_first(app)
+                    for state in SNAPSHOTS:
+                        fill(app.store, state)
+                        await fill_screen(app)
+                        await settle(app, pilot)
+                        gallery.take(app, f"{screen}-{state}")
 
     asyncio.run(look())
-
-
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_the_other_screens_show_what_is_known(size: tuple[int, int]) -> None:
-    async def look() -> None:
-        async with still(size) as (app, pilot):
-            for screen in ("chat", "logs", "settings"):
-                await pilot.press("escape", "escape", KEYS[screen])
-                for state in ("healthy", "away", "wide"):
-                    fill(app.store, state)
-                    await settle(app, pilot)
-                    await fill_screen(app)
-                    await settle(app, pilot)
-                    compare(f"{screen}-{state}-{size[0]}x{size[1]}", text_of_screen(app))
-
-    asyncio.run(look())
+    gallery.compare()
 
 
 PROSPECTS = ProspectsView(
     (
-        OfferView("starter", "SmolLM2-135M-Instruct", FitView(30, 30), 93 * 10**6),
-        OfferView("reading-club#1a2b3c4d", "Llama-3.1-70B", FitView(12, 80, 150 * 10**9, True), 5 * 10**9),
-        OfferView("birds#5e6f7a8b", "Llama-3.2-3B", FitView(20, 28, 2 * 10**9), 0),
+        OfferView("starter", "SmolLM2-135M-Instruct", FitView(30, 30), 93 * 10**6, alone_tokens_per_s=25.4),
+        OfferView(
+            "reading-club#1a2b3c4d",
+            "a llama of 70.6 billion weights",
+            FitView(12, 80, 150 * 10**9, True),
+            140 * 10**9,
+            nearby="lan",
+            members=14,
+            tokens_per_s=4.5,
+        ),
+        OfferView("birds#5e6f7a8b", "Llama-3.2-3B", FitView(20, 28, 2 * 10**9), 0, alone_tokens_per_s=9.2),
         OfferView("far#9c0d1e2f"),
     ),
     DeviceView("cuda:0", "RTX 3060", 12 * 10**9, 4 * 10**9),
     77 * 10**9,
+    360.0 * 10**9,
 )
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 def test_the_dialogs_show_what_is_known(size: tuple[int, int]) -> None:
-    named = f"{size[0]}x{size[1]}"
+    gallery = Gallery(size)
 
     async def look() -> None:
         async with still(size) as (app, pilot):
-            await pilot.press("question_mark")
-            await settle(app, pilot)
-            compare(f"help-{named}", text_of_screen(app))
-            await pilot.press("escape", "i")
-            await settle(app, pilot)
-            cast(InviteScreen, app.screen).take({"invite": "shoal:" + "a2b3c4d5" * 8, "name": "reading-club"})
-            await settle(app, pilot)
-            compare(f"invite-{named}", text_of_screen(app))
-            await pilot.press("escape")
-            fill(app.store, "empty")
-            first = FirstRun(app.store)
-            await app.push_screen(first)
-            first.state.pauses = {"pause_busy": False, "pause_on_battery": True}
-            for step in range(3):
-                first.state.step, first.state.target = step, "birds#5e6f7a8b"
-                if step == 0:
-                    await settle(app, pilot)
-                    compare(f"first-unknown-{named}", text_of_screen(app))
-                    first.state.prospects = PROSPECTS
-                await settle(app, pilot)
-                compare(f"first{step}-{named}", text_of_screen(app))
+            async for _ in in_each_theme(app, pilot):
+                fill(app.store, "healthy")
+                await look_at_windows(app, pilot, gallery)
+                fill(app.store, "empty")
+                await look_at_first_run(app, pilot, gallery)
 
     asyncio.run(look())
+    gallery.compare()
+
+
+async def look_at_windows(app: StillDashboard, pilot: Pilot[None], gallery: Gallery) -> None:
+    """What keys open over the overview."""
+    focus_first(app)
+    for name, key in (("help", "question_mark"), ("why", "w"), ("drain", "d"), ("cap", "plus"), ("jump", "ctrl+o")):
+        await pilot.press(key)
+        await settle(app, pilot)
+        gallery.take(app, name)
+        await pilot.press("escape")
+    await pilot.press("i")
+    await settle(app, pilot)
+    cast(InviteScreen, app.screen).take({"invite": "shoal:" + "a2b3c4d5" * 8, "name": "reading-club"})
+    await settle(app, pilot)
+    gallery.take(app, "invite")
+    await pilot.press("escape", "tab", "z")
+    await settle(app, pilot)
+    gallery.take(app, "zoom")
+    await pilot.press("z")
+
+
+async def look_at_first_run(app: StillDashboard, pilot: Pilot[None], gallery: Gallery) -> None:
+    """Its three steps."""
+    first = FirstRun(app.store)
+    await app.push_screen(first)
+    first.state.pauses = {"pause_busy": False, "pause_on_battery": True}
+    for step in range(3):
+        first.state.step, first.state.target, first.state.trouble = step, "birds#5e6f7a8b", ""
+        if step == 0:
+            await settle(app, pilot)
+            gallery.take(app, "first-unknown")
+            first.state.take(PROSPECTS)
+        await settle(app, pilot)
+        gallery.take(app, f"first{step}")
+    first.close()
+    await settle(app, pilot)
+
+
+def test_another_colour_or_style_is_another_picture() -> None:
+    line = [("serving ", "#84c98b on #0e1621"), ("you", "#f0c65a on #0e1621 bold")]
+    page = page_of({"night": [line]})
+    assert page_of({"night": [[("serving ", "#84c98c on #0e1621"), line[1]]]}) != page
+    assert page_of({"night": [[line[0], ("you", "#f0c65a on #0e1621")]]}) != page
+    assert page_of({"night": [[line[0], ("yon", line[1][1])]]}) != page
+
+
+def test_a_changed_theme_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    gallery = Gallery((80, 24))
+    monkeypatch.setitem(palette.NIGHT.variables, "dim", "#7c8ea4")
+    for cached in (palette.style_of, panel.based_style):
+        cached.cache_clear()
+
+    async def look() -> None:
+        async with still((80, 24)) as (app, pilot):
+            async for _ in in_each_theme(app, pilot):
+                gallery.take(app, "overview-healthy")
+
+    monkeypatch.delenv("SHOAL_UPDATE_SCREENS", raising=False)
+    try:
+        asyncio.run(look())
+        with pytest.raises(AssertionError, match="overview-healthy-80x24"):
+            gallery.compare()
+    finally:
+        monkeypatch.undo()
+        for cached in (palette.style_of, panel.based_style):
+            cached.cache_clear()
 
 
 @pytest.mark.parametrize("screen", ["overview", "swarm"])
-def test_colours_mean_the_same_by_day_and_by_night(screen: str) -> None:
+def test_without_colours_nothing_is_lost(screen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
     async def look() -> None:
         async with still((160, 48)) as (app, pilot):
             await pilot.press(KEYS[screen])
             for state in ("healthy", "hole", "paused", "away"):
                 fill(app.store, state)
                 await settle(app, pilot)
-                night = colours_of_screen(app)
-                await pilot.press("ctrl+t")
-                await settle(app, pilot)
-                assert app.theme == "shoal-day"
-                assert colours_of_screen(app) == night, state
-                await pilot.press("ctrl+t", "ctrl+t")
-                compare(f"colours-{screen}-{state}", night)
+                kept = (FIXTURES / f"{screen}-{state}-160x48.txt").read_text("utf-8").partition("---")[0]
+                assert text_of_screen(app) == kept, state
+                styles = {style for line in look_of_screen(app) for _, style in line}
+                assert all(_is_grey(colour) for style in styles for colour in style.split() if colour[0] == "#")
 
     asyncio.run(look())
+
+
+def _is_grey(colour: str) -> bool:
+    return colour[1:3] == colour[3:5] == colour[5:7]
