@@ -20,6 +20,8 @@ class Limits:
     streams: int = 1024
     bytes_per_peer: int = 256 * 2**20  # bodies received and not yet consumed
     bytes: int = 1024 * 2**20
+    # Answers that wait for the peer to read them; one alone may be larger. More than an honest peer asks for at once.
+    answer_bytes_per_peer: int = 16 * 2**20
     requests_per_s: float = 2000.0
     request_burst: float = 4000.0
     # Refusals a peer may run up before it counts as misbehaving, and how many are forgiven each second.
@@ -35,6 +37,7 @@ class _Use:
     calls: int = 0
     streams: int = 0
     bytes: int = 0
+    answer_bytes: int = 0
 
 
 @dataclass
@@ -78,11 +81,22 @@ class Quota:
         self._all.calls += 1
         return None
 
-    def end_call(self, peer: str, size: int) -> None:
+    def hold_answer(self, peer: str, size: int, now: float) -> bool:
+        """Account for an answer until its call ends; False where the peer should read the others first."""
+        use = self._peer(peer, now)
+        if use.answer_bytes and use.answer_bytes + size > self.limits.answer_bytes_per_peer:
+            return False
+        if not self.hold(peer, size, now):
+            return False
+        use.answer_bytes += size
+        return True
+
+    def end_call(self, peer: str, size: int, answer_size: int = 0) -> None:
         """A call that began has ended."""
         self._peers[peer].calls -= 1
+        self._peers[peer].answer_bytes -= answer_size
         self._all.calls -= 1
-        self.release(peer, size)
+        self.release(peer, size + answer_size)
 
     def begin_stream(self, peer: str, now: float) -> str | None:
         """Take on a stream, or the reason why not."""

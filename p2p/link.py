@@ -29,6 +29,7 @@ from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, bu
 READ_BYTES = 256 * 1024
 FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
+STALLED_S = 60.0  # for one chunk to be taken: a peer that lives and does not read must not keep what waits for it
 # Frames about calls and streams that are not known (any more). A window of tiny messages may cross a reset, so many are
 # forgiven; who sends nothing else only means to keep this node busy.
 IDLE_FRAMES = 32_768
@@ -243,8 +244,11 @@ class PeerLink:
     async def _put(self, parts: Sequence[Buffer], size: int) -> None:
         self.bytes_out += size
         self.used_at = trio.current_time()
-        with trio.CancelScope(shield=True):  # half a frame would spoil the link for everybody else
+        # Half a frame would spoil the link for everybody else.
+        with trio.CancelScope(shield=True, deadline=self.used_at + STALLED_S) as scope:
             await self._stream.write_parts(parts)
+        if scope.cancelled_caught:
+            raise StreamReset(f"{self._peer} did not read for {STALLED_S:g} s")
 
     # --- the reader ---
 

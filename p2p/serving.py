@@ -35,6 +35,7 @@ class _Call:
     size: int
     scope: trio.CancelScope
     running: bool = False  # its handler is
+    answer_size: int = 0
 
 
 class Serving:
@@ -167,14 +168,14 @@ class Serving:
 
     def _keep(self, call: _Call, size: int) -> None:
         """Count an answer's bytes until it has left."""
-        if not self._link.services.quota.hold(self._link.peer, size, trio.current_time()):
+        if not self._link.services.quota.hold_answer(self._link.peer, size, trio.current_time()):
             raise Refused("too many bytes of answers wait to be read")
-        call.size += size
+        call.answer_size = size
 
     def _finished(self, id: int, call: _Call) -> None:
         if self._calls.get(id) is call:
             del self._calls[id]
-            self._link.services.quota.end_call(self._link.peer, call.size)
+            self._link.services.quota.end_call(self._link.peer, call.size, call.answer_size)
 
 
 def failure_of(frame: Frame) -> P2PError:

@@ -318,6 +318,8 @@ class YamuxConnection(IMuxedConn):
     # The end.
 
     def _fail(self, error: ProtocolError) -> None:
+        if self._ending is not None:  # what still comes while this side closes is not the peer's fault
+            return
         logger.warning("dropped the connection to %s: it %s", self.peer_id, error)
         self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_PROTOCOL_ERROR))
         self._end(str(error), keep_answers=False)

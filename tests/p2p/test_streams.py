@@ -9,12 +9,13 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from app.network import Priority
+from app.network import Payload, Priority
 from p2p.bytestream import ByteStream, TrioByteStream
 from p2p.errors import DeadlineExceeded, PeerUnreachable, Refused, StreamClosed
 from p2p.frames import CHUNK_BYTES, FIRST, LAST, PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
 from p2p.limits import Limits
-from p2p.rpc import LIVE_LANE, MAX_LINKS_A_LANE
+from p2p.link import STALLED_S
+from p2p.rpc import BULK_LANE, LIVE_LANE, MAX_LINKS_A_LANE
 from p2p.streams import MessageStream
 from tests.p2p.network_contract import PROTOCOL, NetworkContract, Stall, echo, echo_stream
 from tests.p2p.networks import WiredNode, WiredWorld, wired_world
@@ -52,6 +53,13 @@ async def frames_of(pipe: trio.abc.Stream, count: int) -> list[Frame]:
         assert data, "the link ended"
         frames += decoder.feed(bytes(data))
     return frames
+
+
+async def ping_for_ever(pipe: trio.abc.Stream) -> None:
+    """Show signs of life every second, until the link ends."""
+    while True:
+        await trio.sleep(1)
+        await pipe.send_all(encode(Frame(Kind.PING, WHOLE, 201, 0, 0, "", b"")))
 
 
 def request(id: int, body: bytes = b"", method: str = "echo") -> bytes:
@@ -204,6 +212,51 @@ async def test_a_peer_that_asks_and_never_reads_is_dropped_with_bounded_memory()
         with trio.fail_after(20), pytest.raises(trio.BrokenResourceError):
             await here.send_all(PREFACE + ping * 140_000)
         assert "does not read" in b.reports[0][1]
+
+
+async def test_answers_that_nobody_reads_are_few_and_not_kept_for_ever(autojump_clock: MockClock) -> None:
+    """A peer that lives, asks for 64 MiB and reads none of it: it is held 16 MiB, and those for a minute."""
+    async with wired_world() as world:
+        _, b = await two(world)
+        made = 0
+
+        async def big(peer: str, body: bytes) -> Payload:
+            nonlocal made
+            made += 1
+            return bytes(2**20)
+
+        b.serve("big", big)
+        here, there = trio.testing.lockstep_stream_pair()
+        world.connect(b, "stranger", BULK_LANE, TrioByteStream(there))
+        await here.send_all(PREFACE + b"".join(request(id, b"", "big") for id in range(1, 128, 2)))
+        await trio.testing.wait_all_tasks_blocked()
+        calls, _, size = b.services.quota.under_way("stranger")
+        assert made == 64
+        assert (calls, size) == (16, 16 * 2**20)
+        begun = trio.current_time()
+        with pytest.raises(trio.BrokenResourceError):
+            await ping_for_ever(here)
+        assert trio.current_time() - begun == pytest.approx(STALLED_S, abs=2)
+        assert b.services.quota.under_way("stranger") == (0, 0, 0)
+
+
+async def test_a_slow_reader_that_goes_on_reading_is_served(autojump_clock: MockClock) -> None:
+    async with wired_world() as world:
+        _, b = await two(world)
+
+        async def big(peer: str, body: bytes) -> Payload:
+            return bytes(2**20)
+
+        b.serve("big", big)
+        here, there = trio.testing.lockstep_stream_pair()
+        world.connect(b, "stranger", BULK_LANE, TrioByteStream(there))
+        await here.send_all(PREFACE + request(1, b"", "big"))
+        decoder, frames = FrameDecoder(), list[Frame]()
+        while len(frames) < 4:
+            await trio.sleep(STALLED_S / 3)
+            frames += decoder.feed(bytes(await here.receive_some(2**18)))
+        assert trio.current_time() > STALLED_S
+        assert [frame.kind for frame in frames] == [Kind.ANSWER] * 4
 
 
 async def test_a_request_cancelled_half_way_frees_what_had_arrived() -> None:
