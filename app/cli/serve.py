@@ -66,9 +66,11 @@ def live(home: Home, config: Config, target: str | None) -> None:
 
     from app.node import Node
     from app.places import cache_folder
+    from p2p.platform import keep_freed_memory
 
     # The loop must get its turn soon beside the threads that compute: the default costs it 5 ms each time.
     sys.setswitchinterval(0.0005)
+    keep_freed_memory()
     bind_threads()
     try:
         trio.run(Node(home, config, cache_folder(), on_ready=say_ready).run, target)
@@ -118,9 +120,10 @@ def _many(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def say_ready(snapshot: Snapshot) -> None:
-    """The one line that scripts wait for."""
+    """The one line that scripts wait for; a node that hosts nothing says why."""
     swarm = "none" if snapshot.swarm is None else f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}"
-    print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}", flush=True)
+    why = "" if snapshot.state == "serving" else f" ({snapshot.reason})"
+    print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}{why}", flush=True)
 
 
 COMMANDS = (Command("serve", "run the node in the foreground", run_serve, add_arguments),)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from app.errors import AppError
 from app.merkle import CHUNK_BYTES, chunk_count, leaf_hash
+
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # only Linux reads without ever waiting for a disk
 
 
 class WeightsError(AppError):
@@ -45,22 +48,47 @@ class Stamp:
 def read_range(extents: Sequence[Extent], start: int, length: int) -> bytes:
     """The bytes [start, start + length) of the extents put together; raises `OSError` where files have shrunk."""
     pieces = []
+    for run in _runs(extents, start, length):
+        with open(run.file, "rb") as file:
+            file.seek(run.offset)
+            pieces.append(file.read(run.length))
+        if len(pieces[-1]) != run.length:
+            raise OSError(f"{run.file} has become shorter")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_at_hand(extents: Sequence[Extent], start: int, length: int) -> bytearray | None:
+    """As `read_range`, if the system has the bytes in memory; None where it would wait for a disk, or cannot tell."""
+    if _NOWAIT is None:
+        return None
+    data, at = bytearray(length), 0
+    try:
+        for run in _runs(extents, start, length):
+            descriptor = os.open(run.file, os.O_RDONLY)
+            try:
+                took = os.preadv(descriptor, [memoryview(data)[at : at + run.length]], run.offset, _NOWAIT)
+            finally:
+                os.close(descriptor)
+            if took != run.length:
+                return None
+            at += took
+    except OSError:
+        return None
+    return data
+
+
+def _runs(extents: Sequence[Extent], start: int, length: int) -> Iterator[Extent]:
+    """Where the bytes [start, start + length) of the extents lie."""
     for extent in extents:
         if start >= extent.length:
             start -= extent.length
             continue
         take = min(length, extent.length - start)
-        with open(extent.file, "rb") as file:
-            file.seek(extent.offset + start)
-            piece = file.read(take)
-        if len(piece) != take:
-            raise OSError(f"{extent.file} has become shorter")
-        pieces.append(piece)
+        yield Extent(extent.file, extent.offset + start, take)
         length -= take
         start = 0
         if not length:
-            break
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            return
 
 
 def chunk_length(size_bytes: int, index: int) -> int:

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import trio
 
-from app.errors import RecordError
-from app.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaf_hash, leaves_from
+from app.merkle import leaf_hash
 from app.model_manifest import Part
-from app.network import Network, Priority
-from app.weights import wire
+from app.network import Network
+from app.weights.asking import CHUNK_S, Asking
 from app.weights.extents import WeightsError, chunk_length
+from app.weights.intake import Intake
 from app.weights.library import Library
 from app.weights.part_files import NewPart
 from app.weights.sharing import Sharing
-from app.weights.work import Piece, Work, choose_peers
-from p2p.errors import P2PError, Refused, RemoteError
-
-log = logging.getLogger("shoal.weights")
+from app.weights.standing import Standing
+from app.weights.work import Piece, Work
 
 MAX_PEERS = 8
 WINDOW = 6  # chunks asked from one peer at once
-LOOK_AHEAD = 16  # chunks that shall be ready to be asked for: the next part is begun in time
-CHUNK_S = 20.0  # 1 MiB at 50 kB/s: slower peers are left out
+LOOK_AHEAD = 48  # chunks that shall be ready to be asked for: the next part is begun in time
 LATE_S = 5.0
 LOOK_AGAIN_S = 1.0
-SHUN_S = 60.0  # a peer that failed is asked again after this long; one that lied never
-BUSY_S = 0.5
-ELSEWHERE_S = 10.0  # for a member that another one named: it may wait for the chunk itself
-MISLED_S = 1.0  # what it costs to be sent to somebody who does not help
-MISLED_AT_MOST = 3  # times in a row, after which a peer is told to give, not to name others
-LEAVES_S = 5.0  # and as long as they take at the slowest pace
-NEXT_ASKED_S = 1.0  # after which another one is asked as well
+CHOOSE_S = 0.05  # whom to ask is decided no more often than this
+NEXT_ASKED_S = 1.0  # after which another one is asked for a part's hashes as well
 
 
 @dataclass
@@ -57,17 +48,17 @@ class Fetching:
         self, network: Network, library: Library, sharing: Sharing, holders: Callable[[str], Sequence[str]]
     ) -> None:
         self._network, self._library, self._sharing, self._holders = network, library, sharing, holders
+        self._standing = Standing()
         self._work = Work(random.Random(network.peer_id))
+        self._coming: list[Part] = []  # not begun yet
         self._open: dict[str, NewPart] = {}
-        self._shunned: dict[str, float] = {}  # peer -> until when
-        self._busy: dict[str, int] = {}  # peer -> requests under way
-        self._failures: dict[str, int] = {}  # in a row
-        self._pace_s: dict[str, float] = {}  # how long a chunk takes, by those who gave some
-        self._misled: dict[str, int] = {}  # how often a peer named a member who did not help
+        self._busy: dict[str, int] = {}  # peer -> tasks that ask it
+        self._chosen: dict[str, set[str]] = {}  # peer -> parts to ask it for
+        self._chosen_at = 0.0
         self._failure: WeightsError | None = None
         self._news = trio.Event()
         self._nursery: trio.Nursery
-        self._writers = trio.CapacityLimiter(2)
+        self._asking: Asking
         self._on_part: Callable[[str], None] = lambda name: None
         self.progress = Progress()
 
@@ -79,15 +70,19 @@ class Fetching:
         parts = [self._library.manifest.by_name[name] for name in names]
         self.progress = Progress(sum(part.size_bytes for part in parts), parts_total=len(parts))
         self._on_part, self._failure = on_part, None
-        coming = [part for part in parts if part.name in set(self._library.missing(names))]
+        missing = set(self._library.missing(names))
+        self._coming = [part for part in parts if part.name in missing]
         for part in parts:
-            if part not in coming:
+            if part.name not in missing:
                 self._count_part(part, part.size_bytes)
         try:
             with self._sharing.following(self._is_coming):
-                async with trio.open_nursery() as self._nursery:
+                async with Intake.opened() as intake, trio.open_nursery() as self._nursery:
+                    self._asking = Asking(
+                        self._network, self._sharing, intake, self._standing, self.progress.from_peers
+                    )
                     try:
-                        await self._pursue(coming)
+                        await self._pursue()
                     except WeightsError as error:
                         self._failure = error
                     self._nursery.cancel_scope.cancel()
@@ -95,28 +90,31 @@ class Fetching:
             for new in self._open.values():
                 self._library.abandon(new)
             self._open.clear()
+            self._chosen.clear()
             self._work = Work(random.Random(self._network.peer_id))
         if self._failure is not None:
             raise self._failure
 
-    async def _pursue(self, coming: list[Part]) -> None:
-        while (coming or self._open) and self._failure is None:
-            while coming and self._work.waiting < LOOK_AHEAD:
-                if not await self._begin(coming):
+    async def _pursue(self) -> None:
+        while (self._coming or self._open) and self._failure is None:
+            while self._coming and self._work.waiting < LOOK_AHEAD:
+                if not await self._begin():
                     break
             self._employ()
-            await self._wait_news()
+            with trio.move_on_after(LOOK_AGAIN_S):
+                await self._news.wait()
+            self._news = trio.Event()
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    async def _begin(self, coming: list[Part]) -> bool:
+    async def _begin(self) -> bool:
         """Begin with the first part that somebody has; False where nobody has any."""
-        for part in coming:
+        for part in self._coming:
             leaves = await trio.to_thread.run_sync(self._library.leaves, part) or await self._ask_leaves(part)
             if leaves is None:
                 self.progress.wanted = part.name
                 continue
-            coming.remove(part)
+            self._coming.remove(part)
             self.progress.wanted = ""
             new = await trio.to_thread.run_sync(self._library.open_new, part, leaves)
             self._open[part.name] = new
@@ -126,19 +124,20 @@ class Fetching:
                 await self._finish(part)
             else:
                 self.progress.bytes_done += part.size_bytes - _size_of(part, missing)
+                self._employ()
             return True
         return False
 
     async def _ask_leaves(self, part: Part) -> tuple[bytes, ...] | None:
         """The hashes of a part's chunks from whoever answers first; the silent are not waited for."""
-        peers = self._usable(part.name)
         found: list[tuple[bytes, ...]] = []
         answered = trio.Event()
-        asked = sorted(self._shuffled(peers), key=lambda peer: self._pace_s.get(peer, CHUNK_S))
+        pace_s = self._standing.pace_s
+        asked = sorted(self._shuffled(self._usable(part.name)), key=lambda peer: pace_s.get(peer, CHUNK_S))
         async with trio.open_nursery() as nursery:
 
             async def ask(peer: str) -> None:
-                leaves = await self._leaves_of(peer, part)
+                leaves = await self._asking.leaves(peer, part)
                 if leaves is not None:
                     found.append(leaves)
                     nursery.cancel_scope.cancel()
@@ -151,26 +150,12 @@ class Fetching:
                     await answered.wait()
         return found[0] if found else None
 
-    async def _leaves_of(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
-        timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
-        begun = trio.current_time()
-        try:
-            raw = await self._network.call(peer, wire.LEAVES, part.root, timeout_s=timeout_s, priority=Priority.BULK)
-            leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
-            self._note_pace(peer, trio.current_time() - begun)  # who answers here comes before those who are silent
-            return leaves
-        except RecordError as error:
-            await self._accuse(peer, str(error))
-        except P2PError as error:
-            self._shun(peer, str(error))
-        return None
-
     async def _finish(self, part: Part) -> None:
         await trio.to_thread.run_sync(self._library.finish, self._open[part.name])
         del self._open[part.name]
         self._count_part(part, 0)
         self._on_part(part.name)
-        self._wake()
+        self._news.set()
 
     def _count_part(self, part: Part, size: int) -> None:
         self.progress.parts_done += 1
@@ -180,7 +165,7 @@ class Fetching:
 
     def _usable(self, part: str) -> list[str]:
         now = trio.current_time()
-        return [peer for peer in self._holders(part) if self._shunned.get(peer, 0.0) <= now]
+        return [peer for peer in self._holders(part) if self._standing.is_usable(peer, now)]
 
     def _employ(self) -> None:
         """Ask as many peers for as many chunks as is good."""
@@ -188,35 +173,44 @@ class Fetching:
         for name in self._open:
             for peer in self._usable(name):
                 parts_of.setdefault(peer, set()).add(name)
-        now = trio.current_time()
-        for peer in choose_peers(self._shuffled(parts_of), self._pace_s, MAX_PEERS):
-            while self._busy.get(peer, 0) < WINDOW:
-                piece = self._work.take(peer, parts_of[peer], late_before=now - LATE_S, now=now)
-                if piece is None:
-                    break
+        chosen = self._standing.choose(self._shuffled(parts_of), MAX_PEERS)
+        self._chosen = {peer: parts_of[peer] for peer in chosen}
+        self._chosen_at = trio.current_time()
+        for peer in chosen:
+            while self._busy.get(peer, 0) < WINDOW and (piece := self._next_from(peer)) is not None:
                 self._busy[peer] = self._busy.get(peer, 0) + 1
-                self._nursery.start_soon(self._get, peer, piece)
+                self._nursery.start_soon(self._draw, peer, piece)
 
     def _shuffled(self, peers: Iterable[str]) -> list[str]:
         """In an order of this node's own that stays the same: no name is asked first everywhere."""
         return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
 
-    async def _get(self, peer: str, piece: Piece) -> None:
+    def _next_from(self, peer: str) -> Piece | None:
+        now = trio.current_time()
+        if peer not in self._chosen or not self._standing.is_usable(peer, now):
+            return None
+        return self._work.take(peer, self._chosen[peer], late_before=now - LATE_S, now=now)
+
+    async def _draw(self, peer: str, piece: Piece | None) -> None:
+        """Get one chunk after the other from a peer, for as long as it is among those to ask."""
         try:
-            await self._get_one(peer, piece)
+            while piece is not None and self._failure is None:
+                await self._get(peer, piece)
+                if trio.current_time() - self._chosen_at > CHOOSE_S:
+                    self._employ()
+                piece = self._next_from(peer)
         except WeightsError as error:
             self._failure = error
         finally:
             self._busy[peer] -= 1
-        if self._failure is None:
-            self._employ()
-        self._wake()
+        self._news.set()
 
-    async def _get_one(self, peer: str, piece: Piece) -> None:
+    async def _get(self, peer: str, piece: Piece) -> None:
         new = self._open.get(piece.part)
-        size = None if new is None else await self._ask(peer, piece, new)
+        size = None if new is None else await self._asking.chunk(peer, new, piece.index)
         if new is None or size is None:
             self._work.failed(piece, peer)
+            self._news.set()
             return
         if not self._work.came(piece):
             return  # somebody else was quicker
@@ -224,89 +218,14 @@ class Fetching:
         self._sharing.arrived()
         if self._work.is_over(piece.part):
             await self._finish(new.part)
-
-    async def _ask(self, peer: str, piece: Piece, new: NewPart) -> int | None:
-        """Have a chunk from a peer, or from the member it names: its size; None where neither helps."""
-        answer = await self._call(peer, piece, new, tried=self._misled.get(peer, 0) >= MISLED_AT_MOST)
-        if isinstance(answer, str):
-            if self._may_ask(answer):
-                begun = trio.current_time()
-                given = await self._call(answer, piece, new, tried=True, timeout_s=ELSEWHERE_S)
-                if isinstance(given, int):
-                    self._misled.pop(peer, None)
-                    return given
-                if trio.current_time() - begun > MISLED_S:
-                    self._misled[peer] = self._misled.get(peer, 0) + 1
-            answer = await self._call(peer, piece, new, tried=True)
-        if isinstance(answer, str):
-            await self._accuse(peer, "it sends others round and round")
-            return None
-        return answer
-
-    def _may_ask(self, peer: str) -> bool:
-        shunned = self._shunned.get(peer, 0.0) > trio.current_time()
-        return peer != self._network.peer_id and not shunned and self._sharing.is_member(peer)
-
-    async def _call(
-        self, peer: str, piece: Piece, new: NewPart, *, tried: bool, timeout_s: float | None = None
-    ) -> int | str | None:
-        """The size of what a peer gave, which is right and on the disk; or the member it names."""
-        body, begun = wire.ChunkRequest(new.part.root, piece.index, tried).encode(), trio.current_time()
-        try:
-            raw = await self._network.call(
-                peer, wire.CHUNK, body, timeout_s=timeout_s or CHUNK_S, priority=Priority.BULK
-            )
-            answer = wire.read_answer(raw)
-            if isinstance(answer, str):
-                return answer
-            # Checked and written in one go: every change of threads costs a fast transfer more than the hash does.
-            if not await trio.to_thread.run_sync(new.take, piece.index, answer, limiter=self._writers):
-                raise RecordError(f"what it sent is not chunk {piece.index} of {piece.part}")
-            self._note_pace(peer, trio.current_time() - begun)
-            self.progress.from_peers[peer] = self.progress.from_peers.get(peer, 0) + len(answer)
-            return len(answer)
-        except RecordError as error:
-            await self._accuse(peer, str(error))
-        except Refused:
-            self._shunned[peer] = max(self._shunned.get(peer, 0.0), trio.current_time() + BUSY_S)
-        except RemoteError as error:
-            if not (tried and error.code == wire.ABSENT):
-                self._shun(peer, str(error))
-        except P2PError as error:
-            self._shun(peer, str(error))
-        return None
-
-    def _note_pace(self, peer: str, taken_s: float) -> None:
-        self._pace_s[peer] = (3 * self._pace_s.get(peer, taken_s) + taken_s) / 4
-        self._failures.pop(peer, None)
-
-    def _shun(self, peer: str, why: str) -> None:
-        """For twice as long each time: however many are silent, the others have their turn."""
-        if self._shunned.get(peer, 0.0) > trio.current_time():
-            return  # one failure of several calls at once
-        failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        shun_s = SHUN_S * 2.0 ** min(failures - 1, 10)
-        log.info("parts are not asked from %s for %g s: %s", peer, shun_s, why)
-        self._shunned[peer] = trio.current_time() + shun_s
-
-    async def _accuse(self, peer: str, why: str) -> None:
-        log.warning("%s is not asked for parts any more: %s", peer, why)
-        self._shunned[peer] = float("inf")
-        await self._network.disconnect(peer, misbehaved=True)
+        elif self._coming and self._work.waiting < LOOK_AHEAD:
+            self._news.set()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _is_coming(self, root: bytes, index: int) -> bool:
         part = self._library.part(root)
         return part is not None and part.name in self._open and self._work.is_coming(Piece(part.name, index))
-
-    def _wake(self) -> None:
-        self._news.set()
-
-    async def _wait_news(self) -> None:
-        with trio.move_on_after(LOOK_AGAIN_S):
-            await self._news.wait()
-        self._news = trio.Event()
 
 
 def _size_of(part: Part, chunks: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from app.manifest_store import ManifestStore
 from app.merkle import CHUNK_BYTES, ChunkHasher
 from app.model_import import in_order
 from app.model_manifest import TOKENIZER_PART, Manifest, Part
-from app.weights.extents import Extent, WeightsError, chunk_length, matching_chunks, read_range
+from app.weights.extents import Extent, WeightsError, chunk_length, matching_chunks, read_at_hand, read_range
 from app.weights.index import SourceIndex
 from app.weights.part_files import NewPart, PartFiles
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, TensorEntry, block_part
@@ -122,13 +122,23 @@ class Library:
 
     def chunk(self, part: Part, index: int) -> bytes | None:
         """One chunk of a part that is here, or is being fetched and has it; None otherwise."""
-        new = self._new.get(part.root)
-        if new is not None:
-            return new.read(index)
         try:
-            return read_range(self._extents(part), index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
+            extents = self._extents_of_chunk(part, index)
+            return read_range(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
         except (OSError, WeightsError):
             return None
+
+    def chunk_at_hand(self, part: Part, index: int) -> bytearray | None:
+        """As `chunk`, without waiting for a disk: None also where it would have to."""
+        try:
+            extents = self._extents_of_chunk(part, index)
+        except WeightsError:
+            return None
+        return read_at_hand(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
+
+    def _extents_of_chunk(self, part: Part, index: int) -> Sequence[Extent]:
+        new = self._new.get(part.root)
+        return self._extents(part) if new is None else new.extents(index)
 
     def _extents(self, part: Part) -> Sequence[Extent]:
         index = self._index

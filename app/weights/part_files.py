@@ -68,7 +68,7 @@ class PartFiles:
         """Keep the (checked) hashes of a part's chunks."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_private(self._beside(part.root, "leaves"), b"".join(leaves))
+            write_private(self._beside(part.root, "leaves"), b"".join(leaves), durable=False)
 
     def keep(self, part: Part, leaves: Sequence[bytes], data: bytes) -> None:
         """Keep a small part whose bytes are at hand."""
@@ -113,7 +113,7 @@ class PartFiles:
             # What lies behind a link is somebody else's.
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
             descriptor = os.open(path, flags, 0o600)
-        new = NewPart(part, leaves, os.fdopen(descriptor, "r+b", buffering=0))
+        new = NewPart(part, leaves, path, os.fdopen(descriptor, "r+b", buffering=0))
         there = matching_chunks((Extent(path, 0, part.size_bytes),), part.size_bytes, leaves)
         new.have.update(index for index, right in enumerate(there) if right)
         return new
@@ -166,14 +166,15 @@ class PartFiles:
         stamp = Stamp.of(self.path(part.root))
         if stamp is not None:
             with writing(self.folder):
-                write_private(self._beside(part.root, "ok"), json.dumps([stamp.size, stamp.mtime_ns]).encode())
+                data = json.dumps([stamp.size, stamp.mtime_ns]).encode()
+                write_private(self._beside(part.root, "ok"), data, durable=False)
 
 
 class NewPart:
-    """A part that is being fetched; any thread may write to it and read from it."""
+    """A part that is being fetched; any thread may write to it."""
 
-    def __init__(self, part: Part, leaves: Sequence[bytes], file: IO[bytes]) -> None:
-        self.part, self.leaves, self.file = part, tuple(leaves), file
+    def __init__(self, part: Part, leaves: Sequence[bytes], path: Path, file: IO[bytes]) -> None:
+        self.part, self.leaves, self._path, self.file = part, tuple(leaves), path, file
         self.have: set[int] = set()
         self._lock = threading.Lock()
 
@@ -201,16 +202,11 @@ class NewPart:
                 left = left[self.file.write(left) :]
         self.have.add(index)
 
-    def read(self, index: int) -> bytes | None:
-        """A chunk that is here already, for others who fetch the same part."""
+    def extents(self, index: int) -> tuple[Extent, ...]:
+        """Where a chunk lies that is here already, for others who fetch the same part."""
         if index not in self.have:
-            return None
-        try:
-            with self._lock:
-                self.file.seek(index * CHUNK_BYTES)
-                return self.file.read(chunk_length(self.part.size_bytes, index))
-        except (OSError, ValueError):  # closed meanwhile
-            return None
+            raise WeightsError(f"chunk {index} of {self.part.name} has not come yet")
+        return (Extent(self._path, 0, self.part.size_bytes),)
 
     def close(self) -> None:
         """Leave it for later."""

@@ -117,11 +117,14 @@ class Sharing:
         finally:
             given.waiting -= 1
 
-    async def _chunk(self, part: Part, index: int) -> bytes:
+    async def _chunk(self, part: Part, index: int) -> bytes | bytearray:
         with trio.move_on_after(COMING_S):
             while any(coming(part.root, index) for coming in self._coming):
                 await self._arrived.wait()
-        chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
+        # What lies in memory is copied in less time than it takes to wake a thread.
+        chunk: bytes | bytearray | None = self.library.chunk_at_hand(part, index)
+        if chunk is None:
+            chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
         if chunk is None:
             raise RemoteError(f"chunk {index} of {part.name} is not here", wire.ABSENT)
         return chunk

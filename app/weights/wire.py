@@ -48,7 +48,7 @@ class ChunkRequest:
         return cls(root, index, bool(tried))
 
 
-def chunk_answer(chunk: bytes) -> tuple[bytes, bytes]:
+def chunk_answer(chunk: bytes | bytearray) -> tuple[bytes, bytes | bytearray]:
     """An answer that gives the chunk."""
     return _DATA, chunk
 

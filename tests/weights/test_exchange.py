@@ -267,7 +267,7 @@ async def test_a_full_disk_ends_the_fetch_in_plain_words(tmp_path: Path, monkeyp
     async with world(tmp_path) as here:
         peer = here.peer("newcomer")
 
-        def full(path: Path, data: bytes) -> None:
+        def full(path: Path, data: bytes, *, durable: bool = True) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(part_files, "write_private", full)
@@ -310,7 +310,8 @@ async def test_senseless_requests_are_refused(tmp_path: Path, body: bytes) -> No
                 await peer.call("seed", method, body, timeout_s=5)
 
 
-async def test_one_peer_cannot_take_all_slots(tmp_path: Path) -> None:
+async def test_one_peer_cannot_take_all_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "chunk_at_hand", lambda library, part, index: None)  # as on a disk
     async with world(tmp_path) as here:
         greedy = here.fabric.node("greedy")
         root = here.studied.manifest.by_name["block.0"].root

@@ -11,7 +11,7 @@ import trio
 
 from app.manifest_store import ManifestStore
 from app.network import Payload
-from app.weights import fetching, sharing, wire
+from app.weights import asking, fetching, sharing, standing, wire
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
 from app.weights.part_files import PartFiles
@@ -51,7 +51,7 @@ async def test_many_silent_holders_do_not_hold_up_the_hashes(tmp_path: Path, mon
     monkeypatch.setattr(fetching, "NEXT_ASKED_S", 0.02)
     monkeypatch.setattr(fetching, "LATE_S", 0.05)
     monkeypatch.setattr(fetching, "LOOK_AGAIN_S", 0.05)
-    monkeypatch.setattr(fetching, "CHUNK_S", 0.5)
+    monkeypatch.setattr(asking, "CHUNK_S", 0.5)
     async with world(tmp_path) as here:
         for number in range(12):
             silent(here, f"silent-{number}")
@@ -64,9 +64,9 @@ async def test_many_silent_holders_do_not_hold_up_the_hashes(tmp_path: Path, mon
 async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetching, "ELSEWHERE_S", 0.1)
-    monkeypatch.setattr(fetching, "MISLED_S", 0.05)
-    monkeypatch.setattr(fetching, "SHUN_S", 0.0)  # or the victim is left alone after the first time
+    monkeypatch.setattr(asking, "ELSEWHERE_S", 0.1)
+    monkeypatch.setattr(asking, "MISLED_S", 0.05)
+    monkeypatch.setattr(standing, "SHUN_S", 0.0)  # or the victim is left alone after the first time
     monkeypatch.setattr(fetching, "WINDOW", 1)
     async with world(tmp_path) as here:
         heard = silent(here, "victim")
@@ -84,7 +84,7 @@ async def test_a_peer_that_sends_to_a_silent_victim_is_soon_told_to_give(
         peer = here.peer("newcomer")
         with trio.fail_after(20):
             await peer.fetching.fetch(ALL)
-        assert len(heard) == fetching.MISLED_AT_MOST
+        assert len(heard) == standing.MISLED_AT_MOST
 
 
 async def test_a_member_that_asks_for_everything_and_helps_nobody_costs_the_others_little(tmp_path: Path) -> None:

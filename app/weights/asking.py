@@ -1,0 +1,111 @@
+"""Asking one peer for one chunk, or for the hashes of a part's chunks; whoever lies or dawdles is left out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import trio
+
+from app.errors import RecordError
+from app.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaves_from
+from app.model_manifest import Part
+from app.network import Network, Priority
+from app.weights import wire
+from app.weights.intake import Intake
+from app.weights.part_files import NewPart
+from app.weights.sharing import Sharing
+from app.weights.standing import Standing
+from p2p.errors import P2PError, Refused, RemoteError
+
+log = logging.getLogger("shoal.weights")
+
+CHUNK_S = 20.0  # 1 MiB at 50 kB/s: slower peers are left out
+ELSEWHERE_S = 10.0  # for a member that another one named: it may wait for the chunk itself
+MISLED_S = 1.0  # what it costs to be sent to somebody who does not help
+LEAVES_S = 5.0  # and as long as they take at the slowest pace
+
+
+@dataclass
+class Asking:
+    """Asks peers on behalf of one fetch, and keeps what they give."""
+
+    network: Network
+    sharing: Sharing
+    intake: Intake
+    standing: Standing
+    from_peers: dict[str, int] = field(default_factory=dict)  # bytes that came from each
+
+    async def chunk(self, peer: str, new: NewPart, index: int) -> int | None:
+        """Have a chunk from a peer, or from the member it names: its size; None where neither helps.
+
+        What has a size is right and on the disk. Raises `WeightsError` where the disk refuses.
+        """
+        standing = self.standing
+        answer = await self._call(peer, new, index, tried=standing.must_give(peer), timeout_s=CHUNK_S)
+        if isinstance(answer, str):
+            if self._may_ask(answer):
+                begun = trio.current_time()
+                given = await self._call(answer, new, index, tried=True, timeout_s=ELSEWHERE_S)
+                if isinstance(given, int):
+                    standing.named(peer, helped=True)
+                    return given
+                if trio.current_time() - begun > MISLED_S:
+                    standing.named(peer, helped=False)
+            answer = await self._call(peer, new, index, tried=True, timeout_s=CHUNK_S)
+        if isinstance(answer, str):
+            await self._accuse(peer, "it sends others round and round")
+            return None
+        return answer
+
+    async def leaves(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
+        """The hashes of a part's chunks, which are right; None where the peer does not help."""
+        timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
+        begun = trio.current_time()
+        try:
+            raw = await self.network.call(peer, wire.LEAVES, part.root, timeout_s=timeout_s, priority=Priority.BULK)
+            leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
+            self.standing.gave(peer, trio.current_time() - begun)  # who answers here comes before those who are silent
+            return leaves
+        except RecordError as error:
+            await self._accuse(peer, str(error))
+        except P2PError as error:
+            self._shun(peer, str(error))
+        return None
+
+    async def _call(self, peer: str, new: NewPart, index: int, *, tried: bool, timeout_s: float) -> int | str | None:
+        """The size of what a peer gave, or the member it names."""
+        body, begun = wire.ChunkRequest(new.part.root, index, tried).encode(), trio.current_time()
+        try:
+            raw = await self.network.call(peer, wire.CHUNK, body, timeout_s=timeout_s, priority=Priority.BULK)
+            answer = wire.read_answer(raw)
+            if isinstance(answer, str):
+                return answer
+            if not await self.intake.take(new, index, answer):
+                raise RecordError(f"what it sent is not chunk {index} of {new.part.name}")
+            self.standing.gave(peer, trio.current_time() - begun)
+            self.from_peers[peer] = self.from_peers.get(peer, 0) + len(answer)
+            return len(answer)
+        except RecordError as error:
+            await self._accuse(peer, str(error))
+        except Refused:
+            self.standing.is_busy(peer, trio.current_time())
+        except RemoteError as error:
+            if not (tried and error.code == wire.ABSENT):
+                self._shun(peer, str(error))
+        except P2PError as error:
+            self._shun(peer, str(error))
+        return None
+
+    def _may_ask(self, peer: str) -> bool:
+        usable = self.standing.is_usable(peer, trio.current_time())
+        return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
+
+    def _shun(self, peer: str, why: str) -> None:
+        if shun_s := self.standing.failed(peer, trio.current_time()):
+            log.info("parts are not asked from %s for %g s: %s", peer, shun_s, why)
+
+    async def _accuse(self, peer: str, why: str) -> None:
+        log.warning("%s is not asked for parts any more: %s", peer, why)
+        self.standing.lied(peer)
+        await self.network.disconnect(peer, misbehaved=True)
