@@ -6,7 +6,7 @@ number in its direction, in the byte order that Noise gives each cipher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from cryptography.exceptions import InvalidTag
@@ -36,19 +36,16 @@ class Sealer:
 
     def seal(self, parts: Sequence[Buffer]) -> bytearray:
         """Cut the concatenation of `parts` into records, all in one buffer."""
-        plain = memoryview(parts[0] if len(parts) == 1 else b"".join(parts))
-        size = len(plain)
+        size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
         sealed = bytearray(size + _OVERHEAD * -(-size // MAX_PLAIN_BYTES))
-        out = memoryview(sealed)
-        start = at = 0
-        while start < size:
-            stop = min(start + MAX_PLAIN_BYTES, size)
-            end = at + stop - start + _OVERHEAD
-            out[at : at + _LENGTH_BYTES] = (stop - start + TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
+        out, at = memoryview(sealed), 0
+        for plain in _cut(parts):
+            end = at + len(plain) + _OVERHEAD
+            out[at : at + _LENGTH_BYTES] = (len(plain) + TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
             nonce = _nonce(self._number, self._big_endian)
-            self._aead.encrypt_into(nonce, plain[start:stop], None, out[at + _LENGTH_BYTES : end])
+            self._aead.encrypt_into(nonce, plain, None, out[at + _LENGTH_BYTES : end])
             self._number += 1
-            start, at = stop, end
+            at = end
         return sealed
 
 
@@ -121,6 +118,23 @@ class Opener:
             self._number += 1
             at, size = stop, plain_end
         return at, size
+
+
+def _cut(parts: Sequence[Buffer]) -> Iterator[Buffer]:
+    """The concatenation of `parts` in the lengths of full records; copied is only what lies across several parts."""
+    held: list[Buffer] = []
+    room = MAX_PLAIN_BYTES
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while len(view) >= room:
+            yield b"".join((*held, view[:room])) if held else view[:room]
+            view, room = view[room:], MAX_PLAIN_BYTES
+            held.clear()
+        if view:
+            held.append(view)
+            room -= len(view)
+    if held:
+        yield b"".join(held) if len(held) > 1 else held[0]
 
 
 def _is_whole(record: bytes) -> bool:
