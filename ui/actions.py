@@ -130,17 +130,22 @@ def leave_swarm(app: Dashboard) -> None:
     app.push_screen(Question(words, "Leave it"), answered)
 
 
-def stop_node(app: Dashboard) -> None:
-    """End the node too, once the person is sure."""
+def stop_node(app: Dashboard, *, leave: bool = False) -> None:
+    """End the node too, once the person is sure; and the dashboard with it where that is wished."""
     from ui.dialogs import Question
+
+    def stopping(told: Any) -> None:
+        if leave:
+            app.exit()
+        else:
+            app.say("the node drains and ends")
 
     def answered(sure: bool | None) -> None:
         if sure:
-            app.ask(lambda client: client.post("/api/stop", {}), lambda _: app.say("the node drains and ends"))
+            app.ask(lambda client: client.post("/api/stop", {}), stopping)
 
-    app.push_screen(
-        Question("Stop the node? Its sessions are handed over first. The dashboard stays.", "Stop"), answered
-    )
+    rest = "You leave the dashboard." if leave else "The dashboard stays."
+    app.push_screen(Question(f"Stop the node? Its sessions are handed over first. {rest}", "Stop"), answered)
 
 
 def why(app: Dashboard) -> None:
@@ -236,6 +241,9 @@ def commands(app: Dashboard) -> Iterable[SystemCommand]:
         yield SystemCommand("Join a swarm", "By name or invite", lambda: join(app))
         yield SystemCommand("Create a swarm", "Of a model on the node's machine", lambda: create(app))
         yield SystemCommand("Unban a peer", "Speak again with one that you banned", lambda: _unban(app))
+    if allowed(app, "stop_node"):
+        both = "Stop the node and leave"
+        yield SystemCommand(both, "Drain and end it; the dashboard goes too", lambda: stop_node(app, leave=True))
     for theme in THEMES:
         yield SystemCommand(_theme_title(theme), "Colours", lambda name=theme.name: app.choose_theme(name))
     yield SystemCommand("Leave the dashboard", "The node stays", app.exit)

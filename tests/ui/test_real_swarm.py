@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +19,7 @@ from textual.widgets import Static
 from app.cli.dashboard import HomeDoor
 from tests.app.node_process import LOOPBACK, PATIENCE_S, Place, Serving
 from tests.ui.rendering import text_of_screen
+from ui.ask_box import AskBox, LiveLine
 from ui.chat import Chat
 from ui.conversations import Conversations
 from ui.dashboard import Dashboard
@@ -27,6 +28,7 @@ from ui.invite import InviteScreen
 from ui.replying import Sampling
 
 SIZE = (120, 40)
+LONG_REPLY = 300  # tokens, so that there is time to kill a hop of it
 
 
 async def until(pilot: Pilot[None], check: Callable[[], object], what: str) -> None:
@@ -37,18 +39,27 @@ async def until(pilot: Pilot[None], check: Callable[[], object], what: str) -> N
         await pilot.pause(0.05)
 
 
+@dataclass(frozen=True)
+class Pond:
+    """A swarm of two nodes that hold all blocks each."""
+
+    invite: str
+    nodes: dict[str, Serving]  # by peer id
+
+
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[str]:
-    """Two nodes that hold the blocks between them; the invite to their swarm."""
+def two_nodes(tmp_path: Path) -> Iterator[Pond]:
+    """Two nodes that hold all blocks each, and the invite to their swarm."""
     places = [Place(tmp_path / name, tmp_path / "cache") for name in ("left", "right")]
     assert places[0].shoal("create", "pond", "--model", "tiny-random").status == 0
-    with Serving(places[0], "--discovery=invite", "--blocks=0:4", "--device=cpu", max_vram="1GB") as left:
+    with Serving(places[0], "--discovery=invite", "--blocks=0:8", "--device=cpu", max_vram="1GB") as left:
         left.ready()
         invite = places[0].shoal("invite").out.strip()
         more = {"SHOAL_INVITE": invite}
-        with Serving(places[1], "--discovery=invite", "--blocks=4:8", "--device=cpu", max_vram="1GB", **more) as right:
+        with Serving(places[1], "--discovery=invite", "--blocks=0:8", "--device=cpu", max_vram="1GB", **more) as right:
             right.ready()
-            yield invite
+            peers = [str(place.node_file()["peer_id"]) for place in places]
+            yield Pond(invite, dict(zip(peers, (left, right), strict=True)))
 
 
 @pytest.fixture
@@ -70,20 +81,26 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeDoor]:
 
 
 @pytest.mark.timeout(400)
-def test_from_the_first_run_to_leaving(door: HomeDoor, two_nodes: str) -> None:
+def test_from_the_first_run_to_leaving(door: HomeDoor, two_nodes: Pond, tmp_path: Path) -> None:
+    inherited = os.open(tmp_path / "inherited", os.O_RDWR | os.O_CREAT)
+    os.set_inheritable(inherited, True)
+
     async def live() -> None:
         app = Dashboard(door, folder=door.folder)
         async with app.run_test(size=SIZE) as pilot:
             await until(pilot, lambda: isinstance(app.screen, FirstRun), "the first run is offered")
-            await _first_run(app, pilot, two_nodes)
+            await _first_run(app, pilot, two_nodes.invite)
             await _chat(app, pilot)
+            await _hop_dies(app, pilot, two_nodes)
+            await _second_thoughts(app, pilot)
             await _pause_and_resume(app, pilot)
             await _invite_and_leave(app, pilot)
 
     asyncio.run(live())
     assert door.process is not None
     assert door.process.poll() is None  # the dashboard has gone, the node stays
-    assert _terminals(door.process.pid) == []
+    assert _shared_files(door.process.pid, str(tmp_path / "inherited")) == []
+    os.close(inherited)
 
 
 async def picture(app: Dashboard, pilot: Pilot[None], name: str) -> None:
@@ -94,11 +111,11 @@ async def picture(app: Dashboard, pilot: Pilot[None], name: str) -> None:
         app.save_screenshot(f"{name}.svg", folder)
 
 
-def _terminals(pid: int) -> list[str]:
-    """What a process has open of a terminal or a pipe to whoever started it."""
+def _shared_files(pid: int, inherited: str) -> list[str]:
+    """What a process has open of a terminal, of a pipe to whoever started it, or of a file that was inheritable."""
     folder = Path(f"/proc/{pid}/fd")
     targets = [os.readlink(entry) for entry in folder.iterdir() if entry.is_symlink()] if folder.exists() else []
-    return [target for target in targets if target.startswith(("/dev/pts", "/dev/tty", "pipe:"))]
+    return [target for target in targets if target.startswith(("/dev/pts", "/dev/tty", "pipe:", inherited))]
 
 
 async def _first_run(app: Dashboard, pilot: Pilot[None], invite: str) -> None:
@@ -129,6 +146,49 @@ async def _chat(app: Dashboard, pilot: Pilot[None]) -> None:
     await until(pilot, lambda: "peers  2" in text_of_screen(app), "both peers are shown")
     assert "you 2:6" in text_of_screen(app)
     await picture(app, pilot, "swarm")
+
+
+async def _hop_dies(app: Dashboard, pilot: Pilot[None], pond: Pond) -> None:
+    await pilot.press("3")
+    chat = cast(Chat, app.screen)
+    chat.query_one(AskBox).focus()
+    short, chat.sampling = chat.sampling, replace(chat.sampling, max_tokens=LONG_REPLY)
+    await pilot.press(*"more", "enter")
+    live = chat.query_one(LiveLine)
+    await until(pilot, lambda: live.progress and live.progress.tokens >= 5 and chat._route, "the reply has begun")
+    victim = next(hop["peer"] for hop in chat._route if hop["peer"] in pond.nodes)
+    pond.nodes[victim].process.kill()
+    await until(pilot, lambda: "the reply goes on" in text_of_screen(app), "the loss is shown")
+    assert live.progress is not None  # while it was still coming
+    assert victim not in {hop["peer"] for hop in chat._route}
+    await until(pilot, lambda: len(chat._messages) == 4, "the reply has ended")
+    figures = chat._messages[-1].figures
+    assert (len(figures["token_ids"]), figures.get("error")) == (LONG_REPLY, None)
+    assert figures["recoveries"] >= 1
+    await until(pilot, lambda: "failed on the way; the reply went on" in text_of_screen(app), "it is told at the end")
+    chat.sampling = short
+
+
+async def _second_thoughts(app: Dashboard, pilot: Pilot[None]) -> None:
+    chat = cast(Chat, app.screen)
+    before = chat._messages[-1]
+    await pilot.press("ctrl+r")
+    await until(pilot, lambda: chat._messages[-1].role == "assistant" and chat._messages[-1].id != before.id, "again")
+    assert (len(chat._messages), chat._messages[-2].content) == (4, "more")
+    await pilot.press("ctrl+y")
+    assert app.clipboard == chat._messages[-1].content
+    await pilot.press("ctrl+e")
+    box = chat.query_one(AskBox)
+    await until(pilot, lambda: box.text == "more", "the question is in the input")
+    await pilot.press(*" fish", "enter")
+    await until(pilot, lambda: len(chat._messages) == 4, "the edited question is answered")
+    assert chat._messages[2].content == "more fish"
+    await pilot.press("ctrl+x", "ctrl+x")
+    assert app.folder is not None
+    first, second = sorted(app.folder.glob("*.md"))
+    assert first.read_text() == second.read_text()
+    assert "more fish" in first.read_text()
+    await pilot.press("escape", "escape")
 
 
 async def _pause_and_resume(app: Dashboard, pilot: Pilot[None]) -> None:

@@ -28,6 +28,7 @@ from tests.ui.rendering import (
     text_of_screen,
 )
 from ui import palette, panel
+from ui.ask_box import AskBox
 from ui.conversations import Message
 from ui.first_run import FirstRun
 from ui.invite import InviteScreen
@@ -128,6 +129,8 @@ async def fill_screen(app: StillDashboard) -> None:
         app.store.log(LogRow(AT_MS + 1000, "warning", "shoal.p2p", "mako did not answer \x1b[2Jin time"))
     if isinstance(app.screen, SettingsScreen):
         app.screen.take(CONFIG)
+    for box in app.screen.query(AskBox):
+        box.cursor_blink = False  # or it would be seen now and then
     for said in app.screen.query(Transcript):
         if not said.query(".ask"):
             await said.show_messages(SAID)
