@@ -24,6 +24,7 @@ log = logging.getLogger("shoal.membership")
 
 LOOK_UP_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 2.0
+LOOK_AT_CLOCK_S = 30.0
 ASKS_AT_ONCE = 64
 ASK_AGAIN_S = 5.0  # and twice as long after each round in vain, up to
 ASK_AGAIN_AT_MOST_S = 80.0
@@ -165,11 +166,18 @@ class Seeking:
         """Be findable, and keep the swarm's record in the directory."""
         network, record = self._talk.network, self._record
         while True:
+            keys = self._own_keys()
             try:
-                for key in keys_to_provide(record.name, network.peer_id, self._wall(), self._secret):
+                for key in keys:
                     await network.provide(key)
                 for pin in (None, record.model_hash):
                     await network.put_value(record_key(record.name, pin, self._secret), record.raw)
             except P2PError as error:
                 log.info("the directory cannot be told of %s now: %s", record, error)
-            await trio.sleep(self._tempo.provide_s * self._rng.uniform(0.8, 1.0))
+            again_at = trio.current_time() + self._tempo.provide_s * self._rng.uniform(0.8, 1.0)
+            # A machine that slept wakes in another hour, under whose keys nobody finds it yet.
+            while trio.current_time() < again_at and self._own_keys()[0] in keys:
+                await trio.sleep(min(LOOK_AT_CLOCK_S, again_at - trio.current_time()))
+
+    def _own_keys(self) -> tuple[bytes, ...]:
+        return keys_to_provide(self._record.name, self._talk.network.peer_id, self._wall(), self._secret)

@@ -63,12 +63,17 @@ class Sim:
     def __init__(self, fabric: MemoryFabric, nursery: trio.Nursery, tempo: Tempo, record: SwarmRecord) -> None:
         self.fabric, self._nursery, self._tempo, self.record = fabric, nursery, tempo, record
         self.nodes: dict[str, SimNode] = {}
+        self.clock_off_s: dict[int, float] = {}  # by which the wall clock of a node jumped
 
     def add(self, number: int, via: Iterable[str] = (), *, skew_s: float = 0.0) -> SimNode:
         """A new node that is told of some peers."""
         who = identity(number)
         network = self.fabric.node(who.peer_id)
-        setup = SwarmSetup(wall_clock=lambda: wall_clock() + skew_s, rng=random.Random(number), tempo=self._tempo)
+
+        def clock() -> float:
+            return wall_clock() + skew_s + self.clock_off_s.get(number, 0.0)
+
+        setup = SwarmSetup(wall_clock=clock, rng=random.Random(number), tempo=self._tempo)
         swarm = Swarm(network, who, self.record, N_BLOCKS, setup)
         node = self.nodes[who.peer_id] = SimNode(number, network, swarm, trio.CancelScope())
         swarm.subscribe(lambda change: node.changes.append((trio.current_time(), change)))
