@@ -6,7 +6,7 @@ are there, and the span grows behind them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,12 @@ from app.span import Span
 from app.steps import Steps
 from app.units import format_size
 from app.weights.extents import WeightsError
-from app.weights.library import span_parts
+from app.weights.library import ENDS, span_parts
 from app.weights.stock import Stock
 
 if TYPE_CHECKING:
     from engine.hosting import Hosted, HostingPlan
+    from engine.sources.base import ModelSource
 
 FIRST_SHARE = 4  # so many parts of a span are worth to be served before the rest is there
 LOOK_S = 0.5
@@ -49,7 +50,7 @@ class Loading:
             nursery.start_soon(self._fetch, span)
             while (hosted is None or hosted.runner.stop < span.stop) and self._failure is None:
                 ready = await trio.to_thread.run_sync(self._ready, span)
-                self._told()
+                self._told(span)
                 hosted = await self._advance(hosted, span, ready)
                 if hosted is None or hosted.runner.stop >= ready:
                     await trio.sleep(LOOK_S)
@@ -86,14 +87,14 @@ class Loading:
         """Have the parts on the disk; how far that is shows in the steps."""
         self._steps.begin("weights", f"blocks {span} from members")
         try:
-            await self._stock.need(span_parts(span.start, span.stop), lambda name: self._told(), hosted=True)
+            await self._stock.need(span_parts(span.start, span.stop), lambda name: self._told(span), hosted=True)
             self._steps.done("weights")
         except WeightsError as error:
             self._failure = error
             self._steps.failed(str(error))
 
-    def _told(self) -> None:
-        progress = self._stock.progress()
+    def _told(self, span: Span) -> None:
+        progress = self._stock.progress(span_parts(span.start, span.stop))
         if progress is not None:
             self._steps.progress("weights", progress.bytes_done, progress.bytes_total)
 
@@ -113,9 +114,41 @@ class Loading:
         self._steps.progress("load", done, total)
 
 
-def fetching_text(stock: Stock) -> str:
-    """How far a fetch is, in words; empty where none is under way."""
-    progress = stock.progress()
+async def obtain_ends(stock: Stock, steps: Steps) -> ModelSource:
+    """Tokenizer, embedding and head, from members where they are not here; how far they are shows in the steps.
+
+    Raises `WeightsError` where they cannot be kept.
+    """
+    steps.begin_aside("ends", "from members")
+    if not await trio.to_thread.run_sync(stock.library.missing, ENDS):
+        steps.leave_out("ends")
+        return await stock.need(ENDS)
+    obtained: ModelSource | WeightsError
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_tell_ends, stock, steps)
+        try:
+            obtained = await stock.need(ENDS)
+        except WeightsError as error:
+            obtained = error
+        nursery.cancel_scope.cancel()
+    if isinstance(obtained, WeightsError):
+        steps.fail("ends", str(obtained))
+        raise obtained
+    steps.done("ends")
+    return obtained
+
+
+async def _tell_ends(stock: Stock, steps: Steps) -> None:
+    while True:
+        progress = stock.progress(ENDS)
+        if progress is not None:
+            steps.progress("ends", progress.bytes_done, progress.bytes_total)
+        await trio.sleep(LOOK_S)
+
+
+def fetching_text(stock: Stock, names: Iterable[str]) -> str:
+    """How far a fetch of these parts is, in words; empty where none is under way."""
+    progress = stock.progress(names)
     if progress is None:
         return ""
     if progress.wanted:

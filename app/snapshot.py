@@ -181,7 +181,7 @@ class CourtesyView:
 class StepView:
     """One step of coming up."""
 
-    key: str  # identity, peers, manifest, weights, load, measure, announce
+    key: str  # identity, peers, manifest, weights, load, measure, announce; ends where they have to come
     title: str
     state: str = "pending"  # pending, running, done, failed
     detail: str = ""

@@ -17,7 +17,7 @@ from app.errors import AppError, UnknownSwarm
 from app.guidance import Wishes
 from app.hosting import Hosting
 from app.joining import record_of
-from app.loading import fetching_text
+from app.loading import fetching_text, obtain_ends
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
 from app.model_manifest import Manifest
 from app.neighbours import route_neighbours
@@ -190,8 +190,8 @@ class Stay:
             self.replying = Replying(
                 network,
                 membership,
-                partial(self.stock.need, ENDS),
-                partial(fetching_text, self.stock),
+                partial(obtain_ends, self.stock, self.steps),
+                partial(fetching_text, self.stock, ENDS),
                 self._attend_self,
                 wishes=self._wishes,
                 book=around.trust,

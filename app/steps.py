@@ -17,6 +17,7 @@ TITLES = {
     "measure": "how fast they run",
     "announce": "told to the others",
 }
+ASIDE = {"ends": "tokenizer, embedding and head"}  # beside the others, and listed only where they have to come
 HOSTING = ("weights", "load", "measure")  # what only a node that hosts goes through
 
 
@@ -37,9 +38,20 @@ class Steps:
         later = list(TITLES)[list(TITLES).index(key) + 1 :]
         for name in later:
             self._views[name] = StepView(name, TITLES[name])
-        self._views = {name: self._views.get(name, StepView(name, TITLES[name])) for name in TITLES}
+        aside = {name: view for name, view in self._views.items() if name in ASIDE}
+        self._views = {name: self._views.get(name, StepView(name, TITLES[name])) for name in TITLES} | aside
         self._began_s[key] = self._now_s()
         self._set(key, "running", detail)
+
+    def begin_aside(self, key: str, detail: str = "") -> None:
+        """A step is under way beside the others, which stay as they are."""
+        self._began_s[key] = self._now_s()
+        self._set(key, "running", detail)
+
+    def leave_out(self, key: str) -> None:
+        """A step was not needed."""
+        self._views.pop(key, None)
+        self._changed()
 
     def done(self, key: str, detail: str = "") -> None:
         """A step is over."""
@@ -47,9 +59,13 @@ class Steps:
 
     def failed(self, detail: str) -> None:
         """The step that is under way failed; it stays so until it begins again."""
-        running = [view.key for view in self._views.values() if view.state == "running"]
+        running = [key for key, view in self._views.items() if view.state == "running" and key not in ASIDE]
         for key in running[-1:]:
-            self._set(key, "failed", detail)
+            self.fail(key, detail)
+
+    def fail(self, key: str, detail: str) -> None:
+        """This step failed; it stays so until it begins again."""
+        self._set(key, "failed", detail)
 
     def leave_out_hosting(self) -> None:
         """This node will not host, so that nothing of it lies ahead."""
@@ -68,6 +84,6 @@ class Steps:
         self._views[key] = dataclasses.replace(view, done=done, total=total, seconds_left=left_s)
 
     def _set(self, key: str, state: str, detail: str) -> None:
-        view = self._views.get(key, StepView(key, TITLES[key]))
+        view = self._views.get(key, StepView(key, (TITLES | ASIDE)[key]))
         self._views[key] = dataclasses.replace(view, state=state, detail=detail, seconds_left=None)
         self._changed()

@@ -181,14 +181,21 @@ def swarm_facts(swarm: Remembered, *, active: bool) -> dict[str, Any]:
 
 
 def while_fetching(client: Client, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Show how far the model's files are until the node serves some of them, or gives up; it goes on without us."""
+    """Show how far the model's files are until the node serves some of them, or gives up; it goes on without us.
+
+    Where it hosts nothing: until it has what it needs to ask.
+    """
     with progress_on_stderr("weights from members") as progress:
-        while outcome["state"] == "fetching":
+        while outcome["state"] in ("fetching", "client"):
             snapshot = client.snapshot()
-            for step in snapshot.steps:
-                if step.key == "weights" and step.total:
+            coming = "weights" if snapshot.state == "fetching" else "ends"
+            running = [step for step in snapshot.steps if step.key == coming and step.state == "running"]
+            for step in running:
+                if step.total:
                     progress(step.done or 0, step.total)
             outcome = {**outcome, "state": snapshot.state, "reason": snapshot.reason}
+            if snapshot.state == "client" and not running:
+                break
             time.sleep(_LOOK_S)
     return outcome
 

@@ -46,7 +46,7 @@ class Stock:
         self._network, self._swarm, self.manifest, self._cache, self._room = network, swarm, manifest, cache, room
         self.library = Library(cache, manifest)
         self.sharing = Sharing(self.library, self._is_member)
-        self._fetches: list[Fetching] = []
+        self._fetches: dict[Fetching, frozenset[str]] = {}  # which parts each gets
         self._from_peers = 0
         self._claim: Claim | None = None
         self._hosted: set[str] = set()
@@ -91,9 +91,11 @@ class Stock:
         """These parts are hosted no longer, and may go when the disk is full."""
         self._hosted.difference_update(names)
 
-    def progress(self) -> Progress | None:
-        """How far the latest fetch is, while one is under way."""
-        return self._fetches[-1].progress if self._fetches else None
+    def progress(self, names: Iterable[str]) -> Progress | None:
+        """How far the latest fetch of some of these parts is, while one is under way."""
+        wanted = set(names)
+        found = [fetch.progress for fetch, parts in self._fetches.items() if not parts.isdisjoint(wanted)]
+        return found[-1] if found else None
 
     def view(self) -> WeightsView:
         """What a person sees of it; the disk was looked at a moment ago."""
@@ -123,7 +125,7 @@ class Stock:
     async def _fetch(self, names: Sequence[str], on_part: Callable[[str], None]) -> None:
         await trio.to_thread.run_sync(self._make_room, list(self._coming))
         fetching = Fetching(self._network, self.library, self.sharing, self._holders)
-        self._fetches.append(fetching)
+        self._fetches[fetching] = frozenset(names)
 
         def came(name: str) -> None:
             self._news.set()
@@ -132,7 +134,7 @@ class Stock:
         try:
             await fetching.fetch(names, came)
         finally:
-            self._fetches.remove(fetching)
+            del self._fetches[fetching]
             self._from_peers += _received(fetching)
 
     def _claim_parts(self, names: Iterable[str]) -> None:

@@ -183,3 +183,20 @@ def test_joining_shows_how_far_the_weights_are(capsys: pytest.CaptureFixture[str
     assert swarms.while_fetching(cast(Client, Node()), outcome)["state"] == "serving"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == ["weights from members: 0%", "weights from members: 50%"]
+
+
+def test_joining_as_a_client_shows_how_far_the_ends_are(capsys: pytest.CaptureFixture[str]) -> None:
+    step = StepView("ends", "tokenizer, embedding and head", "running", total=10**6)
+    seen = Snapshot("12D3", "client", "it hosts nothing", "http://127.0.0.1:1")
+    ahead = [replace(seen, steps=(replace(step, done=done),)) for done in (0, 500_000)]
+    looks = iter([*ahead, replace(seen, steps=(replace(step, state="done"),))])
+
+    class Node:
+        def snapshot(self) -> Snapshot:
+            return next(looks)
+
+    outcome = {"state": "client", "reason": "", "swarm": {"pinned": "home#1a2b3c4d"}}
+    assert swarms.while_fetching(cast(Client, Node()), outcome)["state"] == "client"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["weights from members: 0%", "weights from members: 50%"]
+    assert next(looks, None) is None

@@ -84,3 +84,25 @@ def test_steps_are_one_list_in_which_a_failure_stays() -> None:
     steps.begin("weights")
     assert list(states(steps)) == ["identity", "peers", "manifest", "weights", "load", "measure", "announce"]
     assert states(steps)["load"] == "pending"
+
+
+def test_a_step_beside_the_others_leaves_them_as_they_are() -> None:
+    steps = Steps(lambda: None)
+    steps.begin("manifest")
+    steps.begin_aside("ends", "from members")
+    steps.leave_out_hosting()  # a client
+    steps.progress("ends", 1, 4)
+    steps.failed("of the manifest")
+    assert states(steps) == {
+        "identity": "pending",
+        "peers": "pending",
+        "manifest": "failed",
+        "announce": "pending",
+        "ends": "running",
+    }
+    steps.begin("peers")  # another try
+    assert states(steps)["ends"] == "running"
+    steps.done("ends")
+    assert [(view.done, view.total) for view in steps.views() if view.key == "ends"] == [(1, 4)]
+    steps.leave_out("ends")
+    assert "ends" not in states(steps)

@@ -32,6 +32,8 @@ def test_machines_with_nothing_host_and_ask(tmp_path: Path) -> None:
         reply = asker.facts("chat", *PROMPT)
         assert reply["token_ids"] == alone["token_ids"]
         assert [hop["peer"] for hop in reply["route"]] == [place.node_file()["peer_id"] for place in (left, right)]
+        came = [step.state for step in client_of(asker.home).snapshot().steps if step.key == "ends"]
+        assert came == ["done"]  # a client shows how far what it needs is, too
         parts = {path.name for path in (tmp_path / "left-cache" / "parts").iterdir() if "." not in path.name}
         assert len(parts) == 4 + 3  # its span and the ends, no more
         assert not (tmp_path / "left-cache" / "models").exists()
