@@ -14,9 +14,12 @@ from app.home import Home
 from app.manifest_store import ManifestStore
 from app.model_import import manifest_of
 from app.statistics import Statistics, read_days, read_peers
+from app.weights.index import SourceIndex
+from app.weights.part_files import PartFiles
 from engine.sources.opening import open_source
 from p2p.identity import load_or_create
 from tests.app.node_process import Place
+from tests.app.write_storm import PARTS, made_up_part
 
 KILLS = 5
 
@@ -47,9 +50,28 @@ def look(place: Place) -> tuple[str, int]:
     assert list(place.home.glob("*.damaged-*")) == []
     store = ManifestStore(place.cache)
     assert all(store.load(model_hash) is not None for model_hash in store.hashes())
+    look_at_parts(place, store)
     text = home.sequence_file.read_text() if home.sequence_file.exists() else "0\n"
     assert text.endswith("\n"), "a number is written whole"
     return load_or_create(home.key_file).peer_id, served
+
+
+def look_at_parts(place: Place, store: ManifestStore) -> None:
+    """A part that has its name is whole, one that is half fetched can be finished, and the index can be read."""
+    files = PartFiles(place.cache)
+    for number in range(PARTS):
+        part, leaves, chunks = made_up_part(number)
+        if files.holds(part):
+            assert files.path(part.root).read_bytes() == b"".join(chunks)
+            assert files.check(part), "its hashes are beside it"
+        elif files.path(part.root).with_suffix(".new").exists():
+            new = files.open_new(part, leaves)
+            assert all(new.take(index, chunks[index]) for index in new.missing())
+            files.finish(new)
+            assert files.check(part)
+    for name in store.hashes():
+        raw = place.cache / "manifests" / f"{name}.index"
+        assert not raw.exists() or len(SourceIndex.decode(raw.read_bytes()).extents) == 1
 
 
 def survive(tmp_path: Path, kills: int, note: Callable[[str], None] = lambda text: None) -> None:

@@ -6,23 +6,58 @@ it prints a line when it begins.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.config import set_value
 from app.home import Home, write_sequence
 from app.manifest_store import ManifestStore
+from app.merkle import CHUNK_BYTES, ChunkHasher, root_of
+from app.model_manifest import Part
 from app.statistics import Statistics
+from app.weights.extents import Extent
+from app.weights.index import SourceIndex
+from app.weights.part_files import PartFiles
 from p2p.identity import load_or_create
+
+PARTS = 3
+
+
+def made_up_part(number: int) -> tuple[Part, Sequence[bytes], list[bytes]]:
+    """A part of four chunks, the hashes of these, and their bytes."""
+    chunks = [hashlib.shake_256(b"%d %d" % (number, index)).digest(CHUNK_BYTES) for index in range(3)] + [b"the end"]
+    hasher = ChunkHasher()
+    for chunk in chunks:
+        hasher.update(chunk)
+    leaves = hasher.finish()
+    return Part(f"part{number}", sum(map(len, chunks)), root_of(leaves)), leaves, chunks
+
+
+def fetch_parts(files: PartFiles) -> Iterator[SourceIndex]:
+    """Write parts as they come from peers, chunk by chunk, finish them and forget them again, for ever."""
+    made_up = [made_up_part(number) for number in range(PARTS)]
+    for number in itertools.count():
+        part, leaves, chunks = made_up[number % PARTS]
+        new = files.open_new(part, leaves)
+        for index, chunk in enumerate(chunks):
+            if not new.take(index, chunk):
+                raise AssertionError("a chunk does not fit its own hash")
+        files.finish(new)
+        yield SourceIndex.of({part.name: (Extent(files.path(part.root), 0, part.size_bytes),)})
+        if number % 2:
+            files.remove([part.root.hex()])
 
 
 def storm(folder: Path, cache: Path) -> None:
-    """Write config, identity, statistics and manifest again and again."""
+    """Write config, identity, statistics, manifest, parts and index again and again."""
     home = Home.open(folder)
     store = ManifestStore(cache)
     [manifest] = [store.load(model_hash) for model_hash in store.hashes()]
     assert manifest is not None
+    fetched = fetch_parts(PartFiles(cache))
     sys.stdout.write("begun\n")
     sys.stdout.flush()
     for number in itertools.count(1):
@@ -35,6 +70,7 @@ def storm(folder: Path, cache: Path) -> None:
         statistics.add_asked(1, ["bob"])
         statistics.write()
         store.save(manifest)
+        store.save_index(manifest.hash, next(fetched))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fifty kills at random moments while config, identity, statistics and cache are written."""
+"""Fifty kills at random moments while config, identity, statistics, manifests and parts are written."""
 
 from __future__ import annotations
 
