@@ -176,6 +176,7 @@ def peer_facts(peer: PeerView) -> list[tuple[str, str]]:
         ("name", clean(peer.name) or UNKNOWN),
         ("peer id", clean(peer.peer)),
         ("state", clean(peer.state) or UNKNOWN),
+        *([("not used", clean(peer.unused.text))] if peer.unused is not None else []),
         ("span", f"{peer.start}:{peer.stop}" if peer.start is not None else UNKNOWN),
         ("device", clean(peer.device) or UNKNOWN),
         ("tok/s", f"{known_rate(peer.tokens_per_s)} (told by itself)"),

@@ -1,0 +1,298 @@
+"""What keys do to the node, against a scripted one: bans, the memory cap, the first run; and what they do here."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from textual.pilot import Pilot
+
+from app.client import Client
+from app.errors import AppError
+from app.reason import Reason
+from app.snapshot import (
+    DeviceView,
+    FitView,
+    NetworkView,
+    OfferView,
+    PeerView,
+    ProspectsView,
+    Snapshot,
+    facts,
+)
+from tests.ui.fixed import EMPTY, HEALTHY, PEERS, Clock, fill
+from tests.ui.rendering import StillDashboard, settle, text_of_screen
+from ui.cap import cap_rows, moved
+from ui.first_run import FirstRun
+from ui.first_where import choice_rows, ordered
+from ui.footer import Key, fitting
+from ui.ink import text_of
+from ui.invite import Guests
+from ui.store import Store
+
+GB = 10**9
+PATIENCE_S = 20.0
+NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
+STARTER = OfferView("starter", "small", FitView(30, 30), 93 * 10**6, alone_tokens_per_s=25.0)
+
+
+class ScriptedNode(Client):
+    """A node that keeps its settings and does what it is asked at once."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", "token")
+        self.config: dict[str, Any] = {"deny": ["10.0.0.0/8"], "max_vram": 7 * GB, "pause_on_battery": True}
+        self.state = "serving"
+        self.asked: list[str] = []
+        self.prospects: ProspectsView | AppError = ProspectsView((STARTER,), None, 9 * GB, 14.0 * GB)
+
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        if path == "/api/prospects":
+            if isinstance(self.prospects, AppError):
+                raise self.prospects
+            return facts(self.prospects)
+        assert path == "/api/config"
+        return [{"name": name, "value": value} for name, value in self.config.items()]
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+        self.asked.append(f"{path} {body.get('target') or body.get('model') or ''}".strip())
+        self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
+        return {}
+
+    def set_config(self, name: str, value: str | None) -> Any:
+        self.config[name] = value.split(",") if name == "deny" and value else value
+        return value
+
+    def snapshot(self) -> Snapshot:
+        return replace(HEALTHY, state=cast(Any, self.state))
+
+
+class ScriptedDoor:
+    """Leads to the scripted node."""
+
+    def __init__(self, node: ScriptedNode) -> None:
+        self.node = node
+
+    def client(self) -> Client:
+        return self.node
+
+    def coming_up(self) -> bool:
+        return False
+
+    def ended(self) -> str | None:
+        return None
+
+    def start(self) -> None:
+        raise AssertionError("it runs already")
+
+
+class DrivenDashboard(StillDashboard):
+    """A dashboard with a door, but without the line of events."""
+
+    def __init__(self, node: ScriptedNode, folder: Path | None = None) -> None:
+        store = Store(Clock())
+        fill(store, "healthy")
+        super().__init__(None, store=store, folder=folder)
+        self.door = ScriptedDoor(node)
+        self.asked_first_run = True
+
+
+Drive = Callable[[DrivenDashboard, Pilot[None]], Awaitable[None]]
+
+
+def driven(node: ScriptedNode, drive: Drive, folder: Path | None = None) -> None:
+    """Let keys be pressed in a dashboard of this node."""
+
+    async def live() -> None:
+        app = DrivenDashboard(node, folder)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await settle(app, pilot)
+            await drive(app, pilot)
+
+    asyncio.run(live())
+
+
+async def until(app: DrivenDashboard, pilot: Pilot[None], holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, text_of_screen(app)
+        await pilot.pause(0.01)
+
+
+def test_a_peer_is_banned_and_comes_back() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("2", "down", "b")
+        await until(app, pilot, lambda: "Never speak with" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: len(node.config["deny"]) == 2)
+        assert node.config["deny"][0] == "10.0.0.0/8"
+        assert node.config["deny"][1] in {peer.peer for peer in PEERS}
+        await pilot.press("ctrl+p", *"unban")
+        await until(app, pilot, lambda: "Speak again with one" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "speak with it again" in text_of_screen(app))
+        await pilot.press("down", "enter")
+        await until(app, pilot, lambda: node.config["deny"] == ["10.0.0.0/8"])
+
+    driven(node, drive)
+
+
+def test_the_cap_is_moved_and_holds_at_once() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("minus")
+        await until(app, pilot, lambda: "6.5 of 12.0 GB" in text_of_screen(app))
+        await pilot.press("minus", "minus", "plus", "enter")
+        await until(app, pilot, lambda: node.asked == ["/api/pause", "/api/resume"])
+        assert node.config["max_vram"] == str(6 * GB)
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize(
+    ("cap_bytes", "steps", "expected"),
+    [
+        (7 * GB, 1, 15 * GB // 2),
+        (7_200_000_000, 1, 15 * GB // 2),
+        (7_200_000_000, -1, 7 * GB),
+        (0, -1, 0),
+        (12 * GB, 3, 12 * GB),
+    ],
+)
+def test_a_cap_moves_by_half_gigabytes(cap_bytes: int, steps: int, expected: int) -> None:
+    device = DeviceView("cuda:0", "", 12 * GB, 4 * GB)
+    assert moved(cap_bytes, device, steps) == expected
+
+
+def test_a_cap_says_what_it_means() -> None:
+    device = DeviceView("cuda:0", "", 12 * GB, 4 * GB, weights_bytes=GB)
+    told = [text_of(cap_rows(cap, device)[1]) for cap in (None, 0, 9 * GB)]
+    assert told == ["1.0 GB are in use now", "this node would host nothing", "more than is free now"]
+
+
+def test_a_theme_is_worn_while_it_is_looked_at_and_kept_when_chosen(tmp_path: Path) -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("ctrl+p", *"theme: day")
+        await until(app, pilot, lambda: app.theme == "shoal-day")
+        await pilot.press("escape")
+        await until(app, pilot, lambda: app.theme == "shoal-night")
+        await pilot.press("ctrl+p", *"theme: contrast")
+        await until(app, pilot, lambda: app.theme == "shoal-contrast")
+        await pilot.press("enter")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        assert app.theme == "shoal-contrast"
+
+    driven(ScriptedNode(), drive, tmp_path)
+    assert DrivenDashboard(ScriptedNode(), tmp_path).theme == "shoal-contrast"
+
+
+def test_a_stray_print_is_a_row_of_the_log() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        print("a stray word")  # noqa: T201 (that is the point)
+        await until(app, pilot, lambda: app.store.logs)
+        assert (app.store.logs[-1].source, app.store.logs[-1].text) == ("dashboard", "a stray word")
+
+    driven(ScriptedNode(), drive)
+
+
+# --- the first run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        assert "about 25 tok/s" in text_of_screen(app)
+        node.prospects = ProspectsView((STARTER, NEAR), None, 9 * GB, 14.0 * GB)
+        await until(app, pilot, lambda: "Join pond#1a2b3c4d" in text_of_screen(app))
+        assert "found on this network" in text_of_screen(app)
+        await pilot.press("1")
+        assert (first.state.step, first.state.where) == (1, "pond#1a2b3c4d")
+        await pilot.press("escape", "enter")
+        assert (first.state.step, first.state.create) == (1, ("home", "starter"))
+        await pilot.press("escape", "1", "enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        assert node.asked == ["/api/join pond#1a2b3c4d"]
+
+    driven(node, drive)
+
+
+def test_a_node_that_cannot_look_around_still_begins() -> None:
+    node = ScriptedNode()
+    node.prospects = AppError("the device is broken")
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "the device is broken" in text_of_screen(app))
+        await pilot.press("enter")
+        assert first.state.create == ("home", "starter")
+
+    driven(node, drive)
+
+
+def test_what_is_nearby_comes_first_and_later_finds_come_last() -> None:
+    begin = ordered((), ProspectsView((STARTER, NEAR)))
+    assert begin == (NEAR.target, "starter")
+    assert ordered(begin, ProspectsView((STARTER, replace(NEAR, target="lake#2"), NEAR))) == (*begin, "lake#2")
+
+
+@pytest.mark.parametrize(
+    ("offer", "words"),
+    [
+        (NEAR, ["found on this network", "2 members · about 40 tok/s for you", "at most 5 B to fetch · fits now"]),
+        (replace(NEAR, tokens_per_s=None, missing_block=3), ["block 3 has no holder yet"]),
+        (OfferView("far#9", nearby="direct"), ["found through a peer", "not known yet", "— to fetch · fits —"]),
+        (replace(NEAR, nearby="", alone_tokens_per_s=9.2), ["Go back to pond#1a2b3c4d", "alone about 9.2 tok/s"]),
+        (replace(NEAR, fit=FitView(2, 8, GB, True)), ["too large alone: 2 of 8 blocks fit"]),
+    ],
+)
+def test_a_choice_says_all_that_is_known(offer: OfferView, words: list[str]) -> None:
+    told = "\n".join(text_of(line) for line in choice_rows(1, offer))
+    assert all(word in told for word in words), told
+
+
+# --- guests, keys ----------------------------------------------------------------------------------------------------
+
+
+def test_guests_are_followed_from_their_knock_to_their_end() -> None:
+    old, new = PEERS[0], PeerView("12D3KooWguest1", "guest")
+    base = replace(HEALTHY, peers=(old,), network=NetworkView(strangers=("12D3KooWbystander",)))
+    guests = Guests(base)
+    knocking = replace(base, network=NetworkView(strangers=("12D3KooWbystander", new.peer)))
+
+    def told(known: Snapshot) -> list[str]:
+        guests.look(known)
+        return [text_of(line) for line in guests.rows(known)]
+
+    def as_member(**fields: Any) -> list[str]:
+        return told(replace(base, peers=(old, replace(new, **fields))))
+
+    assert told(base) == []
+    assert told(knocking) == ["◌ guest1 connecting"]
+    assert told(base) == ["× guest1 failed: went again before it had joined"]
+    assert as_member(state="joining") == ["◐ guest looks at what others host"]
+    assert as_member(state="fetching", start=4, stop=8, fetched=0.25) == ["◐ guest loading 4:8 25 %"]
+    assert as_member(state="serving", start=4, stop=8, tokens_per_s=40.0) == ["● guest serving 4:8 · 40 tok/s"]
+    silent = Reason("silent", "it does not answer any more")
+    assert as_member(state="dead", unused=silent) == ["× guest failed: it does not answer any more"]
+    assert told(base) == ["× guest failed: it does not answer any more"]
+
+
+def test_keys_that_are_needed_least_give_way_in_a_narrow_window() -> None:
+    keys = [Key(word[0], word[0], word) for word in ("stop", "pause", "invite", "why", "zoom", "jump", "help", "leave")]
+    assert [key.words for key in fitting(keys, 200)] == [key.words for key in keys]
+    assert [key.words for key in fitting(keys, 42)] == ["stop", "pause", "invite", "help", "leave"]
+    assert [key.words for key in fitting(keys, 8)] == ["stop"]
