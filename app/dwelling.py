@@ -138,7 +138,8 @@ class Dwelling:
         return service
 
     def _on_handshake_failure(self, error: HandshakeError) -> None:
-        if isinstance(error, WrongSecret) and error.peer is None and trio.current_time() >= self._told_of_knock_at:
+        knocks = isinstance(error, WrongSecret) and error.peer is None and self._secret is not None
+        if knocks and trio.current_time() >= self._told_of_knock_at:
             self._told_of_knock_at = trio.current_time() + KNOCKS_APART_S
             self._around.note("knock", "somebody was turned away who has another secret: give them a new invite")
         if isinstance(error, WrongSecret) and error.peer is not None:

@@ -39,7 +39,9 @@ def allowed(app: Dashboard, action: str) -> bool:
     if action in ("invite", "leave_swarm"):
         return known is not None and known.swarm is not None
     if action == "cap":
-        return known is not None and known.hardware is not None and known.state not in ("draining", "stopping")
+        typing = app.focused is not None and app.focused.check_consume_key("plus", "+")
+        device = known.hardware if known is not None and known.state not in ("draining", "stopping") else None
+        return device is not None and not typing
     if action in ("join", "create"):
         return known is not None and known.swarm is None
     if action in ("why", "stop_node"):

@@ -134,12 +134,12 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
         waiting = "looking at this machine, and for swarms on this network"
         told = state.trouble or waiting
         sign = ("×", "warning") if state.trouble else ("◐", "primary")
-        rest = choice_rows(0, OfferView(STARTER)) if state.trouble else []
+        rest = choice_rows(0, OfferView(STARTER), width) if state.trouble else []
         return [row("   ", sign, (f" {clean(told)}", "dim")), *rest, [], *keys]
     rows: list[Row] = []
     room = height - len(keys) - 1
     for index, offer in state.choices.items():
-        added = choice_rows(index, offer)
+        added = choice_rows(index, offer, width)
         if len(rows) + len(added) > room:
             more = row("       ", ("more in a taller window", "dim"))
             rows = [*rows[: room - 1], more]

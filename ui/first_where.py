@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from app.snapshot import FitView, OfferView, ProspectsView
 from ui.figures import plural, rate, size
-from ui.ink import UNKNOWN, Row, clean, row
+from ui.ink import UNKNOWN, Row, clean, row, width_of
 
 STARTER = "starter"
 _FOUND = {
@@ -33,11 +33,11 @@ def key_of(index: int) -> str:
     return "⏎" if index == 0 else str(index)
 
 
-def choice_rows(index: int, offer: OfferView) -> list[Row]:
+def choice_rows(index: int, offer: OfferView, width: int) -> list[Row]:
     """One choice with all that is known of it."""
     return [
         row("   ", (f" {key_of(index)} ", "b background on primary"), " ", *_title(offer)),
-        *(row(_INDENT, *line) for line in _about(offer)),
+        *(row(_INDENT, *line) for line in _about(offer, width - len(_INDENT))),
     ]
 
 
@@ -50,17 +50,21 @@ def _title(offer: OfferView) -> Row:
     return row((f"Go back to {name}", "b"), (f" · {clean(offer.model)}" if offer.model else "", "dim"))
 
 
-def _about(offer: OfferView) -> list[Row]:
+def _about(offer: OfferView, width: int) -> list[Row]:
     if offer.target == STARTER:
         model = clean(offer.model) or "a small model"
         return [row((f"{model} · {fetch_words(offer)} · {fit_words(offer.fit)}", "dim"), *_speed(offer, " · "))]
+    fits = row((f"{fetch_words(offer)} · {fit_words(offer.fit)}", "dim"))
+    alone = _speed(offer, "alone ")
+    joined = [*fits, (" · ", "dim"), *alone] if alone else fits
+    means = [joined] if width_of(joined) <= width else [fits, alone]
     if not offer.nearby:
-        return [row((f"{fetch_words(offer)} · {fit_words(offer.fit)}", "dim"), *_alone(offer))]
+        return means
     members = plural(offer.members, "member") if offer.members is not None else f"{UNKNOWN} members"
     model = clean(offer.model) or "its model is not known yet"
     return [
         row(f"{model} · {members}", *_there(offer)),
-        row((f"{fetch_words(offer)} · {fit_words(offer.fit)}", "dim"), *_alone(offer)),
+        *means,
     ]
 
 
@@ -70,10 +74,6 @@ def _there(offer: OfferView) -> Row:
     if offer.missing_block is not None:
         return row((f" · block {offer.missing_block} has no holder yet", "warning"))
     return row((" · tok/s not known yet", "dim"))
-
-
-def _alone(offer: OfferView) -> Row:
-    return _speed(offer, " · alone ")
 
 
 def _speed(offer: OfferView, lead: str) -> Row:

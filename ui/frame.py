@@ -97,7 +97,7 @@ class MainScreen(Screen[None]):
 
     TAB: ClassVar[str] = ""
     HELP_TEXT: ClassVar[str] = ""
-    ALLOW_IN_MAXIMIZED_VIEW = "#head, #state, #keys"
+    ALLOW_IN_MAXIMIZED_VIEW = "#keys"
 
     def __init__(self, store: Store) -> None:
         super().__init__()

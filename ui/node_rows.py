@@ -140,8 +140,9 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
         line += part
     applies = [clean(rule.text or rule.label) for rule in rules if rule.applies]
     told = ", ".join(applies) if applies else "none applies now"
-    after = f" · {clean(courtesy.next_text)}" if courtesy.next_text else ""
-    return [line, labelled("", (told, "warning" if applies else "dim"), (after, "dim"))]
+    said = labelled("", (told, "warning" if applies else "dim"))
+    after = row((f" · {clean(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
+    return [line, [*said, *after] if width_of(said) + width_of(after) <= width else said]
 
 
 # --- sessions, what was given, weights -------------------------------------------------------------------------------

@@ -260,7 +260,7 @@ def test_what_is_nearby_comes_first_and_later_finds_come_last() -> None:
     ],
 )
 def test_a_choice_says_all_that_is_known(offer: OfferView, words: list[str]) -> None:
-    told = "\n".join(text_of(line) for line in choice_rows(1, offer))
+    told = "\n".join(text_of(line) for line in choice_rows(1, offer, 70))
     assert all(word in told for word in words), told
 
 
