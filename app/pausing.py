@@ -59,6 +59,7 @@ class Pausing:
         self._path, self._tell, self._now_ms = path, changed, now_ms
         self._hand = _read(path)
         self._rule: Pause | None = None
+        self._ends_at: float | None = None  # of the person's pause, on trio's clock
         self._news = trio.Event()
         self._writing = trio.Lock()
 
@@ -77,6 +78,7 @@ class Pausing:
     async def by_hand(self, for_s: float | None, *, patient: bool = False) -> None:
         """Rest until `resume`, or for so long."""
         until_ms = None if for_s is None else self._now_ms() + int(min(for_s, LONGEST_S) * 1000)
+        self._ends_at = None
         await self._set_hand(pause_by_hand(until_ms, patient=patient))
 
     async def resume(self) -> None:
@@ -100,10 +102,17 @@ class Pausing:
         await self._news.wait()
 
     async def run(self) -> None:
-        """End the pause of a person at its time, by the wall clock; until cancelled."""
+        """End the pause of a person at its time; until cancelled.
+
+        By the wall clock, which goes on while the machine sleeps; but a clock that is set back makes no pause longer.
+        """
         while True:
             until_ms = None if self._hand is None else self._hand.until_ms
-            left_s = LOOK_S if until_ms is None else (until_ms - self._now_ms()) / 1000
+            left_s = LOOK_S
+            if until_ms is not None:
+                left_s, now = (until_ms - self._now_ms()) / 1000, trio.current_time()
+                self._ends_at = now + left_s if self._ends_at is None else self._ends_at
+                left_s = min(left_s, self._ends_at - now)
             if left_s <= 0:
                 await self._set_hand(None)
                 continue

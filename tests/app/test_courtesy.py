@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,87 +14,10 @@ import trio
 import trio.testing
 
 from app.courtesy.rules import RULES, Readings, believable, limits_at
-from app.courtesy.sensors import Sensors, Source, machine_sources
-from app.courtesy.watch import LOOK_S, ONLY_HOLDER_S, Watch
-from app.reason import Reason
-from app.settings import Settings
-from app.snapshot import RuleView
+from app.courtesy.sensors import Sensors, machine_sources
+from app.courtesy.watch import LOOK_S, Watch
 from engine.sensors import Unavailable
-
-MONDAY = datetime(2026, 3, 2, 8, 0)
-CALM = Settings(pause_on_battery=False, disk_floor=None)
-
-
-@dataclass
-class Recorder:
-    """A node that writes down what it is asked."""
-
-    alone: bool = False
-    reason: Reason | None = None
-    changes: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    limits: tuple[int | None, int | None] | None = None
-    changed: trio.Event = field(default_factory=trio.Event)
-
-    def pause_by_rule(self, reason: Reason) -> None:
-        self.reason = reason
-        self._write(reason.code)
-
-    def resume_by_rule(self) -> None:
-        self.reason = None
-        self._write("resume")
-
-    def _write(self, change: str) -> None:
-        self.changes.append(change)
-        self.changed.set()
-        self.changed = trio.Event()
-
-    def is_only_holder(self) -> bool:
-        return self.alone
-
-    def set_limits(self, upload: int | None, download: int | None) -> None:
-        self.limits = (upload, download)
-
-    def note(self, kind: str, text: str) -> None:
-        self.notes.append(text)
-
-
-async def ask_here(source: Source) -> Any:
-    """Fake sensors answer at once: a thread's time is not the autojumping clock's."""
-    answer = source()
-    if isinstance(answer, HangsForever):
-        await trio.sleep_forever()
-    return answer
-
-
-class HangsForever:
-    """What a sensor that never answers answers."""
-
-
-class Scene:
-    """A watch over fake sensors, whose readings and settings a test changes as it goes."""
-
-    def __init__(self, settings: Settings = CALM, **said: Any) -> None:
-        self.settings, self.said, self.node = settings, said, Recorder()
-        self.pace = 1  # how fast the clock on the wall goes
-        self._began = trio.current_time()
-        sources = {name: self._source(name) for name in Readings.__dataclass_fields__ if name != "now"}
-        self.watch = Watch(self.node, lambda: self.settings, Sensors(sources, ask_here), self.now)
-
-    def now(self) -> datetime:
-        return MONDAY + timedelta(seconds=(trio.current_time() - self._began) * self.pace)
-
-    def _source(self, name: str) -> Source:
-        def ask() -> Any:
-            value = self.said.get(name, Unavailable("there is none"))
-            if isinstance(value, Exception):
-                raise value
-            return value
-
-        return ask
-
-    def rule(self, code: str) -> RuleView:
-        return next(view for view in self.watch.view().rules if view.code == code)
+from tests.app.courtesy_scene import CALM, MONDAY, HangsForever, Recorder, Scene
 
 
 @dataclass(frozen=True)
@@ -264,115 +186,6 @@ async def test_a_hot_device_must_cool_down_before_it_works_again(autojump_clock:
         scene.said = {"temperature_c": 79.0}
         await trio.sleep(90)
         assert scene.node.changes == ["pause_heat", "resume"]
-        nursery.cancel_scope.cancel()
-
-
-async def test_a_timetable_pauses_and_resumes_by_the_clock(autojump_clock: trio.testing.MockClock) -> None:
-    scene = Scene(replace(CALM, pause_times="mon-fri 09:00-18:00, sun 23:00-01:00"))
-    scene.pace = 450  # so that it looks every quarter of an hour
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        await trio.sleep(1)
-        assert scene.watch.view().next_text == "pauses mon 09:00 by timetable"
-        at: list[str] = []
-        with trio.move_on_after((7 * 86400 + 7200) / scene.pace):
-            while True:
-                await scene.node.changed.wait()
-                at.append(f"{scene.now():%a %H:%M} {scene.node.changes[-1]}")
-        weekdays = [f"{day} {change}" for day in ("Mon", "Tue", "Wed", "Thu", "Fri") for change in EACH_DAY]
-        assert at == [*weekdays, "Sun 23:00 pause_schedule", "Mon 01:00 resume", "Mon 09:00 pause_schedule"]
-        assert scene.node.reason is not None
-        assert scene.node.reason.text == "the timetable says so until mon 18:00"
-        nursery.cancel_scope.cancel()
-
-
-EACH_DAY = ("09:00 pause_schedule", "18:00 resume")
-
-
-async def test_one_reason_after_another_is_one_pause(autojump_clock: trio.testing.MockClock) -> None:
-    scene = Scene(replace(CALM, pause_on_battery=True, pause_programs=("game",)), on_battery=True)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        await trio.sleep(10)
-        scene.said = {"on_battery": True, "programs": frozenset({"game"})}
-        await trio.sleep(60)
-        scene.said = {"on_battery": False, "programs": frozenset({"game"})}
-        await trio.sleep(60)
-        scene.said = {"on_battery": False, "programs": frozenset()}
-        await trio.sleep(60)
-        assert scene.node.changes == ["pause_battery", "pause_program", "resume"]
-        nursery.cancel_scope.cancel()
-
-
-async def test_an_only_holder_is_given_a_minute(autojump_clock: trio.testing.MockClock) -> None:
-    scene = Scene(replace(CALM, pause_programs=("game",)), programs=frozenset({"game"}))
-    scene.node.alone = True
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        await trio.sleep(ONLY_HOLDER_S - LOOK_S)
-        assert scene.node.changes == []
-        assert "game is running; waits while nobody else holds" in scene.watch.view().next_text
-        assert len(scene.node.notes) == 1
-        await trio.sleep(3 * LOOK_S)
-        assert scene.node.changes == ["pause_program"]
-        assert scene.watch.view().next_text == ""
-        nursery.cancel_scope.cancel()
-
-
-async def test_an_only_holder_waits_no_longer_than_it_must(autojump_clock: trio.testing.MockClock) -> None:
-    scene = Scene(replace(CALM, pause_programs=("game",)), programs=frozenset({"game"}))
-    scene.node.alone = True
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        await trio.sleep(10)
-        scene.node.alone = False  # another member took over
-        await trio.sleep(2 * LOOK_S)
-        assert scene.node.changes == ["pause_program"]
-        scene.said = {"programs": frozenset()}
-        await trio.sleep(60)
-        scene.node.alone = True
-        scene.said = {"programs": frozenset({"game"})}
-        await trio.sleep(10)
-        scene.said = {"programs": frozenset()}  # over before the minute is
-        await trio.sleep(300)
-        assert scene.node.changes == ["pause_program", "resume"]
-        nursery.cancel_scope.cancel()
-
-
-async def test_the_second_set_of_limits_comes_and_goes(autojump_clock: trio.testing.MockClock) -> None:
-    timed = replace(CALM, max_upload=1000, limit_times="09:00-10:00", timed_upload=10, timed_download=20)
-    scene, seen = Scene(timed), []
-    scene.pace = 30
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        for _ in range(3):
-            await trio.sleep(3600 / scene.pace - 1)
-            seen.append(scene.node.limits)
-        assert seen == [(1000, None), (10, 20), (1000, None)]
-        assert scene.node.changes == []
-        nursery.cancel_scope.cancel()
-
-
-async def test_a_full_disk_stops_no_hosting_but_is_told(autojump_clock: trio.testing.MockClock) -> None:
-    scene = Scene(replace(CALM, disk_floor=10**9), disk_free_bytes=10**8)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        await trio.sleep(60)
-        assert scene.node.changes == []
-        assert scene.rule("disk_floor").applies
-        assert len(scene.node.notes) == 1
-        scene.said = {"disk_free_bytes": 10**10}
-        await trio.sleep(60)
-        assert not scene.rule("disk_floor").applies
-        nursery.cancel_scope.cancel()
-
-
-async def test_only_what_a_rule_needs_is_asked(autojump_clock: trio.testing.MockClock) -> None:
-    scene = Scene(replace(CALM, pause_on_battery=True), on_battery=False, programs=AssertionError("nobody wants this"))
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(scene.watch.run)
-        await trio.sleep(60)
-        assert scene.watch.view().rules[5].text == ""
         nursery.cancel_scope.cancel()
 
 

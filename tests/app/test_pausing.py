@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from app.pausing import LOOK_S, Pausing
 from app.reason import Reason
@@ -95,4 +95,37 @@ async def test_a_pause_with_an_end_ends_by_the_wall_clock(
         wall.ms += 7200_001  # the machine slept
         await trio.sleep(LOOK_S + 1)
         assert pausing.current is None
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_clock_that_is_set_back_makes_no_pause_longer(
+    begun: Callable[[], Pausing], wall: Wall, mock_clock: MockClock
+) -> None:
+    pausing = begun()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pausing.run)
+        for _ in range(2):
+            await pausing.by_hand(600.0)
+            await wait_all_tasks_blocked()
+            wall.ms -= 5 * 3600_000
+            mock_clock.jump(599)
+            await wait_all_tasks_blocked()
+            assert pausing.current is not None
+            mock_clock.jump(2)
+            await wait_all_tasks_blocked()
+            assert pausing.current is None
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_pause_whose_end_went_by_while_the_node_was_off_is_over_at_once(
+    begun: Callable[[], Pausing], wall: Wall, autojump_clock: MockClock
+) -> None:
+    await begun().by_hand(600.0)
+    wall.ms += 3600_000
+    pausing = begun()
+    assert pausing.current is not None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pausing.run)
+        while pausing.current is not None:
+            await pausing.wait_change()
         nursery.cancel_scope.cancel()
