@@ -19,6 +19,7 @@ from app.cli.registry import all_commands
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `shoal` with these arguments and return the exit status."""
+    provide_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a console that has no "°" shows "?" instead of failing
@@ -39,6 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"shoal: {explain(error)}", file=sys.stderr)
         return exit_status(error)
+
+
+def provide_streams() -> None:
+    """Give a process that has no console, as a service on Windows has none, streams that lead nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # for as long as the process lives
 
 
 def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:

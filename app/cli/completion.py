@@ -86,7 +86,7 @@ compdef _shoal shoal
 
 def fish_script(tree: Tree) -> str:
     """For fish."""
-    lines = []
+    lines = ["complete -c shoal -n __fish_use_subcommand -f"]
     for name, (help, words) in tree.items():
         text = help.replace("\\", "\\\\").replace("'", "\\'")
         lines.append(f"complete -c shoal -n __fish_use_subcommand -a {name} -d '{text}'")

@@ -178,3 +178,21 @@ def test_a_full_disk_is_said(tmp_path: Path) -> None:
         answer = shoal("completion", "bash", stdout=full.fileno())
     assert answer.returncode == 1
     assert answer.stderr == "shoal: the disk is full: free some space and run it again\n"
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["models", "--json"], ["status"], ["nonsense"]])
+def test_a_process_without_a_console_fails_in_order(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As `pythonw` starts it on Windows: there are no streams at all."""
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    try:
+        status = app.cli.main(argv)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()
+    assert status == {"--version": 0, "models": 0, "status": 1, "nonsense": 2}[argv[0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
@@ -93,9 +94,31 @@ def test_bash_completes_commands_options_and_choices() -> None:
     assert bash_completes("shoal", "--home", "/x", "completion", "f") == {"fish"}
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_other_shells_take_their_script(shell: str) -> None:
-    text = script(shell)
-    assert all(command.name in text for command in all_commands())
-    if shutil.which(shell) is not None:
-        subprocess.run([shell, "-n"], input=text, text=True, check=True)
+def zsh_completes(*words: str) -> set[str]:
+    """What zsh is offered after these words; its own functions that show an offer say it instead."""
+    quoted = " ".join(f"'{word}'" for word in words)
+    said = 'compdef() { :; }; _files() { :; }; compadd() { shift; print -l -- "$@"; }'
+    asked = f"words=({quoted}); CURRENT={len(words)}; _shoal"
+    ask = "\n".join([said, script("zsh"), asked])
+    done = subprocess.run(["zsh", "-f", "-c", ask], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return {word for word in done.stdout.split() if word.startswith(words[-1])}
+
+
+def fish_completes(*words: str) -> set[str]:
+    """What fish offers after these words."""
+    ask = f"{script('fish')}\ncomplete -C '{' '.join(words)}'"
+    done = subprocess.run(["fish", "--no-config", "-c", ask], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return {line.split("\t")[0] for line in done.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(("shell", "completes"), [("zsh", zsh_completes), ("fish", fish_completes)])
+def test_the_other_shells_complete_the_same(shell: str, completes: Callable[..., set[str]]) -> None:
+    assert all(command.name in script(shell) for command in all_commands())
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    assert completes("shoal", "s") == {name.name for name in all_commands() if name.name.startswith("s")}
+    assert completes("shoal", "status", "--j") == {"--json"}
+    assert completes("shoal", "--home", "/x", "completion", "f") == {"fish"}
+    assert "--max-vram" in completes("shoal", "serve", "--m")
