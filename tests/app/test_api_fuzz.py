@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from app.client import Client
+from app.client import Client, client_of
 from tests.app.api_double import TOKEN, DoubleNode, running_api
+from tests.app.node_process import Place, Serving
 
 ENDLESS = "/api/events"
 EXAMPLES = 5  # of each operation; `tests/soak` tries more
@@ -89,17 +91,17 @@ def test_a_page_of_another_origin_gets_nothing(api: Client, web: httpx.Client) -
             assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def fuzz(client: Client, examples: int) -> None:
+def fuzz(client: Client, examples: int, check: Callable[[Any, Any], None], skip: Collection[str] = (ENDLESS,)) -> None:
     """Every operation with what fits it and, where it takes a body, with what does not."""
     schema = schemathesis.openapi.from_dict(document(client))
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    headers = {"Authorization": f"Bearer {client.token}"}
     bounded = settings(
         max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
     )
     for result in schema.get_all_operations():
         assert isinstance(result, Ok), result
         operation = result.ok()
-        if operation.path == ENDLESS:
+        if operation.path in skip:
             continue
         wrong = [schemathesis.GenerationMode.NEGATIVE] if operation.body else []
         for mode in (schemathesis.GenerationMode.POSITIVE, *wrong):
@@ -107,19 +109,49 @@ def fuzz(client: Client, examples: int) -> None:
             @bounded
             @given(case=operation.as_strategy(generation_mode=mode))
             def answers(case: Any) -> None:
-                answer = case.call(base_url=client.url, headers=headers, timeout=SLOW_S)
-                assert answer.status_code < 500 or is_foreseen(answer.json()), (case, answer.content)
+                check(case, case.call(base_url=client.url, headers=headers, timeout=SLOW_S))
 
             answers()
 
 
 def test_whatever_fits_the_document_is_answered(api: Client) -> None:
-    fuzz(api, EXAMPLES)
+    fuzz(api, EXAMPLES, foreseen)
 
 
-def is_foreseen(body: Any) -> bool:
-    """What the double's own failures become; they stand for swarms that cannot answer."""
-    return body["error"].get("code") in ("not_ready", "no_route", "no_swarm")
+def foreseen(case: Any, answer: Any) -> None:
+    """Nothing fails but what the double fails with itself, which stands for swarms that cannot answer."""
+    if answer.status_code >= 500:
+        assert answer.json()["error"]["code"] in ("failed", "no_route", "no_swarm"), (case, answer.content)
+
+
+def well(case: Any, answer: Any) -> None:
+    """Nothing fails at all."""
+    assert answer.status_code < 500, (case, answer.content)
+
+
+MOVING = {"/api/join", "/api/create", "/api/leave", "/api/pause", "/api/drain", "/api/resume"}
+
+
+def fuzz_serving(client: Client, examples: int) -> None:
+    """All that leaves a node serving; not a single answer says that it could not."""
+    fuzz(client, examples, well, {ENDLESS, "/api/stop", *MOVING})
+    assert client.get("/api/status")["state"] == "serving"
+
+
+def fuzz_moving(client: Client, examples: int) -> None:
+    """All that sends a node elsewhere or lets it rest."""
+    fuzz(client, examples, well, {path for _, path in operations(client)} - MOVING)
+    client.post("/api/resume", {})
+    assert client.get("/healthz") == {"ok": True}
+
+
+def test_a_real_node_answers_whatever_fits_the_document(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    assert place.shoal("create", "home", "--model", "tiny-random").status == 0
+    with Serving(place, "--discovery=invite", "--device=cpu", max_vram="1GB", OMP_NUM_THREADS="1") as node:
+        assert node.ready().startswith("ready serving")
+        fuzz_serving(client_of(place.home), 2)
+        assert node.end() == 0
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.app.node_process import Serving
-from tests.app.test_api_fuzz import api_in_thread, fuzz
+from app.client import client_of
+from tests.app.node_process import Place, Serving
+from tests.app.test_api_fuzz import api_in_thread, foreseen, fuzz, fuzz_moving, fuzz_serving
 from tests.app.test_openai import check_nothing_leaks, swarm
 
 __all__ = ["swarm"]
@@ -15,7 +18,19 @@ __all__ = ["swarm"]
 @pytest.mark.timeout(1800)
 def test_whatever_fits_the_document_is_answered() -> None:
     with api_in_thread() as client:
-        fuzz(client, 200)
+        fuzz(client, 200, foreseen)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_real_node_answers_whatever_fits_the_document(tmp_path: Path) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    assert place.shoal("create", "home", "--model", "tiny-random").status == 0
+    with Serving(place, "--discovery=invite", "--device=cpu", max_vram="1GB") as node:
+        node.ready()
+        fuzz_serving(client_of(place.home), 100)
+        fuzz_moving(client_of(place.home), 20)
+        assert node.end() == 0
 
 
 @pytest.mark.soak
