@@ -75,6 +75,7 @@ class BlockServer:
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # epochs of sessions that are over
         self._emptied = trio.Event()
         self._nursery: trio.Nursery | None = None
+        self._attending: set[trio.CancelScope] = set()
         self.draining = False
         network.accept(PROTOCOL, self.attend)
 
@@ -106,14 +107,19 @@ class BlockServer:
         )
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled."""
-        async with trio.open_nursery() as nursery:
-            self._nursery = nursery
-            self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
-            self._sender.width = self._stepper.runner.hidden_size if self._stepper.runner is not None else 0
-            nursery.start_soon(self._stepper.run)
-            nursery.start_soon(self._sweep)
-            task_status.started()
+        """Serve until cancelled; streams that others opened end then, so that they open new ones to whoever follows."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
+                self._sender.width = self._stepper.runner.hidden_size if self._stepper.runner is not None else 0
+                nursery.start_soon(self._stepper.run)
+                nursery.start_soon(self._sweep)
+                task_status.started()
+        finally:
+            self._nursery = None
+            for scope in self._attending:
+                scope.cancel()
 
     async def drain(self, within_s: float = DRAIN_S) -> bool:
         """Take no new sessions and ask the askers to move theirs; whether all have left in time."""
@@ -148,7 +154,14 @@ class BlockServer:
         """Read one peer's stream to its end; the sessions that it opened there end with it."""
         if self._nursery is None:
             return
-        answers = Outlet(stream, self._nursery)
+        with trio.CancelScope() as scope:
+            self._attending.add(scope)
+            try:
+                await self._read(stream, Outlet(stream, self._nursery))
+            finally:
+                self._attending.discard(scope)
+
+    async def _read(self, stream: FrameStream, answers: Outlet) -> None:
         try:
             while True:
                 frame = decode(await stream.receive())

@@ -101,9 +101,17 @@ class HopLinks:
     async def _open(self, peer: str, timeout_s: float) -> FrameStream:
         if peer == self._network.peer_id and self._own_server is not None:
             here, there = loop_streams(peer)
-            self._nursery.start_soon(self._own_server, there)
+            self._nursery.start_soon(self._attend, self._own_server, there)
             return here
         return await self._network.open(peer, PROTOCOL, timeout_s=timeout_s)
+
+    async def _attend(self, server: Callable[[FrameStream], Awaitable[None]], stream: LoopStream) -> None:
+        """As a network does it: the stream ends with its handler, so that nobody goes on asking one that is gone."""
+        try:
+            await server(stream)
+        finally:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
 
 
 class LoopStream:

@@ -27,6 +27,8 @@ from app.invite import Invite, new_secret
 from app.node import Node
 from app.reason import Reason
 from app.remembered import Remembered, load, update
+from app.replying import ReplyRequest
+from app.routing import NoRoute
 from app.settings import Value
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
@@ -209,6 +211,36 @@ async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: 
         await until(a, lambda: a.snapshot().state == "paused")  # a restart does not end a person's pause
         await a.resume()
         await until(a, lambda: a.snapshot().state == "client")
+
+
+async def ask(node: Node) -> int:
+    """How many tokens a question brings."""
+    request = ReplyRequest(prompt=(1, 2, 3), max_tokens=3, temperature=0.0)
+    return len([piece async for piece in node.reply(request) if "text" in piece])
+
+
+async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not_after_it(
+    tmp_path: Path, cache: Path
+) -> None:
+    """An asker keeps its streams to hops: they must not lead to blocks that are gone."""
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            assert (await ask(a), await ask(b)) == (3, 3)
+            await a.pause(None)
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
+            unused = b.snapshot().peers[0].unused
+            assert unused is not None
+            assert (unused.code, unused.peers) == ("peer_paused", (a.snapshot().peer_id,))
+            with pytest.raises(NoRoute) as refused:
+                await ask(a)
+            assert refused.value.reason.code == "no_route"
+            await a.resume()
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            assert (await ask(a), await ask(b)) == (3, 3)
+            assert b.snapshot().peers[0].unused is None
 
 
 async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
