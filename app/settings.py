@@ -66,7 +66,8 @@ class Setting:
         try:
             return self._checked(value)
         except (ValueError, P2PError, UsageError) as error:
-            raise ConfigError(f"the setting {self.name} cannot be {str(value)[:80]!r}: {error}") from None
+            shown = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            raise ConfigError(f"the setting {self.name} cannot be {shown[:80]!r}: {error}") from None
 
     def _checked(self, value: object) -> Value:
         match self.kind, value:

@@ -98,6 +98,7 @@ def test_set_and_read_back(path: Path, name: str, text: str, value: Any) -> None
         ("max_vram", "lots", "6GB"),
         ("max_vram", "-1GB", "6GB"),
         ("discovery", "carrier-pigeon", "none of mdns"),
+        ("discovery", "mdns,owl", "'mdns,owl': 'owl' is none of mdns"),
         ("listen", "0.0.0.0:7464", "not of the form"),
         ("deny", "everybody", "everybody"),
         ("relay", "maybe", "true or false"),
