@@ -9,7 +9,7 @@ trusts, are never suspected, so they are the best judges.
 What a hop can see. A reply's hops cannot know that it will be audited: that is decided when they are done. The hops of
 an audit see an ordinary session, opened by the same code: a prompt, tokens one at a time after as long as it takes to
 choose one, room for a whole reply, a close. That a prompt has been seen before means nothing, as every further message
-of a conversation repeats it. Not hidden: audits are short (`WINDOW` tokens after the prompt), so a peer that lies late
+of a conversation repeats it. Not hidden: audits are short (a few tokens after the prompt), so a peer that lies late
 in a session only is caught in replies but not in audits; it shares the blame with the other hops of those replies until
 it is the only one left in all of them. Peers that together hold all copies of a block and tell the same lie agree with
 each other. And what is audited is shown to more peers than the reply was; private blocks stay private.
@@ -22,16 +22,17 @@ import random
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import trio
 
 from app.asker_figures import AuditCounts
 from app.errors import AppError
 from app.evidence import Deviation, Explanation, Observation, blame, explanations, precisions, tolerance, undecided
+from app.recording import Exchange, State
 from app.records import Announcement
 from app.route_session import RouteSession
-from app.routing import Demand, Known, NoRoute, Privacy, Route, find_route
+from app.routing import Demand, Known, NoRoute, Route, find_route
 from app.span import Span
 from app.trust_book import TrustBook
 from p2p.errors import P2PError
@@ -39,7 +40,6 @@ from p2p.errors import P2PError
 log = logging.getLogger("shoal.trust")
 
 SHARE = 0.05  # of the tokens that are asked for, and of the sessions
-WINDOW = 8  # answers of a reply that are kept and compared
 KEPT_REPLIES = 8
 MEAN_DELAY_S = 4.0  # between a reply and an audit: people, too, think before they go on
 AUDIT_S = 120.0
@@ -47,53 +47,6 @@ MOST_ROUTES = 8  # in one inquiry
 MOST_BROKEN = 4  # sessions
 TRIES = 12  # random routes, of which the most telling is taken
 _SHUN_S = 100.0  # more than any route costs
-
-
-class State(NamedTuple):
-    """One hidden state as it came from the wire."""
-
-    data: bytes
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What is kept of a reply: its tokens, who took part, and the answers behind some of them."""
-
-    tokens: tuple[int, ...]
-    first: int  # so many tokens lie before the first answer that is kept
-    answers: tuple[State, ...]  # one token further each
-    peers: frozenset[str]
-    precisions: tuple[str, ...]  # of the blocks
-    room: int  # tokens that the session had room for
-    privacy: Privacy
-    settings: Any  # of the reply, for its ends
-
-    @property
-    def cost(self) -> int:
-        """Tokens that go through the swarm when it is computed again."""
-        return self.first + len(self.answers) - 1
-
-
-class Recording:
-    """Keeps the answers of one stretch of a reply, each stretch being as likely to be the one."""
-
-    def __init__(self, dice: random.Random) -> None:
-        self._dice = dice
-        self._count = 0
-        self.first = 0  # the number of the first answer that is kept
-        self.answers: list[State] = []
-        self.peers: set[str] = set()
-
-    def note(self, answer: State, route: Route) -> None:
-        """The reply's next answer came over this route."""
-        self.peers.update(hop.peer for hop in route)
-        stretch, at = divmod(self._count, WINDOW)
-        if at == 0 and self._dice.random() < 1 / (stretch + 1):
-            self.first, self.answers = self._count, []
-        if self._count < self.first + WINDOW:
-            self.answers.append(answer)
-        self._count += 1
 
 
 class Bench(Protocol):

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from app.asker import Asker, Outlook, ReplyFigures, Route
+from app.asker import Asker, Outlook
 from app.asker_figures import AskerFigures
 from app.errors import AppError
 from app.guidance import Guidance, Wishes
 from app.membership import Swarm
 from app.network import FrameStream, Network
 from app.reason import Reason
+from app.reply import ReplyFigures
+from app.routing import Route
 from app.runner import DeviceThread
 from app.trust_book import TrustBook
 from app.weights.extents import WeightsError

@@ -9,9 +9,10 @@ from typing import Any
 
 import trio
 
-from app.asker import Asker, Outlook, ReplyFigures
+from app.asker import Asker, Outlook
 from app.block_server import BlockServer, ServerSettings
 from app.records import Announcement
+from app.reply import ReplyFigures
 from app.route_hops import SessionSettings
 from app.runner import BlockRunner, ReplyEnds
 from app.span import Span

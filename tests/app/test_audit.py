@@ -13,9 +13,10 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, Outlook, ReplyFigures
+from app.asker import Asker, Outlook
 from app.audit import SHARE
 from app.guidance import Wishes
+from app.reply import ReplyFigures
 from app.runner import Choice, StepWork
 from app.trust_book import TrustBook
 from engine.asking import SwarmEnds, load_swarm_ends

@@ -8,9 +8,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, ReplyFigures
+from app.asker import Asker
 from app.batching import BatchLimits
 from app.block_server import ServerSettings
+from app.reply import ReplyFigures
 from p2p.memory import LinkProfile, open_fabric
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from app.asker import Asker, Reply
+from app.asker import Asker
 from app.rechecking import CLEAR_GAIN, RECHECK_S, Recheck, Scales, Standing, is_worth_moving
 from app.records import Announcement
+from app.reply import Reply
 from app.routing import Demand, Hop, Known, Route
 from app.session_wire import PROTOCOL
 from app.span import Span

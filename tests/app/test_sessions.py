@@ -9,8 +9,9 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, PromptTooLong, ReplyFigures
+from app.asker import Asker, PromptTooLong
 from app.errors import AppError
+from app.reply import ReplyFigures
 from app.route_hops import SessionSettings
 from app.routing import NoRoute
 from engine.asking import load_swarm_ends

@@ -10,9 +10,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, ReplyFigures
+from app.asker import Asker
 from app.block_server import ServerSettings
 from app.network import FrameStream
+from app.reply import ReplyFigures
 from app.routing import NoRoute
 from app.session_wire import PROTOCOL
 from app.span import Span
