@@ -158,6 +158,9 @@ class Stay:
                     await trio.to_thread.run_sync(store.save, manifest)
             except (UnknownSwarm, P2PError) as error:
                 log.info("%s: %s", self.swarm, error)
+                why = because("looking", str(error), *self._told)
+                if self.failure is None and why != self.why:
+                    self.say("joining", why)
                 await trio.sleep(LOOK_AGAIN_S)
         self.steps.done("peers")
         self.steps.done("manifest", model_hash[:8])

@@ -18,7 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 
 from . import multistream
-from .errors import HandshakeError, P2PError
+from .errors import HandshakeError, P2PError, StreamClosed
 from .identity import Identity
 from .noise import OnFailure, security_options
 from .yamux import YamuxConnection
@@ -43,6 +43,8 @@ class Channel:
                 secured = await self.security[name].secure_outbound(raw, ID.from_base58(expected_peer))
             else:
                 secured = await self.security[name].secure_inbound(raw)
+        except StreamClosed as error:
+            raise HandshakeError(f"{expected_peer or 'an unknown peer'} vanished in the handshake") from error
         except P2PError:
             raise
         except Exception as error:

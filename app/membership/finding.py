@@ -35,6 +35,7 @@ _ASKS_AT_ONCE = 64
 _POLL_S = 0.25
 _MAX_ASKED = 512
 _PATIENCE_S = 2.0
+_NAMED = 3  # peers that gave no answer
 DIRECTORY = "the directory"
 
 
@@ -55,6 +56,7 @@ class _Search:
     heard: dict[str, list[SwarmRecord]] = field(default_factory=dict)
     members: dict[str, dict[str, None]] = field(default_factory=dict)  # swarm id -> peers
     asked: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)  # of those that were asked: why they gave no answer
     waiting: int = 0
     idle: trio.Event = field(default_factory=trio.Event)  # set while no question is open
     answered: trio.Event = field(default_factory=trio.Event)
@@ -92,7 +94,11 @@ class _Search:
     async def _ask(self, peer: str) -> None:
         async with self.slots:
             body = str(self.wanted).encode()
-            answer = await self.network.call(peer, wire.FIND, body, timeout_s=ASK_TIMEOUT_S)
+            try:
+                answer = await self.network.call(peer, wire.FIND, body, timeout_s=ASK_TIMEOUT_S)
+            except P2PError as error:
+                self.failures[peer] = str(error)
+                raise
             self.take(peer, wire.unpack(answer, wire.MAX_BATCH_BYTES))
 
     async def ask_record(self, key: bytes) -> None:
@@ -140,17 +146,21 @@ async def resolve_swarm(
     `remembered` is what the name meant to this node before: that stays so. Raises `NameConflict` where several swarms
     fit, `UnknownSwarm` where nobody knows one.
     """
-    search = _Search(network, wanted, secret, wall_clock)
+    search, via = _Search(network, wanted, secret, wall_clock), tuple(via)
     with trio.move_on_after(FIND_TIMEOUT_S):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_ask_around, search, nursery, tuple(via))
+            nursery.start_soon(_ask_around, search, nursery, via)
             await search.answered.wait()
             if wanted.pin is None and remembered is None:
                 with trio.move_on_after(QUIET_S):
                     while search.waiting:
                         await search.idle.wait()
             nursery.cancel_scope.cancel()
-    record = resolve(wanted, search.heard, remembered).one()
+    try:
+        record = resolve(wanted, search.heard, remembered).one()
+    except UnknownSwarm as error:
+        vain = [search.failures[peer] for peer in via if peer in search.failures]
+        raise UnknownSwarm("; ".join([str(error), *vain[:_NAMED]])) from None
     return Found(record, tuple(search.members.get(record.id, ())))
 
 
