@@ -21,7 +21,7 @@ class Limits:
     bytes_per_peer: int = 256 * 2**20  # bodies received and not yet consumed
     bytes: int = 1024 * 2**20
     # Answers that wait for the peer to read them; one alone may be larger. More than an honest peer asks for at once.
-    answer_bytes_per_peer: int = 16 * 2**20
+    answer_bytes_per_peer: int = 24 * 2**20
     requests_per_s: float = 2000.0
     request_burst: float = 4000.0
     # Refusals a peer may run up before it counts as misbehaving, and how many are forgiven each second.

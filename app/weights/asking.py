@@ -1,4 +1,4 @@
-"""Asking one peer for one chunk, or for the hashes of a part's chunks; whoever lies or dawdles is left out."""
+"""Asking one peer for a few chunks, or for the hashes of a part's chunks; whoever lies or dawdles is left out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from app.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaves_from
 from app.model_manifest import Part
 from app.network import Network, Priority
 from app.weights import wire
+from app.weights.extents import chunk_length
 from app.weights.intake import Intake
 from app.weights.part_files import NewPart
 from app.weights.sharing import Sharing
 from app.weights.standing import Standing
+from app.weights.work import Piece
 from p2p.errors import P2PError, Refused, RemoteError
 
 log = logging.getLogger("shoal.weights")
 
 CHUNK_S = 20.0  # 1 MiB at 50 kB/s: slower peers are left out
-ELSEWHERE_S = 10.0  # for a member that another one named: it may wait for the chunk itself
+ELSEWHERE_S = 16.0  # for a member that another one named: it may wait for the chunks itself
 MISLED_S = 1.0  # what it costs to be sent to somebody who does not help
 LEAVES_S = 5.0  # and as long as they take at the slowest pace
 
@@ -36,23 +38,24 @@ class Asking:
     standing: Standing
     from_peers: dict[str, int] = field(default_factory=dict)  # bytes that came from each
 
-    async def chunk(self, peer: str, new: NewPart, index: int) -> int | None:
-        """Have a chunk from a peer, or from the member it names: its size; None where neither helps.
+    async def chunks(self, peer: str, new: NewPart, piece: Piece) -> int | None:
+        """Have a piece from a peer, or from the member it names: how many chunks of it came; None where neither helps.
 
-        What has a size is right and on the disk. Raises `WeightsError` where the disk refuses.
+        They are right and on the disk. Raises `WeightsError` where the disk refuses.
         """
         standing = self.standing
-        answer = await self._call(peer, new, index, tried=standing.must_give(peer), timeout_s=CHUNK_S)
+        patience_s = CHUNK_S * (piece.count if peer in standing.pace_s else 1)
+        answer = await self._call(peer, new, piece, tried=standing.must_give(peer), timeout_s=patience_s)
         if isinstance(answer, str):
             if self._may_ask(answer):
                 begun = trio.current_time()
-                given = await self._call(answer, new, index, tried=True, timeout_s=ELSEWHERE_S)
+                given = await self._call(answer, new, piece, tried=True, timeout_s=ELSEWHERE_S)
                 if isinstance(given, int):
                     standing.named(peer, helped=True)
                     return given
                 if trio.current_time() - begun > MISLED_S:
                     standing.named(peer, helped=False)
-            answer = await self._call(peer, new, index, tried=True, timeout_s=CHUNK_S)
+            answer = await self._call(peer, new, piece, tried=True, timeout_s=patience_s)
         if isinstance(answer, str):
             await self._accuse(peer, "it sends others round and round")
             return None
@@ -73,19 +76,22 @@ class Asking:
             self._shun(peer, str(error))
         return None
 
-    async def _call(self, peer: str, new: NewPart, index: int, *, tried: bool, timeout_s: float) -> int | str | None:
-        """The size of what a peer gave, or the member it names."""
-        body, begun = wire.ChunkRequest(new.part.root, index, tried).encode(), trio.current_time()
+    async def _call(self, peer: str, new: NewPart, piece: Piece, *, tried: bool, timeout_s: float) -> int | str | None:
+        """How many chunks a peer gave, or the member it names."""
+        request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
-            raw = await self.network.call(peer, wire.CHUNK, body, timeout_s=timeout_s, priority=Priority.BULK)
+            raw = await self.network.call(
+                peer, wire.CHUNK, request.encode(), timeout_s=timeout_s, priority=Priority.BULK
+            )
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
                 return answer
-            if not await self.intake.take(new, index, answer):
-                raise RecordError(f"what it sent is not chunk {index} of {new.part.name}")
-            self.standing.gave(peer, trio.current_time() - begun)
+            chunks = _cut(answer, new.part, piece)
+            if not await self.intake.take(new, piece.index, chunks):
+                raise RecordError(f"what it sent is not chunk {piece.index} of {new.part.name}, or one after it")
+            self.standing.gave(peer, (trio.current_time() - begun) / len(chunks))
             self.from_peers[peer] = self.from_peers.get(peer, 0) + len(answer)
-            return len(answer)
+            return len(chunks)
         except RecordError as error:
             await self._accuse(peer, str(error))
         except Refused:
@@ -109,3 +115,17 @@ class Asking:
         log.warning("%s is not asked for parts any more: %s", peer, why)
         self.standing.lied(peer)
         await self.network.disconnect(peer, misbehaved=True)
+
+
+def _cut(answer: memoryview, part: Part, piece: Piece) -> list[memoryview]:
+    """The chunks in an answer, at most as many as were asked for; raises `RecordError`."""
+    chunks = []
+    for index in range(piece.index, piece.index + piece.count):
+        length = chunk_length(part.size_bytes, index)
+        chunks.append(answer[:length])
+        answer = answer[length:]
+        if not answer:
+            break
+    if answer or len(chunks[-1]) != length:
+        raise RecordError(f"what it sent is not chunk {piece.index} of {part.name}: the length is wrong")
+    return chunks

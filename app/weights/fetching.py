@@ -18,12 +18,13 @@ from app.weights.library import Library
 from app.weights.part_files import NewPart
 from app.weights.sharing import Sharing
 from app.weights.standing import Standing
+from app.weights.wire import MAX_RUN
 from app.weights.work import Piece, Work
 
 MAX_PEERS = 8
-WINDOW = 6  # chunks asked from one peer at once
+WINDOW = 2  # pieces asked from one peer at once
 LOOK_AHEAD = 48  # chunks that shall be ready to be asked for: the next part is begun in time
-LATE_S = 5.0
+LATE_S = 10.0
 LOOK_AGAIN_S = 1.0
 CHOOSE_S = 0.05  # whom to ask is decided no more often than this
 NEXT_ASKED_S = 1.0  # after which another one is asked for a part's hashes as well
@@ -49,7 +50,7 @@ class Fetching:
     ) -> None:
         self._network, self._library, self._sharing, self._holders = network, library, sharing, holders
         self._standing = Standing()
-        self._work = Work(random.Random(network.peer_id))
+        self._work = self._new_work()
         self._coming: list[Part] = []  # not begun yet
         self._open: dict[str, NewPart] = {}
         self._busy: dict[str, int] = {}  # peer -> tasks that ask it
@@ -91,7 +92,7 @@ class Fetching:
                 self._library.abandon(new)
             self._open.clear()
             self._chosen.clear()
-            self._work = Work(random.Random(self._network.peer_id))
+            self._work = self._new_work()
         if self._failure is not None:
             raise self._failure
 
@@ -168,7 +169,7 @@ class Fetching:
         return [peer for peer in self._holders(part) if self._standing.is_usable(peer, now)]
 
     def _employ(self) -> None:
-        """Ask as many peers for as many chunks as is good."""
+        """Ask as many peers for as many pieces as is good."""
         parts_of: dict[str, set[str]] = {}
         for name in self._open:
             for peer in self._usable(name):
@@ -192,7 +193,7 @@ class Fetching:
         return self._work.take(peer, self._chosen[peer], late_before=now - LATE_S, now=now)
 
     async def _draw(self, peer: str, piece: Piece | None) -> None:
-        """Get one chunk after the other from a peer, for as long as it is among those to ask."""
+        """Get one piece after the other from a peer, for as long as it is among those to ask."""
         try:
             while piece is not None and self._failure is None:
                 await self._get(peer, piece)
@@ -207,14 +208,14 @@ class Fetching:
 
     async def _get(self, peer: str, piece: Piece) -> None:
         new = self._open.get(piece.part)
-        size = None if new is None else await self._asking.chunk(peer, new, piece.index)
-        if new is None or size is None:
+        count = None if new is None else await self._asking.chunks(peer, new, piece)
+        if new is None or count is None:
             self._work.failed(piece, peer)
             self._news.set()
             return
-        if not self._work.came(piece):
+        if not self._work.came(piece, count):
             return  # somebody else was quicker
-        self.progress.bytes_done += size
+        self.progress.bytes_done += _size_of(new.part, range(piece.index, piece.index + count))
         self._sharing.arrived()
         if self._work.is_over(piece.part):
             await self._finish(new.part)
@@ -225,7 +226,10 @@ class Fetching:
 
     def _is_coming(self, root: bytes, index: int) -> bool:
         part = self._library.part(root)
-        return part is not None and part.name in self._open and self._work.is_coming(Piece(part.name, index))
+        return part is not None and part.name in self._open and self._work.is_coming(part.name, index)
+
+    def _new_work(self) -> Work:
+        return Work(random.Random(self._network.peer_id), MAX_RUN)
 
 
 def _size_of(part: Part, chunks: Sequence[int]) -> int:

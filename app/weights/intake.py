@@ -7,7 +7,7 @@ else. Hashing and writing hold no interpreter lock, so that the network goes on 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -21,14 +21,14 @@ from app.weights.part_files import NewPart
 class _Arrived:
     new: NewPart
     index: int
-    chunk: bytes | memoryview
+    chunks: Sequence[memoryview]
     done: trio.Event = field(default_factory=trio.Event)
     right: bool = False
     failure: WeightsError | None = None
 
     def settle(self) -> None:
         try:
-            self.right = self.new.take(self.index, self.chunk)
+            self.right = all(self.new.take(self.index + number, chunk) for number, chunk in enumerate(self.chunks))
         except WeightsError as error:
             self.failure = error
 
@@ -52,9 +52,12 @@ class Intake:
             finally:
                 intake._arrived.put(None)
 
-    async def take(self, new: NewPart, index: int, chunk: bytes | memoryview) -> bool:
-        """Write a chunk if it is right; whether it is. Raises `WeightsError` where the disk refuses."""
-        arrived = _Arrived(new, index, chunk)
+    async def take(self, new: NewPart, index: int, chunks: Sequence[memoryview]) -> bool:
+        """Write chunks, from `index` on, up to the first that is wrong; whether all are right.
+
+        Raises `WeightsError` where the disk refuses.
+        """
+        arrived = _Arrived(new, index, chunks)
         self._arrived.put(arrived)
         await arrived.done.wait()
         if arrived.failure is not None:

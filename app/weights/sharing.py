@@ -20,13 +20,13 @@ from app.weights import wire
 from app.weights.library import Library
 from p2p.errors import Refused, RemoteError
 
-SLOTS = 8  # chunks that are read and sent at once
-SLOTS_PER_PEER = 8  # more than an honest peer asks for at once
+SLOTS = 8  # chunks that are read from a disk at once
+SLOTS_PER_PEER = 8  # requests: more than an honest peer makes at once
 MAX_WAITING = 64
 ACTIVE_S = 15.0  # a peer that asked so recently is still fetching
 REMEMBERED = 4096  # chunks of which it is known who got them
 NAMED_AT_MOST = 2  # peers that are sent to one who got a chunk
-COMING_S = 8.0  # to wait for a chunk that this node is itself being sent
+COMING_S = 12.0  # to wait for a chunk that this node is itself being sent
 
 
 @dataclass
@@ -102,10 +102,11 @@ class Sharing:
             return wire.elsewhere_answer(other)
         with self._waiting(given):
             self._note(peer, request)
-            chunk = await self._chunk(part, request.index)
-        given.bytes += len(chunk)
-        self.total_bytes += len(chunk)
-        return wire.chunk_answer(chunk)
+            chunks = await self._chunks(part, request)
+        size = sum(len(chunk) for chunk in chunks)
+        given.bytes += size
+        self.total_bytes += size
+        return wire.chunk_answer(*chunks)
 
     @contextlib.contextmanager
     def _waiting(self, given: Given) -> Iterator[None]:
@@ -117,17 +118,24 @@ class Sharing:
         finally:
             given.waiting -= 1
 
-    async def _chunk(self, part: Part, index: int) -> bytes | bytearray:
+    async def _chunks(self, part: Part, request: wire.ChunkRequest) -> list[bytes | bytearray]:
+        """Those that were asked for, up to the first that is not here."""
         with trio.move_on_after(COMING_S):
-            while any(coming(part.root, index) for coming in self._coming):
+            while any(coming(part.root, request.index) for coming in self._coming):
                 await self._arrived.wait()
-        # What lies in memory is copied in less time than it takes to wake a thread.
-        chunk: bytes | bytearray | None = self.library.chunk_at_hand(part, index)
-        if chunk is None:
-            chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
-        if chunk is None:
-            raise RemoteError(f"chunk {index} of {part.name} is not here", wire.ABSENT)
-        return chunk
+        chunks: list[bytes | bytearray] = []
+        for index in range(request.index, min(request.index + request.count, chunk_count(part.size_bytes))):
+            # What lies in memory is copied in less time than it takes to wake a thread.
+            chunk: bytes | bytearray | None = self.library.chunk_at_hand(part, index)
+            if chunk is None:
+                chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            await trio.lowlevel.checkpoint()  # each copy holds up everybody else a little
+        if not chunks:
+            raise RemoteError(f"chunk {request.index} of {part.name} is not here", wire.ABSENT)
+        return chunks
 
     def _admit(self, peer: str) -> Given:
         if not self.is_member(peer):

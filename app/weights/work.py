@@ -1,4 +1,4 @@
-"""Which chunk to ask whom for next. Pure: no I/O, no clock.
+"""Which chunks to ask whom for next. Pure: no I/O, no clock.
 
 Parts are worked on in the order given, a few at a time; within a part every node goes its own way, so that nodes which
 fetch the same part soon have different chunks to give each other. Whoever answers fast is asked again sooner, and so
@@ -28,10 +28,30 @@ def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk of a part."""
+    """One chunk of a part, or a few that are asked for together."""
 
     part: str
     index: int
+    count: int = 1
+
+    def rest(self, count: int) -> Piece:
+        """What is left of it without the first chunks."""
+        return Piece(self.part, self.index + count, self.count - count)
+
+
+def runs(part: str, chunks: Iterable[int], most: int) -> list[Piece]:
+    """Chunks that follow each other put together; everybody cuts a part at the same places, whatever is missing of it.
+
+    So nodes that fetch the same part ask for the same pieces, and can pass them on.
+    """
+    pieces: list[Piece] = []
+    for index in chunks:
+        last = pieces[-1] if pieces else None
+        if last is not None and last.index + last.count == index and index % most:
+            pieces[-1] = Piece(part, last.index, last.count + 1)
+        else:
+            pieces.append(Piece(part, index))
+    return pieces
 
 
 @dataclass
@@ -39,28 +59,29 @@ class Work:
     """The chunks that are still to come."""
 
     rng: random.Random
-    _waiting: dict[str, list[int]] = field(default_factory=dict)  # part -> chunks that nobody was asked for
+    most: int = 1  # chunks of a piece
+    _waiting: dict[str, list[Piece]] = field(default_factory=dict)  # part -> what nobody was asked for
     _asked: dict[Piece, list[tuple[str, float]]] = field(default_factory=dict)  # who was asked, and when
 
     def add(self, part: str, missing: Iterable[int]) -> None:
         """Work on one more part."""
-        chunks = list(missing)
-        self.rng.shuffle(chunks)
-        self._waiting[part] = chunks
+        pieces = runs(part, missing, self.most)
+        self.rng.shuffle(pieces)
+        self._waiting[part] = pieces
 
     @property
     def waiting(self) -> int:
         """How many chunks nobody was asked for yet."""
-        return sum(len(chunks) for chunks in self._waiting.values())
+        return sum(piece.count for pieces in self._waiting.values() for piece in pieces)
 
     def take(self, peer: str, parts: Collection[str], *, late_before: float, now: float) -> Piece | None:
         """The next chunk to ask a peer for that has these parts.
 
         Where all are asked for, one that somebody was asked for before `late_before` and has not given.
         """
-        for part, chunks in self._waiting.items():
-            if chunks and part in parts:
-                return self._ask(Piece(part, chunks.pop()), peer, now)
+        for part, pieces in self._waiting.items():
+            if pieces and part in parts:
+                return self._ask(pieces.pop(), peer, now)
         for piece, asked in self._asked.items():
             is_late = asked[-1][1] < late_before and len(asked) < MAX_AT_ONCE
             if is_late and piece.part in parts and all(other != peer for other, _ in asked):
@@ -71,23 +92,27 @@ class Work:
         self._asked.setdefault(piece, []).append((peer, now))
         return piece
 
-    def came(self, piece: Piece) -> bool:
-        """A chunk is here; False where it was here already."""
-        return self._asked.pop(piece, None) is not None
+    def came(self, piece: Piece, count: int) -> bool:
+        """The first chunks of a piece are here, the rest is asked for again; False where they were here already."""
+        if self._asked.pop(piece, None) is None:
+            return False
+        if count < piece.count:
+            self._waiting[piece.part].append(piece.rest(count))
+        return True
 
     def failed(self, piece: Piece, peer: str) -> None:
-        """A peer did not give a chunk: it is to be asked for again unless somebody else still owes it."""
+        """A peer did not give a piece: it is to be asked for again unless somebody else still owes it."""
         asked = self._asked.get(piece)
         if asked is None:
             return
         asked[:] = [entry for entry in asked if entry[0] != peer]
         if not asked:
             del self._asked[piece]
-            self._waiting[piece.part].append(piece.index)
+            self._waiting[piece.part].append(piece)
 
-    def is_coming(self, piece: Piece) -> bool:
+    def is_coming(self, part: str, index: int) -> bool:
         """Whether somebody was asked for a chunk."""
-        return piece in self._asked
+        return any(piece.part == part and 0 <= index - piece.index < piece.count for piece in self._asked)
 
     def is_over(self, part: str) -> bool:
         """Whether nothing of a part is still to come; it is forgotten then."""

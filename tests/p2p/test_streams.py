@@ -215,7 +215,7 @@ async def test_a_peer_that_asks_and_never_reads_is_dropped_with_bounded_memory()
 
 
 async def test_answers_that_nobody_reads_are_few_and_not_kept_for_ever(autojump_clock: MockClock) -> None:
-    """A peer that lives, asks for 64 MiB and reads none of it: it is held 16 MiB, and those for a minute."""
+    """A peer that lives, asks for 64 MiB and reads none of it: it is held 24 MiB, and those for a minute."""
     async with wired_world() as world:
         _, b = await two(world)
         made = 0
@@ -232,7 +232,7 @@ async def test_answers_that_nobody_reads_are_few_and_not_kept_for_ever(autojump_
         await trio.testing.wait_all_tasks_blocked()
         calls, _, size = b.services.quota.under_way("stranger")
         assert made == 64
-        assert (calls, size) == (16, 16 * 2**20)
+        assert (calls, size) == (24, 24 * 2**20)
         begun = trio.current_time()
         with pytest.raises(trio.BrokenResourceError):
             await ping_for_ever(here)

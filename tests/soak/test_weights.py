@@ -18,7 +18,7 @@ from app.errors import NotRunning
 from app.manifest_store import ManifestStore
 from app.places import cache_folder
 from app.snapshot import WeightsView
-from app.weights import fetching
+from app.weights import fetching, wire
 from app.weights.extents import Extent, chunk_length, matching_chunks
 from app.weights.library import ENDS, span_parts
 from app.weights.part_files import PartFiles
@@ -35,7 +35,7 @@ SPANS = ("0:10", "10:20", "20:30", "0:15", "15:30")
 SERVING_S = 300.0
 MIDDLE_BYTES = 8e6  # of some 60 MB for each
 PROMPT = ("Once upon a time", "--temperature", "0", "--max-tokens", "16")
-IN_FLIGHT_BYTES = fetching.WINDOW * len(SPANS) * 2**20  # from each of the others
+IN_FLIGHT_BYTES = fetching.WINDOW * wire.MAX_RUN * len(SPANS) * 2**20  # from each of the others
 
 
 class Newcomer:

@@ -219,6 +219,40 @@ async def test_wrong_hashes_of_chunks_are_refused(tmp_path: Path) -> None:
         assert set(peer.fetching.progress.from_peers) == {"seed"}
 
 
+async def test_a_giver_that_has_only_some_of_the_chunks_gives_those_before_the_first_it_lacks(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        giver, asker = here.peer("giver"), here.fabric.node("asker")
+        part = here.studied.manifest.by_name["block.0"]
+        new = giver.library.open_new(part, here.studied.leaves["block.0"])
+        chunks = [here.seed.library.chunk(part, index) or b"" for index in range(4)]
+        for index in (0, 1, 3):
+            assert new.take(index, chunks[index])
+        for first, count, given in ((0, 4, chunks[:2]), (1, 1, chunks[1:2]), (3, 4, chunks[3:])):
+            request = wire.ChunkRequest(part.root, first, count, tried=True)
+            raw = await asker.call("giver", wire.CHUNK, request.encode(), timeout_s=5)
+            assert raw == b"\0" + b"".join(given)
+        with pytest.raises(RemoteError, match="chunk 2 of"):
+            await asker.call("giver", wire.CHUNK, wire.ChunkRequest(part.root, 2, 2, True).encode(), timeout_s=5)
+        giver.library.abandon(new)
+
+
+async def test_of_a_long_answer_only_what_is_right_is_kept(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+
+        def half_right(peer: str, body: bytes) -> Payload:
+            request = wire.ChunkRequest.decode(body)
+            part = here.seed.library.part(request.root)
+            assert part is not None
+            return wire.chunk_answer(here.seed.library.chunk(part, request.index) or b"", bytes(CHUNK_BYTES))
+
+        here.liar("bad", half_right)
+        peer = here.peer("newcomer")
+        with trio.fail_after(30):
+            await peer.fetching.fetch(ALL)
+        assert peer.library.check(ALL, again=True) == []
+        assert "bad" not in peer.fetching.progress.from_peers
+
+
 async def test_a_part_that_nobody_has_is_waited_for_and_named(tmp_path: Path) -> None:
     async with world(tmp_path) as here:
         here.holders["seed"].remove("block.3")
@@ -258,7 +292,7 @@ async def test_a_fetch_that_is_cancelled_goes_on_later_with_the_chunks_it_had(tm
         again = here.peer("newcomer-again", empty_library(tmp_path / "newcomer", here.studied))
         with trio.fail_after(30):
             await again.fetching.fetch(ALL)
-        in_flight = fetching.WINDOW * CHUNK_BYTES
+        in_flight = fetching.WINDOW * wire.MAX_RUN * CHUNK_BYTES
         assert here.seed.sharing.total_bytes <= here.studied.manifest.size_bytes + in_flight
         assert had > 0
 
@@ -301,7 +335,7 @@ async def test_strangers_get_nothing(tmp_path: Path) -> None:
                 await stranger.call("seed", method, body, timeout_s=5)
 
 
-@pytest.mark.parametrize("body", [b"", b"x" * 36, b"x" * 37, b"x" * 1000])
+@pytest.mark.parametrize("body", [b"", b"x" * 37, b"x" * 38, b"x" * 1000])
 async def test_senseless_requests_are_refused(tmp_path: Path, body: bytes) -> None:
     async with world(tmp_path) as here:
         peer = here.fabric.node("odd")
