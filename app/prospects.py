@@ -36,6 +36,7 @@ class Machine:
     precision: Precision
     cap_bytes: int | None
     reading_bytes_per_s: float
+    block_floor_s: float = 0.0  # what a block takes however small it is
 
     def view(self) -> DeviceView:
         """As a person sees it."""
@@ -62,20 +63,20 @@ class Machine:
 
     def alone_tokens_per_s(self, config: ModelConfig) -> float:
         """Tokens a second with all blocks here."""
-        blocks_s = config.n_blocks * block_bytes(config, self.precision) / self.reading_bytes_per_s
-        return 1 / (blocks_s + self.head_s(config))
+        block_s = max(self.block_floor_s, block_bytes(config, self.precision) / self.reading_bytes_per_s)
+        return 1 / (config.n_blocks * block_s + self.head_s(config))
 
 
 def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
     """The device that would be used; its speed is measured once in a process."""
     from engine.device import find_device, probe_devices
     from engine.dtypes import pick_dtype
-    from engine.reading import reading_bytes_per_s
+    from engine.reading import block_floor_s, reading_bytes_per_s
 
     device = find_device(device_name, probe_devices())
     dtype = pick_dtype(device.id).dtype
     precision = Precision(dtype.itemsize, dtype.itemsize)
-    return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype))
+    return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype), block_floor_s(device.id, dtype))
 
 
 def look_around(
@@ -130,7 +131,7 @@ def _shape_words(config: ModelConfig) -> str:
     weights = config.n_blocks * block_bytes(config, Precision(1, 1)) + ends_bytes(
         config, Precision(1, 1), embedding=True, head=True
     )
-    amount = f"{weights / 10**9:.1f} billion" if weights >= 10**9 else f"{weights / 10**6:.0f} million"
+    amount = f"{weights / 10**9:.1f} billion" if weights >= 10**9 else f"{weights / 10**6:.1f} million"
     return f"a {config.family} of {amount} weights"
 
 

@@ -18,6 +18,7 @@ from textual.widget import Widget
 from ui.conversations import FILE, Conversations, ConversationsError
 from ui.figures import duration, plural
 from ui.ink import clean
+from ui.node_rows import RULES
 from ui.palette import THEMES
 from ui.wording import pill, reason
 
@@ -162,9 +163,9 @@ def why(app: Dashboard) -> None:
         if known.why is not None:
             facts += [("who", ", ".join(store.peer_name(peer) for peer in known.why.peers))] if known.why.peers else []
             facts += [("you can", known.why.next_step)] if known.why.next_step else []
-        facts += [
-            (f"rule: {rule.label}", _rule(rule.enabled, rule.available, rule.text)) for rule in known.courtesy.rules
-        ]
+        for rule in known.courtesy.rules:
+            label = RULES.get(rule.code, clean(rule.label))
+            facts.append((f"pause: {label}", _rule(rule.enabled, rule.available, rule.text)))
         facts += [("reach", known.network.reach), ("links", str(known.network.links))]
         facts += [("address", address) for address in known.listen_addrs[:6]]
         facts += [("node", f"{known.version} · process {known.pid} · {known.api_url}"), ("peer id", known.peer_id)]

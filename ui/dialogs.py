@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ from textual.widgets import Input, Label, Static
 from ui.ink import clean
 
 JUMP_KEYS = "asdfghjkl"
+_DIALOG, _DIALOG_FRAME = 76, 8  # how wide a window is, and what its frame and its scrollbar take of that
 Result = TypeVar("Result")
 
 
@@ -104,10 +106,12 @@ class Facts(Dialog[None]):
     def compose(self) -> ComposeResult:
         """One row for each fact."""
         room = max((len(name) for name, _ in self._facts), default=0) + 2
+        width = max(20, min(_DIALOG, self.app.size.width - 4) - _DIALOG_FRAME - room)
         with VerticalScroll(classes="dialog") as box:
             box.border_title = plain(self._title).markup
             for name, value in self._facts:
-                yield Static(Content.assemble((name.ljust(room), "$dim"), clean(value)))
+                lines = f"\n{' ' * room}".join(textwrap.wrap(clean(value), width))
+                yield Static(Content.assemble((name.ljust(room), "$dim"), lines))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Copying needs something to copy."""

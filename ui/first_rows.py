@@ -146,7 +146,7 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
             break
         rows += added
     speed = state.prospects.reading_bytes_per_s
-    about = f"about: estimated, from what members say and the {size(round(speed))}/s this device reads" if speed else ""
+    about = f"about: an estimate, by members' word and {size(round(speed))}/s measured here" if speed else ""
     if about and len(rows) + 2 <= room:
         rows += [[], row("       ", (about, "dim"))]
     return [*rows, [], *keys]
@@ -192,7 +192,7 @@ def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -
         told = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
         left = f" · {duration(step.seconds_left)} left" if step.seconds_left is not None else ""
         gauge = bar(step.done / step.total, 30, "primary")
-        rows.append(row(f"   {clean(step.title):<9}", *gauge, f"  {told}", (left, "dim")))
+        rows.append(row(f"   {clean(step.title):<9} ", *gauge, f"  {told}", (left, "dim")))
     elif known is not None:
         words = pill(Link("live"), known, 0.0)[0]
         rows.append(row("   ", words, (f"  {clean(known.reason)}", "dim")))

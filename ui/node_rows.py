@@ -11,7 +11,7 @@ from ui.figures import clock, count, duration, gigabytes, many, milliseconds, pl
 from ui.ink import UNKNOWN, Row, cell, clean, fit, row, width_of, wrap
 
 _LABEL = 8
-_RULES = {
+RULES = {
     "pause_busy": "device busy",
     "pause_memory": "memory",
     "pause_active": "you work",
@@ -132,7 +132,7 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
     line = labelled("pauses", ("if", "dim"))
     for number, rule in enumerate(rules):
         sign = ("●", "warning") if rule.applies else ("○", "success")
-        part = row(" ", sign, f" {_RULES.get(rule.code, clean(rule.label))}")
+        part = row(" ", sign, f" {RULES.get(rule.code, clean(rule.label))}")
         more = f" +{len(rules) - number}"
         if width_of(line) + width_of(part) + (len(more) if number < len(rules) - 1 else 0) > width:
             line += row((more, "dim"))
