@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from app.api import server
 from app.api.control import Joining
 from app.api.guard import Application
 from app.api.routes import build_application
-from app.config import Config, load_config, set_value, unset
+from app.config import Config
 from app.doctor import Check
 from app.doctor_network import running_checks
 from app.dwelling import Dwelling
@@ -31,6 +30,7 @@ from app.errors import AppError
 from app.feed import Feed
 from app.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
 from app.invite import Invite
+from app.live_settings import LiveSettings
 from app.manifest_store import ManifestStore
 from app.nearby import Neighbourhood
 from app.node_api import ApiHealth, NodeApi
@@ -66,11 +66,9 @@ class Node:
     def __init__(
         self, home: Home, config: Config, cache: Path, on_ready: Callable[[Snapshot], None] = lambda snapshot: None
     ) -> None:
-        self._home, self._config, self._cache, self._on_ready = home, config, cache, on_ready
+        self._home, self._cache, self._on_ready = home, cache, on_ready
         self._trust = TrustBook(home.trust_file)
-        self._flags = {
-            name: getattr(config.settings, name) for name in config.origins if config.origins[name] == "flag"
-        }
+        self._settings = LiveSettings(home.config_file, config, self._follow, self._note)
         self._identity = load_or_create(home.key_file)
         self._whereabouts = Whereabouts(home, cache, self.config, self._note, self._say)
         self._last_said_ms = read_sequence(home)
@@ -85,7 +83,7 @@ class Node:
         self._api_health = ApiHealth()
         self._whereabouts.dwelling = self._dwelling = Dwelling(home, self._surroundings())
         self._upkeep = Upkeep(
-            Household(home, cache, self.config, self._dwelling, self._pausing, self._note, self._reload)
+            Household(home, cache, self.config, self._dwelling, self._pausing, self._note, self._settings.reload)
         )
         self._overview = Overview(self._identity.peer_id)
         self._neighbourhood = Neighbourhood()
@@ -113,8 +111,8 @@ class Node:
 
     async def run(self, target: str | None = None) -> None:
         """Live until asked to stop; `target` is where to go instead of the swarm that was active last."""
-        settings = self._config.settings
-        explicit = self._config.explicit("api_port")
+        settings = self.config().settings
+        explicit = self.config().explicit("api_port")
         sock = server.open_socket(settings.api_port, explicit=explicit, host=settings.api_host)
         api = NodeApi(sock, self._application, self._api_health)
         self._api_url, active = api.url, self._whereabouts.known.active
@@ -148,7 +146,7 @@ class Node:
         self._dwelt.set()
 
     def _application(self) -> Application:
-        everywhere = not ip_address(self._config.settings.api_host).is_loopback
+        everywhere = not ip_address(self.config().settings.api_host).is_loopback
         return build_application(self, api_token(self._home), self._version, everywhere=everywhere)
 
     async def _wind_down(self, api: NodeApi) -> None:
@@ -220,7 +218,7 @@ class Node:
             why=why,
             **self._upkeep.facts(),
             api_url=self._api_url,
-            name=self._config.settings.name,
+            name=self.config().settings.name,
             swarm=stay.swarm.name if stay is not None else None,
             manifest=stay.swarm.model_hash if stay is not None else None,
             private=stay is not None and stay.swarm.secret is not None,
@@ -231,7 +229,7 @@ class Node:
             version=self._version,
             pid=os.getpid(),
             started_at_ms=self._started_at_ms,
-            network=network_view(network, self._config, {m.peer for m in stay.members()} if stay is not None else ()),
+            network=network_view(network, self.config(), {m.peer for m in stay.members()} if stay is not None else ()),
             peers=stay.peers(network) if stay is not None and network is not None else (),
             swarms=self._whereabouts.views(),
         )
@@ -240,7 +238,7 @@ class Node:
         """What it could go to, and whether that fits."""
         from app.prospects import look_around, look_at_machine  # needs the engine, which an idle node has not loaded
 
-        settings, network = self._config.settings, self._dwelling.public_network()
+        settings, network = self.config().settings, self._dwelling.public_network()
         device = None if settings.device == "auto" else settings.device
         machine = await trio.to_thread.run_sync(look_at_machine, device, settings.max_vram)
         nearby = [] if network is None else await self._neighbourhood.look(network)
@@ -289,16 +287,11 @@ class Node:
 
     def config(self) -> Config:
         """The settings in force."""
-        return self._config
+        return self._settings.current
 
     async def set_config(self, name: str, text: str | None) -> Value:
         """Write one setting to the file, and follow it at once where that can be done."""
-        path = self._home.config_file
-        change = partial(unset, path, name) if text is None else partial(set_value, path, name, text)
-        value: Value = await trio.to_thread.run_sync(change)
-        await self._follow(load_config(path, os.environ))
-        self._note("setting", f"the setting {name} was changed")
-        return value
+        return await self._settings.change(name, text)
 
     async def pause(self, for_s: float | None) -> CourtesyView:
         """Rest by a person's wish, until `resume` or for so long."""
@@ -315,14 +308,6 @@ class Node:
         await self._pausing.resume()
         return self._upkeep.view()
 
-    def pause_by_rule(self, why: Reason) -> None:
-        """Rest until `resume_by_rule`; a person's pause goes before."""
-        self._upkeep.pause_by_rule(why)
-
-    def resume_by_rule(self) -> None:
-        """No rule asks for rest any more; what a person paused stays paused."""
-        self._upkeep.resume_by_rule()
-
     def stop(self) -> None:
         """Drain and end."""
         self._stop_asked.set()
@@ -331,25 +316,12 @@ class Node:
 
     async def _follow(self, config: Config) -> None:
         """Take other settings over, as far as a running node can."""
-        self._config = config.with_flags(self._flags)
         stay, network = self._dwelling.stay, self._dwelling.network
         if network is not None:
-            await apply_live(network, self._config)
+            await apply_live(network, config)
         if stay is not None:
-            stay.announce_name(self._config.settings.name)
+            stay.announce_name(config.settings.name)
         self._upkeep.settings_changed()
-
-    async def _reload(self) -> None:
-        """A person edited the configuration file; what makes no sense is said, and the former settings hold."""
-        try:
-            config = await trio.to_thread.run_sync(load_config, self._home.config_file, os.environ)
-        except AppError as error:
-            log.warning("the settings stay as they were: %s", error)
-            self.feed.note("problem", f"the settings stay as they were: {error}")
-            return
-        if config.with_flags(self._flags) != self._config:
-            await self._follow(config)
-            self._note("setting", "the configuration file was changed")
 
     def _write_node_file(self) -> None:
         """Say where this node is reached, whenever that is news: addresses come and go with the machine's networks."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,10 +24,7 @@ from app.founding import Wish, found
 from app.home import Home, find_node, hold
 from app.invite import Invite, new_secret
 from app.node import Node
-from app.reason import Reason
 from app.remembered import Remembered, load, update
-from app.replying import ReplyRequest
-from app.routing import NoRoute
 from app.settings import Value
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
@@ -168,108 +164,6 @@ async def test_the_secret_is_nowhere_but_in_the_invite(
         invite = str(await node.invite("den"))
         told = [repr(node.snapshot()), caplog.text, *(note.text for note in node.feed.notes_after(0))]
     assert not any(secret in text for text in told for secret in (swarm.secret.hex(), repr(swarm.secret), invite[20:]))
-
-
-def hosted_runner(node: Node) -> weakref.ref[object]:
-    """The loaded blocks, without keeping them alive."""
-    stay = node._dwelling.stay
-    assert stay is not None
-    assert stay.hosting is not None
-    assert stay.hosting._hosted is not None
-    return weakref.ref(stay.hosting._hosted.runner)
-
-
-async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: Path, cache: Path) -> None:
-    found_swarm(tmp_path / "a", cache, "home")
-    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
-        await until(a, lambda: a.snapshot().state == "serving")
-        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
-            blocks = hosted_runner(a)
-            assert [step.state for step in a.snapshot().steps] == ["done"] * 7
-            hardware = a.snapshot().hardware
-            assert hardware is not None
-            assert (hardware.id, hardware.weights_bytes > 0, hardware.limit_bytes) == ("cpu", True, 10**9)
-            assert (await a.pause(None)).by == "hand"
-            await until(a, lambda: a.snapshot().state == "paused")
-            assert blocks() is None, "the blocks are still in memory"
-            shown = a.snapshot()
-            assert (shown.start, shown.why and shown.why.code) == (None, "pause_by_hand")
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
-            a._pausing.by_rule(Reason("pause_battery", "on battery"))
-            a._pausing.rule_over()
-            assert a.snapshot().courtesy.by == "hand", "no rule undoes a person's pause"
-            a._pausing.by_rule(Reason("pause_battery", "on battery"))
-            assert (await a.resume()).by == "rule"
-            await until(a, lambda: a.snapshot().reason == "on battery")
-            a._pausing.rule_over()
-            await until(a, lambda: a.snapshot().state == "serving")
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
-        await a.drain()
-        await until(a, lambda: a.snapshot().state == "paused")
-    async with living(tmp_path / "a", cache) as a:
-        await until(a, lambda: a.snapshot().state == "paused")  # a restart does not end a person's pause
-        await a.resume()
-        await until(a, lambda: a.snapshot().state == "client")
-
-
-async def ask(node: Node) -> int:
-    """How many tokens a question brings."""
-    request = ReplyRequest(prompt=(1, 2, 3), max_tokens=3, temperature=0.0)
-    return len([piece async for piece in node.reply(request) if "text" in piece])
-
-
-async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not_after_it(
-    tmp_path: Path, cache: Path
-) -> None:
-    """An asker keeps its streams to hops: they must not lead to blocks that are gone."""
-    found_swarm(tmp_path / "a", cache, "home")
-    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
-        await until(a, lambda: a.snapshot().state == "serving")
-        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
-            assert (await ask(a), await ask(b)) == (3, 3)
-            await a.pause(None)
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
-            unused = b.snapshot().peers[0].unused
-            assert unused is not None
-            assert (unused.code, unused.peers) == ("peer_paused", (a.snapshot().peer_id,))
-            with pytest.raises(NoRoute) as refused:
-                await ask(a)
-            assert refused.value.reason.code == "no_route"
-            await a.resume()
-            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
-            assert (await ask(a), await ask(b)) == (3, 3)
-            assert b.snapshot().peers[0].unused is None
-
-
-async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.1)
-    found_swarm(tmp_path, cache, "home")
-    async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
-        await until(node, lambda: node.snapshot().state == "serving")
-        stay = node._dwelling.stay
-        assert stay is not None
-        network, hosting = node._dwelling.network, stay.hosting
-        assert network is not None
-        assert hosting is not None
-        runner = hosting.runner
-        assert runner is not None
-        assert await app.self_probe.span_trouble(network, hosting.server.attend, runner) is None
-        assert await app.self_probe.api_trouble(node.snapshot().api_url) is None
-        assert await app.self_probe.api_trouble("http://127.0.0.1:9") is not None
-
-        def broken(work: object) -> None:
-            raise RuntimeError("the device has fallen off the bus")
-
-        monkeypatch.setattr(runner, "step", broken)
-        await until(node, lambda: any("failed its own test" in note.text for note in node.feed.notes_after(0)))
-        await until(node, lambda: node.snapshot().state == "serving" and stay.hosting not in (None, hosting))
-        told = [note.text for note in node.feed.notes_after(0) if "failed its own test" in note.text]
-        assert len(told) == 1
-        assert "fallen off the bus" in told[0]
 
 
 async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(

@@ -1,4 +1,4 @@
-"""The node's API as a part that is kept alive: a real server, a handler that hangs, and what the node says of it."""
+"""A node tries what it offers: an API whose handler hangs begins anew, and so does hosting that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from app.api import server
 from app.api.guard import Application, Receive, Scope, Send
 from app.api.routes import build_application
 from app.node_api import ApiHealth, NodeApi
-from tests.app.test_node import found_swarm, living, until
+from tests.app.test_node import cache, found_swarm, living, until
+
+__all__ = ["cache"]
 
 
 @pytest.fixture
@@ -127,6 +129,30 @@ async def test_a_node_offers_nothing_while_its_api_hangs_and_keeps_its_blocks(
         assert build.built == 2
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.1)
+    found_swarm(tmp_path, cache, "home")
+    async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
+        await until(node, lambda: node.snapshot().state == "serving")
+        stay = node._dwelling.stay
+        assert stay is not None
+        network, hosting = node._dwelling.network, stay.hosting
+        assert network is not None
+        assert hosting is not None
+        runner = hosting.runner
+        assert runner is not None
+        assert await app.self_probe.span_trouble(network, hosting.server.attend, runner) is None
+        assert await app.self_probe.api_trouble(node.snapshot().api_url) is None
+        assert await app.self_probe.api_trouble("http://127.0.0.1:9") is not None
+
+        def broken(work: object) -> None:
+            raise RuntimeError("the device has fallen off the bus")
+
+        monkeypatch.setattr(runner, "step", broken)
+        await until(node, lambda: any("failed its own test" in note.text for note in node.feed.notes_after(0)))
+        await until(node, lambda: node.snapshot().state == "serving" and stay.hosting not in (None, hosting))
+        told = [note.text for note in node.feed.notes_after(0) if "failed its own test" in note.text]
+        assert len(told) == 1
+        assert "fallen off the bus" in told[0]
