@@ -36,10 +36,13 @@ class Sealer:
 
     def seal(self, parts: Sequence[Buffer]) -> bytearray:
         """Cut the concatenation of `parts` into records, all in one buffer."""
-        size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+        size = 0
+        for part in parts:
+            size += part.nbytes if isinstance(part, memoryview) else len(part)
         sealed = bytearray(size + _OVERHEAD * -(-size // MAX_PLAIN_BYTES))
         out, at = memoryview(sealed), 0
-        for plain in _cut(parts):
+        # Most are small and urgent; of large ones only what lies across several parts is copied.
+        for plain in _cut(parts) if size > MAX_PLAIN_BYTES else (b"".join(parts),) if size else ():
             end = at + len(plain) + _OVERHEAD
             out[at : at + _LENGTH_BYTES] = (len(plain) + TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
             nonce = _nonce(self._number, self._big_endian)
@@ -121,7 +124,7 @@ class Opener:
 
 
 def _cut(parts: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The concatenation of `parts` in the lengths of full records; copied is only what lies across several parts."""
+    """The concatenation of `parts` in the lengths of full records."""
     held: list[Buffer] = []
     room = MAX_PLAIN_BYTES
     for part in parts:
