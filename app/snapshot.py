@@ -354,7 +354,8 @@ def _shapes(kind: type) -> tuple[frozenset[str], Mapping[str, tuple[type | None,
 
 def _read(kind: type[_T], values: Mapping[str, Any]) -> _T:
     names, shapes = _shapes(kind)  # type: ignore[arg-type]
-    if not shapes and names >= values.keys():
+    plain = all(values.get(name) is None and not several for name, (_, several) in shapes.items())
+    if plain and names >= values.keys():
         return kind(**values)  # most of a snapshot is peers, of which there may be hundreds
     known = {name: value for name, value in values.items() if name in names}
     for name in shapes.keys() & known.keys():
