@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
+from trio.testing import MockClock
 
 from app import routing, troubles
 from app.admission import AdmissionLimits, Load, why_busy
 from app.cli.status import describe_peer
 from app.doctor_network import TROUBLED, WORRYING, check_peer
 from app.errors import AppError
+from app.guidance import Guidance, SessionGuide
 from app.membership.member import _GONE, Member
 from app.reason import NEXT_STEPS, Reason, because
 from app.records import Announcement
@@ -21,7 +24,10 @@ from app.routing import Demand, NoRoute, Privacy, find_route, why_unused
 from app.session_wire import REFUSALS, Trouble, decode, decode_trouble, encode_trouble, reason_told
 from app.snapshot import PeerView, facts, snapshot_from
 from app.span import Span
+from app.trust_book import TrustBook
+from p2p.memory import open_fabric
 
+HOUR_S = 3600.0
 APP = Path(__file__).resolve().parents[2] / "app"
 
 # Who decides what; a code that several functions give means the same in all of them.
@@ -271,3 +277,23 @@ def test_command_line_doctor_and_dashboard_have_the_same_words() -> None:
     assert check.mend == why.next_step
     sent = {"peer_id": "me", "state": "serving", "reason": "", "api_url": "", "peers": [facts(view)]}
     assert snapshot_from(sent).peers[0].unused == Reason(why.code, why.text, ("p",), why.next_step)
+
+
+async def test_what_an_asker_saw_of_hops_is_why_they_are_not_used(autojump_clock: MockClock) -> None:
+    async with open_fabric() as fabric:
+        node, book = fabric.node("me"), TrustBook()
+        guidance = Guidance(node, lambda: [said(peer) for peer in ("me", "full", "liar", "well")], book=book)
+        guide = SessionGuide(guidance, DEMAND)
+        book.note("liar", "lied", "returned wrong activations")
+        told = because("cache_full", "no room for 100 tokens", "full")
+        guide.failed("full", told, busy=True)
+        unused = guidance.unused(4)
+        assert set(unused) == {"full", "liar"}
+        assert unused["full"] == told
+        assert (unused["liar"].code, unused["liar"].peers) == ("distrusted", ("liar",))
+        assert unused["liar"].text.startswith("returned wrong activations")
+        with pytest.raises(NoRoute) as refused:
+            Guidance(node, lambda: [said("full")], book=book, wishes=None).find((), DEMAND, ["full"])
+        assert refused.value.reason.peers == ("full",)
+        await trio.sleep(HOUR_S)
+        assert set(guidance.unused(4)) == {"liar"}, "who was full is tried again"
