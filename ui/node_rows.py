@@ -84,15 +84,20 @@ def _memory_legend(device: DeviceView | None) -> Row:
         return []
     free = device.memory_free_bytes
     own = device.weights_bytes + device.cache_bytes
-    others = UNKNOWN if free is None else gigabytes(max(0, device.memory_total_bytes - own - free))
+    others = None if free is None else max(0, device.memory_total_bytes - own - free)
     return labelled(
         "",
         ("█", "mine"),
-        (f" weights {gigabytes(device.weights_bytes)} ", "dim"),
+        (f" weights {_short(device.weights_bytes)} ", "dim"),
         ("▓", "mine"),
-        (f" cache {gigabytes(device.cache_bytes)} ", "dim"),
-        (f"▒ others {others} free {gigabytes(free)}", "dim"),
+        (f" cache {_short(device.cache_bytes)} ", "dim"),
+        (f"▒ others {_short(others)} free {_short(free)}", "dim"),
     )
+
+
+def _short(size_bytes: int | None) -> str:
+    """Gigabytes of which only the order matters."""
+    return gigabytes(size_bytes) if size_bytes is None or size_bytes < 10**10 else f"{size_bytes / 10**9:.0f}"
 
 
 def _compute(device: DeviceView | None, snapshot: Snapshot | None, room: int) -> Row:
