@@ -14,6 +14,9 @@ from torch import Tensor
 
 from engine.kv import BlockCache, KVLease
 
+# Many short pasts are brought together and attended to at once; copying long ones costs more than it saves. Measured.
+GATHERED_TOKENS_PER_ROW = 32
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -42,13 +45,25 @@ class SegmentPlan:
     causal: bool
 
 
+@dataclass
+class GatheredPlan:
+    """The pasts of several sessions that each get one token, padded to the longest."""
+
+    seen_slots: Tensor  # (sessions * longest,); what pads a session's past is its first token again
+    longest: int
+    mask: Tensor  # (sessions, 1, 1, longest), True where seen
+
+
+Plans = list[SegmentPlan] | GatheredPlan
+
+
 class StepPlan:
     """Everything about one step that its blocks share."""
 
     def __init__(self, segments: list[Segment], device: torch.device) -> None:
         self._segments = segments
         self._device = device
-        self._by_window: dict[int | None, list[SegmentPlan]] = {}
+        self._by_window: dict[int | None, Plans] = {}
         positions = [torch.arange(s.start, s.stop) for s in segments]
         self.positions = (positions[0] if len(positions) == 1 else torch.cat(positions)).to(device)
         only = segments[0] if len(segments) == 1 else None
@@ -57,16 +72,30 @@ class StepPlan:
         self.span = (segments[0].start, segments[0].stop)
         self.slots = None if self.run is not None else torch.cat([s.lease.slots(s.start, s.stop) for s in segments])
 
-    def for_window(self, window: int | None) -> list[SegmentPlan]:
-        """The plans of all segments for blocks that see `window` tokens (None: all)."""
+    def for_window(self, window: int | None) -> Plans:
+        """What each row sees in blocks that see `window` tokens (None: all)."""
         if window not in self._by_window:
-            self._by_window[window] = [self._plan(segment, window) for segment in self._segments]
+            seen = [_seen(segment, window) for segment in self._segments]
+            gather = len(seen) > 1 and all(segment.count == 1 for segment in self._segments)
+            if gather and max(map(len, seen)) <= GATHERED_TOKENS_PER_ROW * len(seen):
+                self._by_window[window] = self._gathered(seen)
+            else:
+                self._by_window[window] = [self._plan(segment, window) for segment in self._segments]
         return self._by_window[window]
+
+    def _gathered(self, seen: list[range]) -> GatheredPlan:
+        longest = max(map(len, seen))
+        slots = torch.empty(len(seen), longest, dtype=torch.int64, device=self._device)
+        for row, segment, own in zip(slots, self._segments, seen, strict=True):
+            row[: len(own)] = segment.lease.slots(own.start, own.stop)
+            row[len(own) :] = row[0]
+        lengths = torch.tensor([len(own) for own in seen], device=self._device)
+        mask = torch.arange(longest, device=self._device) < lengths[:, None]
+        return GatheredPlan(slots.view(-1), longest, mask[:, None, None])
 
     def _plan(self, segment: Segment, window: int | None) -> SegmentPlan:
         lease, stop = segment.lease, segment.stop
-        # Row i sees the positions (start + i - window, start + i].
-        seen_from = 0 if window is None else max(segment.start - window + 1, 0)
+        seen_from = _seen(segment, window).start
         causal = segment.start == 0 and segment.count > 1 and (window is None or stop <= window)
         mask = None
         if segment.count > 1 and not causal:
@@ -77,6 +106,11 @@ class StepPlan:
                 mask &= key > query - window
         seen_slots = None if lease.first_slot is not None else lease.slots(seen_from, stop)
         return SegmentPlan(segment.count, stop, seen_from, lease.first_slot, seen_slots, mask, causal)
+
+
+def _seen(segment: Segment, window: int | None) -> range:
+    """The positions that any row of a segment sees; row i sees (start + i - window, start + i]."""
+    return range(0 if window is None else max(segment.start - window + 1, 0), segment.stop)
 
 
 def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None:
@@ -91,12 +125,26 @@ def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None
         cache.values.index_copy_(2, plan.slots, v.transpose(0, 2))
 
 
-def attend_cached(cache: BlockCache, plans: list[SegmentPlan], q: Tensor) -> Tensor:
+def attend_cached(cache: BlockCache, plans: Plans, q: Tensor) -> Tensor:
     """Each row of q (N, heads, 1, head_dim) attends to its own session's past: (N, heads * head_dim)."""
+    if isinstance(plans, GatheredPlan):
+        return _attend_gathered(cache, plans, q)
     if len(plans) == 1:
         return _attend_segment(cache, plans[0], q)
     parts = q.split([plan.count for plan in plans])
     return torch.cat([_attend_segment(cache, plan, part) for plan, part in zip(plans, parts, strict=True)])
+
+
+def _attend_gathered(cache: BlockCache, plan: GatheredPlan, q: Tensor) -> Tensor:
+    def pasts(pool: Tensor) -> Tensor:
+        """(sessions, kv_heads, longest, head_dim)"""
+        kv_heads, head_dim = pool.shape[1], pool.shape[3]
+        return pool.index_select(2, plan.seen_slots).view(kv_heads, -1, plan.longest, head_dim).transpose(0, 1)
+
+    out = F.scaled_dot_product_attention(
+        q, pasts(cache.keys), pasts(cache.values), attn_mask=plan.mask, enable_gqa=True
+    )
+    return out.reshape(q.shape[0], -1)
 
 
 def _attend_segment(cache: BlockCache, plan: SegmentPlan, q: Tensor) -> Tensor:

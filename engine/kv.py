@@ -111,6 +111,8 @@ class KVLease:
 
     def slots(self, start: int, stop: int) -> Tensor:
         """The pool slots of positions [start, stop), on the pool's device."""
+        if self.first_slot is not None:
+            return torch.arange(self.first_slot + start, self.first_slot + stop, device=self.pool.device)
         positions = torch.arange(start, stop)
         pages = torch.tensor(self.pages, dtype=torch.int64)
         return (pages[positions // PAGE_TOKENS] * PAGE_TOKENS + positions % PAGE_TOKENS).to(self.pool.device)

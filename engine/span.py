@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention import Segment, SegmentPlan, StepPlan, attend_cached, attend_whole, write_cache
+from engine.attention import Plans, Segment, StepPlan, attend_cached, attend_whole, write_cache
 from engine.block import Attend, Block, Holding, block_forward, build_block
 from engine.config import ModelConfig
 from engine.errors import EngineError, SessionError
@@ -126,7 +126,7 @@ class SpanRunner:
         return x.view(batch, length, size)
 
 
-def _cached(cache: BlockCache, plan: StepPlan, plans: list[SegmentPlan]) -> Attend:
+def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         write_cache(cache, plan, k, v)
         return attend_cached(cache, plans, q)

@@ -1,0 +1,62 @@
+"""Sessions that get a token each in one step see what each would see alone, gathered or one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.attention import GatheredPlan, Segment, StepPlan
+from engine.kv import PAGE_TOKENS, KVLease
+from engine.span import SpanRunner
+from tests.engine.random_spans import CASES, random_span
+
+SHORT, LONG = (5, 60, 1, 33), (5, 300, 1, 33)  # gathered; and too long for that
+
+
+def fill(span: SpanRunner, lengths: tuple[int, ...], *, jumbled: bool) -> list[KVLease]:
+    """Sessions with a past of these lengths; jumbled ones have pages all over the pool."""
+    leases = [span.open(0 if jumbled else length + 8) for length in lengths]
+    generator = torch.Generator().manual_seed(1)
+    pasts = [torch.randn(length, span.config.hidden_size, generator=generator) for length in lengths]
+    for begin in range(0, max(lengths), PAGE_TOKENS):  # in turns, so that leases that grow lie between each other
+        for lease, past in zip(leases, pasts, strict=True):
+            rows = past[begin : begin + PAGE_TOKENS]
+            if len(rows):
+                span.step(rows, [Segment(lease, begin, len(rows))])
+    return leases
+
+
+@pytest.mark.parametrize("jumbled", [False, True])
+@pytest.mark.parametrize("lengths", [SHORT, LONG])
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_sees_the_same_past_together_as_alone(case: str, lengths: tuple[int, ...], jumbled: bool) -> None:
+    torch.manual_seed(0)
+    span = random_span(CASES[case], quantisation="int8" if case == "int8" else "none")
+    leases = fill(span, lengths, jumbled=jumbled)
+    rows = torch.randn(len(lengths), span.config.hidden_size)
+    together = span.step(rows, [Segment(lease, lease.length, 1) for lease in leases])
+    for row, lease, expected in zip(rows, leases, together, strict=True):
+        lease.truncate(lease.length - 1)
+        alone = span.step(row[None], [Segment(lease, lease.length, 1)])
+        torch.testing.assert_close(alone[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_only_short_pasts_of_several_sessions_are_gathered() -> None:
+    span = random_span(CASES["plain"])
+    for lengths, gathered in ((SHORT, True), (LONG, False), ((60,), False)):
+        leases = fill(span, lengths, jumbled=False)
+        plan = StepPlan([Segment(lease, lease.length, 1) for lease in leases], torch.device("cpu"))
+        assert isinstance(plan.for_window(None), GatheredPlan) is gathered
+        for lease in leases:
+            lease.close()
+
+
+def test_what_lies_in_slots_that_are_not_seen_does_not_matter() -> None:
+    span = random_span(CASES["plain"])
+    leases = fill(span, SHORT, jumbled=False)
+    seen = {slot for lease in leases for slot in lease.slots(0, lease.length + 1).tolist()}
+    unseen = torch.tensor([slot not in seen for slot in range(span.pool.blocks[0].keys.shape[2])])
+    for cache in span.pool.blocks:
+        cache.keys[:, :, unseen] = cache.values[:, :, unseen] = torch.nan
+    out = span.step(torch.randn(len(SHORT), 48), [Segment(lease, lease.length, 1) for lease in leases])
+    assert out.isfinite().all()
