@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 URGENT_ROWS = 8  # more tokens than this are bulk, whoever awaits them
 PATIENT_AFTER = (4, 32)  # tokens between two long waits of a session: at first, doubled after each, and at most
 MAX_WAIT_S = 0.5  # of a long wait, however long the rounds are
+MOMENT_S = 0.002  # who travels together arrives one after another, but not further apart than this
 COMPANY_LASTS = 2.0  # who goes together comes back together: what is saved once is saved again
 _SMOOTH = 0.25
 
@@ -144,7 +145,16 @@ class BatchQueue:
             wait_s = max(due_at - now, 0.0) + jitter_s
             if len(urgent) * wait_s < COMPANY_LASTS * coming * (step_s - wait_s):
                 until = now + wait_s
-        return until if until is not None else self._long_wait(urgent, now, jitter_s)
+        if until is None:
+            until = self._long_wait(urgent, now, jitter_s)
+        if until is None and dues and now < (moment := self._moment(urgent, step_s)):
+            until = moment
+        return until
+
+    def _moment(self, urgent: list[Waiting], step_s: float) -> float:
+        """When nobody has come for a moment: those who were sent together are in hand then."""
+        arrivals = [work.arrived_at for work in urgent]
+        return min(max(arrivals) + min(MOMENT_S, step_s / 8), min(arrivals) + step_s / 2)
 
     def _long_wait(self, urgent: list[Waiting], now: float, jitter_s: float) -> float | None:
         """Now and then few wait for many, for a round at most.
