@@ -23,6 +23,7 @@ from tests.app.node_process import Place, Serving
 ENDLESS = "/api/events"
 EXAMPLES = 5  # of each operation; `tests/soak` tries more
 SLOW_S = 10.0
+LOOKING_S = 40.0  # a name that nobody knows is looked for twice, five seconds each
 
 
 @contextmanager
@@ -91,7 +92,13 @@ def test_a_page_of_another_origin_gets_nothing(api: Client, web: httpx.Client) -
             assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def fuzz(client: Client, examples: int, check: Callable[[Any, Any], None], skip: Collection[str] = (ENDLESS,)) -> None:
+def fuzz(
+    client: Client,
+    examples: int,
+    check: Callable[[Any, Any], None],
+    skip: Collection[str] = (ENDLESS,),
+    slow_s: float = SLOW_S,
+) -> None:
     """Every operation with what fits it and, where it takes a body, with what does not."""
     schema = schemathesis.openapi.from_dict(document(client))
     headers = {"Authorization": f"Bearer {client.token}"}
@@ -109,7 +116,7 @@ def fuzz(client: Client, examples: int, check: Callable[[Any, Any], None], skip:
             @bounded
             @given(case=operation.as_strategy(generation_mode=mode))
             def answers(case: Any) -> None:
-                check(case, case.call(base_url=client.url, headers=headers, timeout=SLOW_S))
+                check(case, case.call(base_url=client.url, headers=headers, timeout=slow_s))
 
             answers()
 
@@ -140,7 +147,7 @@ def fuzz_serving(client: Client, examples: int) -> None:
 
 def fuzz_moving(client: Client, examples: int) -> None:
     """All that sends a node elsewhere or lets it rest."""
-    fuzz(client, examples, well, {path for _, path in operations(client)} - MOVING)
+    fuzz(client, examples, well, {path for _, path in operations(client)} - MOVING, LOOKING_S)
     client.post("/api/resume", {})
     assert client.get("/healthz") == {"ok": True}
 

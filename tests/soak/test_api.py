@@ -28,8 +28,8 @@ def test_a_real_node_answers_whatever_fits_the_document(tmp_path: Path) -> None:
     assert place.shoal("create", "home", "--model", "tiny-random").status == 0
     with Serving(place, "--discovery=invite", "--device=cpu", max_vram="1GB") as node:
         node.ready()
-        fuzz_serving(client_of(place.home), 100)
-        fuzz_moving(client_of(place.home), 20)
+        fuzz_serving(client_of(place.home), 40)
+        fuzz_moving(client_of(place.home), 8)
         assert node.end() == 0
 
 
