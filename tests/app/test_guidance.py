@@ -15,4 +15,4 @@ def test_a_reply_may_ask_for_more_privacy_than_the_settings_and_never_for_less(w
     network: Any = SimpleNamespace(peer_id="me")
     guidance = Guidance(network, tuple, lambda: Wishes(2, frozenset({"friend"})))
     privacy = guidance.privacy(30, wanted)
-    assert (privacy.edge, privacy.blocks, privacy.trusted) == (edge, 30, {"me", "friend"})
+    assert (privacy.edge, privacy.blocks, privacy.trusted) == (edge, 30, frozenset({"me", "friend"}))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean
 
-from app.routing import HOP_S, UNKNOWN_LINK_S, Demand, LinkSeconds, NoRoute, Route, block_seconds, find_route
+from app.link_times import link_seconds
+from app.neighbours import route_neighbours
+from app.records import Announcement, tail
+from app.routing import HOP_S, Demand, LinkSeconds, NoRoute, Route, block_seconds, find_route
 from app.span import Span
 from tests.sim.model import Model
 
@@ -44,14 +48,12 @@ class RouteSamples:
         def true_link_s(a: str, b: str) -> float:
             return model.nodes[a or asker].spec.link_s(model.nodes[b or asker].spec)
 
-        def known_link_s(a: str, b: str) -> float:
-            """An asker has measured its own links only."""
-            ends = {a or asker, b or asker}
-            return true_link_s(a, b) if asker in ends and ends <= model.nodes.keys() else UNKNOWN_LINK_S
-
+        known = _with_rtts(model, model.nodes[asker].view)
+        measured_rtt_s = {peer: 2 * true_link_s("", peer) for peer in model.nodes if peer != asker}
+        known_link_s = link_seconds(asker, measured_rtt_s, known)
         truth = {peer: node.said for peer, node in model.nodes.items() if node.serving is not None}
         try:
-            route = find_route(model.nodes[asker].view.values(), demand, known_link_s)
+            route = find_route(known, demand, known_link_s)
             best = find_route(truth.values(), demand, true_link_s)
         except NoRoute:
             self.refused += 1
@@ -62,6 +64,19 @@ class RouteSamples:
         self.token_s.append(_cost_s(model, route, true_link_s))
         self.costs.append(self.token_s[-1] / _cost_s(model, best, true_link_s))
         self.hops.append(len(route))
+
+
+def _with_rtts(model: Model, view: Mapping[str, Announcement]) -> list[Announcement]:
+    """What an asker knows of the members, with the round-trip times that each would announce."""
+    specs = {peer: node.spec for peer, node in model.nodes.items()}
+
+    def told(said: Announcement) -> Announcement:
+        if said.peer not in specs:  # it has gone, and the asker does not know yet
+            return said
+        beside = [peer for peer in route_neighbours(said.span, (), view.values()) if peer in specs]
+        return replace(said, rtts=tuple((tail(peer), 2 * specs[said.peer].link_s(specs[peer])) for peer in beside))
+
+    return [told(said) for said in view.values()]
 
 
 def _within(span: Span, served: Span | None) -> bool:
