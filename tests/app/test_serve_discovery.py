@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from app.client import client_of
-from tests.app.node_process import Place, Serving, wait_until
+from app.snapshot import OfferView, prospects_from
+from tests.app.node_process import PATIENCE_S, Place, Serving, wait_until
 
 FOUND_WITHIN_S = 5.0
 
@@ -49,6 +50,29 @@ def test_by_mdns_alone(tmp_path: Path, nodes: ExitStack) -> None:
     founder.ready()
     joiner.ready()
     found_in_time(joiner, founder)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="multicast on loopback needs a firewall rule there")
+def test_a_node_in_no_swarm_is_told_of_one_nearby_by_mdns_alone(tmp_path: Path, nodes: ExitStack) -> None:
+    name = f"near-{secrets.token_hex(4)}"
+    founder = nodes.enter_context(Serving(founded(tmp_path, name), "--discovery=mdns"))
+    founder.ready()
+    looker = nodes.enter_context(Serving(Place(tmp_path / "looker", tmp_path / "other"), "--discovery=mdns"))
+    looker.up()
+    api, found = client_of(looker.place.home), list[OfferView]()
+
+    def look() -> bool:
+        offers = prospects_from(api.get("/api/prospects", timeout_s=PATIENCE_S)).offers
+        found[:] = [offer for offer in offers if offer.target.startswith(f"{name}#")]
+        return bool(found)
+
+    wait_until(look, "the swarm nearby is offered")
+    (offer,) = found
+    assert (offer.nearby, offer.members) == ("lan", 1)
+    assert (offer.tokens_per_s, offer.missing_block) == (None, 0)  # its founder hosts nothing
+    assert offer.fetch_bytes
+    assert offer.alone_tokens_per_s
+    assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]  # nothing was fetched for that
 
 
 def test_by_the_directory_through_a_node_that_is_no_member(tmp_path: Path, nodes: ExitStack) -> None:
