@@ -19,6 +19,7 @@ from app.hosting import Hosting
 from app.joining import record_of
 from app.loading import fetching_text, obtain_ends
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
+from app.membership.member import in_words
 from app.model_manifest import Manifest
 from app.neighbours import route_neighbours
 from app.network import FrameStream, Network
@@ -220,8 +221,8 @@ class Stay:
         return self._around.manifests.source(self.swarm.model_hash)
 
     def _on_change(self, change: Change) -> None:
-        if change.kind in ("joined", "dead", "left", "draining", "moved"):
-            self._around.note("peer", f"{change.member.peer} {change.kind}")
+        if words := in_words(change):
+            self._around.note("peer", words)
         else:
             self._around.changed()
 

@@ -76,3 +76,18 @@ def kind_of_news(before: Announcement, said: Announcement) -> ChangeKind:
     if said.state == "draining" and before.state != "draining":
         return "draining"
     return "moved" if (said.state, said.span) != (before.state, before.span) else "updated"
+
+
+_BECAME = {"joined": "joined", "dead": "is gone: it does not answer", "left": "left", "draining": "is about to leave"}
+_DOES = {"serving": "serves", "fetching": "fetches", "loading": "loads", "paused": "pauses", "client": "hosts nothing"}
+
+
+def in_words(change: Change) -> str:
+    """A change as a sentence for people; empty where it is not worth one."""
+    said = change.member.announcement
+    if change.kind == "moved":
+        does = _DOES.get(said.state, f"is {said.state}")
+        words = does if said.span is None else f"{does} blocks {said.span}"
+    else:
+        words = _BECAME.get(change.kind, "")
+    return words and f"{change.member.peer} {words}"
