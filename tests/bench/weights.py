@@ -1,11 +1,13 @@
 """How fast parts come from a peer, beside the bare channel; and what giving them costs those who chat meanwhile.
 
-    python -m tests.bench.weights --json
+    python -m tests.bench.weights --json [--folder DIR]
 
 Bulk: two processes on loopback; one has a made-up model of 185 MB in its own files, the other fetches all of it onto
 its disk, every chunk checked. Rounds alternate with rounds of the channel (`tests.bench.channel`), and the best counts.
 The getter has the memory for it at hand, as the channel has: a virtual machine may have given it back to its
 host, and every page that it has to fetch from there costs more than all that is measured here.
+`disk_mb_s` is what the same bytes take on that disk with no network at all: where it is below the channel's figure, it
+bounds the ratio, and `--folder /dev/shm` shows the transfer without it.
 Decode: an asker and a node that hosts the starter model; a third member draws chunks from that node at a set pace.
 """
 
@@ -15,6 +17,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -144,10 +147,22 @@ def _one_round(folder: Path, seed: Path, number: int) -> dict[str, float]:
         return figures
 
 
-def measure_bulk(rounds: int) -> dict[str, Any]:
+def _disk_mb_s(folder: Path, size: int) -> float:
+    """How fast as many bytes are written and flushed there."""
+    chunk = os.urandom(CHUNK_BYTES)
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(-(-size // CHUNK_BYTES)):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return size / 1e6 / (time.perf_counter() - begun)
+
+
+def measure_bulk(rounds: int, where: str | None) -> dict[str, Any]:
     """Parts beside the bare channel."""
-    parts, bare = [], []
-    with tempfile.TemporaryDirectory() as name:
+    parts, bare, disk = [], [], []
+    with tempfile.TemporaryDirectory(dir=where) as name:
         folder = Path(name)
         _import(folder / "seed")
         for number in range(rounds):
@@ -155,10 +170,12 @@ def measure_bulk(rounds: int) -> dict[str, Any]:
                 bare.append(channel.run_client("shoal", address, "--client")["bulk_mb_s"])
             parts.append(_one_round(folder, folder / "seed", number))
             shutil.rmtree(folder / f"round{number}")
+            disk.append(_disk_mb_s(folder, int(parts[-1]["size_mb"] * 1e6)))
     best = max(parts, key=lambda figures: figures["mb_s"])
     return {
         "channel_mb_s": round(max(bare), 1),
         "weights_mb_s": round(best["mb_s"], 1),
+        "disk_mb_s": round(max(disk), 1),
         "ratio": round(best["mb_s"] / max(bare), 3),
         "getter_cpu_s_per_gb": round(best["cpu_s"] / best["size_mb"] * 1e3, 2),
         "giver_cpu_s_per_gb": round(best["giver_cpu_s"] / best["size_mb"] * 1e3, 2),
@@ -279,6 +296,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="starter", help="what is decoded")
+    parser.add_argument("--folder", help="where the parts are written")
     parser.add_argument("--only", choices=("bulk", "decode"))
     for role in ("--give", "--get", "--pull"):
         parser.add_argument(role, nargs="+", help=argparse.SUPPRESS)
@@ -293,7 +311,7 @@ def main() -> None:
     elif arguments.pull:
         trio.run(pull, *arguments.pull)
     else:
-        figures = measure_bulk(arguments.rounds) if arguments.only != "decode" else {}
+        figures = measure_bulk(arguments.rounds, arguments.folder) if arguments.only != "decode" else {}
         if arguments.only != "bulk":
             figures |= measure_decode(arguments.rounds, arguments.model)
         print(json.dumps(figures) if arguments.json else "\n".join(f"{key}: {value}" for key, value in figures.items()))
