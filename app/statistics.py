@@ -98,9 +98,9 @@ class Statistics:
         """Bytes went to and came from a peer."""
         self._add(Sums(up=up, down=down), [peer])
 
-    def add_audit(self, peer: str, *, passed: bool) -> None:
-        """A peer's work was checked, or this node's by it."""
-        self._add(Sums(audits=1, audits_passed=int(passed)), [peer])
+    def add_audits(self, audits: int, passed: int) -> None:
+        """So many times others' work was checked, and found right."""
+        self._add(Sums(audits=audits, audits_passed=passed), [])
 
     def totals(self, *, ever: bool = False) -> GivenView:
         """What was given and got today, or since this home folder exists."""

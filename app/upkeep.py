@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 
+from app.asker_figures import AuditCounts
 from app.block_server import BlockServer
 from app.config import Config
 from app.courtesy.sensors import Sensors, machine_sources
@@ -22,6 +23,7 @@ from app.dwelling import Dwelling
 from app.home import Home
 from app.pausing import Pausing
 from app.reason import Reason
+from app.replying import Replying
 from app.snapshot import CourtesyView
 from app.statistics import Statistics
 
@@ -51,6 +53,8 @@ class Upkeep:
         self._watch = Watch(self, lambda: household.config().settings, sensors)
         self._seen_server: BlockServer | None = None
         self._seen_served: Mapping[str, int] = {}
+        self._seen_replying: Replying | None = None
+        self._seen_audits = AuditCounts()
         self._seen_bytes: dict[str, tuple[int, int]] = {}
         self._seen_file = _stamp(household.home.config_file)
 
@@ -143,6 +147,7 @@ class Upkeep:
             for peer, tokens in self._seen_served.items():
                 if peer != own and tokens > before.get(peer, 0):  # what it computes for itself is given to nobody
                     self._statistics.add_served(peer, tokens - before.get(peer, 0))
+        self._count_audits(None if stay is None else stay.replying)
         seen: dict[str, tuple[int, int]] = {}
         for link in network.links() if network is not None else ():
             up, down = self._seen_bytes.get(link.peer, (0, 0))
@@ -151,6 +156,14 @@ class Upkeep:
             self._statistics.add_bytes(link.peer, link.bytes_out - up, link.bytes_in - down)
             seen[link.peer] = (link.bytes_out, link.bytes_in)
         self._seen_bytes = seen
+
+    def _count_audits(self, replying: Replying | None) -> None:
+        before = self._seen_audits if replying is self._seen_replying else AuditCounts()
+        self._seen_replying = replying
+        self._seen_audits = now = AuditCounts() if replying is None else replying.figures().audits
+        passed, failed = now.passed - before.passed, now.failed - before.failed
+        if passed or failed:
+            self._statistics.add_audits(passed + failed, passed)
 
     async def _look_at_file(self) -> None:
         stamp = _stamp(self._of.home.config_file)

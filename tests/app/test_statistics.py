@@ -9,12 +9,19 @@ import sys
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
 import trio.testing
 
 from app import statistics
+from app.asker_figures import AskerFigures, AuditCounts
+from app.config import load_config
+from app.home import Home
+from app.node import Node
+from app.replying import Replying
 from app.snapshot import GivenView
 from app.statistics import KEPT_DAYS, Statistics, Sums, read_days, read_peers
 
@@ -47,8 +54,7 @@ def test_sums_by_day_and_peer_come_back_after_a_restart(path: Path, calendar: Ca
     first.add_served("bob", 1)
     first.add_asked(10, ["bob", "cid"])
     first.add_bytes("ann", 1000, 50)
-    first.add_audit("bob", passed=True)
-    first.add_audit("bob", passed=False)
+    first.add_audits(2, 1)
     expected = GivenView(8, 10, 1000, 50, 2, 2, 1)
     assert first.totals() == first.totals(ever=True) == expected
     assert first.write()
@@ -60,7 +66,7 @@ def test_sums_by_day_and_peer_come_back_after_a_restart(path: Path, calendar: Ca
     assert second.totals(ever=True) == replace(expected, served_tokens=9)
     assert second.write()
     assert read_days(path, 7) == [("2026-03-03", Sums(served=1)), ("2026-03-02", Sums(8, 10, 1000, 50, 2, 1))]
-    assert read_peers(path, 2) == [("bob", Sums(1, 10, 0, 0, 2, 1)), ("cid", Sums(asked=10))]
+    assert read_peers(path, 2) == [("bob", Sums(1, 10)), ("cid", Sums(asked=10))]
 
 
 def test_midnight_begins_a_new_day(path: Path, calendar: Calendar) -> None:
@@ -184,3 +190,17 @@ def test_a_newer_file_is_left_alone(path: Path, calendar: Calendar, caplog: pyte
 def test_nobody_else_may_read_it(path: Path, calendar: Calendar) -> None:
     Statistics(path, calendar).write()
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_audits_are_counted_once_whoever_replies(tmp_path: Path) -> None:
+    upkeep = Node(Home(tmp_path / "home"), load_config(tmp_path / "none", {}), tmp_path / "cache")._upkeep
+    seen = [AuditCounts(sessions=2, passed=1, failed=1)]
+    first, second = (cast(Replying, SimpleNamespace(figures=lambda: AskerFigures(audits=seen[-1]))) for _ in "12")
+    upkeep._count_audits(first)
+    upkeep._count_audits(first)
+    seen.append(AuditCounts(sessions=3, passed=2, failed=1))
+    upkeep._count_audits(first)
+    upkeep._count_audits(None)
+    upkeep._count_audits(second)  # another swarm: its auditor counts from nought
+    today: GivenView = upkeep.facts()["today"]
+    assert (today.audits, today.audits_passed) == (6, 4)
