@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 URGENT_ROWS = 8  # more tokens than this are bulk, whoever awaits them
 PATIENT_AFTER = (4, 32)  # tokens between two long waits of a session: at first, doubled after each, and at most
 MAX_WAIT_S = 0.5  # of a long wait, however long the rounds are
-MOMENT_S = 0.002  # who travels together arrives one after another, but not further apart than this
+MOMENT_S = 0.001  # who travels together arrives one after another, but not further apart than this
 COMPANY_LASTS = 2.0  # who goes together comes back together: what is saved once is saved again
 _SMOOTH = 0.25
 
@@ -147,8 +147,11 @@ class BatchQueue:
                 until = now + wait_s
         if until is None:
             until = self._long_wait(urgent, now, jitter_s)
-        if until is None and dues and now < (moment := self._moment(urgent, step_s)):
-            until = moment
+        if until is None and now < (moment := self._moment(urgent, step_s)):
+            # One asker's sessions go all the way together; to wait for others' at each hop costs more than it gives.
+            askers = {work.peer for work in urgent}
+            if any(now < away.due_at + step_s / 2 and away.peer in askers for away in self._away.values()):
+                until = moment
         return until
 
     def _moment(self, urgent: list[Waiting], step_s: float) -> float:

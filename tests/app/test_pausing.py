@@ -84,17 +84,20 @@ async def test_a_disk_that_takes_nothing_does_not_prevent_a_pause(tmp_path: Path
 
 
 async def test_a_pause_with_an_end_ends_by_the_wall_clock(
-    begun: Callable[[], Pausing], wall: Wall, autojump_clock: MockClock
+    begun: Callable[[], Pausing], wall: Wall, mock_clock: MockClock
 ) -> None:
     pausing = begun()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pausing.run)
         await pausing.by_hand(7200.0)
-        await trio.sleep(3 * LOOK_S)
+        for _ in range(3):
+            mock_clock.jump(LOOK_S)
+            await wait_all_tasks_blocked()
         assert pausing.current is not None, "the wall clock has not moved"
         wall.ms += 7200_001  # the machine slept
-        await trio.sleep(LOOK_S + 1)
-        assert pausing.current is None
+        mock_clock.jump(LOOK_S + 1)
+        while pausing.current is not None:
+            await pausing.wait_change()
         nursery.cancel_scope.cancel()
 
 
