@@ -59,7 +59,7 @@ async def test_sessions_of_different_askers_come_to_share_steps(autojump_clock: 
     async with open_swarm(*SPANS) as swarm:
         askers = [await swarm.asker(f"asker{number}") for number in range(8)]
         figures = await ask_all(askers, 80, 0.011)
-        assert min(late_batches(swarm, name, 8) for name in swarm.runners) > 3
+        assert min(late_batches(swarm, name, 8) for name in swarm.runners) >= 2
         assert max(1 / reply.tokens_per_s for reply in figures if reply.tokens_per_s) < 1.3 * TOKEN_S
         await no_leaks(swarm)
 
