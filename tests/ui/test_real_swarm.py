@@ -28,7 +28,7 @@ from ui.invite import InviteScreen
 from ui.replying import Sampling
 
 SIZE = (120, 40)
-LONG_REPLY = 300  # tokens, so that there is time to kill a hop of it
+LONG_REPLY = 900  # some six seconds: a hop is killed meanwhile
 
 
 async def until(pilot: Pilot[None], check: Callable[[], object], what: str) -> None:
