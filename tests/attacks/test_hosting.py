@@ -1,0 +1,87 @@
+"""Hosting that fails: a full disk or blocks that do not load leave the node a member that can still ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+
+from app.config import Config
+from app.membership import Swarm, SwarmSetup
+from app.node_api import ApiHealth
+from app.pausing import Pausing
+from app.reason import Reason, because
+from app.settings import Settings
+from app.snapshot import State
+from app.steps import Steps
+from app.tenure import Tenure
+from app.weights.keeping import Room
+from app.weights.stock import Stock
+from engine import hosting
+from engine.device import Device
+from engine.errors import SourceError
+from engine.sources.base import ModelSource
+from p2p.memory import open_fabric
+from tests.app.swarms import RECORD, identity, wall_clock
+from tests.weights.models import WIDE, import_model
+
+
+class Told:
+    """Keeps what hosting says of itself."""
+
+    def __init__(self) -> None:
+        self.state: State = "joining"
+        self.why: Reason = because("starting", "starting")
+        self.steps = Steps(lambda: None)
+        self.is_client = trio.Event()
+
+    def say(self, state: State, why: Reason) -> None:
+        self.state, self.why = state, why
+        if state == "client":
+            self.is_client.set()
+
+    def settle(self, state: State, why: Reason) -> None:
+        self.say(state, why)
+
+
+class DamagedStock(Stock):
+    """Parts that are all here and cannot be read."""
+
+    async def need(
+        self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None, *, hosted: bool = False
+    ) -> ModelSource:
+        raise SourceError("block.0 is damaged: import the model again")
+
+
+@pytest.mark.xfail(strict=True, reason="H-9: the error leaves a nursery as an ExceptionGroup that nobody catches")
+@pytest.mark.parametrize(
+    ("kind", "has_model", "words"), [(Stock, False, "do not fit"), (DamagedStock, True, "is damaged")]
+)
+async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stock], has_model: bool, words: str
+) -> None:
+    """The disk is full, or the blocks do not load: the node says why, and goes on as a client."""
+    device = Device("cpu", "cpu", "a processor", 8 << 30, 8 << 30)
+    monkeypatch.setattr(hosting, "probe_devices", lambda: [device])
+    manifest = import_model(tmp_path / "model", tmp_path / "seed").manifest
+    who, told = identity(1), Told()
+    surroundings: Any = SimpleNamespace(
+        config=lambda: Config(Settings(blocks="0:2", device="cpu"), {}),
+        pausing=Pausing(tmp_path / "pause.json", lambda: None),
+        api=ApiHealth(),
+    )
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        network = fabric.node(who.peer_id)
+        swarm = Swarm(network, who, RECORD, WIDE.n_blocks, SwarmSetup(wall_clock=wall_clock))
+        cache = tmp_path / ("seed" if has_model else "empty")
+        stock = kind(network, swarm, manifest, cache, lambda: Room(limit_bytes=1))
+        nursery.start_soon(Tenure(network, swarm, stock, surroundings, told).run)
+        with trio.fail_after(30):  # torch may have to be imported
+            await told.is_client.wait()
+        assert words in told.why.text
+        assert swarm.own.state == "client"
+        nursery.cancel_scope.cancel()

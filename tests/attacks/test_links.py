@@ -1,0 +1,103 @@
+"""Links under load and links at rest: waiting for room costs no work, and streams that nobody uses are closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from app.network import Priority
+from app.outlets import Outlet, Parcel
+from p2p.bytestream import TrioByteStream
+from p2p.frames import PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
+from p2p.idle_links import ENOUGH_LINKS
+from p2p.outbox import QUEUE_BYTES
+from p2p.rpc import LIVE_LANE
+from p2p.streams import MessageStream
+from tests.app.session_swarm import PROMPT, ask, open_swarm
+from tests.p2p.network_contract import PROTOCOL
+from tests.p2p.networks import WiredNode, wired_world
+
+HOUR_S = 3600.0
+
+
+# --- L-2: a full queue -----------------------------------------------------------------------------------------------
+
+
+class SlowPeer:
+    """The far end of a node's link, spoken by hand: it reads only while the test asks it to."""
+
+    def __init__(self, pipe: trio.abc.Stream) -> None:
+        self._pipe, self._decoder = pipe, FrameDecoder()
+        self.frames: list[Frame] = []
+
+    async def accept_streams(self, node: WiredNode, count: int) -> list[MessageStream]:
+        """Let a node open so many streams."""
+        opened: list[MessageStream] = []
+
+        async def open_one() -> None:
+            opened.append(await node.open("slow peer", PROTOCOL))
+
+        await self._pipe.send_all(PREFACE)
+        async with trio.open_nursery() as nursery:
+            for _ in range(count):
+                nursery.start_soon(open_one)
+            await self.read_until(lambda frames: len(frames) == count)
+            for frame in self.frames:
+                await self._pipe.send_all(encode(Frame(Kind.OPENED, WHOLE, frame.id, 0, 0, "", b"")))
+        return opened
+
+    async def read_until(self, holds: Callable[[list[Frame]], bool]) -> None:
+        """Read until this holds for all frames that came."""
+        while not holds(self.frames):
+            self.frames += self._decoder.feed(bytes(await self._pipe.receive_some(2**20)))
+
+
+@pytest.mark.xfail(strict=True, reason="L-2: wait_room looks at the priorities sent so far, so that _flush never waits")
+async def test_an_outlet_behind_a_full_queue_waits_without_using_the_processor() -> None:
+    """A peer stops reading while one stream's prefill fills the link's queue: another stream's outlet only waits."""
+    here, there = trio.testing.lockstep_stream_pair()
+    async with wired_world() as world, trio.open_nursery() as nursery:
+        node = await world.node()
+        world.connect(node, "slow peer", LIVE_LANE, TrioByteStream(there))
+        peer = SlowPeer(here)
+        busy, quiet = await peer.accept_streams(node, 2)
+        await busy.send(bytes(2 * QUEUE_BYTES), Priority.PREFILL)
+        outlet = Outlet(quiet, nursery)
+        await outlet.push(Parcel(b"session", (b"a turn",), Priority.CONTROL))
+        await outlet.push(Parcel(b"session", (b"a prefill",), Priority.PREFILL))
+        with trio.move_on_after(1) as scope:
+            await trio.testing.wait_all_tasks_blocked()
+        assert not scope.cancelled_caught, "a task runs all the time"
+        with trio.fail_after(10):  # and it goes on once the peer reads again
+            await peer.read_until(lambda frames: frames[-1].body == b"a prefill")
+        nursery.cancel_scope.cancel()
+
+
+# --- H-8: streams without a session ----------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="H-8: the streams of a session stay open for ever, at the asker and at each hop")
+async def test_an_hour_after_its_only_reply_no_link_of_a_route_is_busy(autojump_clock: MockClock) -> None:
+    """An asker takes one reply over two hops and falls silent: no stream keeps any of their links from being closed."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        await ask(await swarm.asker(), PROMPT[:4], 2)
+        await trio.sleep(HOUR_S)
+        links = [
+            (node.peer_id, link.use(peer)) for node in swarm.fabric.nodes.values() for peer, link in node.linked.items()
+        ]
+        assert [(name, use.peer) for name, use in links if use.busy] == []
+
+
+@pytest.mark.xfail(strict=True, reason="H-8: links that once carried a session count as busy and are never pruned")
+async def test_askers_that_fell_silent_do_not_use_up_the_links_of_a_hop(autojump_clock: MockClock) -> None:
+    """Sixty askers take one reply each and stay connected: when the next one comes, the hop has closed what is idle."""
+    async with open_swarm((0, 8)) as swarm:
+        for number in range(60):
+            await ask(await swarm.asker(f"asker {number}"), PROMPT[:4], 2)
+        await trio.sleep(HOUR_S)
+        await ask(await swarm.asker("the next one"), PROMPT[:4], 2)
+        assert len(swarm.fabric.nodes["n0"].links()) <= ENOUGH_LINKS + 1

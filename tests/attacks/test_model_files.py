@@ -1,0 +1,98 @@
+"""Hostile model files from a swarm's creator: a chat template that takes all memory, a manifest that cannot run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.errors import RecordError
+from app.fields import Fields
+from app.manifest_config import config_from, plain_config
+from engine.chat_template import MAX_SECONDS, ChatError, ChatTemplate
+from engine.config import Rope
+from engine.errors import EngineError, SourceError
+from engine.rope import RotaryTable
+from engine.sources.base import TokenizerSpec
+from tests.app.tiny_source import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# --- M-6: chat templates ---------------------------------------------------------------------------------------------
+
+# 100 GB of text in references to one hundred characters.
+NESTED = "{% set a = ['x' * 100] * 1000 %}{% set b = [a] * 1000 %}{% set c = [b] * 1000 %}"
+GROWTH_MIB = 256  # a rendered text may have 16 million characters of up to 4 bytes, and is copied once or twice
+LIMIT_MIB = 512  # above what the child has at its start: it gets a MemoryError there, and the machine stays well
+
+# Renders the template of its argument and says what came of it; the names of modules are those of the objects above.
+RENDER = f"""
+import json, resource, sys, time
+from {ChatTemplate.__module__} import ChatTemplate
+from {TokenizerSpec.__module__} import TokenizerSpec
+
+def peak_mib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+template = ChatTemplate(TokenizerSpec("{{}}", sys.argv[1], None, None, {{}}, False))
+before_mib = peak_mib()
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + {LIMIT_MIB} * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+begun_at, error, cause = time.monotonic(), "", ""
+try:
+    template.render([{{"role": "user", "content": "hi"}}])
+except Exception as failure:
+    error, cause = type(failure).__name__, type(failure.__cause__).__name__
+facts = {{"error": error, "cause": cause, "seconds": time.monotonic() - begun_at, "grown_mib": peak_mib() - before_mib}}
+print(json.dumps(facts))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on a process's memory")
+@pytest.mark.xfail(strict=True, reason="M-6: a template's values are bounded only after they were built")
+@pytest.mark.parametrize(
+    "expression",
+    ["c | string | length", "c | tojson | length", "(c ~ 'x') | length", "c", "('%s' % [c]) | length"],
+    ids=["string", "tojson", "concatenation", "output", "format"],
+)
+def test_a_template_that_writes_out_nested_lists_is_stopped_before_it_takes_memory(expression: str) -> None:
+    """A creator's template nests references and turns them into text: it is refused early, in time and in memory."""
+    command = [sys.executable, "-c", RENDER, f"{NESTED}{{{{ {expression} }}}}"]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True, timeout=60)
+    facts = json.loads(child.stdout)
+    assert facts["error"] in (ChatError.__name__, SourceError.__name__)
+    assert facts["cause"] != MemoryError.__name__
+    assert facts["grown_mib"] < GROWTH_MIB
+    assert facts["seconds"] < 2 * MAX_SECONDS
+
+
+# --- M-7: manifests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="M-7: a manifest may hold rope numbers at which the engine fails unforeseen")
+@pytest.mark.parametrize(
+    "rope",
+    [
+        Rope(kind="yarn", factor=2.0, original_context=0),
+        Rope(kind="yarn", factor=2.0, original_context=512, theta=1.0),
+    ],
+    ids=["no original context", "theta 1"],
+)
+def test_a_manifest_is_refused_or_its_model_can_be_hosted(rope: Rope) -> None:
+    """A creator publishes impossible rope settings: a host refuses them in words, or computes finite angles."""
+    published = plain_config(replace(CONFIG, rope=rope))
+    try:
+        config = config_from(Fields("manifest: model", published))
+        table = RotaryTable(config.rope, config.head_dim, torch.device("cpu"), torch.float32)
+    except (RecordError, EngineError):
+        return
+    cosines, sines = table.turns(torch.arange(4))
+    assert cosines.isfinite().all()
+    assert sines.isfinite().all()

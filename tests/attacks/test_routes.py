@@ -1,0 +1,114 @@
+"""Routes on which no reply ever comes: they visit a hop twice, or a hop on them is asked again and again in vain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.errors import AppError
+from app.records import Announcement
+from app.routing import Demand, find_route
+from app.session_wire import PROTOCOL, Kind, Trouble, decode, encode_trouble
+from app.span import Span
+from p2p.memory import MemoryStream
+from tests.app.hash_model import HashRunner, greedy
+from tests.app.session_swarm import PROMPT, ask, open_swarm
+
+
+def member(name: str, start: int, stop: int, tokens_per_s: float) -> Announcement:
+    return Announcement(name, 1, 2**60, "", "serving", Span(start, stop), tokens_per_s, 10 * tokens_per_s, 1 << 30)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="H-3: a route is cleared of the first peer that comes twice only, so that another still does"
+)
+def test_no_route_visits_a_peer_twice() -> None:
+    """Two slow members with large spans have a fast one with a small span inside each: each takes part once at most."""
+    members = [
+        member("slow1", 0, 10, 2.0),
+        member("slow2", 10, 20, 2.0),
+        member("fast1", 3, 6, 200.0),
+        member("fast2", 13, 16, 200.0),
+    ]
+    route = find_route(members, Demand(Span(0, 20), 100), lambda a, b: 0.002)
+    assert (route[0].span.start, route[-1].span.stop) == (0, 20)
+    assert all(one.span.stop == other.span.start for one, other in pairwise(route))
+    peers = [hop.peer for hop in route]
+    assert len(peers) == len(set(peers)), peers
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="H-3: over a route that visits a peer twice no token ever comes, and the same route is taken again",
+)
+async def test_slow_and_fast_members_reply_together(autojump_clock: MockClock) -> None:
+    """Four healthy nodes of different speeds hold all blocks: a reply comes without any failure."""
+    async with open_swarm(delay_s=0.001) as swarm:
+        for name, start, stop, speed in (
+            ("slow1", 0, 4, 2.0),
+            ("slow2", 4, 8, 2.0),
+            ("fast1", 1, 3, 400.0),
+            ("fast2", 5, 7, 400.0),
+        ):
+            await swarm.serve(name, HashRunner(start, stop), speed=speed)
+        figures = await ask(await swarm.asker(), PROMPT, 8)
+        assert (figures.token_ids, figures.recoveries) == (greedy(PROMPT, 8), 0)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="H-4: a hop whose trouble is nobody's fault is asked again at once and for ever, though another is well",
+)
+@pytest.mark.parametrize("code", ["closed", "gap", "missing", "link", "a new code"])
+async def test_a_hop_that_always_has_an_excuse_is_left(code: str, autojump_clock: MockClock) -> None:
+    """A hop answers each TURN with trouble that it is not to blame for: the reply soon goes through another one."""
+    turns = 0
+
+    async def excuse(stream: MemoryStream) -> None:
+        nonlocal turns
+        while True:
+            frame = decode(await stream.receive())
+            if frame.kind == Kind.TURN:
+                turns += 1
+                await stream.send(encode_trouble(frame.session, frame.epoch, 0, Trouble(code, "not now")))
+
+    async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:
+        await swarm.serve("hostile", HashRunner(4, 8), speed=500.0)
+        swarm.fabric.nodes["hostile"].accept(PROTOCOL, excuse)
+        asker = await swarm.asker()
+        with trio.move_on_after(60) as patience:
+            figures = await ask(asker, PROMPT, 4)
+        assert turns > 0
+        assert not patience.cancelled_caught, f"no token and no error after {turns} turns"
+        assert figures.token_ids == greedy(PROMPT, 4)
+        assert turns < 50
+
+
+@pytest.mark.xfail(
+    strict=True, reason="H-4: a hop that drains and has lost the session is asked again at once and for ever"
+)
+async def test_a_reply_over_the_last_holder_that_drains_comes_to_an_end(autojump_clock: MockClock) -> None:
+    """The only holder of a block drains patiently and its link breaks once: the reply goes on or fails."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:
+        asker, leaving = await swarm.asker(), swarm.fabric.nodes["n1"]
+        with trio.move_on_after(120) as patience:
+            async with asker.reply(PROMPT, 50, max_tokens=50) as reply:
+                for _ in range(5):
+                    await anext(reply)
+                swarm.nursery.start_soon(swarm.servers["n1"].drain, 1e9)
+                swarm.announcements["n1"] = replace(swarm.announcements["n1"], state="draining")
+                await trio.sleep(0.5)
+                told = leaving.traffic.messages_in
+                await leaving.disconnect("asker")
+                try:
+                    async for _ in reply:
+                        pass
+                except AppError:
+                    pass
+        told = leaving.traffic.messages_in - told
+        assert not patience.cancelled_caught, f"no token and no error, but {told} messages to the hop that leaves"
+        assert told < 1000

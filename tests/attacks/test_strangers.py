@@ -1,0 +1,148 @@
+"""Attacks by anybody who can connect: a flood of worthless statements, a full quota, a made-up round-trip time."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+
+import pytest
+import trio
+import trio.testing
+from trio.testing import MockClock
+
+from app.membership import Swarm, wire
+from app.records import sign_record
+from p2p.admission import Admission, ConnectionLimits
+from p2p.bytestream import TrioByteStream
+from p2p.errors import P2PError
+from p2p.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
+from p2p.heartbeat import PROTOCOL as HEARTBEAT
+from p2p.identity import Identity
+from p2p.limits import Limits
+from p2p.rpc import LIVE_LANE
+from p2p.values import MAX_BODY_BYTES
+from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
+from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
+from tests.p2p.networks import WiredNode, WiredWorld, wired_world
+from tests.p2p.nodes import make_host, make_network
+
+HOUR_S = 3600.0
+
+
+# --- C-1: punishments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="C-1: the 1025th strike against one peer raises OverflowError in Swarm.run")
+async def test_a_flood_of_worthless_statements_ends_the_strangers_link_and_not_the_membership() -> None:
+    """A stranger makes 64 calls at once with 40 one-byte statements each: it is cut off, and others are answered."""
+    record = sign_record(CREATOR, "attic", MODEL, now_ms=time.time_ns() // 10**6)
+    swarm_id, who = bytes.fromhex(record.id), Identity.generate()
+    nothing, worthless = wire.Tell(swarm_id, []).encode(), wire.Tell(swarm_id, [b"x"] * 40).encode()
+    async with (
+        make_network(identity=who).running() as victim,
+        make_network().running() as stranger,
+        make_network().running() as honest,
+        trio.open_nursery() as nursery,
+    ):
+        await nursery.start(Swarm(victim, who, record, N_BLOCKS).run)
+        for caller in (stranger, honest):
+            caller.learn(victim.peer_id, victim.addresses())
+            assert await caller.call(victim.peer_id, wire.TELL, nothing, timeout_s=5) == b""
+
+        async def tell() -> None:
+            with contextlib.suppress(P2PError):
+                await stranger.call(victim.peer_id, wire.TELL, worthless, timeout_s=3)
+
+        async with trio.open_nursery() as calls:
+            for _ in range(64):
+                calls.start_soon(tell)
+        assert await honest.call(victim.peer_id, wire.TELL, nothing, timeout_s=5) == b""
+        with pytest.raises(P2PError):
+            await stranger.call(victim.peer_id, wire.TELL, nothing, timeout_s=5)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.xfail(strict=True, reason="C-1: Admission.punish raises OverflowError at the 1025th strike of one peer")
+def test_a_peer_that_misbehaves_thousands_of_times_is_held_off_for_the_longest_time() -> None:
+    """A peer earns 2000 strikes: each is counted without an error, and the holdoff stays at its maximum."""
+    admission, limits = Admission(), ConnectionLimits()
+    seconds = [admission.punish("stranger", now=1.0) for _ in range(2000)]
+    assert seconds[0] == limits.first_holdoff_s
+    assert seconds[-1] == limits.longest_holdoff_s
+    assert admission.refuse_peer("stranger", now=2.0) is not None
+
+
+# --- C-2: the quota --------------------------------------------------------------------------------------------------
+
+
+async def stranger(world: WiredWorld, victim: WiredNode, number: int, *frames: Frame) -> None:
+    """Connect to the victim under a name of its own and send these frames."""
+    here, there = trio.testing.memory_stream_pair()
+    world.connect(victim, f"stranger {number}", LIVE_LANE, TrioByteStream(there))
+    await here.send_all(PREFACE + b"".join(map(encode, frames)))
+
+
+@pytest.mark.xfail(strict=True, reason="C-2: the quota counts declared bytes, and an unfinished request stays for ever")
+async def test_requests_that_are_begun_and_never_finished_starve_nobody(autojump_clock: MockClock) -> None:
+    """Four strangers begin 16 requests of 64 MiB and stop after 256 KiB: an honest peer is served then and later."""
+    async with wired_world() as world:
+        honest, victim = await world.node(), await world.node()
+        victim.serve("echo", echo)
+        victim.accept(PROTOCOL, echo_stream)
+        stream = await honest.open(victim.peer_id, PROTOCOL)
+        begun = [
+            Frame(Kind.REQUEST, FIRST, id, MAX_BODY_BYTES, 1000, "echo", bytes(CHUNK_BYTES)) for id in (1, 3, 5, 7)
+        ]
+        for number in range(4):
+            await stranger(world, victim, number, *begun)
+        for wait_s in (1.5, HOUR_S):  # the calls' own deadline is one second
+            await trio.sleep(wait_s)
+            assert await honest.call(victim.peer_id, "echo", b"a call", timeout_s=5) == b"a call"
+            await stream.send(b"a message")
+            assert await stream.receive() == b"a message"
+
+
+@pytest.mark.xfail(strict=True, reason="C-2: 16 peers at their own limit use up the node's calls and streams for all")
+@pytest.mark.parametrize("kind", [Kind.REQUEST, Kind.OPEN])
+async def test_sixteen_strangers_leave_calls_and_streams_for_others(autojump_clock: MockClock, kind: Kind) -> None:
+    """Sixteen strangers hold as many calls or streams as one peer may have: an honest peer still gets its own."""
+    async with wired_world() as world:
+        honest, victim = await world.node(), await world.node()
+        victim.serve("echo", echo)
+        victim.serve("stall", Stall())
+        victim.accept(PROTOCOL, echo_stream)
+        limits, name = Limits(), "stall" if kind == Kind.REQUEST else PROTOCOL
+        held = [Frame(kind, WHOLE, 2 * n + 1, 0, int(HOUR_S * 1000), name, b"") for n in range(limits.calls_per_peer)]
+        for number in range(limits.calls // len(held)):
+            await stranger(world, victim, number, *held)
+        await trio.sleep(1)
+        assert await honest.call(victim.peer_id, "echo", b"a call", timeout_s=5) == b"a call"
+        stream = await honest.open(victim.peer_id, PROTOCOL)
+        await stream.send(b"a message")
+        assert await stream.receive() == b"a message"
+
+
+# --- L-1: the round-trip time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    strict=True, reason="L-1: a node takes the round-trip time that its dialler claims for a measurement"
+)
+async def test_a_dialler_does_not_choose_the_round_trip_time_that_is_measured_to_it() -> None:
+    """A stranger pings with a claimed round trip of one microsecond: no such time shows among the victim's links."""
+    ping = struct.pack("!II", 1, 1)  # its number, and the last round trip in microseconds
+    evil = make_host()
+    async with make_network().running() as victim, trio.open_nursery() as nursery:
+        await nursery.start(evil.run)
+        connection = await evil.connect(victim.peer_id, victim.host.addresses)
+        stream = await connection.open_stream(HEARTBEAT)
+        await stream.write(struct.pack("!BH", 2, len(ping)) + ping)
+        received = b""
+        with contextlib.suppress(P2PError), trio.move_on_after(1):
+            while not received.endswith(ping):  # the answer; a node that refuses such a ping ends the stream
+                received += await stream.read(4096)
+        measured = [link.rtt_s for link in victim.links() if link.peer == evil.peer_id and link.rtt_s is not None]
+        assert all(rtt_s > 1e-5 for rtt_s in measured), measured  # nothing in Python answers within 10 microseconds
+        await evil.goodbye()
+        nursery.cancel_scope.cancel()

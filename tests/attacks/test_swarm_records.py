@@ -1,0 +1,110 @@
+"""Statements about a swarm that nobody can check at once: a backdated record of it, and members that do not exist."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.membership import resolve_swarm
+from app.records import Announcement, sign_announcement, sign_record
+from app.routing import Demand, find_route
+from app.span import Span
+from app.swarm_name import SwarmName
+from p2p.identity import Identity
+from p2p.memory import LinkProfile, open_fabric
+from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, START_S, Sim, SimNode, identity, open_sim, wall_clock
+from tests.app.test_membership_hostile import told
+from tests.app.test_swarm_finding import serve
+from tests.sim.twin import SimHosting
+from tests.sim.world import NodeSpec
+
+# --- M-8: a backdated record -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="M-8: the earliest record of a swarm wins, though anybody can sign one of 1970")
+@pytest.mark.parametrize(("asked", "private"), [("reef", True), (f"reef#{MODEL}", True), ("reef", False)])
+async def test_a_strangers_backdated_record_does_not_replace_the_one_that_members_name(
+    autojump_clock: MockClock, asked: str, private: bool
+) -> None:
+    """A stranger answers first with its own record of 1970: a newcomer finds the public one that nine members name."""
+    real = sign_record(CREATOR, "reef", MODEL, now_ms=int(START_S * 1000))
+    fake = sign_record(Identity(b"e" * 32), "reef", MODEL, now_ms=1, private=private)
+    async with open_fabric() as fabric:
+        peers = [f"member {number}" for number in range(9)]
+        for peer in peers:
+            serve(fabric.node(peer), real)
+        serve(fabric.node("stranger"), fake, gated=True)  # who does not hide that its record says private
+        fabric.set_link("newcomer", "stranger", LinkProfile(delay_s=0.001))
+        via = ["stranger", *peers]
+        newcomer = fabric.node("newcomer")
+        found = await resolve_swarm(newcomer, SwarmName.parse(asked), via=via, wall_clock=wall_clock)
+        assert not found.record.private
+        assert found.record == real
+
+
+# --- H-7: members that do not exist ----------------------------------------------------------------------------------
+
+HALF = N_BLOCKS // 2
+FAST, SLOW = 500.0, 50.0
+
+
+def serving(node: SimNode, span: Span) -> None:
+    """Let a member say that it serves these blocks."""
+    node.swarm.announce(
+        state="serving", span=span, decode_tokens_per_s=SLOW, prefill_tokens_per_s=10 * SLOW, kv_free_tokens=1 << 20
+    )
+
+
+async def tell_of_ghosts(sim: Sim, hostile: SimNode, victim: SimNode, count: int) -> None:
+    """Tell the victim of made-up members that serve the second half; their addresses swallow whatever is sent there."""
+    now_ms = int(wall_clock() * 1000)
+    statements = []
+    for number in range(1000, 1000 + count):
+        who = identity(number)
+        sim.fabric.node(who.peer_id)
+        sim.fabric.freeze(who.peer_id)
+        said = Announcement(
+            who.peer_id,
+            now_ms,
+            now_ms + 600_000,
+            sim.record.id,
+            "serving",
+            Span(HALF, N_BLOCKS),
+            FAST,
+            10 * FAST,
+            1 << 20,
+        )
+        statements.append(sign_announcement(who, said))
+    for body in told(sim, statements):
+        await hostile.network.call(victim.peer, "swarm.tell", body, timeout_s=5)
+
+
+@pytest.mark.xfail(strict=True, reason="H-7: placement counts announced members before anybody has met them")
+async def test_a_newcomer_fills_the_hole_that_made_up_members_claim_to_serve(autojump_clock: MockClock) -> None:
+    """A member tells a newcomer of 64 made-up holders of the second half: the newcomer takes that half nevertheless."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        victim, mate, hostile = await sim.grow(3)
+        for node in (mate, hostile):
+            serving(node, Span(0, HALF))
+        await trio.sleep(5)
+        await tell_of_ghosts(sim, hostile, victim, 64)
+        spec = NodeSpec(victim.number, HALF, SLOW, load_s=1.0, place=(0.0, 0.0))
+        nursery.start_soon(SimHosting(victim.network, victim.swarm, spec, lambda state, why: None).run)
+        await sim.until(lambda: victim.swarm.own.serves, 10)
+        assert victim.swarm.own.span == Span(HALF, N_BLOCKS)
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.xfail(strict=True, reason="H-7: routes go through announced members before anybody has met them")
+async def test_a_route_goes_through_members_that_were_met_alone(autojump_clock: MockClock) -> None:
+    """A member tells of made-up holders ten times as fast as the real one: the route still takes the real one."""
+    async with open_sim() as sim:
+        victim, mate, hostile = await sim.grow(3)
+        serving(mate, Span(0, HALF))
+        serving(hostile, Span(HALF, N_BLOCKS))
+        await trio.sleep(5)
+        await tell_of_ghosts(sim, hostile, victim, 4)
+        demand = Demand(Span(0, N_BLOCKS), tokens=10)
+        route = find_route(victim.swarm.announcements(), demand, lambda a, b: 0.01)
+        assert [hop.peer for hop in route] == [mate.peer, hostile.peer]
