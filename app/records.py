@@ -42,6 +42,7 @@ MAX_RTTS = 12
 
 _TAIL_CHARS = 8
 _RTT_UNITS_PER_S = 10_000
+MAX_DEVICE_CHARS = 32
 _MAX_RTT_S = 60.0
 _MAX_SPEED = 1e9
 _MAX_TOKENS = 2**48
@@ -158,7 +159,7 @@ def sign_announcement(identity: Identity, said: Announcement) -> bytes:
         "busy": round(said.busy, 2),
         "dtype": "" if said.dtype == "f32" else said.dtype,
         "quant": "" if said.quantisation == "none" else said.quantisation,
-        "device": "" if said.device == "cpu" else said.device,
+        "device": "" if said.device == "cpu" else _announced_device(said.device),
         "name": said.name,
         "addrs": [address.removesuffix(f"/p2p/{said.peer}") for address in said.addresses],
         "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in said.rtts},
@@ -172,6 +173,11 @@ def sign_announcement(identity: Identity, said: Announcement) -> bytes:
         sequence=said.sequence,
         expires_at_ms=said.expires_at_ms,
     )
+
+
+def _announced_device(name: str) -> str:
+    """A device's name as its driver gives it, cut to what an announcement may carry."""
+    return "".join(character for character in name if character.isprintable())[:MAX_DEVICE_CHARS]
 
 
 def sign_suspicion(identity: Identity, swarm: str, accused: str, number: int, *, sequence: int) -> bytes:
@@ -218,7 +224,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         prefill_tokens_per_s=fields.number("prefill", 0, _MAX_SPEED, 0.0),
         kv_free_tokens=fields.integer("kv", 0, _MAX_TOKENS, 0),
         quantisation=_printable(fields, "quant", 16, "none"),
-        device=_printable(fields, "device", 32, "cpu"),
+        device=_printable(fields, "device", MAX_DEVICE_CHARS, "cpu"),
         name=_printable(fields, "name", 32, ""),
         addresses=_addresses(fields, peer),
         app_version=_printable(fields, "app", 32, ""),

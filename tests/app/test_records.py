@@ -106,6 +106,16 @@ def test_impossible_round_trip_times_are_refused(rtt: Any) -> None:
         read_announcement(announced(payload), now_ms=NOW)
 
 
+@pytest.mark.parametrize(
+    "device", ["NVIDIA GeForce RTX 4090 Laptop GPU", "Intel(R) Xeon(R) Processor @ 2.50GHz (2 cores)", "a\x1b[31mcard\n"]
+)
+def test_any_device_name_can_be_announced(device: str) -> None:
+    raw = sign_announcement(ALICE, dataclasses.replace(TYPICAL, device=device))
+    heard = read_announcement(raw, now_ms=NOW).device
+    assert heard.isprintable()
+    assert heard[:8] == "".join(character for character in device if character.isprintable())[:8]
+
+
 def test_a_client_says_next_to_nothing() -> None:
     client = Announcement(ALICE.peer_id, NOW, NOW + 1000, SWARM, "client")
     raw = sign_announcement(ALICE, client)
