@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.benchmark import Throughput, measure_span
 from engine.budget import Allowance, BlockBudget, Precision, default_headroom, int8_weights, plan_blocks
 from engine.config import ModelConfig
-from engine.device import Device, find_device, probe_devices
-from engine.dtypes import pick_dtype
-from engine.linear import cpu_products
-from engine.measure import Throughput, measure_span
-from engine.runner import SessionRunner
+from engine.device.dtypes import pick_dtype
+from engine.device.probe import Device, find_device, probe_devices
+from engine.model.linear import cpu_products
+from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
+from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
-from engine.span import LoadProgress, SpanOptions, SpanRunner, load_span
 
 
 @dataclass(frozen=True)

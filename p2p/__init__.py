@@ -41,6 +41,6 @@ or a reset. Pings, credits, opens and errors travel as control.
 Flow: a message weighs its body and 256 bytes. A side may send on a stream while what it sent and was not credited fits
 4 MiB with the new message, or is below 2 MiB (so that a message larger than the window can pass); a reader gives credit
 whenever it has consumed 2 MiB. Calls have no window: what a peer has under way is bounded by the other side's quotas
-(`p2p.limits`), over which it is answered `busy` at its first chunk; it need not send the rest. Answers that wait to be
-read count too, and a side that does not take one chunk within a minute loses the link.
+(`p2p.link.quota`), over which it is answered `busy` at its first chunk; it need not send the rest. Answers that wait to
+be read count too, and a side that does not take one chunk within a minute loses the link.
 """

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from .errors import P2PError
+from p2p.errors import P2PError
 
 MAX_ADDRESS_CHARS = 512
 MAX_ADDRESSES_PER_PEER = 16

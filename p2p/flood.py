@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .errors import ProtocolError
+from p2p.errors import ProtocolError
 
 
 class FloodGuard:

@@ -1,7 +1,7 @@
 """What differs between POSIX and Windows: private files, locks between processes, asking a process to stop.
 
 Every function works on both; where a system lacks the thing itself the nearest one is used and the docstring says
-which. Nothing here knows peers, swarms or what the files mean; socket options are in `p2p.sockopts`.
+which. Nothing here knows peers, swarms or what the files mean; socket options are in `p2p.sockets`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ FORBIDDEN = {
     "app": ("tests", "transformers", "peft"),
 }
 # `ui` knows the API's client, the values that it speaks of, and nothing else of the application.
-UI_MAY_USE = ("app.client", "app.snapshot", "app.errors")
+UI_MAY_USE = ("app.api.client", "app.snapshot", "app.core.errors")
 # Of the application, only the command line starts the dashboard.
 MAY_USE_UI = "app.cli"
 
@@ -79,19 +79,19 @@ def test_imports_follow_the_arrows(package: str) -> None:
 @pytest.mark.parametrize(
     ("package", "module", "source", "wrong"),
     [
-        ("engine", "engine.block", "def f():\n    import trio", True),
-        ("engine", "engine.block", "from app import session", True),
-        ("engine", "engine.block", "import torch", False),
-        ("p2p", "p2p.node", "from torch import nn", True),
-        ("p2p", "p2p.node", "import importlib\nimportlib.import_module('engine.block')", True),
-        ("p2p", "p2p.node", "import torchaudio_is_another_package", False),
-        ("ui", "ui.screens.chat", "from app.client import Client", False),
-        ("ui", "ui.screens.chat", "from app import client", False),
-        ("ui", "ui.screens.chat", "from app.node import Node", True),
+        ("engine", "engine.model.block", "def f():\n    import trio", True),
+        ("engine", "engine.model.block", "from app import session", True),
+        ("engine", "engine.model.block", "import torch", False),
+        ("p2p", "p2p.network", "from torch import nn", True),
+        ("p2p", "p2p.network", "import importlib\nimportlib.import_module('engine.model.block')", True),
+        ("p2p", "p2p.network", "import torchaudio_is_another_package", False),
+        ("ui", "ui.screens.chat", "from app.api.client import Client", False),
+        ("ui", "ui.screens.chat", "from app.api import client", False),
+        ("ui", "ui.screens.chat", "from app.node.node import Node", True),
         ("ui", "ui.screens.chat", "from ..theme import colours", False),
         ("ui", "ui.screens.chat", "from ...app import node", True),
-        ("app", "app.node", "import ui", True),
-        ("app", "app.cli.dashboard", "from ui.dashboard import Dashboard", False),
+        ("app", "app.node.node", "import ui", True),
+        ("app", "app.cli.dashboard", "from ui.app import Dashboard", False),
     ],
 )
 def test_a_breach_is_seen(package: str, module: str, source: str, wrong: bool) -> None:
@@ -108,11 +108,10 @@ def loaded_by(code: str) -> set[str]:
 LIGHT_STARTS = {
     "the dashboard": "\n".join(f"import {module}" for module, _ in modules_of("ui") if not module.endswith("__main__")),
     "shoal --help": "import app.cli, contextlib\nwith contextlib.suppress(SystemExit): app.cli.main(['--help'])",
-    "shoal alone": "import app.cli.dashboard, ui.dashboard, ui.overview",
+    "shoal alone": "import app.cli.dashboard, ui.app, ui.screens.overview",
+    "the API's client": "import app.api.client",
     "a failure": "from app.cli.failures import explain; explain(OSError(28, 'full'))",
 }
-if (ROOT / "app" / "client.py").exists() or (ROOT / "app" / "client").exists():
-    LIGHT_STARTS["the API's client"] = "import app.client"
 
 
 @pytest.mark.parametrize("start", LIGHT_STARTS)

@@ -15,15 +15,15 @@ from textual.screen import Screen
 from textual.theme import Theme
 from textual.widget import Widget
 
-from ui.conversations import FILE, Conversations, ConversationsError
-from ui.figures import duration, plural
-from ui.ink import clean
-from ui.node_rows import RULES
-from ui.palette import THEMES
-from ui.wording import pill, reason
+from ui.draw.node import RULES
+from ui.draw.numbers import duration, plural
+from ui.draw.rows import clean
+from ui.draw.state_line import pill, reason
+from ui.draw.theme import THEMES
+from ui.state.conversations import FILE, Conversations, ConversationsError
 
 if TYPE_CHECKING:
-    from ui.dashboard import Dashboard
+    from ui.app import Dashboard
 
 PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
 _RESTING = ("paused", "draining")
@@ -65,7 +65,7 @@ def resume(app: Dashboard) -> None:
 
 def drain(app: Dashboard) -> None:
     """Let sessions finish, then host nothing, once the person is sure."""
-    from ui.dialogs import Question
+    from ui.widgets.dialogs import Question
 
     def answered(sure: bool | None) -> None:
         if sure:
@@ -79,7 +79,7 @@ def drain(app: Dashboard) -> None:
 
 def join(app: Dashboard) -> None:
     """Ask for a name or an invite, and go there."""
-    from ui.dialogs import Line
+    from ui.widgets.dialogs import Line
 
     def answered(target: str | None) -> None:
         if target:
@@ -92,7 +92,7 @@ def join(app: Dashboard) -> None:
 
 def create(app: Dashboard) -> None:
     """Ask for a name and a model, and found a swarm."""
-    from ui.dialogs import Line
+    from ui.widgets.dialogs import Line
 
     def named(name: str | None) -> None:
         if name:
@@ -118,7 +118,7 @@ def _joined(app: Dashboard, told: Any) -> None:
 
 def leave_swarm(app: Dashboard) -> None:
     """Forget the active swarm, once the person is sure."""
-    from ui.dialogs import Question
+    from ui.widgets.dialogs import Question
 
     known = app.store.snapshot
     if known is None or known.swarm is None:
@@ -135,7 +135,7 @@ def leave_swarm(app: Dashboard) -> None:
 
 def stop_node(app: Dashboard, *, leave: bool = False) -> None:
     """End the node too, once the person is sure; and the dashboard with it where that is wished."""
-    from ui.dialogs import Question
+    from ui.widgets.dialogs import Question
 
     def stopping(told: Any) -> None:
         if leave:
@@ -153,7 +153,7 @@ def stop_node(app: Dashboard, *, leave: bool = False) -> None:
 
 def why(app: Dashboard) -> None:
     """Why the node is as it is, with all that is known of it."""
-    from ui.dialogs import Facts
+    from ui.widgets.dialogs import Facts
 
     store = app.store
     words, _ = pill(store.link, store.snapshot, store.now())
@@ -180,14 +180,14 @@ def _rule(enabled: bool, available: bool, text: str) -> str:
 
 def cap(app: Dashboard, steps: int) -> None:
     """Move the memory cap."""
-    from ui.cap import offer_cap
+    from ui.screens.memory_cap import offer_cap
 
     if app.store.snapshot is not None:
         offer_cap(app, app.store.snapshot, steps)
 
 
 def _unban(app: Dashboard) -> None:
-    from ui.bans import offer_unban
+    from ui.screens.bans import offer_unban
 
     offer_unban(app)
 
@@ -203,7 +203,7 @@ def panels_of(screen: Screen[Any]) -> list[Widget]:
 
 def help_for(app: Dashboard) -> None:
     """The focused panel first, then the keys that work now."""
-    from ui.dialogs import Help
+    from ui.widgets.dialogs import Help
 
     screen = app.screen
     focused = screen.focused
@@ -220,7 +220,7 @@ def help_for(app: Dashboard) -> None:
 
 def commands(app: Dashboard) -> Iterable[SystemCommand]:
     """The palette: what can be done now, and what can be looked at."""
-    from ui.frame import TABS
+    from ui.screens.frame import TABS
 
     for name in TABS:
         yield SystemCommand(f"Go to {name}", f"The {name} screen", lambda name=name: app.action_go(name))

@@ -1,9 +1,9 @@
 """The control API: HTTP and server-sent events on loopback, for the command line, the dashboard and other programs.
 
     GET  /healthz           200 while the process answers; the one route without a token
-    GET  /metrics           for Prometheus (`app.metrics`)
+    GET  /metrics           for Prometheus (`app.api.metrics`)
     GET  /v1/models         OpenAI's endpoint, with POST /v1/chat/completions and /v1/completions (`app.api.openai`)
-    GET  /api/snapshot      everything at once (`app.snapshot.Snapshot`)
+    GET  /api/snapshot      everything at once (`app.snapshot.views.Snapshot`)
     GET  /api/events        server-sent events: `snapshot` at once and after each change, `note` for what happened
     GET  /api/status, /api/peers, /api/blocks, /api/sessions, /api/swarms, /api/id, /api/doctor
     GET  /api/config        every setting; PUT /api/config/NAME {"value": text or null} changes one

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.config import Config
-from app.doctor import Check
-from app.feed import Feed
-from app.invite import Invite
-from app.replying import ReplyRequest
-from app.settings import Value
-from app.snapshot import CourtesyView, ProspectsView, Snapshot, SwarmView
+from app.api.event_log import Feed
+from app.asker.reply_service import ReplyRequest
+from app.config.file import Config
+from app.config.settings import Value
+from app.snapshot.views import CourtesyView, ProspectsView, Snapshot, SwarmView
+from app.swarm.invite import Invite
+from app.system.doctor import Check
 
 
 @dataclass(frozen=True)

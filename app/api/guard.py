@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 
 from app.api import failures, openai_errors
-from app.reason import Reason, because
+from app.core.reasons import Reason, because
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

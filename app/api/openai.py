@@ -20,8 +20,8 @@ from app.api.control import Control
 from app.api.openai_errors import PREFIX, Refusal, status_and_body, told
 from app.api.openai_fields import ChatCompletion, TextCompletion
 from app.api.streaming import OURS, Streamed
-from app.replying import ReplyRequest
-from app.snapshot import Snapshot
+from app.asker.reply_service import ReplyRequest
+from app.snapshot.views import Snapshot
 
 Pieces = AsyncGenerator[dict[str, Any], None]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from app.asker import PromptTooLong
-from app.errors import AppError, RecordError, UsageError
-from app.reason import Reason, because
-from app.routing import NoRoute
-from app.troubles import reason_of
+from app.asker.asker import PromptTooLong
+from app.core.errors import AppError, RecordError, UsageError
+from app.core.reasons import Reason, because
+from app.core.troubles import reason_of
+from app.routing.search import NoRoute
 from engine.errors import EngineError
 from p2p.errors import P2PError
 

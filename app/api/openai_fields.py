@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.replying import ReplyRequest
-from app.routing import MAX_PRIVATE_BLOCKS
+from app.asker.reply_service import ReplyRequest
+from app.routing.search import MAX_PRIVATE_BLOCKS
 
 DEFAULT_MAX_TOKENS = 512
 _MAX_TEXT = 2**19

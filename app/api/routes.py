@@ -13,14 +13,14 @@ from app.api import failures, openai
 from app.api.control import Control, Joining
 from app.api.events import stream
 from app.api.guard import Application, Guard
+from app.api.metrics import MEDIA_TYPE, exposition
 from app.api.streaming import Streamed, json_lines
-from app.logs import RECENT
-from app.metrics import MEDIA_TYPE, exposition
-from app.pausing import LONGEST_S
-from app.replying import ReplyRequest
-from app.routing import MAX_PRIVATE_BLOCKS
-from app.settings import SETTINGS
-from app.snapshot import coverage, facts, status_facts
+from app.asker.reply_service import ReplyRequest
+from app.config.settings import SETTINGS
+from app.courtesy.pause import LONGEST_S
+from app.routing.search import MAX_PRIVATE_BLOCKS
+from app.snapshot.views import coverage, facts, status_facts
+from app.system.logs import RECENT
 
 _MAX_TEXT = 4096
 _MAX_PROMPT = 2**19

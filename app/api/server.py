@@ -15,7 +15,7 @@ from hypercorn.config import Config as ServerConfig
 from hypercorn.trio import serve as serve_forever
 
 from app.api.guard import Application
-from app.errors import AppError
+from app.core.errors import AppError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus

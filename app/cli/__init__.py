@@ -51,7 +51,7 @@ def provide_streams() -> None:
 
 def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
     """Run the chosen command, or the dashboard when none was chosen."""
-    from app.places import home_folder
+    from app.config.places import home_folder
 
     arguments.home = home_folder(getattr(arguments, "home", None))
     chosen: Command | None = arguments.command

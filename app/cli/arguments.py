@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from app.units import parse_duration, parse_size
+from app.core.units import parse_duration, parse_size
 
 
 def size_argument(text: str) -> int:

@@ -10,8 +10,8 @@ from app.cli.chat import load_model
 from app.cli.command import Command, print_json
 
 if TYPE_CHECKING:
-    from app.client import Client
-    from app.snapshot import RouteView, Snapshot
+    from app.api.client import Client
+    from app.snapshot.views import RouteView, Snapshot
 
 _PROMPT = "Tell me a story about the sea."
 _TOKENS = 64  # hops tell their pace every 16 tokens
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     """Measure the running node's route, or a whole model in this process."""
-    from app.client import running_client
+    from app.api.client import running_client
 
     client = running_client(arguments.home)
     if client is not None and arguments.model is None and arguments.device is None:
@@ -103,7 +103,7 @@ def _ms(seconds: float | None) -> str:
 
 def bench_here(name: str, device: str | None, *, as_json: bool) -> int:
     """Load a whole model and time its blocks."""
-    from engine.measure import measure_span
+    from engine.benchmark import measure_span
 
     model = load_model(name, device)
     throughput = measure_span(model.span)

@@ -13,11 +13,11 @@ from app.cli.chat_swarm import swarm_conversation
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
 from app.cli.terminal import harmless
-from app.errors import UsageError
+from app.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from engine.local import LocalModel, Reply
-    from engine.reply import ReplySettings
+    from engine.local_model import LocalModel, Reply
+    from engine.text.reply import ReplySettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +64,8 @@ def local_conversation(arguments: argparse.Namespace) -> Conversation:
 
 def reply_settings(arguments: argparse.Namespace) -> ReplySettings:
     """The reply's settings from the command line, with a seed of the moment where none was given."""
-    from engine.reply import ReplySettings
-    from engine.sampler import Sampling
+    from engine.text.reply import ReplySettings
+    from engine.text.sampler import Sampling
 
     seed = time.time_ns() if arguments.seed is None else arguments.seed
     sampling = Sampling(
@@ -78,10 +78,10 @@ def load_model(name: str, device_name: str | None) -> LocalModel:
     """Open and load a whole model on a device, with progress on stderr."""
     import torch
 
-    from app.places import cache_folder
-    from engine.device import find_device, probe_devices
-    from engine.dtypes import pick_dtype
-    from engine.local import load_local, local_options
+    from app.config.places import cache_folder
+    from engine.device.dtypes import pick_dtype
+    from engine.device.probe import find_device, probe_devices
+    from engine.local_model import load_local, local_options
     from engine.sources.opening import open_source
 
     device = find_device(device_name, probe_devices())

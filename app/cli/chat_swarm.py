@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import print_json
 from app.cli.terminal import harmless
-from app.errors import NotRunning
+from app.core.errors import NotRunning
 
 if TYPE_CHECKING:
-    from app.client import Client
+    from app.api.client import Client
 
 
 class SwarmConversation:
@@ -38,7 +38,7 @@ class SwarmConversation:
 
 def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
     """A conversation with what the command line says of it; without a node, the ways to have one."""
-    from app.client import running_client
+    from app.api.client import running_client
 
     client = running_client(arguments.home)
     if client is None:

@@ -30,7 +30,7 @@ def run_config(arguments: argparse.Namespace) -> int:
     """Read or change settings, through the running node where there is one."""
     if arguments.action == "list":
         return _print_all(_settings(arguments), arguments)
-    from app.config import setting_named
+    from app.config.file import setting_named
 
     name = setting_named(arguments.name).name
     if arguments.action != "get":
@@ -46,29 +46,29 @@ def run_config(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from app.client import running_client
+    from app.api.client import running_client
 
     client = running_client(arguments.home)
     if client is not None:
         answer: list[dict[str, Any]] = client.get("/api/config")
         return answer
-    from app.config import load_config
-    from app.home import Home
-    from app.settings import SETTINGS
+    from app.config.file import load_config
+    from app.config.home import Home
+    from app.config.settings import SETTINGS
 
     config = load_config(Home(arguments.home).config_file, os.environ)
     return [config.facts(name) for name in SETTINGS]
 
 
 def _change(arguments: argparse.Namespace, name: str, value: str | None) -> None:
-    from app.client import running_client
+    from app.api.client import running_client
 
     client = running_client(arguments.home)
     if client is not None:
         client.set_config(name, value)
         return
-    from app.config import set_value, unset
-    from app.home import Home
+    from app.config.file import set_value, unset
+    from app.config.home import Home
 
     home = Home.open(arguments.home)
     if value is None:
@@ -98,7 +98,7 @@ def _shown(value: Any) -> str:
 def _note(facts: dict[str, Any], arguments: argparse.Namespace) -> str:
     if facts["origin"] in ("environment", "flag"):
         return f"  (the file is changed, but the {facts['origin']} goes before it)"
-    from app.client import running_client
+    from app.api.client import running_client
 
     if facts["live"] or running_client(arguments.home) is None:
         return ""

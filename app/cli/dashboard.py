@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.errors import HomeError, UsageError
+from app.core.errors import HomeError, UsageError
 
 if TYPE_CHECKING:
-    from app.client import Client
+    from app.api.client import Client
 
 START_LOG = "start.log"
 _MAX_LAST_WORDS = 4096
@@ -30,7 +30,7 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
         if elsewhere is not None:
             raise UsageError("--node shows the dashboard, which needs a terminal")
         return _serve(arguments.home)
-    from ui.dashboard import Dashboard
+    from ui.app import Dashboard
 
     door = HomeDoor(arguments.home) if elsewhere is None else UrlDoor(elsewhere, arguments.home)
     dashboard = Dashboard(door, folder=arguments.home)
@@ -50,7 +50,7 @@ def _serve(home: Path) -> int:
 
 
 class HomeDoor:
-    """The node of a home folder; satisfies `ui.follow.Door`."""
+    """The node of a home folder; satisfies `ui.state.follower.Door`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,7 +59,7 @@ class HomeDoor:
 
     def client(self) -> Client:
         """The running node's client."""
-        from app.client import client_of
+        from app.api.client import client_of
 
         client = client_of(self.folder)
         self._was_reached = True
@@ -85,8 +85,8 @@ class HomeDoor:
 
     def start(self) -> None:
         """Start a node unless one runs."""
-        from app.client import running_client
-        from app.home import Home
+        from app.api.client import running_client
+        from app.config.home import Home
 
         if running_client(self.folder) is not None or (self.process is not None and self.process.poll() is None):
             return
@@ -111,15 +111,15 @@ class HomeDoor:
 
 
 class UrlDoor:
-    """A node elsewhere; satisfies `ui.follow.Door`."""
+    """A node elsewhere; satisfies `ui.state.follower.Door`."""
 
     def __init__(self, url: str, home: Path) -> None:
         self._url, self._home = url, home
 
     def client(self) -> Client:
         """Its client, with the token of `SHOAL_TOKEN` or of the home folder."""
-        from app.client import Client
-        from app.home import Home, api_token
+        from app.api.client import Client
+        from app.config.home import Home, api_token
 
         return Client(self._url, os.environ.get("SHOAL_TOKEN") or api_token(Home(self._home)))
 

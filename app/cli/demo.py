@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.terminal import harmless
-from app.errors import UsageError
+from app.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from app.demo import DemoSwarm, Place
+    from app.cli.demo_swarm import DemoSwarm, Place
 
 PROMPT = "Explain in a few sentences how a school of fish stays together."
 SHARE = 2 / 3  # of the model that each node has room for: no one holds all of it, any two can
@@ -42,7 +42,7 @@ class Outcome:
 
 def run_demo(arguments: argparse.Namespace) -> int:
     """Show a swarm that survives."""
-    from app.demo import choose_asker, open_demo
+    from app.cli.demo_swarm import choose_asker, open_demo
 
     if arguments.max_tokens < MIN_TOKENS:
         raise UsageError(f"--max-tokens: at least {MIN_TOKENS} are needed to see anything happen")
@@ -62,7 +62,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
 def set_up(swarm: DemoSwarm, model: str, stage: Stage) -> tuple[str, int]:
     """Found the swarm and start its nodes: the model that it became, and how many blocks that has."""
-    from app.demo import DemoFailed, memory_for
+    from app.cli.demo_swarm import DemoFailed, memory_for
 
     stage.say(f"Founding a swarm of the model {model} ...")
     try:

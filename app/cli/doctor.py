@@ -16,9 +16,9 @@ from app.cli.arguments import size_argument
 from app.cli.command import Command, print_json
 
 if TYPE_CHECKING:
-    from app.doctor import Check
+    from app.system.doctor import Check
     from engine.config import ModelConfig
-    from engine.device import Device
+    from engine.device.probe import Device
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,12 +59,12 @@ def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
     """Write the zip; returns what is in it."""
     import importlib.metadata
 
-    from app.client import running_client
-    from app.config import load_config
-    from app.doctor_bundle import about, write_bundle
-    from app.errors import AppError
-    from app.home import Home
-    from app.settings import SETTINGS
+    from app.api.client import running_client
+    from app.config.file import load_config
+    from app.config.home import Home
+    from app.config.settings import SETTINGS
+    from app.core.errors import AppError
+    from app.system.bug_report import about, write_bundle
 
     home = Home(arguments.home)
     told: dict[str, Any] = {
@@ -85,9 +85,9 @@ def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
 
 def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
     """All checks of this machine; the devices that were found are added to `devices`."""
-    from app.doctor import check_driver, check_python, disk_of
-    from app.places import cache_folder
-    from engine.sensors import driver_version, nvidia_cards
+    from app.config.places import cache_folder
+    from app.system.doctor import check_driver, check_python, disk_of
+    from engine.device.sensors import driver_version, nvidia_cards
 
     yield check_python(sys.version_info[:3], f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield disk_of(cache_folder())
@@ -99,11 +99,11 @@ def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Ch
 
 def examine_home(folder: Path) -> Iterator[Check]:
     """The lines about the settings, and about the sensors that courtesy rules need."""
-    from app.config import load_config
-    from app.doctor import check_sensor, check_settings
-    from app.errors import AppError
-    from app.home import Home
-    from app.settings import Settings
+    from app.config.file import load_config
+    from app.config.home import Home
+    from app.config.settings import Settings
+    from app.core.errors import AppError
+    from app.system.doctor import check_sensor, check_settings
 
     path = Home(folder).config_file
     try:
@@ -113,8 +113,8 @@ def examine_home(folder: Path) -> Iterator[Check]:
     except AppError as error:
         settings = Settings()
         yield check_settings(path, (), str(error))
+    from app.config.places import cache_folder
     from app.courtesy.watch import look_once
-    from app.places import cache_folder
 
     for rule, view in look_once(settings, cache_folder()):
         yield check_sensor(view, rule.setting)
@@ -122,7 +122,7 @@ def examine_home(folder: Path) -> Iterator[Check]:
 
 def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
     """The lines about torch and what it can compute on."""
-    from app.doctor import check_torch, examine_machine
+    from app.system.doctor import check_torch, examine_machine
 
     try:
         import torch
@@ -130,7 +130,7 @@ def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Ite
         yield check_torch(None, str(error))
         return
     yield check_torch(f"{torch.__version__} with {torch.get_num_threads()} threads")
-    from engine.device import probe_devices
+    from engine.device.probe import probe_devices
 
     devices += probe_devices()
     yield from examine_machine(devices, wanted_models(arguments.model), arguments.max_vram)
@@ -138,12 +138,12 @@ def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Ite
 
 def examine_network(folder: Path) -> Iterator[Check]:
     """The lines about the network: of the running node, or what can be said without one."""
-    from app.client import running_client
-    from app.config import load_config
-    from app.doctor import Check
-    from app.doctor_network import resting_checks
-    from app.errors import AppError
-    from app.home import Home, read_sequence
+    from app.api.client import running_client
+    from app.config.file import load_config
+    from app.config.home import Home, read_sequence
+    from app.core.errors import AppError
+    from app.system.doctor import Check
+    from app.system.doctor_network import resting_checks
     from p2p.addresses import parse_address
 
     try:
@@ -164,7 +164,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
 def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
     """The shapes of the models to size the devices for: the named one, or every whole one in the cache."""
     from app.cli.models import cached_models
-    from app.places import cache_folder
+    from app.config.places import cache_folder
     from engine.errors import SourceError
     from engine.sources.opening import BUILT_IN, open_source
 

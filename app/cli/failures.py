@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from app.errors import AppError
+from app.core.errors import AppError
 from engine.errors import EngineError
 from p2p.errors import P2PError
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from app.cli.command import Command, print_json
-from app.errors import HomeError, UsageError
+from app.core.errors import HomeError, UsageError
 
 VARIABLE = "SHOAL_PASSPHRASE"
 _MAX_PASSPHRASE = 1024
@@ -44,7 +44,7 @@ def run_id(arguments: argparse.Namespace) -> int:
 
 def show_identity(arguments: argparse.Namespace) -> tuple[str, str]:
     """The peer id; a home folder that has none gets one now, for it is what others know the node by."""
-    from app.home import Home
+    from app.config.home import Home
     from p2p.identity import load_or_create
 
     peer_id = load_or_create(Home.open(arguments.home).key_file).peer_id
@@ -53,7 +53,7 @@ def show_identity(arguments: argparse.Namespace) -> tuple[str, str]:
 
 def export_to(arguments: argparse.Namespace) -> tuple[str, str]:
     """Write the sealed identity to a new file."""
-    from app.home import Home
+    from app.config.home import Home
     from p2p.identity import export_identity, load_or_create
     from p2p.platform import create_private
 
@@ -68,7 +68,7 @@ def export_to(arguments: argparse.Namespace) -> tuple[str, str]:
 
 def import_from(arguments: argparse.Namespace) -> tuple[str, str]:
     """Make the identity of an export file this home's own."""
-    from app.home import Home, hold
+    from app.config.home import Home, hold
     from p2p.identity import import_identity, key_file, load
     from p2p.platform import write_private
 

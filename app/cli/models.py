@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 from app.cli.progress import ProgressBar
 from app.cli.terminal import harmless
-from app.errors import UsageError
-from app.units import format_size
+from app.core.errors import UsageError
+from app.core.units import format_size
 
 if TYPE_CHECKING:
-    from app.weights.verifying import Checked
+    from app.weights.verify import Checked
     from engine.sources.base import ModelSource
 
 
@@ -83,8 +83,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def verified_models() -> list[ModelFacts]:
     """Every model after all its bytes were read again; whatever is wrong with one is its `error`."""
-    from app.places import cache_folder
-    from app.weights.verifying import bytes_to_read, verify
+    from app.config.places import cache_folder
+    from app.weights.verify import bytes_to_read, verify
     from engine.errors import EngineError
     from engine.sources.starter import NAME as STARTER
     from engine.sources.starter import verify_starter
@@ -112,8 +112,8 @@ def verified_models() -> list[ModelFacts]:
 
 def models_from_peers() -> list[ModelFacts]:
     """The models whose parts came from peers."""
-    from app.places import cache_folder
-    from app.weights.verifying import models_by_manifest
+    from app.config.places import cache_folder
+    from app.weights.verify import models_by_manifest
 
     cache = cache_folder()
     return [_from_manifest(model, str(cache / "parts")) for model in models_by_manifest(cache) if model.source is None]
@@ -136,7 +136,7 @@ def _from_manifest(model: Checked, folder: str) -> ModelFacts:
 
 def run_pull(arguments: argparse.Namespace) -> int:
     """Fetch a model into the cache, unless it is there."""
-    from app.places import cache_folder
+    from app.config.places import cache_folder
     from engine.sources.opening import BUILT_IN, fetch_source
 
     name: str = arguments.model
@@ -154,7 +154,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
 
 def cached_models() -> list[tuple[ModelFacts, ModelSource | None]]:
     """The models in the cache, with the opened source of each that is whole."""
-    from app.places import cache_folder
+    from app.config.places import cache_folder
     from engine.errors import EngineError
     from engine.sources.opening import list_cached, open_source
     from engine.sources.starter import NAME as STARTER

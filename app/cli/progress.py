@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from app.units import format_size
+from app.core.units import format_size
 
 _WIDTH = 30
 _REDRAW_S = 0.1

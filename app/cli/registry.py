@@ -11,7 +11,7 @@ GROUPS: tuple[str, ...] = (
     "serve",
     "swarms",
     "status",
-    "resting",
+    "pause",
     "chat",
     "demo",
     "models",

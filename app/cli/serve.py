@@ -12,9 +12,9 @@ from app.cli.arguments import size_argument
 from app.cli.command import Command
 
 if TYPE_CHECKING:
-    from app.config import Config
-    from app.home import Home
-    from app.snapshot import Snapshot
+    from app.config.file import Config
+    from app.config.home import Home
+    from app.snapshot.views import Snapshot
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run the node until it is asked to stop."""
     from app.cli.swarms import INVITE_VARIABLE, read_target
-    from app.home import Home, hold
-    from app.joining import remembered_target
-    from app.logs import start_logging
-    from app.remembered import load
+    from app.config.home import Home, hold
+    from app.joining.targets import remembered_target
+    from app.swarm.saved import load
+    from app.system.logs import start_logging
 
     wanted = arguments.join if arguments.join is not None or INVITE_VARIABLE in os.environ else ""
     target = read_target(wanted) if wanted != "" else None
@@ -64,8 +64,8 @@ def live(home: Home, config: Config, target: str | None) -> None:
         log.warning("%s: there is no setting %r; the line is ignored", home.config_file, name)
     import trio
 
-    from app.node import Node
-    from app.places import cache_folder
+    from app.config.places import cache_folder
+    from app.node.node import Node
     from p2p.platform import keep_freed_memory
 
     # The loop must get its turn soon beside the threads that compute: the default costs it 5 ms each time.
@@ -94,7 +94,7 @@ def bind_threads() -> None:
 
 def configure(home: Home, arguments: argparse.Namespace) -> Config:
     """The settings in force: the file, which is written or migrated first, the environment, and the flags."""
-    from app.config import ensure_file, load_config, migrate, setting_named
+    from app.config.file import ensure_file, load_config, migrate, setting_named
 
     kept = migrate(home.config_file)
     if kept is not None:

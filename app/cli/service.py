@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 
 if TYPE_CHECKING:
-    from app.service import Plan
+    from app.system.service import Plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_service(arguments: argparse.Namespace) -> int:
     """Install, remove or look at the service of this home folder."""
-    from app import service
+    from app.system import service
 
     plan = plan_here(arguments.home)
     said = ""
@@ -54,14 +54,14 @@ def run_service(arguments: argparse.Namespace) -> int:
 
 def plan_here(home: Path) -> Plan:
     """How this system would start this home's node."""
-    from app.service import plan_for, service_of
+    from app.system.service import plan_for, service_of
 
     return plan_for(service_of(home, os.environ), sys.platform, Path.home())
 
 
 def _warn_of_variables() -> None:
     """Settings of this shell alone do not reach a service, and secrets must not."""
-    from app.settings import SETTINGS
+    from app.config.settings import SETTINGS
 
     lost = [setting.variable for setting in SETTINGS.values() if setting.variable in os.environ]
     if lost:

@@ -14,7 +14,7 @@ _DAYS, _PEERS = 7, 10  # of what was given and got, in `status --json`
 
 def run_status(arguments: argparse.Namespace) -> int:
     """Print what the node does."""
-    from app.client import client_of
+    from app.api.client import client_of
 
     status = client_of(arguments.home).get("/api/status")
     if arguments.json:
@@ -27,8 +27,8 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 def _history(folder: Path) -> dict[str, Any]:
     """What was given and got by day and by peer, from the file that the node writes every few seconds."""
-    from app.home import Home
-    from app.statistics import read_days, read_peers
+    from app.config.home import Home
+    from app.node.statistics import read_days, read_peers
 
     file = Home(folder).statistics_file
     days = [{"day": day, **sums._asdict()} for day, sums in read_days(file, _DAYS)]
@@ -37,7 +37,7 @@ def _history(folder: Path) -> dict[str, Any]:
 
 def run_peers(arguments: argparse.Namespace) -> int:
     """Print the other members of the swarm."""
-    from app.client import client_of
+    from app.api.client import client_of
 
     client = client_of(arguments.home)
     peers = client.get("/api/peers")
@@ -53,7 +53,7 @@ def run_peers(arguments: argparse.Namespace) -> int:
 
 def run_blocks(arguments: argparse.Namespace) -> int:
     """Print for every block who serves it."""
-    from app.client import client_of
+    from app.api.client import client_of
 
     blocks = client_of(arguments.home).get("/api/blocks")
     if arguments.json:
@@ -78,7 +78,7 @@ def coverage_lines(blocks: list[dict[str, Any]]) -> list[str]:
 
 def run_sessions(arguments: argparse.Namespace) -> int:
     """Print what is being generated: asked by this node's user, or served for somebody."""
-    from app.client import client_of
+    from app.api.client import client_of
 
     sessions = client_of(arguments.home).get("/api/sessions")
     if arguments.json:
@@ -137,7 +137,7 @@ def _lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _given(sums: dict[str, Any]) -> str:
     """What was given and got, in one line."""
-    from app.units import format_size
+    from app.core.units import format_size
 
     served = f"{sums['served_tokens']} tokens served to {sums['peers']} peers, {sums['asked_tokens']} asked"
     return f"{served}; {format_size(sums['up_bytes'])} sent, {format_size(sums['down_bytes'])} received"

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
-from app.errors import UsageError
+from app.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from app.client import Client
-    from app.remembered import Remembered
+    from app.api.client import Client
+    from app.swarm.saved import Remembered
 
 INVITE_VARIABLE = "SHOAL_INVITE"
 _MAX_INPUT = 8192
@@ -52,11 +52,11 @@ def add_invite_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_create(arguments: argparse.Namespace) -> int:
     """Found a swarm and join it; the model is read here, so that its progress can be shown."""
-    from app.client import running_client
-    from app.founding import Wish, found
-    from app.home import Home
-    from app.places import cache_folder
-    from app.remembered import update
+    from app.api.client import running_client
+    from app.config.home import Home
+    from app.config.places import cache_folder
+    from app.joining.create import Wish, found
+    from app.swarm.saved import update
 
     home = Home.open(arguments.home)
     wish = Wish(arguments.name, arguments.model, arguments.private)
@@ -73,7 +73,7 @@ def run_create(arguments: argparse.Namespace) -> int:
 
 def run_join(arguments: argparse.Namespace) -> int:
     """Go to a swarm."""
-    from app.client import running_client
+    from app.api.client import running_client
 
     target = read_target(arguments.target)
     client = running_client(arguments.home)
@@ -81,8 +81,8 @@ def run_join(arguments: argparse.Namespace) -> int:
         outcome = client.post("/api/join", {"target": target})
         _say(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
         return 0
-    from app.home import Home
-    from app.joining import join_at_rest
+    from app.config.home import Home
+    from app.joining.targets import join_at_rest
 
     swarm = join_at_rest(Home.open(arguments.home), target, os.environ)
     _say_resting(arguments, swarm, f"{swarm} is this node's swarm now: {_BEFORE_START}")
@@ -91,9 +91,9 @@ def run_join(arguments: argparse.Namespace) -> int:
 
 def run_leave(arguments: argparse.Namespace) -> int:
     """Forget a swarm."""
-    from app.client import running_client
-    from app.home import Home
-    from app.joining import leave_at_rest
+    from app.api.client import running_client
+    from app.config.home import Home
+    from app.joining.targets import leave_at_rest
 
     client = running_client(arguments.home)
     if client is not None:
@@ -109,8 +109,8 @@ def run_leave(arguments: argparse.Namespace) -> int:
 
 def run_swarms(arguments: argparse.Namespace) -> int:
     """List the remembered swarms."""
-    from app.home import Home
-    from app.remembered import load
+    from app.config.home import Home
+    from app.swarm.saved import load
 
     known = load(Home(arguments.home))
     swarms = [swarm_facts(swarm, active=swarm.id == known.active_id) for swarm in known.swarms]
@@ -127,10 +127,10 @@ def run_swarms(arguments: argparse.Namespace) -> int:
 
 def run_invite(arguments: argparse.Namespace) -> int:
     """Print an invite: on stdout the line alone, so that it can be piped on."""
-    from app.client import running_client
-    from app.home import Home
-    from app.invite import parse_invite
-    from app.joining import invite_at_rest
+    from app.api.client import running_client
+    from app.config.home import Home
+    from app.joining.targets import invite_at_rest
+    from app.swarm.invite import parse_invite
 
     client = running_client(arguments.home)
     if client is not None:
@@ -153,7 +153,7 @@ def read_target(argument: str | None) -> str:
 
     An argument can be seen by every user of the machine while the command runs, the other three cannot.
     """
-    from app.invite import is_invite
+    from app.swarm.invite import is_invite
 
     if argument is None:
         if INVITE_VARIABLE not in os.environ:
@@ -174,8 +174,8 @@ def read_target(argument: str | None) -> str:
 
 def swarm_facts(swarm: Remembered, *, active: bool) -> dict[str, Any]:
     """A remembered swarm as `--json` shows it."""
-    from app.joining import view_of
-    from app.snapshot import facts
+    from app.joining.targets import view_of
+    from app.snapshot.views import facts
 
     return facts(view_of(swarm, active=active))
 

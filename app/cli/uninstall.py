@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 
 if TYPE_CHECKING:
-    from app.service import Plan
-    from app.uninstall import Item
+    from app.system.service import Plan
+    from app.system.uninstall import Item
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_uninstall(arguments: argparse.Namespace) -> int:
     """List what would be removed, and remove it after --yes; the identity cannot be made again."""
     from app.cli.service import plan_here
-    from app.places import cache_folder
-    from app.uninstall import items_in_cache, items_in_home
+    from app.config.places import cache_folder
+    from app.system.uninstall import items_in_cache, items_in_home
 
     plan, cache = plan_here(arguments.home), cache_folder()
     service = plan.file if plan.file.exists() else None
@@ -47,16 +47,16 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
 
 
 def _line(item: Item) -> str:
-    from app.units import format_size
+    from app.core.units import format_size
 
     return f"{item.path}  {format_size(item.size_bytes)}"
 
 
 def _stop(home: Path, plan: Plan) -> None:
     """A running node is asked to drain and end first; a service's would be started again by the system."""
-    from app import service
-    from app.cli.resting import run_stop
-    from app.client import running_client
+    from app.api.client import running_client
+    from app.cli.pause import run_stop
+    from app.system import service
 
     service.uninstall(plan)
     if running_client(home) is not None:
@@ -65,7 +65,7 @@ def _stop(home: Path, plan: Plan) -> None:
 
 def _remove(items: list[Item], folders: list[Path]) -> list[Path]:
     """Take all of it away; returns the folders in which something is left."""
-    from app.uninstall import remove, remove_if_empty
+    from app.system.uninstall import remove, remove_if_empty
 
     for item in items:
         remove(item)

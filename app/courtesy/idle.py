@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from engine.sensors import Unavailable
+from engine.device.sensors import Unavailable
 
 _PATIENCE_S = 2.0
 _NS = 10**9

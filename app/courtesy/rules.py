@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from app.courtesy.schedule import parse_schedule
-from app.reason import Reason, because
-from app.settings import SETTINGS, Settings
-from app.snapshot import RuleView
-from app.units import format_size
+from app.config.settings import SETTINGS, Settings
+from app.config.timetable import parse_schedule
+from app.core.reasons import Reason, because
+from app.core.units import format_size
+from app.snapshot.views import RuleView
 
 COOLER_C = 5.0  # below the limit before a hot device counts as cool again
 

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import psutil
 import trio
 
+from app.config.settings import program_name
 from app.courtesy.idle import idle_s
 from app.courtesy.rules import Readings
-from app.settings import program_name
-from engine import sensors
-from engine.sensors import Unavailable
+from engine.device import sensors
+from engine.device.sensors import Unavailable
 
 log = logging.getLogger("shoal.courtesy")
 

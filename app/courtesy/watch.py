@@ -14,11 +14,11 @@ from typing import Protocol
 
 import trio
 
+from app.config.settings import Settings
+from app.core.reasons import Reason
 from app.courtesy.rules import RULES, Rule, Standing, believable, limits_at, next_pause, rule_view, stand, why_rest
 from app.courtesy.sensors import Sensors, machine_sources
-from app.reason import Reason
-from app.settings import Settings
-from app.snapshot import CourtesyView, RuleView
+from app.snapshot.views import CourtesyView, RuleView
 
 LOOK_S = 2.0
 ONLY_HOLDER_S = 60.0

@@ -15,11 +15,11 @@ swarm.py      all of these together: `Swarm`
 
 from __future__ import annotations
 
-from app.membership.finding import Found, fetch_manifest, resolve_swarm, value_check
 from app.membership.member import Change, ChangeKind, Listener, Member, State
+from app.membership.membership import Said, Swarm, SwarmSetup
 from app.membership.prober import Tempo
-from app.membership.service import SwarmService
-from app.membership.swarm import Said, Swarm, SwarmSetup
+from app.membership.query_service import SwarmService
+from app.membership.swarm_search import Found, fetch_manifest, resolve_swarm, value_check
 
 __all__ = [
     "Change",

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from app.reason import Reason, because
-from app.records import Announcement
+from app.core.reasons import Reason, because
+from app.swarm.records import Announcement
 
 # Alive and draining are what a member says of itself; suspect and dead are what this node found; left is said again.
 State = Literal["alive", "draining", "suspect", "dead", "left"]

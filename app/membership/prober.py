@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import trio
 
 from app.membership.allowance import Allowance
+from app.membership.exchange import Outcome, Talk
 from app.membership.table import PRESENT
-from app.membership.talk import Outcome, Talk
 from app.membership.watching import Watch
 
 

@@ -12,10 +12,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from app.membership.checking import Terms, check_announcement, statement
 from app.membership.member import Change, ChangeKind, Member, State, kind_of_news, spoken_state
+from app.membership.verification import Terms, check_announcement, statement
 from app.membership.wire import KEY_BYTES
-from app.records import Announcement
+from app.swarm.records import Announcement
 from p2p.envelope import CLOCK_TOLERANCE_MS
 
 PRESENT = ("alive", "draining")

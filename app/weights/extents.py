@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.errors import AppError
-from app.merkle import CHUNK_BYTES, chunk_count, leaf_hash
+from app.core.errors import AppError
+from app.manifest.merkle import CHUNK_BYTES, chunk_count, leaf_hash
 
 _NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # only Linux reads without ever waiting for a disk
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from app.manifest_store import ManifestStore
-from app.merkle import CHUNK_BYTES, ChunkHasher
-from app.model_import import in_order
-from app.model_manifest import TOKENIZER_PART, Manifest, Part
+from app.manifest.importing import in_order
+from app.manifest.manifest import TOKENIZER_PART, Manifest, Part
+from app.manifest.merkle import CHUNK_BYTES, ChunkHasher
 from app.weights.extents import Extent, WeightsError, chunk_length, matching_chunks, read_at_hand, read_range
-from app.weights.index import SourceIndex
-from app.weights.part_files import NewPart, PartFiles
+from app.weights.manifest_store import ManifestStore
+from app.weights.part_store import NewPart, PartFiles
+from app.weights.source_index import SourceIndex
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, TensorEntry, block_part
 from engine.sources.layout import part_names
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from app.errors import RecordError
-from app.merkle import CHUNK_BYTES, HASH_BYTES
+from app.core.errors import RecordError
+from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES
 
 LEAVES = "weights.leaves"
 CHUNK = "weights.chunk"

@@ -8,20 +8,20 @@ from typing import Any
 
 import trio
 
+from app.api.client import Client
 from app.api.control import Joining
+from app.api.event_log import Feed
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
-from app.asker import PromptTooLong
-from app.client import Client
-from app.config import Config
-from app.doctor import Check
-from app.errors import AppError, UnknownSwarm
-from app.feed import Feed
-from app.invite import Invite
-from app.replying import ReplyRequest
-from app.routing import NoRoute
-from app.settings import Settings, Value
-from app.snapshot import CourtesyView, FitView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
+from app.asker.asker import PromptTooLong
+from app.asker.reply_service import ReplyRequest
+from app.config.file import Config
+from app.config.settings import Settings, Value
+from app.core.errors import AppError, UnknownSwarm
+from app.routing.search import NoRoute
+from app.snapshot.views import CourtesyView, FitView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
+from app.swarm.invite import Invite
+from app.system.doctor import Check
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32

@@ -9,13 +9,13 @@ from typing import Any
 import trio
 import trio.testing
 
+from app.config.settings import Settings
+from app.core.reasons import Reason
 from app.courtesy.rules import Readings
 from app.courtesy.sensors import Sensors, Source
 from app.courtesy.watch import Watch
-from app.reason import Reason
-from app.settings import Settings
-from app.snapshot import RuleView
-from engine.sensors import Unavailable
+from app.snapshot.views import RuleView
+from engine.device.sensors import Unavailable
 
 MONDAY = datetime(2026, 3, 2, 8, 0)
 CALM = Settings(pause_on_battery=False, disk_floor=None)

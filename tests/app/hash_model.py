@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from app.runner import Choice, StepWork
+from app.core.compute import Choice, StepWork
 from engine.errors import CacheFull, SessionError
 
 WIDTH = 4  # numbers of four bytes: a digest of 16

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from app.client import Client, client_of
-from app.errors import NotRunning
-from engine.local import LocalModel, load_local, local_options
-from engine.reply import ReplySettings
-from engine.sampler import Sampling
+from app.api.client import Client, client_of
+from app.core.errors import NotRunning
+from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.opening import open_source
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
 from tests.app.node_process import Place, Serving, wait_until
 
 Each = Callable[[int, Sequence[str]], None]

@@ -9,14 +9,14 @@ from typing import Any
 
 import trio
 
-from app.asker import Asker, Outlook
-from app.block_server import BlockServer, ServerSettings
-from app.records import Announcement
-from app.reply import ReplyFigures
-from app.route_hops import SessionSettings
-from app.runner import BlockRunner, ReplyEnds
-from app.span import Span
-from p2p.memory import LinkProfile, MemoryFabric, open_fabric
+from app.asker.asker import Asker, Outlook
+from app.asker.reply import ReplyFigures
+from app.asker.route_hops import SessionSettings
+from app.core.compute import BlockRunner, ReplyEnds
+from app.core.span import Span
+from app.serving.block_server import BlockServer, ServerSettings
+from app.swarm.records import Announcement
+from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import HashEnds, HashRunner, InlineDevice
 
 STEP_S = 0.01

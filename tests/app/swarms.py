@@ -12,9 +12,9 @@ import trio
 
 from app.membership import Swarm, SwarmSetup, Tempo
 from app.membership.member import Change
-from app.records import SwarmRecord, sign_record
+from app.swarm.records import SwarmRecord, sign_record
 from p2p.identity import Identity
-from p2p.memory import DirectoryProfile, LinkProfile, MemoryFabric, MemoryNode, open_fabric
+from p2p.memory.fabric import DirectoryProfile, LinkProfile, MemoryFabric, MemoryNode, open_fabric
 
 START_S = 1_800_000_000.0
 MODEL = "1a2b3c4d" * 8

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import pytest
 import trio
 
+from app.api.client import ApiFailure, Client, Event, WrongToken
 from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
-from app.client import ApiFailure, Client, Event, WrongToken
-from app.errors import AppError, NotRunning, UnknownSwarm, UsageError
-from app.snapshot import FitView, prospects_from
+from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
+from app.snapshot.views import FitView, prospects_from
 from tests.app.api_double import TOKEN, DoubleNode, running_api
 
 T = TypeVar("T")

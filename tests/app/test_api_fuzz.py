@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
-from app.client import Client, client_of
+from app.api.client import Client, client_of
 from tests.app.api_double import TOKEN, DoubleNode, running_api
 from tests.app.node_process import Place, Serving
 

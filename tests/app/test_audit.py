@@ -13,23 +13,23 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, Outlook
-from app.audit import SHARE
-from app.guidance import Wishes
-from app.reply import ReplyFigures
-from app.runner import Choice, StepWork
-from app.trust_book import TrustBook
-from engine.asking import SwarmEnds, load_swarm_ends
-from engine.block import Holding
+from app.asker.asker import Asker, Outlook
+from app.asker.audit import SHARE
+from app.asker.reply import ReplyFigures
+from app.core.compute import Choice, StepWork
+from app.routing.planner import Wishes
+from app.routing.trust_book import TrustBook
 from engine.errors import SessionError
-from engine.reply import ReplySettings
-from engine.runner import Output, SessionRunner
-from engine.sampler import Sampling
+from engine.model.block import Holding
+from engine.model.span import SpanOptions, load_span
+from engine.session_runner import Output, SessionRunner
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
-from engine.span import SpanOptions, load_span
+from engine.swarm_ends import SwarmEnds, load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
 from engine.wire import to_bytes, to_tensor
-from p2p.memory import LinkProfile, open_fabric
+from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.hash_model import InlineDevice
 from tests.app.session_swarm import SessionSwarm, no_leaks
 

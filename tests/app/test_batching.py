@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.admission import AdmissionLimits, Load, why_busy
-from app.batching import MOMENT_S, BatchLimits, BatchQueue, Waiting
+from app.serving.admission import AdmissionLimits, Load, why_busy
+from app.serving.batching import MOMENT_S, BatchLimits, BatchQueue, Waiting
 
 LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 

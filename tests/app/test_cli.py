@@ -17,7 +17,7 @@ import app.cli
 from app.cli.command import Command, print_json
 from app.cli.failures import explain
 from app.cli.registry import all_commands
-from app.errors import AppError, UsageError
+from app.core.errors import AppError, UsageError
 from engine.errors import SourceError
 from p2p.errors import P2PError
 

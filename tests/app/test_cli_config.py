@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import app.cli
-from app.settings import SETTINGS
+from app.config.settings import SETTINGS
 
 
 def shoal(home: Path, *arguments: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import app.cli
-from app.home import Home, hold
+from app.config.home import Home, hold
 from p2p.identity import load
 
 

@@ -11,10 +11,10 @@ from typing import cast
 import pytest
 
 import app.cli
+from app.api.client import Client
 from app.cli import swarms
 from app.cli.progress import ProgressBar
-from app.client import Client
-from app.snapshot import Snapshot, StepView
+from app.snapshot.views import Snapshot, StepView
 from app.weights.library import Library
 from engine.sources.starter import starter_file
 from tests.weights.models import empty_library, import_model

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import app.cli
-from app.home import Home
-from app.invite import Invite, new_secret, parse_invite
-from app.manifest_store import ManifestStore
-from app.remembered import load
+from app.config.home import Home
+from app.swarm.invite import Invite, new_secret, parse_invite
+from app.swarm.saved import load
+from app.weights.manifest_store import ManifestStore
 from p2p.identity import Identity
 
 HASH = "ab" * 32

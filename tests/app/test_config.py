@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app import config
-from app.config import fresh_text, load_config, set_value, unset
-from app.errors import ConfigError, UsageError
-from app.settings import SETTINGS, Settings
+from app.config import file as config
+from app.config.file import fresh_text, load_config, set_value, unset
+from app.config.settings import SETTINGS, Settings
+from app.core.errors import ConfigError, UsageError
 from p2p.identity import Identity
 
 PEER = Identity(b"p" * 32).peer_id

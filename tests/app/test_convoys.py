@@ -8,11 +8,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker
-from app.batching import BatchLimits
-from app.block_server import ServerSettings
-from app.reply import ReplyFigures
-from p2p.memory import LinkProfile, open_fabric
+from app.asker.asker import Asker
+from app.asker.reply import ReplyFigures
+from app.serving.batching import BatchLimits
+from app.serving.block_server import ServerSettings
+from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 

@@ -16,7 +16,7 @@ import trio.testing
 from app.courtesy.rules import RULES, Readings, believable, limits_at
 from app.courtesy.sensors import Sensors, machine_sources
 from app.courtesy.watch import LOOK_S, Watch
-from engine.sensors import Unavailable
+from engine.device.sensors import Unavailable
 from tests.app.courtesy_scene import CALM, MONDAY, HangsForever, Recorder, Scene
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.courtesy.schedule import DAYS, Schedule, parse_schedule
+from app.config.timetable import DAYS, Schedule, parse_schedule
 
 MONDAY = datetime(2026, 3, 2)
 

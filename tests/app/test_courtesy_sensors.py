@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from app.config.settings import Settings
 from app.courtesy.idle import parse_gnome, parse_ioreg, parse_logind
 from app.courtesy.rules import RULES
 from app.courtesy.sensors import machine_sources, running_programs
 from app.courtesy.watch import look_once
-from app.settings import Settings
-from engine.sensors import ProcessorShare, Unavailable
+from engine.device.sensors import ProcessorShare, Unavailable
 
 NOW_S = 1_800_000_000.0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from app.cli.demo import Stage
-from app.demo import Place as DemoPlace
-from app.demo import choose_asker
+from app.cli.demo_swarm import Place as DemoPlace
+from app.cli.demo_swarm import choose_asker
 from tests.app.node_process import Place
 
 

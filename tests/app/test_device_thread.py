@@ -7,7 +7,7 @@ import threading
 import pytest
 import trio
 
-from app.runner import DeviceThread
+from app.core.compute import DeviceThread
 
 
 async def test_all_work_of_a_device_runs_in_one_thread() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import app.cli
-from app.doctor import Check, check_device, check_disk, check_model, check_python, check_torch, disk_of
+from app.system.doctor import Check, check_device, check_disk, check_model, check_python, check_torch, disk_of
 from engine.budget import BFLOAT16
 from engine.config import ModelConfig, Rope
-from engine.device import Device
+from engine.device.probe import Device
 
 GB = 10**9
 CARD = Device("cuda:0", "cuda", "Card of Test", 24 * GB, 20 * GB, 55.0, 80.2, 0.07, GB)
@@ -89,7 +89,9 @@ def test_the_command_prints_a_line_for_each_check(capsys: pytest.CaptureFixture[
 
 
 def test_what_stops_shoal_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("app.doctor.disk_of", lambda folder: Check("disk", "fail", "cannot be written", "change it"))
+    monkeypatch.setattr(
+        "app.system.doctor.disk_of", lambda folder: Check("disk", "fail", "cannot be written", "change it")
+    )
     assert app.cli.main(["doctor"]) == 1
     captured = capsys.readouterr()
     assert captured.err == "shoal: doctor found what stops Shoal from working: disk\n"

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.doctor import check_driver, check_sensor, check_settings
-from app.doctor_bundle import LOG_BYTES, log_tail, write_bundle
-from app.errors import AppError
-from app.home import Home, api_token
-from app.remembered import load
-from app.snapshot import RuleView
+from app.config.home import Home, api_token
+from app.core.errors import AppError
+from app.snapshot.views import RuleView
+from app.swarm.saved import load
+from app.system.bug_report import LOG_BYTES, log_tail, write_bundle
+from app.system.doctor import check_driver, check_sensor, check_settings
 from p2p.identity import load_or_create
 
 

@@ -8,10 +8,18 @@ from pathlib import Path
 import pytest
 
 from app.cli.doctor import examine_network
-from app.doctor_network import check_addresses, check_clock, check_nat, check_peer, check_peers, is_free, running_checks
-from app.home import Home, write_sequence
-from app.reason import because
-from app.snapshot import NetworkView, PeerView, Snapshot
+from app.config.home import Home, write_sequence
+from app.core.reasons import because
+from app.snapshot.views import NetworkView, PeerView, Snapshot
+from app.system.doctor_network import (
+    check_addresses,
+    check_clock,
+    check_nat,
+    check_peer,
+    check_peers,
+    is_free,
+    running_checks,
+)
 
 NOW_MS = 1_800_000_000_000
 

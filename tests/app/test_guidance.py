@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.guidance import Guidance, Wishes
+from app.routing.planner import Guidance, Wishes
 
 
 @pytest.mark.parametrize(("wanted", "edge"), [(None, 2), (0, 2), (1, 2), (2, 2), (5, 5)])

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app import home as homes
-from app.errors import AlreadyRunning, HomeError, NotRunning
-from app.home import Home, NodeInfo, find_node, hold, require_node, write_node_file
-from app.invite import Invite
-from app.records import read_record, sign_record
-from app.remembered import MAX_SWARMS, Memberships, Remembered, load, update
-from app.swarm_name import SwarmName
+from app.config import home as homes
+from app.config.home import Home, NodeInfo, find_node, hold, require_node, write_node_file
+from app.core.errors import AlreadyRunning, HomeError, NotRunning
+from app.swarm.invite import Invite
+from app.swarm.names import SwarmName
+from app.swarm.records import read_record, sign_record
+from app.swarm.saved import MAX_SWARMS, Memberships, Remembered, load, update
 from p2p.identity import Identity
 from p2p.platform import FileLock, is_private
 
@@ -29,7 +29,7 @@ NODE = NodeInfo(os.getpid(), "http://127.0.0.1:7465", Identity(b"n" * 32).peer_i
 HOLDER = """
 import sys
 from pathlib import Path
-from app import home as homes
+from app.config import home as homes
 home = homes.Home(Path(sys.argv[1]))
 lock = homes.hold(home)
 homes.write_node_file(home, homes.NodeInfo(4242, "http://127.0.0.1:1", "12D3", ()))
@@ -125,8 +125,9 @@ def test_the_sequence_is_kept_and_a_damaged_one_forgotten(home: Home) -> None:
 
 def test_importing_stays_light() -> None:
     code = (
-        "import sys, app.home, app.remembered, app.config, app.model_manifest, app.model_import, app.rendezvous, "
-        "app.resolve, app.invite\n"
+        "import sys, app.config.home, app.swarm.saved, app.config.file, app.manifest.manifest, "
+        "app.manifest.importing, app.swarm.rendezvous, "
+        "app.swarm.name_resolution, app.swarm.invite\n"
         "print(sorted({'torch', 'trio', 'libp2p', 'textual', 'segno', 'psutil', 'numpy'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -223,8 +224,8 @@ def test_any_value_in_any_field_is_read_or_an_error(home: Home, value: bytes, na
 ADDER = """
 import sys
 from pathlib import Path
-from app.home import Home
-from app.remembered import Remembered, update
+from app.config.home import Home
+from app.swarm.saved import Remembered, update
 for number in range(10):
     update(Home(Path(sys.argv[1])), lambda known: known.joined(Remembered(f"{sys.argv[2]}{number}", "00" * 32, 0)))
 """

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import AppError, RecordError
-from app.invite import MAX_ADDRESSES, PREFIX, Invite, is_invite, new_secret, parse_invite
+from app.core.errors import AppError, RecordError
+from app.swarm.invite import MAX_ADDRESSES, PREFIX, Invite, is_invite, new_secret, parse_invite
 from p2p.errors import P2PError
 from p2p.identity import Identity
 

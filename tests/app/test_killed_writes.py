@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from app.config import load_config
-from app.home import Home
-from app.manifest_store import ManifestStore
-from app.model_import import manifest_of
-from app.statistics import Statistics, read_days, read_peers
-from app.weights.index import SourceIndex
-from app.weights.part_files import PartFiles
+from app.config.file import load_config
+from app.config.home import Home
+from app.manifest.importing import manifest_of
+from app.node.statistics import Statistics, read_days, read_peers
+from app.weights.manifest_store import ManifestStore
+from app.weights.part_store import PartFiles
+from app.weights.source_index import SourceIndex
 from engine.sources.opening import open_source
 from p2p.identity import load_or_create
 from tests.app.node_process import Place

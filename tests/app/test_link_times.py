@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.link_times import link_seconds, rtts_to_tell
-from app.records import MAX_RTTS, Announcement, tail
-from app.routing import UNKNOWN_LINK_S, Demand, find_route
-from app.span import Span
+from app.core.span import Span
+from app.routing.link_times import link_seconds, rtts_to_tell
+from app.routing.search import UNKNOWN_LINK_S, Demand, find_route
+from app.swarm.records import MAX_RTTS, Announcement, tail
 from p2p.values import LinkInfo
 
 ME = "12D3KooWasker"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app import logs
-from app.logs import start_logging
+from app.system import logs
+from app.system.logs import start_logging
 
 
 @pytest.fixture(autouse=True)

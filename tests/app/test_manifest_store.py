@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import HomeError
-from app.manifest_store import ManifestStore
-from app.model_import import Survey, survey
+from app.core.errors import HomeError
+from app.manifest.importing import Survey, survey
+from app.weights.manifest_store import ManifestStore
 from tests.app.tiny_source import tiny_source
 
 

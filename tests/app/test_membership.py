@@ -6,12 +6,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.span import Span
 from app.membership import Tempo, wire
 from app.membership.member import in_words
-from app.records import sign_suspicion
-from app.span import Span
+from app.swarm.records import sign_suspicion
 from p2p.envelope import CLOCK_TOLERANCE_MS
-from p2p.memory import DirectoryProfile, LinkProfile
+from p2p.memory.fabric import DirectoryProfile, LinkProfile
 from tests.app.swarms import Sim, SimNode, identity, open_sim, wall_clock
 
 

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from app.core.span import Span
+from app.manifest.manifest import Manifest
 from app.membership import SwarmService, wire
-from app.membership.talk import Talk
-from app.model_manifest import Manifest
-from app.records import Announcement, sign_announcement
-from app.span import Span
+from app.membership.exchange import Talk
+from app.swarm.records import Announcement, sign_announcement
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.identity import Identity
 from tests.app.swarms import Sim, identity, open_sim, wall_clock

@@ -8,10 +8,10 @@ import tracemalloc
 
 import pytest
 
-from app.membership.checking import Terms
+from app.core.span import Span
 from app.membership.table import Table, TableLimits
-from app.records import MAX_LIFETIME_MS, Announcement, sign_announcement, swarm_id
-from app.span import Span
+from app.membership.verification import Terms
+from app.swarm.records import MAX_LIFETIME_MS, Announcement, sign_announcement, swarm_id
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity

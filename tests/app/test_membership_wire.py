@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.membership import wire
-from app.membership.rumours import FAN_OUT, RIDERS_PER_MESSAGE, RIDES, Rumours, targets
+from app.membership.gossip_queue import FAN_OUT, RIDERS_PER_MESSAGE, RIDES, Rumours, targets
 from p2p.errors import ProtocolError
 
 STATEMENTS = st.lists(st.binary(min_size=1, max_size=300), max_size=8)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app import merkle
-from app.errors import RecordError
-from app.merkle import ChunkHasher, chunk_count, leaf_hash, leaves_from, root_of
+from app.core.errors import RecordError
+from app.manifest import merkle
+from app.manifest.merkle import ChunkHasher, chunk_count, leaf_hash, leaves_from, root_of
 
 HASHES = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=40)
 

@@ -6,8 +6,8 @@ import math
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.metrics import MAX_PEERS, exposition
-from app.snapshot import (
+from app.api.metrics import MAX_PEERS, exposition
+from app.snapshot.views import (
     DeviceView,
     FlowView,
     GivenView,

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.errors import RecordError
-from app.fields import Fields, canonical
-from app.manifest_config import config_from, plain_config
-from app.merkle import leaves_from
-from app.model_import import in_order, manifest_of, part_pieces, survey, tokenizer_bytes
-from app.model_manifest import Manifest
+from app.core.canonical_json import Fields, canonical
+from app.core.errors import RecordError
+from app.manifest.importing import in_order, manifest_of, part_pieces, survey, tokenizer_bytes
+from app.manifest.manifest import Manifest
+from app.manifest.merkle import leaves_from
+from app.manifest.model_shape import config_from, plain_config
 from engine.config import ModelConfig, Rope
 from engine.sources.opening import open_source
 from tests.app.tiny_source import CONFIG, tiny_source

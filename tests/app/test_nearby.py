@@ -8,13 +8,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.span import Span
+from app.joining.nearby import MAX_SWARMS, Expectation, Neighbourhood, expectation_of
+from app.manifest.importing import survey
+from app.manifest.manifest import Manifest
 from app.membership import SwarmService, wire
-from app.model_import import survey
-from app.model_manifest import Manifest
-from app.nearby import MAX_SWARMS, Expectation, Neighbourhood, expectation_of
-from app.records import Announcement, sign_record
-from app.routing import HOP_S, UNKNOWN_LINK_S
-from app.span import Span
+from app.routing.search import HOP_S, UNKNOWN_LINK_S
+from app.swarm.records import Announcement, sign_record
 from p2p.errors import Refused
 from tests.app.swarms import CREATOR, START_S, SimNode, open_sim, wall_clock
 from tests.app.tiny_source import tiny_source

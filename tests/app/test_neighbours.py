@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from app.neighbours import MOST, route_neighbours
-from app.records import Announcement
-from app.span import Span
+from app.core.span import Span
+from app.routing.neighbours import MOST, route_neighbours
+from app.swarm.records import Announcement
 
 
 def serving(peer: str, start: int, stop: int, state: str = "serving") -> Announcement:

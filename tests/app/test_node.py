@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import trio
 
-import app.home
-import app.membership.finding
-import app.node
-import app.pausing
-import app.remembered
-import app.self_probe
-import app.whereabouts
-from app.config import load_config
-from app.errors import NameConflict, UnknownSwarm
-from app.founding import Wish, found
-from app.home import Home, find_node, hold
-from app.invite import Invite, new_secret
-from app.node import Node
-from app.remembered import Remembered, load, update
-from app.settings import Value
+import app.config.home
+import app.courtesy.pause
+import app.membership.swarm_search
+import app.node.node
+import app.node.self_check
+import app.node.swarms
+import app.swarm.saved
+from app.config.file import load_config
+from app.config.home import Home, find_node, hold
+from app.config.settings import Value
+from app.core.errors import NameConflict, UnknownSwarm
+from app.joining.create import Wish, found
+from app.node.node import Node
+from app.swarm.invite import Invite, new_secret
+from app.swarm.saved import Remembered, load, update
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 
@@ -93,7 +93,7 @@ async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> 
 async def test_an_invite_to_nobody_is_remembered_and_tried_on(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.whereabouts, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.node.swarms, "JOIN_PATIENCE_S", 0.2)
     absent = Invite("gone", "cd" * 32, (f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}",))
     async with living(tmp_path, cache) as node:
         outcome = await node.join(str(absent))
@@ -124,7 +124,7 @@ async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: P
 
 
 async def test_two_swarms_of_one_name_are_a_conflict(tmp_path: Path, cache: Path) -> None:
-    from app.records import sign_record
+    from app.swarm.records import sign_record
     from p2p.identity import load_or_create
 
     found_swarm(tmp_path / "a", cache, "home")
@@ -145,7 +145,7 @@ async def test_two_swarms_of_one_name_are_a_conflict(tmp_path: Path, cache: Path
 async def test_an_unknown_name_leaves_the_node_idle(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.membership.finding, "FIND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(app.membership.swarm_search, "FIND_TIMEOUT_S", 0.3)
     async with living(tmp_path, cache) as node:
         node_idle = node.snapshot().state
         with pytest.raises(UnknownSwarm, match="nobody that could be asked knows"):
@@ -172,13 +172,13 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(app.whereabouts, "JOIN_PATIENCE_S", 0.2)
-    monkeypatch.setattr(app.node, "TICK_S", 0.1)
+    monkeypatch.setattr(app.node.swarms, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.node.node, "TICK_S", 0.1)
     swarm = found_swarm(tmp_path / "other", cache, "home")
     async with living(tmp_path / "a", cache) as node:
-        monkeypatch.setattr(app.remembered, "write_private", full)
-        monkeypatch.setattr(app.home, "write_private", full)
-        monkeypatch.setattr(app.pausing, "write_private", full)
+        monkeypatch.setattr(app.swarm.saved, "write_private", full)
+        monkeypatch.setattr(app.config.home, "write_private", full)
+        monkeypatch.setattr(app.courtesy.pause, "write_private", full)
         node._told_addresses = ()
         assert (await node.join(str(Invite(swarm.name, swarm.model_hash)))).swarm.name == "home"
         assert any("will not know of home" in note.text for note in node.feed.notes_after(0))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import trio
 
-import app.node
-import app.node_api
-import app.self_probe
+import app.api.supervisor
+import app.node.node
+import app.node.self_check
 from app.api import server
 from app.api.guard import Application, Receive, Scope, Send
 from app.api.routes import build_application
-from app.node_api import ApiHealth, NodeApi
+from app.api.supervisor import ApiHealth, NodeApi
 from tests.app.test_node import cache, found_swarm, living, until
 
 __all__ = ["cache"]
@@ -24,9 +24,9 @@ __all__ = ["cache"]
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.05)
-    monkeypatch.setattr(app.self_probe, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(app.node_api, "TRY_AGAIN_S", 0.05)
+    monkeypatch.setattr(app.node.self_check, "EVERY_S", 0.05)
+    monkeypatch.setattr(app.node.self_check, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(app.api.supervisor, "TRY_AGAIN_S", 0.05)
 
 
 class Wedged:
@@ -70,18 +70,18 @@ async def test_an_api_that_hangs_begins_anew_on_the_same_port() -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(api.run)
         with trio.fail_after(20):
-            assert await app.self_probe.api_trouble(api.url) is None
+            assert await app.node.self_check.api_trouble(api.url) is None
             build.wedged = True
             await health.wait_change()
             assert health.trouble is not None
             assert (health.trouble.code, health.trouble.peers) == ("probe_api", ())
             await health.wait_change()
             assert health.trouble is None
-            assert await app.self_probe.api_trouble(api.url) is None
+            assert await app.node.self_check.api_trouble(api.url) is None
             await api.end()
     assert build.built == 2
     assert build.gone >= 1
-    assert await app.self_probe.api_trouble(api.url) is not None
+    assert await app.node.self_check.api_trouble(api.url) is not None
 
 
 @pytest.mark.usefixtures("impatient")
@@ -100,7 +100,7 @@ async def test_an_api_that_crashes_begins_anew(caplog: pytest.LogCaptureFixture)
         async with trio.open_nursery() as nursery:
             await nursery.start(api.run)
             with trio.fail_after(20):
-                assert await app.self_probe.api_trouble(api.url) is None
+                assert await app.node.self_check.api_trouble(api.url) is None
                 await api.end()
 
 
@@ -109,8 +109,8 @@ async def test_a_node_offers_nothing_while_its_api_hangs_and_keeps_its_blocks(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = Wedged(build_application)
-    monkeypatch.setattr(app.node, "build_application", build)
-    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.3)
+    monkeypatch.setattr(app.node.node, "build_application", build)
+    monkeypatch.setattr(app.node.self_check, "EVERY_S", 0.3)
     found_swarm(tmp_path, cache, "home")
     async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
         await until(node, lambda: node.snapshot().state == "serving")
@@ -132,7 +132,7 @@ async def test_a_node_offers_nothing_while_its_api_hangs_and_keeps_its_blocks(
 async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.self_probe, "EVERY_S", 0.1)
+    monkeypatch.setattr(app.node.self_check, "EVERY_S", 0.1)
     found_swarm(tmp_path, cache, "home")
     async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
         await until(node, lambda: node.snapshot().state == "serving")
@@ -143,9 +143,9 @@ async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
         assert hosting is not None
         runner = hosting.runner
         assert runner is not None
-        assert await app.self_probe.span_trouble(network, hosting.server.attend, runner) is None
-        assert await app.self_probe.api_trouble(node.snapshot().api_url) is None
-        assert await app.self_probe.api_trouble("http://127.0.0.1:9") is not None
+        assert await app.node.self_check.span_trouble(network, hosting.server.attend, runner) is None
+        assert await app.node.self_check.api_trouble(node.snapshot().api_url) is None
+        assert await app.node.self_check.api_trouble("http://127.0.0.1:9") is not None
 
         def broken(work: object) -> None:
             raise RuntimeError("the device has fallen off the bus")

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import trio
 
+from app.asker.reply_service import ReplyRequest
 from app.cli.serve import say_ready
-from app.config import load_config
-from app.home import Home
-from app.node import Node
-from app.pausing import Pausing
-from app.reason import Reason
-from app.replying import ReplyRequest
-from app.routing import NoRoute
-from app.settings import Value
+from app.config.file import load_config
+from app.config.home import Home
+from app.config.settings import Value
+from app.core.reasons import Reason
+from app.courtesy.pause import Pausing
+from app.node.node import Node
+from app.routing.search import NoRoute
 from tests.app.test_node import QUIET, cache, found_swarm, living, until
 
 __all__ = ["cache"]

@@ -15,9 +15,9 @@ import pytest
 import trio
 from openai import OpenAI
 
-from app.client import Client
-from app.home import Home, api_token
-from app.replying import ReplyRequest
+from app.api.client import Client
+from app.asker.reply_service import ReplyRequest
+from app.config.home import Home, api_token
 from tests.app.api_double import TOKEN, DoubleNode, running_api
 from tests.app.node_process import Place, Serving, wait_until
 

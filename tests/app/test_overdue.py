@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from app.overdue import Loss, Progress, overdue_s
-from app.routing import Hop
-from app.session_wire import Frame, Kind
-from app.span import Span
+from app.asker.overdue import Loss, Progress, overdue_s
+from app.core.span import Span
+from app.routing.search import Hop
+from app.session.wire import Frame, Kind
 
 ROUTE = (Hop("a", Span(0, 4)), Hop("b", Span(4, 8)))
 FED = 10

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from app.asker_figures import AskedSession, AskerFigures, HopFigures
-from app.flow import WINDOW_S, Counters, Flow, Reading
-from app.overview import model_name, reading_of, route_view
-from app.server_figures import ServerFigures
-from app.steps import Steps
+from app.asker.stats import AskedSession, AskerFigures, HopFigures
+from app.node.rates import WINDOW_S, Counters, Flow, Reading
+from app.node.views import model_name, reading_of, route_view
+from app.serving.stats import ServerFigures
+from app.snapshot.startup import Steps
 
 
 def test_rates_are_of_the_last_seconds_and_survive_counters_that_start_anew() -> None:

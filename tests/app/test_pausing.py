@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from app.pausing import LOOK_S, Pausing
-from app.reason import Reason
+from app.core.reasons import Reason
+from app.courtesy.pause import LOOK_S, Pausing
 
 BATTERY = Reason("pause_battery", "on battery")
 

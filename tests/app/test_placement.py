@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.coverage import survey
-from app.placement import (
+from app.core.reasons import because
+from app.core.span import Span
+from app.hosting.placement import (
     CHOICES_S,
     GAIN,
     HOLE_STAGGER_S,
@@ -23,9 +24,8 @@ from app.placement import (
     decide,
     due,
 )
-from app.reason import because
-from app.records import Announcement
-from app.span import Span
+from app.swarm.coverage import survey
+from app.swarm.records import Announcement
 
 BLOCKS = 12
 LONG_S = STAY_S + 1

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from app.model_import import survey
-from app.nearby import Expectation, NearbySwarm
-from app.prospects import Machine, look_around, look_at_machine
-from app.records import sign_record
-from app.remembered import Remembered
-from app.snapshot import OfferView
+from app.joining.nearby import Expectation, NearbySwarm
+from app.joining.offers import Machine, look_around, look_at_machine
+from app.manifest.importing import survey
+from app.snapshot.views import OfferView
+from app.swarm.records import sign_record
+from app.swarm.saved import Remembered
 from engine.budget import FLOAT32, Precision, block_bytes
-from engine.device import Device
+from engine.device.probe import Device
 from engine.sources import starter
 from tests.app.swarms import CREATOR
 from tests.app.tiny_source import tiny_source

@@ -11,47 +11,48 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app import routing, troubles
-from app.admission import AdmissionLimits, Load, why_busy
 from app.cli.status import describe_peer
-from app.doctor_network import TROUBLED, WORRYING, check_peer
-from app.errors import AppError
-from app.guidance import Guidance, SessionGuide
+from app.core import troubles
+from app.core.errors import AppError
+from app.core.reasons import NEXT_STEPS, Reason, because
+from app.core.span import Span
 from app.membership.member import _GONE, Member
-from app.reason import NEXT_STEPS, Reason, because
-from app.records import Announcement
-from app.routing import Demand, NoRoute, Privacy, find_route, why_unused
-from app.session_wire import REFUSALS, Trouble, decode, decode_trouble, encode_trouble, reason_told
-from app.snapshot import PeerView, facts, snapshot_from
-from app.span import Span
-from app.trust_book import TrustBook
-from p2p.memory import open_fabric
+from app.routing import search as routing
+from app.routing.planner import Guidance, SessionGuide
+from app.routing.search import Demand, NoRoute, Privacy, find_route, why_unused
+from app.routing.trust_book import TrustBook
+from app.serving.admission import AdmissionLimits, Load, why_busy
+from app.session.wire import REFUSALS, Trouble, decode, decode_trouble, encode_trouble, reason_told
+from app.snapshot.views import PeerView, facts, snapshot_from
+from app.swarm.records import Announcement
+from app.system.doctor_network import TROUBLED, WORRYING, check_peer
+from p2p.memory.fabric import open_fabric
 
 HOUR_S = 3600.0
 APP = Path(__file__).resolve().parents[2] / "app"
 
 # Who decides what; a code that several functions give means the same in all of them.
 GIVERS = {
-    "starting": "node.__init__",
-    "no_swarm": "node.<module> whereabouts.leave node.reply api.openai._check_model",
-    "looking": "stay.__init__ node._arrive",
-    "looking_around": "tenure._host",
-    "leaving": "tenure.leave node._wind_down",
-    "left": "node._wind_down",
-    "wrong_secret": "troubles.<module>",
-    "probe_blocks": "self_probe.span_trouble",
-    "probe_api": "self_probe.api_trouble",
-    "cannot_host": "hosting.CannotHost tenure._host",
-    "limit_zero": "hosting.<module>",
-    "no_room": "hosting._make_plan",
-    "asked_for": "hosting._decide",
-    "worst_served": "placement.decide",
-    "hole": "placement._fill_hole",
-    "make_way": "placement._make_way",
-    "lone_holder": "placement._thicken",
-    "gain": "placement._even_out",
-    "pause_by_hand": "pausing.pause_by_hand",
-    "drained_by_hand": "pausing.pause_by_hand",
+    "starting": "node.node.__init__",
+    "no_swarm": "node.node.<module> node.swarms.leave node.node.reply api.openai._check_model",
+    "looking": "node.active_swarm.__init__ node.node._arrive",
+    "looking_around": "node.hosting_loop._host",
+    "leaving": "node.hosting_loop.leave node.node._wind_down",
+    "left": "node.node._wind_down",
+    "wrong_secret": "core.troubles.<module>",
+    "probe_blocks": "node.self_check.span_trouble",
+    "probe_api": "node.self_check.api_trouble",
+    "cannot_host": "hosting.block_host.CannotHost node.hosting_loop._host",
+    "limit_zero": "hosting.block_host.<module>",
+    "no_room": "hosting.block_host._make_plan",
+    "asked_for": "hosting.block_host._decide",
+    "worst_served": "hosting.placement.decide",
+    "hole": "hosting.placement._fill_hole",
+    "make_way": "hosting.placement._make_way",
+    "lone_holder": "hosting.placement._thicken",
+    "gain": "hosting.placement._even_out",
+    "pause_by_hand": "courtesy.pause.pause_by_hand",
+    "drained_by_hand": "courtesy.pause.pause_by_hand",
     **dict.fromkeys(
         (
             "pause_busy",
@@ -65,56 +66,56 @@ GIVERS = {
         "courtesy.rules.<module>",
     ),
     **dict.fromkeys(("peer_suspect", "peer_dead", "peer_left"), "membership.member.<module>"),
-    **dict.fromkeys(("peer_paused", "peer_draining", "peer_loading"), "routing.<module>"),
-    "peer_client": "routing.why_unused",
-    "peer_full": "routing.<module>",
-    "peer_private": "routing.why_unused",
-    "distrusted": "guidance.shunned",
-    "sessions_full": "admission.why_busy",
-    "asker_sessions_full": "admission.why_busy",
-    "cache_full": "admission.why_busy block_server._open troubles.<module>",
-    "cache_reserved": "admission.why_busy",
-    "not_hosted": "admission.why_not",
-    "context_exceeded": "admission.why_not",
-    **{f"hop_{kind}": "session_wire.reason_told" for kind in ("busy", "refused", "draining")},
-    **{f"hop_{kind}": "session_wire.reason_told" for kind in ("gap", "link", "missing", "closed", "evicted", "failed")},
-    "hop_lost": "route_hops.lost",
-    "hop_unopened": "route_hops.turn",
-    "hop_silent": "route_session._probe",
-    "hop_stuck": "overdue.loss",
-    "hop_miscut": "route_session._set_up",
-    "hop_forgot": "overdue.loss",
-    "tokens_lost": "overdue.loss",
-    "answer_lost": "overdue.loss",
-    "no_route": "routing.NoRoute",
-    "busy": "routing.__init__",
-    "private_blocks": "routing._missing",
-    "session_lost": "route_session.SessionLost",
-    "context_length_exceeded": "asker.PromptTooLong",
-    "model_not_here": "replying.NoModelHere",
+    **dict.fromkeys(("peer_paused", "peer_draining", "peer_loading"), "routing.search.<module>"),
+    "peer_client": "routing.search.why_unused",
+    "peer_full": "routing.search.<module>",
+    "peer_private": "routing.search.why_unused",
+    "distrusted": "routing.planner.shunned",
+    "sessions_full": "serving.admission.why_busy",
+    "asker_sessions_full": "serving.admission.why_busy",
+    "cache_full": "serving.admission.why_busy serving.block_server._open core.troubles.<module>",
+    "cache_reserved": "serving.admission.why_busy",
+    "not_hosted": "serving.admission.why_not",
+    "context_exceeded": "serving.admission.why_not",
+    **{f"hop_{kind}": "session.wire.reason_told" for kind in ("busy", "refused", "draining")},
+    **{f"hop_{kind}": "session.wire.reason_told" for kind in ("gap", "link", "missing", "closed", "evicted", "failed")},
+    "hop_lost": "asker.route_hops.lost",
+    "hop_unopened": "asker.route_hops.turn",
+    "hop_silent": "asker.route_session._probe",
+    "hop_stuck": "asker.overdue.loss",
+    "hop_miscut": "asker.route_session._set_up",
+    "hop_forgot": "asker.overdue.loss",
+    "tokens_lost": "asker.overdue.loss",
+    "answer_lost": "asker.overdue.loss",
+    "no_route": "routing.search.NoRoute",
+    "busy": "routing.search.__init__",
+    "private_blocks": "routing.search._missing",
+    "session_lost": "asker.route_session.SessionLost",
+    "context_length_exceeded": "asker.asker.PromptTooLong",
+    "model_not_here": "asker.reply_service.NoModelHere",
     "weights_missing": "weights.extents.WeightsError",
-    "already_member": "founding.new_name",
-    "other_secret": "joining._invited",
-    "private_swarm": "resolving.resolve_name",
-    "unknown_swarm": "errors.UnknownSwarm",
-    "name_conflict": "errors.NameConflict",
-    "bad_usage": "errors.UsageError",
+    "already_member": "joining.create.new_name",
+    "other_secret": "joining.targets._invited",
+    "private_swarm": "joining.name_lookup.resolve_name",
+    "unknown_swarm": "core.errors.UnknownSwarm",
+    "name_conflict": "core.errors.NameConflict",
+    "bad_usage": "core.errors.UsageError",
     "bad_request": "api.failures._invalid api.failures._http api.openai_errors.__init__ api.openai_errors.invalid",
     "unsupported_parameter": "api.openai_errors.invalid",
     "model_not_found": "api.openai._check_model",
-    "bad_record": "errors.RecordError",
-    "bad_config": "errors.ConfigError",
-    "bad_home": "errors.HomeError",
-    "not_running": "errors.NotRunning",
-    "already_running": "errors.AlreadyRunning",
+    "bad_record": "core.errors.RecordError",
+    "bad_config": "core.errors.ConfigError",
+    "bad_home": "core.errors.HomeError",
+    "not_running": "core.errors.NotRunning",
+    "already_running": "core.errors.AlreadyRunning",
     "port_in_use": "api.server.PortInUse",
     "no_such_address": "api.server.NoSuchAddress",
-    "failed": "errors.AppError",
-    "wrong_token": "api.guard._refusal client.WrongToken",
+    "failed": "core.errors.AppError",
+    "wrong_token": "api.guard._refusal api.client.WrongToken",
     "foreign_host": "api.guard._refusal",
     "foreign_origin": "api.guard._refusal",
-    "internal": "api.failures._internal troubles.reason_of",
-    **{code: "troubles.<module>" for _, code in troubles._CODES if code not in ("wrong_secret", "cache_full")},
+    "internal": "api.failures._internal core.troubles.reason_of",
+    **{code: "core.troubles.<module>" for _, code in troubles._CODES if code not in ("wrong_secret", "cache_full")},
 }
 _MAKERS = {"because", "AppError", "Refusal", "Trouble", "Rule"}
 
@@ -137,7 +138,7 @@ def _codes(node: ast.AST) -> Iterator[str]:
             if isinstance(inner, ast.Constant) and isinstance(inner.value, str) and inner.value in NEXT_STEPS:
                 yield inner.value
             if isinstance(inner, ast.JoinedStr) and ast.unparse(inner) == "f'hop_{trouble.code}'":
-                yield from (code for code in NEXT_STEPS if GIVERS.get(code) == "session_wire.reason_told")
+                yield from (code for code in NEXT_STEPS if GIVERS.get(code) == "session.wire.reason_told")
 
 
 def _walk(node: ast.AST, where: str, found: dict[str, set[str]]) -> None:
@@ -174,7 +175,7 @@ def test_no_reason_is_made_without_its_code_being_in_the_table() -> None:
     for path in APP.rglob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
         made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "Reason"]
-        assert not made or path.name == "reason.py", path
+        assert not made or path.name == "reasons.py", path
     with pytest.raises(KeyError):
         because("no_such_code", "")
     assert TROUBLED | WORRYING | REFUSALS <= set(NEXT_STEPS)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from app.asker import Asker
-from app.rechecking import CLEAR_GAIN, RECHECK_S, Recheck, Scales, Standing, is_worth_moving
-from app.records import Announcement
-from app.reply import Reply
-from app.routing import Demand, Hop, Known, Route
-from app.session_wire import PROTOCOL
-from app.span import Span
-from p2p.memory import LinkProfile
+from app.asker.asker import Asker
+from app.asker.reply import Reply
+from app.core.span import Span
+from app.routing.reroute import CLEAR_GAIN, RECHECK_S, Recheck, Scales, Standing, is_worth_moving
+from app.routing.search import Demand, Hop, Known, Route
+from app.session.wire import PROTOCOL
+from app.swarm.records import Announcement
+from p2p.memory.fabric import LinkProfile
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, no_leaks, open_swarm
 

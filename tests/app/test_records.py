@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.fields import canonical
-from app.records import (
+from app.core.canonical_json import canonical
+from app.core.span import Span
+from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
     ANNOUNCEMENT_LIFETIME_MS,
     ANNOUNCEMENT_RULE,
@@ -28,7 +29,6 @@ from app.records import (
     sign_suspicion,
     swarm_id,
 )
-from app.span import Span
 from p2p.envelope import CLOCK_TOLERANCE_MS, NEVER, Latest, open_envelope, parse, seal
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity
@@ -107,7 +107,8 @@ def test_impossible_round_trip_times_are_refused(rtt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "device", ["NVIDIA GeForce RTX 4090 Laptop GPU", "Intel(R) Xeon(R) Processor @ 2.50GHz (2 cores)", "a\x1b[31mcard\n"]
+    "device",
+    ["NVIDIA GeForce RTX 4090 Laptop GPU", "Intel(R) Xeon(R) Processor @ 2.50GHz (2 cores)", "a\x1b[31mcard\n"],
 )
 def test_any_device_name_can_be_announced(device: str) -> None:
     raw = sign_announcement(ALICE, dataclasses.replace(TYPICAL, device=device))

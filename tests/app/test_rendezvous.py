@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.rendezvous import (
+from app.swarm.rendezvous import (
     ASK_AT_ONCE,
     CLOCK_TOLERANCE_S,
     HOUR_S,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.resume import HopState, plan_resume
+from app.asker.resume import HopState, plan_resume
 
 FED = 20
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.reason import because
-from app.records import Announcement
-from app.routing import (
+from app.core.reasons import because
+from app.core.span import Span
+from app.routing.search import (
     HOP_S,
     Bans,
     Demand,
@@ -25,7 +25,7 @@ from app.routing import (
     find_route,
     mend_route,
 )
-from app.span import Span
+from app.swarm.records import Announcement
 
 BLOCKS = 6
 WHOLE = Demand(Span(0, BLOCKS), tokens=100)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from app.client import Client, client_of
-from app.errors import AppError
-from app.home import Home
-from app.invite import new_secret, parse_invite
-from app.remembered import load
+from app.api.client import Client, client_of
+from app.config.home import Home
+from app.core.errors import AppError
+from app.swarm.invite import new_secret, parse_invite
+from app.swarm.saved import load
 from tests.app.node_process import Place, Serving, wait_until
 
 # Nothing but what a test names: no stray node of the same machine takes part.

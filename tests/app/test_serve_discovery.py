@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app.client import client_of
-from app.snapshot import OfferView, prospects_from
+from app.api.client import client_of
+from app.snapshot.views import OfferView, prospects_from
 from tests.app.node_process import PATIENCE_S, Place, Serving, wait_until
 
 FOUND_WITHIN_S = 5.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.demo import memory_for
+from app.cli.demo_swarm import memory_for
 from tests.app.node_process import wait_until
 from tests.app.process_swarm import Node, ProcessSwarm, Yardstick, open_process_swarm, prompt_of
 

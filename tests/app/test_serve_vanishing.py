@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.invite import Invite
+from app.swarm.invite import Invite
 from p2p.identity import Identity
 from tests.app.node_process import Place, Serving, wait_until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from app.client import client_of
+from app.api.client import client_of
 from tests.app.node_process import Place, Serving, wait_until
 
 PROMPT = ["Once upon a time", "--temperature", "0", "--max-tokens", "16"]

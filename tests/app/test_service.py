@@ -14,12 +14,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from app import service
 from app.cli import main
-from app.errors import AppError
-from app.service import Outcome, Plan, install, is_running, plan_for, service_of, uninstall
-from app.service_files import Service, launchd_agent, service_name, systemd_unit, template, windows_task
-from app.uninstall import items_in_cache, items_in_home
+from app.core.errors import AppError
+from app.system import service
+from app.system.service import Outcome, Plan, install, is_running, plan_for, service_of, uninstall
+from app.system.service_files import Service, launchd_agent, service_name, systemd_unit, template, windows_task
+from app.system.uninstall import items_in_cache, items_in_home
 from tests.app.node_process import Place, Serving
 
 ODD = Path('/home/o\'brien & "co"/50% $HOME/ünder <x>')

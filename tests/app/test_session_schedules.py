@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
-from app.asker import Asker
-from app.network import FrameStream, Payload, Priority
-from app.session_wire import PROTOCOL, Kind, Trouble, Turn, decode, encode_trouble, encode_turn, header, plain
-from app.span import Span
+from app.asker.asker import Asker
+from app.core.network import FrameStream, Payload, Priority
+from app.core.span import Span
+from app.session.wire import PROTOCOL, Kind, Trouble, Turn, decode, encode_trouble, encode_turn, header, plain
 from p2p.errors import P2PError
-from p2p.memory import MemoryNode
+from p2p.memory.fabric import MemoryNode
 from tests.app.hash_model import ROW_BYTES, WIDTH, greedy, last_hidden
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import RecordError
-from app.session_wire import (
+from app.core.errors import RecordError
+from app.core.span import Span
+from app.session.wire import (
     HEADER_BYTES,
     KEEP,
     MAX_TOKENS,
@@ -25,7 +26,6 @@ from app.session_wire import (
     header,
     plain,
 )
-from app.span import Span
 
 SESSION = bytes(range(16))
 peers = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)

@@ -9,21 +9,21 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, PromptTooLong
-from app.errors import AppError
-from app.reply import ReplyFigures
-from app.route_hops import SessionSettings
-from app.routing import NoRoute
-from engine.asking import load_swarm_ends
-from engine.block import Holding
-from engine.local import load_local, local_options
-from engine.reply import ReplySettings
-from engine.runner import SessionRunner
-from engine.sampler import Sampling
+from app.asker.asker import Asker, PromptTooLong
+from app.asker.reply import ReplyFigures
+from app.asker.route_hops import SessionSettings
+from app.core.errors import AppError
+from app.routing.search import NoRoute
+from engine.local_model import load_local, local_options
+from engine.model.block import Holding
+from engine.model.span import SpanOptions, load_span
+from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
-from engine.span import SpanOptions, load_span
-from p2p.memory import open_fabric
+from engine.swarm_ends import load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
+from p2p.memory.fabric import open_fabric
 from tests.app.hash_model import HashEnds, HashRunner, InlineDevice, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 

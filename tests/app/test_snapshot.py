@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from app.reason import Reason
-from app.snapshot import (
+from app.core.reasons import Reason
+from app.snapshot.views import (
     CourtesyView,
     DeviceView,
     HopView,

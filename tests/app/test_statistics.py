@@ -16,14 +16,14 @@ import pytest
 import trio
 import trio.testing
 
-from app import statistics
-from app.asker_figures import AskerFigures, AuditCounts
-from app.config import load_config
-from app.home import Home
-from app.node import Node
-from app.replying import Replying
-from app.snapshot import GivenView
-from app.statistics import KEPT_DAYS, Statistics, Sums, read_days, read_peers
+from app.asker.reply_service import Replying
+from app.asker.stats import AskerFigures, AuditCounts
+from app.config.file import load_config
+from app.config.home import Home
+from app.node import statistics
+from app.node.node import Node
+from app.node.statistics import KEPT_DAYS, Statistics, Sums, read_days, read_peers
+from app.snapshot.views import GivenView
 
 MONDAY = date(2026, 3, 2)
 

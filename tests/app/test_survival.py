@@ -10,15 +10,15 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker
-from app.block_server import ServerSettings
-from app.network import FrameStream
-from app.reply import ReplyFigures
-from app.routing import NoRoute
-from app.session_wire import PROTOCOL
-from app.span import Span
+from app.asker.asker import Asker
+from app.asker.reply import ReplyFigures
+from app.core.network import FrameStream
+from app.core.span import Span
+from app.routing.search import NoRoute
+from app.serving.block_server import ServerSettings
+from app.session.wire import PROTOCOL
 from p2p.errors import PeerUnreachable
-from p2p.memory import LinkProfile, MemoryNode
+from p2p.memory.fabric import LinkProfile, MemoryNode
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 

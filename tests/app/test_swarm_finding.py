@@ -9,20 +9,20 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.errors import NameConflict, UnknownSwarm
-from app.manifest_store import ManifestStore
+from app.core.errors import NameConflict, UnknownSwarm
+from app.manifest.importing import survey
+from app.manifest.manifest import Manifest
 from app.membership import SwarmService, fetch_manifest, resolve_swarm, value_check, wire
-from app.model_import import survey
-from app.model_manifest import Manifest
-from app.records import SwarmRecord, sign_record
-from app.rendezvous import SHARDS, keys_to_provide, record_key, rendezvous_key
-from app.swarm_name import SwarmName
+from app.swarm.names import SwarmName
+from app.swarm.records import SwarmRecord, sign_record
+from app.swarm.rendezvous import SHARDS, keys_to_provide, record_key, rendezvous_key
+from app.weights.manifest_store import ManifestStore
 from p2p.addresses import Address
-from p2p.dht import METHOD, Directory
-from p2p.dht_wire import Contact
+from p2p.dht.directory import METHOD, Directory
+from p2p.dht.wire import Contact
 from p2p.errors import Refused
 from p2p.identity import Identity
-from p2p.memory import MemoryNode
+from p2p.memory.fabric import MemoryNode
 from tests.app.swarms import CREATOR, RECORD, START_S, SimNode, identity, open_sim, wall_clock
 from tests.app.tiny_source import tiny_source
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from app.manifest_store import ManifestStore
+from app.core.span import Span
+from app.manifest.importing import survey
 from app.membership import Swarm, SwarmService, fetch_manifest, resolve_swarm
-from app.model_import import survey
-from app.records import sign_record
-from app.span import Span
-from app.swarm_name import SwarmName
-from p2p.discovery import Means
+from app.swarm.names import SwarmName
+from app.swarm.records import sign_record
+from app.weights.manifest_store import ManifestStore
+from p2p.discovery.seeker import Means
 from p2p.identity import Identity
-from p2p.node import Libp2pNetwork
+from p2p.network import Libp2pNetwork
 from tests.app.swarms import CREATOR
 from tests.app.tiny_source import CONFIG, tiny_source
 from tests.p2p.nodes import make_network, until

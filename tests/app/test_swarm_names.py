@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.errors import NameConflict, UnknownSwarm, UsageError
-from app.records import SwarmRecord, sign_record
-from app.resolve import resolve
-from app.span import Span
-from app.swarm_name import SwarmName, is_swarm_name, pinned
+from app.core.errors import NameConflict, UnknownSwarm, UsageError
+from app.core.span import Span
+from app.swarm.name_resolution import resolve
+from app.swarm.names import SwarmName, is_swarm_name, pinned
+from app.swarm.records import SwarmRecord, sign_record
 from p2p.identity import Identity
 
 NOW = 1_800_000_000_000

@@ -9,7 +9,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.span import Span
+from app.core.span import Span
 from tests.app.swarms import Sim, SimNode, open_sim
 
 MAX_LINKS = 48

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.evidence import EXACT, ROUGH, Deviation, Observation, blame, explanations, tolerance, undecided
-from app.measured import Measured
-from app.routing import Hop
-from app.span import Span
-from app.trust import DISTRUSTED, HOUR_S, KEPT, Outcome, added, standing
-from app.trust_book import TrustBook
+from app.asker.evidence import EXACT, ROUGH, Deviation, Observation, blame, explanations, tolerance, undecided
+from app.core.span import Span
+from app.routing.measured import Measured
+from app.routing.search import Hop
+from app.routing.trust import DISTRUSTED, HOUR_S, KEPT, Outcome, added, standing
+from app.routing.trust_book import TrustBook
 
 DAY_S = 24 * HOUR_S
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.units import format_size, parse_size
+from app.core.units import format_size, parse_size
 
 
 @pytest.mark.parametrize(

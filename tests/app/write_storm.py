@@ -12,15 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app.config import set_value
-from app.home import Home, write_sequence
-from app.manifest_store import ManifestStore
-from app.merkle import CHUNK_BYTES, ChunkHasher, root_of
-from app.model_manifest import Part
-from app.statistics import Statistics
+from app.config.file import set_value
+from app.config.home import Home, write_sequence
+from app.manifest.manifest import Part
+from app.manifest.merkle import CHUNK_BYTES, ChunkHasher, root_of
+from app.node.statistics import Statistics
 from app.weights.extents import Extent
-from app.weights.index import SourceIndex
-from app.weights.part_files import PartFiles
+from app.weights.manifest_store import ManifestStore
+from app.weights.part_store import PartFiles
+from app.weights.source_index import SourceIndex
 from p2p.identity import load_or_create
 
 PARTS = 3

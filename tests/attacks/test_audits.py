@@ -11,16 +11,16 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker import Asker, Outlook
-from app.trust_book import TrustBook
-from engine.asking import load_swarm_ends
-from engine.block import Holding
-from engine.reply import ReplySettings
-from engine.runner import SessionRunner
-from engine.sampler import Sampling
+from app.asker.asker import Asker, Outlook
+from app.routing.trust_book import TrustBook
+from engine.model.block import Holding
+from engine.model.span import SpanOptions, load_span
+from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
-from engine.span import SpanOptions, load_span
-from p2p.memory import LinkProfile, open_fabric
+from engine.swarm_ends import load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
+from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.hash_model import HashEnds, InlineDevice, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 

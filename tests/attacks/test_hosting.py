@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import trio
 
-from app.config import Config
+from app.api.supervisor import ApiHealth
+from app.config.file import Config
+from app.config.settings import Settings
+from app.core.reasons import Reason, because
+from app.courtesy.pause import Pausing
 from app.membership import Swarm, SwarmSetup
-from app.node_api import ApiHealth
-from app.pausing import Pausing
-from app.reason import Reason, because
-from app.settings import Settings
-from app.snapshot import State
-from app.steps import Steps
-from app.tenure import Tenure
-from app.weights.keeping import Room
-from app.weights.stock import Stock
+from app.node.hosting_loop import Tenure
+from app.snapshot.startup import Steps
+from app.snapshot.views import State
+from app.weights.disk_space import Room
+from app.weights.model_weights import Stock
 from engine import hosting
-from engine.device import Device
+from engine.device.probe import Device
 from engine.errors import SourceError
 from engine.sources.base import ModelSource
-from p2p.memory import open_fabric
+from p2p.memory.fabric import open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.weights.models import WIDE, import_model
 

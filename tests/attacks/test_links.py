@@ -9,14 +9,14 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from app.network import Priority
-from app.outlets import Outlet, Parcel
-from p2p.bytestream import TrioByteStream
-from p2p.frames import PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
-from p2p.idle_links import ENOUGH_LINKS
-from p2p.outbox import QUEUE_BYTES
-from p2p.rpc import LIVE_LANE
-from p2p.streams import MessageStream
+from app.core.network import Priority
+from app.session.outbound import Outlet, Parcel
+from p2p.host.pruning import ENOUGH_LINKS
+from p2p.link.byte_stream import TrioByteStream
+from p2p.link.frames import PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
+from p2p.link.outbox import QUEUE_BYTES
+from p2p.link.streams import MessageStream
+from p2p.link.switchboard import LIVE_LANE
 from tests.app.session_swarm import PROMPT, ask, open_swarm
 from tests.p2p.network_contract import PROTOCOL
 from tests.p2p.networks import WiredNode, wired_world

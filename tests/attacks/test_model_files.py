@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.errors import RecordError
-from app.fields import Fields
-from app.manifest_config import config_from, plain_config
-from engine.chat_template import MAX_SECONDS, ChatError, ChatTemplate
+from app.core.canonical_json import Fields
+from app.core.errors import RecordError
+from app.manifest.model_shape import config_from, plain_config
 from engine.config import Rope
 from engine.errors import EngineError, SourceError
-from engine.rope import RotaryTable
+from engine.model.rope import RotaryTable
 from engine.sources.base import TokenizerSpec
+from engine.text.chat_template import MAX_SECONDS, ChatError, ChatTemplate
 from tests.app.tiny_source import CONFIG
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import graphs
-from engine.attention import Segment
 from engine.errors import EngineError
-from engine.graphs import DecodeGraphs, SpanParts, StepBuffers, page_table, plain_step
-from engine.kv import KVLease
-from engine.span import SpanRunner
+from engine.model import cuda_graphs as graphs
+from engine.model.attention import Segment
+from engine.model.cuda_graphs import DecodeGraphs, SpanParts, StepBuffers, page_table, plain_step
+from engine.model.kv_cache import KVLease
+from engine.model.span import SpanRunner
 from tests.engine.random_spans import random_span, small_config
 
 PROMPT_TOKENS = 5

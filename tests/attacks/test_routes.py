@@ -9,12 +9,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.errors import AppError
-from app.records import Announcement
-from app.routing import Demand, find_route
-from app.session_wire import PROTOCOL, Kind, Trouble, decode, encode_trouble
-from app.span import Span
-from p2p.memory import MemoryStream
+from app.core.errors import AppError
+from app.core.span import Span
+from app.routing.search import Demand, find_route
+from app.session.wire import PROTOCOL, Kind, Trouble, decode, encode_trouble
+from app.swarm.records import Announcement
+from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, ask, open_swarm
 

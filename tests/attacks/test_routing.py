@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from app.link_times import link_seconds
-from app.reason import because
-from app.records import Announcement, tail
-from app.routing import Bans, Demand, find_route
-from app.span import Span
+from app.core.reasons import because
+from app.core.span import Span
+from app.routing.link_times import link_seconds
+from app.routing.search import Bans, Demand, find_route
+from app.swarm.records import Announcement, tail
 
 # --- M-4: bans -------------------------------------------------------------------------------------------------------
 

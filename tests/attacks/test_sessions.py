@@ -14,20 +14,20 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.block_server import BlockServer
-from app.network import FrameStream, Payload, Priority
-from app.reason import Reason
-from app.rechecking import Standing
-from app.route_hops import SessionSettings
-from app.routing import Hop, Route
-from app.runner import BlockRunner, StepWork
-from app.session_wire import KEEP, PROTOCOL, Frame, Kind, Turn, decode, encode_turn, header, plain
-from app.span import Span
-from engine.runner import SessionRunner
+from app.asker.route_hops import SessionSettings
+from app.core.compute import BlockRunner, StepWork
+from app.core.network import FrameStream, Payload, Priority
+from app.core.reasons import Reason
+from app.core.span import Span
+from app.routing.reroute import Standing
+from app.routing.search import Hop, Route
+from app.serving.block_server import BlockServer
+from app.session.wire import KEEP, PROTOCOL, Frame, Kind, Turn, decode, encode_turn, header, plain
+from engine.model.span import SpanOptions, load_span
+from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
-from engine.span import SpanOptions, load_span
 from p2p.errors import P2PError, PeerUnreachable
-from p2p.memory import LinkProfile, MemoryFabric, MemoryNode, MemoryStream, open_fabric
+from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, MemoryStream, open_fabric
 from tests.app.hash_model import HashRunner, InlineDevice, Output, greedy, last_hidden
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 

@@ -12,15 +12,15 @@ import trio.testing
 from trio.testing import MockClock
 
 from app.membership import Swarm, wire
-from app.records import sign_record
-from p2p.admission import Admission, ConnectionLimits
-from p2p.bytestream import TrioByteStream
+from app.swarm.records import sign_record
 from p2p.errors import P2PError
-from p2p.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
-from p2p.heartbeat import PROTOCOL as HEARTBEAT
+from p2p.host.admission import Admission, ConnectionLimits
+from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
 from p2p.identity import Identity
-from p2p.limits import Limits
-from p2p.rpc import LIVE_LANE
+from p2p.link.byte_stream import TrioByteStream
+from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
+from p2p.link.quota import Limits
+from p2p.link.switchboard import LIVE_LANE
 from p2p.values import MAX_BODY_BYTES
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream

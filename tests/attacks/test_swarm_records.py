@@ -6,13 +6,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.span import Span
 from app.membership import resolve_swarm
-from app.records import Announcement, sign_announcement, sign_record
-from app.routing import Demand, find_route
-from app.span import Span
-from app.swarm_name import SwarmName
+from app.routing.search import Demand, find_route
+from app.swarm.names import SwarmName
+from app.swarm.records import Announcement, sign_announcement, sign_record
 from p2p.identity import Identity
-from p2p.memory import LinkProfile, open_fabric
+from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, START_S, Sim, SimNode, identity, open_sim, wall_clock
 from tests.app.test_membership_hostile import told
 from tests.app.test_swarm_finding import serve

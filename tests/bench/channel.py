@@ -27,8 +27,8 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from p2p.noise import NOISE_ID, security_options
-from p2p.selftest import install_yamux
+from p2p.channel.compatibility import install_yamux
+from p2p.channel.noise import NOISE_ID, security_options
 from tests.bench.delay import delay_proxy
 
 STACKS = ("stock", "shoal_noise", "shoal")

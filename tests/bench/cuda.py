@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from engine.attention import Segment
 from engine.config import ModelConfig, Rope
-from engine.span import SpanRunner
+from engine.model.attention import Segment
+from engine.model.span import SpanRunner
 from tests.engine.random_spans import random_span
 
 SHAPE = {

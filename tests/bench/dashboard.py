@@ -24,12 +24,12 @@ from typing import Any
 
 from textual.events import Key
 
-from app.snapshot import facts
+from app.snapshot.views import facts
 from tests.ui.fixed import five_hundred
-from ui.dashboard import Dashboard, News
-from ui.follow import Told
-from ui.store import Link, Store
-from ui.swarm import PeersTable
+from ui.app import Dashboard, News
+from ui.screens.swarm import PeersTable
+from ui.state.follower import Told
+from ui.state.store import Link, Store
 
 FRAME = "≋".encode()
 HERTZ = 10

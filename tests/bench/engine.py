@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from engine.attention import Segment
 from engine.config import ModelConfig, Rope
-from engine.head import Ends
-from engine.linear import DenseLinear, packed
-from engine.span import SpanRunner
+from engine.model.attention import Segment
+from engine.model.ends import Ends
+from engine.model.linear import DenseLinear, packed
+from engine.model.span import SpanRunner
 from tests.engine.random_spans import random_span
 
 PROMPT, DECODED = 256, 24

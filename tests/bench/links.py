@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from app.network import FrameStream, Network, Priority
-from p2p.limits import Limits
+from app.core.network import FrameStream, Network, Priority
+from p2p.link.quota import Limits
 from tests.p2p.network_contract import echo, echo_stream
 from tests.p2p.networks import wired_world
 

@@ -20,16 +20,16 @@ from typing import cast
 
 from textual.pilot import Pilot
 
+from app.api.client import client_of
 from app.cli.dashboard import HomeDoor
-from app.client import client_of
-from app.places import cache_folder
+from app.config.places import cache_folder
 from tests.app.node_process import LOOPBACK, Place, Serving
 from tests.ui.rendering import text_of_screen
-from ui.chat import Chat
-from ui.conversations import Conversations
-from ui.dashboard import Dashboard
-from ui.first_run import FirstRun
-from ui.replying import Sampling
+from ui.app import Dashboard
+from ui.screens.chat import Chat
+from ui.screens.first_run import FirstRun
+from ui.state.conversations import Conversations
+from ui.state.reply_stream import Sampling
 
 SIZE = (120, 36)
 NODES = (("tern", "0:16"), ("heron", "10:24"), ("osprey", "20:30"))

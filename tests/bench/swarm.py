@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from app.places import cache_folder
-from engine.local import LocalModel, load_local, local_options
-from engine.reply import ReplySettings
-from engine.sampler import Sampling
+from app.config.places import cache_folder
+from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
 from tests.bench.swarm_nodes import BenchSwarm, Told, open_bench_swarm
 
 HOPS = 3

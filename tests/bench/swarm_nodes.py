@@ -18,7 +18,7 @@ from typing import Any
 
 import trio
 
-from app.client import Client, client_of
+from app.api.client import Client, client_of
 from tests.app.node_process import Place, Serving, wait_until
 from tests.bench.delay import DelayProxy, delay_proxy
 

@@ -33,19 +33,19 @@ from typing import Any
 import psutil
 import trio
 
-from app.client import client_of
-from app.invite import parse_invite
-from app.manifest_store import ManifestStore
+from app.api.client import client_of
+from app.config.places import cache_folder
+from app.core.network import Network, Priority
+from app.manifest.importing import survey, tokenizer_bytes
+from app.manifest.merkle import CHUNK_BYTES
 from app.membership import Swarm, fetch_manifest, resolve_swarm
-from app.merkle import CHUNK_BYTES
-from app.model_import import survey, tokenizer_bytes
-from app.network import Network, Priority
-from app.places import cache_folder
-from app.swarm_name import SwarmName
+from app.swarm.invite import parse_invite
+from app.swarm.names import SwarmName
 from app.weights import wire
-from app.weights.fetching import Fetching
+from app.weights.chunk_server import Sharing
+from app.weights.download import Fetching
 from app.weights.library import Library, remember_source
-from app.weights.sharing import Sharing
+from app.weights.manifest_store import ManifestStore
 from p2p.identity import Identity
 from p2p.platform import keep_freed_memory
 from tests.app.node_process import Place, Serving, wait_until

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.block import Block, Quantisation, build_block
 from engine.config import ModelConfig, Rope
-from engine.span import SpanOptions, SpanRunner
+from engine.model.block import Block, Quantisation, build_block
+from engine.model.span import SpanOptions, SpanRunner
 
 
 def small_config(**changes: object) -> ModelConfig:

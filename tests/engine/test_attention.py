@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention import GatheredPlan, Segment, StepPlan
-from engine.kv import PAGE_TOKENS, KVLease
-from engine.span import SpanRunner
+from engine.model.attention import GatheredPlan, Segment, StepPlan
+from engine.model.kv_cache import PAGE_TOKENS, KVLease
+from engine.model.span import SpanRunner
 from tests.engine.random_spans import CASES, random_span
 
 SHORT, LONG = (5, 60, 1, 33), (5, 300, 1, 33)  # gathered; and too long for that

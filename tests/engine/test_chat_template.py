@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.chat_template import ChatError, ChatTemplate
 from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
+from engine.text.chat_template import ChatError, ChatTemplate
 from tests.engine.models import TEMPLATE
 
 CHAT = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention import Segment
+from engine.model.attention import Segment
 from tests.engine.random_spans import CASES, random_span
 
 pytestmark = [

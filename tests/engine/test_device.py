@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import device as device_module
-from engine import sensors
-from engine.device import Device, find_device, probe_cuda, probe_devices
-from engine.dtypes import CANDIDATES, choose, measure_dtypes, pick_dtype, time_products
+from engine.device import probe as device_module
+from engine.device import sensors
+from engine.device.dtypes import CANDIDATES, choose, measure_dtypes, pick_dtype, time_products
+from engine.device.probe import Device, find_device, probe_cuda, probe_devices
+from engine.device.sensors import NvidiaCard, Reading, cgroup_limits
 from engine.errors import DeviceError
-from engine.sensors import NvidiaCard, Reading, cgroup_limits
 
 GIB = 2**30
 CARD = NvidiaCard("GPU-0c2a", "Card of Test", 8 * GIB, Reading(61.0, 120.5, 0.4, 3 * GIB))

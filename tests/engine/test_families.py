@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import Segment
-from engine.head import Ends, load_ends
+from engine.model.attention import Segment
+from engine.model.ends import Ends, load_ends
+from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.sources.huggingface import open_folder
-from engine.span import SpanOptions, SpanRunner, load_span
 from tests.engine.models import VARIANT, VARIANTS, VOCABULARY, Variant, write_folder
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from engine.sources.base import ModelSource, TensorEntry
 from engine.sources.gguf import llama3_divisors, open_gguf
 from engine.sources.gguf_header import read_header
 from engine.sources.layout import KIND_SIZES
-from engine.tensors import decode, load_bytes, load_part
+from engine.sources.tensors import decode, load_bytes, load_part
 from tests.engine.gguf_models import gguf_name, random_blocks, write_gguf
 from tests.engine.models import VARIANT, Variant, read_ranges
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import Segment
 from engine.budget import FLOAT32, block_bytes
 from engine.hosting import load_blocks, measured_host, plan_hosting
-from engine.kv import KVLease
+from engine.model.attention import Segment
+from engine.model.kv_cache import KVLease
+from engine.model.span import SpanRunner
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
-from engine.span import SpanRunner
 
 
 @pytest.fixture(scope="module")

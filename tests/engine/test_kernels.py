@@ -11,10 +11,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
 triton = pytest.importorskip("triton")
 
-from engine.attention import Segment  # noqa: E402
-from engine.graphs import SpanParts, fused_step, page_table, plain_step  # noqa: E402
-from engine.kv import PAGE_TOKENS  # noqa: E402
-from engine.span import SpanRunner  # noqa: E402
+from engine.model.attention import Segment  # noqa: E402
+from engine.model.cuda_graphs import SpanParts, fused_step, page_table, plain_step  # noqa: E402
+from engine.model.kv_cache import PAGE_TOKENS  # noqa: E402
+from engine.model.span import SpanRunner  # noqa: E402
 from tests.engine.random_spans import CASES, random_span  # noqa: E402
 
 

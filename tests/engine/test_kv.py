@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention import Segment
 from engine.errors import CacheFull, SessionError
-from engine.kv import PAGE_TOKENS, KVPool, Pages, token_bytes
+from engine.model.attention import Segment
+from engine.model.kv_cache import PAGE_TOKENS, KVPool, Pages, token_bytes
 from tests.engine.random_spans import random_span, small_config
 
 CONFIG = small_config()

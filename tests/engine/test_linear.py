@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.linear import TIMED_ROWS, DenseLinear, Int8Linear, _candidates, cpu_products, packed
+from engine.model.linear import TIMED_ROWS, DenseLinear, Int8Linear, _candidates, cpu_products, packed
 
 ROWS = (1, 2, 3, 4, 7, 16, 33, 200)
 

@@ -13,7 +13,7 @@ from engine.errors import SourceError
 from engine.sources import tiny
 from engine.sources.cache import models_dir
 from engine.sources.opening import list_cached, open_source
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.engine.models import VARIANT, write_folder
 
 TINY_SHA256 = "8a8d9e20e3b134c324b8d1afe27719edc2a6660bbddca0c27c58a1624067b0f5"

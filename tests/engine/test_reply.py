@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.local import LocalModel, load_local, local_options
-from engine.reply import ReplySettings, ReplyWriter
-from engine.sampler import Sampling
+from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.base import TokenizerSpec
 from engine.sources.opening import open_source
-from engine.tokenizer import Tokenizer
+from engine.text.reply import ReplySettings, ReplyWriter
+from engine.text.sampler import Sampling
+from engine.text.tokenizer import Tokenizer
 from tests.engine.models import byte_tokenizer
 
 TOKENIZER = Tokenizer(TokenizerSpec(byte_tokenizer().to_str(), None, None, "<|im_end|>", {}))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.sampler import Sampling, kept_count, penalised, sample, uniform
+from engine.text.sampler import Sampling, kept_count, penalised, sample, uniform
 
 logit_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 samplings = st.builds(

@@ -19,8 +19,8 @@ from engine.sources.base import BLOCK_ROLES
 from engine.sources.hf_config import parse_config
 from engine.sources.huggingface import open_folder
 from engine.sources.safetensors import read_index
-from engine.tensors import load_part
-from engine.tokenizer import Tokenizer
+from engine.sources.tensors import load_part
+from engine.text.tokenizer import Tokenizer
 from tests.engine.models import SPECIAL, TEMPLATE, VARIANT, VARIANTS, Variant, read_ranges, write_folder
 
 Change = Callable[[dict[str, Any]], object]

@@ -17,14 +17,14 @@ import platformdirs
 import pytest
 import torch
 
-from engine.chat_template import ChatTemplate
 from engine.config import Rope
 from engine.errors import SourceError
 from engine.sources import starter
 from engine.sources.cache import models_dir
 from engine.sources.opening import list_cached, open_source
-from engine.tensors import load_part
-from engine.tokenizer import Tokenizer
+from engine.sources.tensors import load_part
+from engine.text.chat_template import ChatTemplate
+from engine.text.tokenizer import Tokenizer
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT
 from tests.engine.test_chat_template import transformers_render

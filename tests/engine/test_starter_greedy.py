@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from app.places import cache_folder
+from app.config.places import cache_folder
 from engine.errors import SourceError
-from engine.local import LocalModel, load_local, local_options
-from engine.reply import ReplySettings
-from engine.sampler import Sampling
+from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
 
 QUESTION = "What is a peer-to-peer network?"
 PROMPTS = (

@@ -19,7 +19,7 @@ from engine.errors import SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.gguf_header import read_header
 from engine.sources.gguf_tokenizer import byte_alphabet, tokenizer_spec
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.engine.gguf_models import CORPUS, write_tokenizer_gguf
 from tests.engine.models import SPECIAL, TEMPLATE
 

@@ -20,10 +20,10 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 
-from p2p.noise import NOISE_ID, NoiseTransport, security_options
-from p2p.noise_session import NoiseSession
-from p2p.yamux import YamuxConnection
-from p2p.yamux_wire import Frame, FrameParser, pack_header
+from p2p.channel.noise import NOISE_ID, NoiseTransport, security_options
+from p2p.channel.noise_session import NoiseSession
+from p2p.channel.yamux import YamuxConnection
+from p2p.channel.yamux_wire import Frame, FrameParser, pack_header
 
 
 class MemoryBytes(ReadWriteCloser):

@@ -12,14 +12,15 @@ from typing import Any
 import psutil
 import trio
 
-from p2p import multistream, rawio
 from p2p.addresses import Address, parse_address
+from p2p.channel import multistream
+from p2p.channel import raw as rawio
+from p2p.channel.upgrade import channel_of
+from p2p.channel.yamux import YamuxConnection
 from p2p.errors import P2PError
-from p2p.frames import PREFACE
 from p2p.identity import Identity
-from p2p.node import Libp2pNetwork
-from p2p.upgrade import channel_of
-from p2p.yamux import YamuxConnection
+from p2p.link.frames import PREFACE
+from p2p.network import Libp2pNetwork
 from tests.p2p.channels import Hostile
 from tests.p2p.nodes import Process, make_network, node_process, until
 

@@ -1,4 +1,4 @@
-"""What every `app.network.Network` must do; each implementation's tests subclass this and give it a `world` fixture."""
+"""What every `app.core.network.Network` must do; tests of an implementation subclass this and give it a `world`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from typing import Protocol
 import pytest
 import trio
 
-from app.network import MAX_BODY_BYTES, FrameStream, Network, Priority
-from p2p.errors import (
-    DeadlineExceeded,
-    PeerUnreachable,
-    QueueFull,
-    Refused,
-    RemoteError,
-    StreamClosed,
-    StreamReset,
-)
+from app.core.network import MAX_BODY_BYTES, FrameStream, Network, Priority
+from p2p.errors import DeadlineExceeded, PeerUnreachable, QueueFull, Refused, RemoteError, StreamClosed, StreamReset
 
 PROTOCOL = "/test/1/echo"
 

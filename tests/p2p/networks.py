@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import trio
 import trio.testing
 
-from app.network import Network
-from p2p.bytestream import ByteStream, TrioByteStream
+from app.core.network import Network
 from p2p.errors import PeerUnreachable
-from p2p.limits import Limits
-from p2p.memory import MemoryFabric, open_fabric
-from p2p.rpc import Switchboard
+from p2p.link.byte_stream import ByteStream, TrioByteStream
+from p2p.link.quota import Limits
+from p2p.link.switchboard import Switchboard
+from p2p.memory.fabric import MemoryFabric, open_fabric
 from p2p.values import LinkInfo
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Any
 
 import trio
 
-from p2p.discovery import parse_means
+from p2p.discovery.seeker import parse_means
 from p2p.errors import P2PError
 from p2p.identity import Identity, load_or_create
-from p2p.node import Libp2pNetwork, NetworkConfig
+from p2p.network import Libp2pNetwork, NetworkConfig
 from tests.p2p.nodes import GENEROUS, LOOPBACK
 
 

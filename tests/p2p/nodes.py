@@ -13,13 +13,13 @@ from typing import Any
 
 import trio
 
-from p2p.addressbook import AddressBook
-from p2p.admission import ConnectionLimits
-from p2p.discovery import Means
-from p2p.host import Host, HostConfig
+from p2p.channel.upgrade import channel_of
+from p2p.discovery.seeker import Means
+from p2p.host.address_book import AddressBook
+from p2p.host.admission import ConnectionLimits
+from p2p.host.host import Host, HostConfig
 from p2p.identity import Identity
-from p2p.node import Libp2pNetwork, NetworkConfig
-from p2p.upgrade import channel_of
+from p2p.network import Libp2pNetwork, NetworkConfig
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 # Everybody comes from 127.0.0.1 here, so what one address may do is what all of them may do.

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.addressbook import AddressBook
 from p2p.addresses import (
     MAX_ADDRESSES_PER_PEER,
     Address,
@@ -21,8 +20,9 @@ from p2p.addresses import (
     parse_known,
     scope_of,
 )
+from p2p.discovery.known_peers import MAX_REMEMBERED, Remembered, load_peers, merge, save_peers
+from p2p.host.address_book import AddressBook
 from p2p.identity import peer_id_of
-from p2p.peers_store import MAX_REMEMBERED, Remembered, load_peers, merge, save_peers
 
 PEER, OTHER = peer_id_of(bytes(32)), peer_id_of(bytes(31) + b"\1")
 

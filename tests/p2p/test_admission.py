@@ -9,8 +9,8 @@ import pytest
 import trio
 
 from p2p.addresses import Address, parse_address
-from p2p.admission import MAX_TRACKED, Admission, ConnectionLimits, DenyList
-from p2p.discovery import COMPANY, Seeker, parse_means
+from p2p.discovery.seeker import COMPANY, Seeker, parse_means
+from p2p.host.admission import MAX_TRACKED, Admission, ConnectionLimits, DenyList
 from p2p.identity import peer_id_of
 from p2p.supervise import guarded, supervise
 

@@ -11,12 +11,13 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p import dht, dht_store
 from p2p.addresses import Address
-from p2p.dht import Directory
-from p2p.dht_store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
-from p2p.dht_table import BUCKET_SIZE, RoutingTable, peer_position
-from p2p.dht_wire import (
+from p2p.dht import directory as dht
+from p2p.dht import store as dht_store
+from p2p.dht.directory import Directory
+from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_position
+from p2p.dht.store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
+from p2p.dht.wire import (
     MAX_PROVIDERS,
     MAX_VALUE_BYTES,
     MAX_VALUES,

@@ -7,10 +7,10 @@ import ipaddress
 import pytest
 import trio
 
-from p2p import dialer
 from p2p.addresses import Address, parse_address
-from p2p.dialer import STAGGER_S, first_of, order
 from p2p.errors import PeerUnreachable
+from p2p.host import dialer
+from p2p.host.dialer import STAGGER_S, first_of, order
 from p2p.identity import peer_id_of
 
 PEER, RELAY = peer_id_of(bytes(32)), peer_id_of(bytes(31) + b"\1")

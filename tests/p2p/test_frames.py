@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p2p.errors import ProtocolError
-from p2p.frames import (
+from p2p.link.frames import (
     CHUNK_BYTES,
     FIRST,
     HEADER,
@@ -25,7 +25,7 @@ from p2p.frames import (
     encode,
     encode_header,
 )
-from p2p.outbox import Outbox, Outgoing
+from p2p.link.outbox import Outbox, Outgoing
 from p2p.values import MAX_BODY_BYTES
 
 NAMED = (Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET)

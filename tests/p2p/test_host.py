@@ -15,14 +15,15 @@ import pytest
 import trio
 import trio.testing
 
-from p2p import heartbeat, multistream
 from p2p.addresses import Address, parse_address
-from p2p.admission import ConnectionLimits
-from p2p.connection import Stream
+from p2p.channel import multistream
 from p2p.errors import P2PError, PeerUnreachable, Refused
-from p2p.host import Host
+from p2p.host import heartbeat
+from p2p.host.admission import ConnectionLimits
+from p2p.host.connection import Stream
+from p2p.host.host import Host
+from p2p.host.listening import PortTaken
 from p2p.identity import Identity
-from p2p.listening import PortTaken
 from tests.p2p.nodes import GENEROUS, make_host, make_network, until
 
 ECHO = "/test/1/echo"
@@ -90,7 +91,7 @@ async def test_the_default_port_falls_back_to_a_free_one(monkeypatch: pytest.Mon
     with socket.socket() as blocker:
         blocker.bind(("0.0.0.0", 0))
         blocker.listen()
-        monkeypatch.setattr("p2p.listening.DEFAULT_PORT", blocker.getsockname()[1])
+        monkeypatch.setattr("p2p.host.listening.DEFAULT_PORT", blocker.getsockname()[1])
         host = make_host(listen=())
         async with running(host):
             ports = {address.port for address in host.listening}

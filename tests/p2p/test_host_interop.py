@@ -6,14 +6,14 @@ import pytest
 import trio
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 
-from p2p import multistream
-from p2p.addressbook import AddressBook
 from p2p.addresses import parse_address
-from p2p.delimited import address_from_bytes, receive_message
-from p2p.host import Host, HostConfig
-from p2p.identify import IDENTIFY, PING, Courtesies
+from p2p.channel import multistream
+from p2p.channel.upgrade import channel_of
+from p2p.host.address_book import AddressBook
+from p2p.host.host import Host, HostConfig
+from p2p.host.identify import IDENTIFY, PING, Courtesies
+from p2p.host.protobuf import address_from_bytes, receive_message
 from p2p.identity import Identity
-from p2p.upgrade import channel_of
 from tests.p2p.nodes import GENEROUS, LOOPBACK
 from tests.p2p.stock_peer import ECHO as THEIR_ECHO
 from tests.p2p.stock_peer import pattern

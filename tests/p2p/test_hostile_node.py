@@ -9,13 +9,15 @@ import pytest
 import trio
 from libp2p.io.exceptions import ConnectionClosedError
 
-from p2p import dht, heartbeat, identify, reachability
+from p2p.channel.noise_session import NoiseSession
+from p2p.channel.yamux_stream import YamuxStream
+from p2p.channel.yamux_wire import ACK, DATA, FIN, SYN, WINDOW_UPDATE, pack_header
+from p2p.dht import directory as dht
 from p2p.errors import P2PError
-from p2p.frames import WHOLE, Frame, Kind, encode
-from p2p.noise_session import NoiseSession
-from p2p.rpc import BULK_LANE, LIVE_LANE
-from p2p.yamux_stream import YamuxStream
-from p2p.yamux_wire import ACK, DATA, FIN, SYN, WINDOW_UPDATE, pack_header
+from p2p.host import heartbeat, identify
+from p2p.link.frames import WHOLE, Frame, Kind, encode
+from p2p.link.switchboard import BULK_LANE, LIVE_LANE
+from p2p.nat import reachability
 from tests.p2p.channels import Hostile
 from tests.p2p.hostile import MIB, Victim, connection_to, open_lane, open_protocol, raw_session, under_attack, until_cut
 from tests.p2p.nodes import until

@@ -16,22 +16,22 @@ from libp2p.crypto.pb import crypto_pb2
 from libp2p.peer.id import ID
 from libp2p.security.noise.pb import noise_pb2
 
-from p2p.addressbook import AddressBook
 from p2p.addresses import parse_address
-from p2p.admission import Admission, ConnectionLimits
-from p2p.dht import Directory
-from p2p.dht_wire import Answer, Contact
-from p2p.discovery import Seeker
+from p2p.channel.yamux import YamuxConnection
+from p2p.channel.yamux_budget import UnreadBytes, WindowBudget
+from p2p.channel.yamux_wire import SYN, WINDOW_UPDATE, pack_header
+from p2p.dht.directory import Directory
+from p2p.dht.wire import Answer, Contact
+from p2p.discovery.known_peers import MAX_UNREACHED, Remembered, load_peers, merge, save_peers
+from p2p.discovery.seeker import Seeker
 from p2p.errors import HandshakeError, ProtocolError
-from p2p.frames import Kind
+from p2p.host.address_book import AddressBook
+from p2p.host.admission import Admission, ConnectionLimits
 from p2p.identity import Identity, peer_id_of
-from p2p.limits import Limits, Quota
-from p2p.node import NetworkConfig
-from p2p.outbox import Outbox, Outgoing
-from p2p.peers_store import MAX_UNREACHED, Remembered, load_peers, merge, save_peers
-from p2p.yamux import YamuxConnection
-from p2p.yamux_budget import UnreadBytes, WindowBudget
-from p2p.yamux_wire import SYN, WINDOW_UPDATE, pack_header
+from p2p.link.frames import Kind
+from p2p.link.outbox import Outbox, Outgoing
+from p2p.link.quota import Limits, Quota
+from p2p.network import NetworkConfig
 from tests.p2p.channels import attacked, close_sockets, socket_pair, transport
 from tests.p2p.network_contract import echo
 from tests.p2p.networks import wired_world

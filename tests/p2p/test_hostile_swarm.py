@@ -15,8 +15,9 @@ import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
+from app.core.span import Span
 from app.membership import Swarm, wire
-from app.records import (
+from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
     ANNOUNCEMENT_LIFETIME_MS,
     SUSPICION_DOMAIN,
@@ -26,15 +27,16 @@ from app.records import (
     sign_record,
     sign_suspicion,
 )
-from app.span import Span
-from p2p import dht, multistream, rawio
 from p2p.addresses import parse_address
-from p2p.dht_wire import Op, Request
+from p2p.channel import multistream
+from p2p.channel import raw as rawio
+from p2p.dht import directory as dht
+from p2p.dht.wire import Op, Request
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import HandshakeError, P2PError
-from p2p.frames import WHOLE, Frame, Kind, encode
 from p2p.identity import Identity
-from p2p.node import Libp2pNetwork
+from p2p.link.frames import WHOLE, Frame, Kind, encode
+from p2p.network import Libp2pNetwork
 from tests.p2p.channels import close_sockets, socket_pair, transport
 from tests.p2p.hostile import MIB, Victim, connection_to, open_lane, under_attack
 from tests.p2p.nodes import make_network, until

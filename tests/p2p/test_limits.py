@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.bandwidth import BURST_S, RECHECK_S, Bandwidth, TokenBucket
-from p2p.limits import Limits, Quota
+from p2p.link.bandwidth import BURST_S, RECHECK_S, Bandwidth, TokenBucket
+from p2p.link.quota import Limits, Quota
 
 TIGHT = Limits(
     calls_per_peer=2, calls=3, streams_per_peer=1, streams=2, bytes_per_peer=100, bytes=150, requests_per_s=10,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from p2p import connection, host, link, yamux
+from p2p.channel import yamux
+from p2p.host import connection, host
+from p2p.link import link
 from p2p.log_limit import BURST, PER_S, LogLimit
 
 

@@ -9,9 +9,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from app.network import Network, Priority
+from app.core.network import Network, Priority
 from p2p.errors import DeadlineExceeded, PeerUnreachable, Refused, StreamReset
-from p2p.memory import DirectoryProfile, LinkProfile, MemoryFabric, open_fabric
+from p2p.memory.fabric import DirectoryProfile, LinkProfile, MemoryFabric, open_fabric
 from tests.p2p.network_contract import PROTOCOL, NetworkContract, Stall, echo, echo_stream
 from tests.p2p.networks import MemoryWorld, memory_world
 

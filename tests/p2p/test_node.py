@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import trio
 
-from app.network import Network
+from app.core.network import Network
 from p2p.errors import PeerUnreachable, Refused
-from p2p.node import Libp2pNetwork
+from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import NetworkContract, echo
 from tests.p2p.nodes import Libp2pWorld, libp2p_world, make_network, node_process
 

@@ -16,10 +16,10 @@ from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 
+from p2p.channel.noise import AESGCM_ID, HANDSHAKE_DEADLINE_S, NOISE_ID, PSK_ID, handshake_error, security_options
+from p2p.channel.noise_handshake import MAX_MESSAGE_BYTES
+from p2p.channel.noise_records import MAX_PLAIN_BYTES, Opener, Sealer
 from p2p.errors import HandshakeError, ProtocolError, WrongSecret
-from p2p.noise import AESGCM_ID, HANDSHAKE_DEADLINE_S, NOISE_ID, PSK_ID, handshake_error, security_options
-from p2p.noise_handshake import MAX_MESSAGE_BYTES
-from p2p.noise_records import MAX_PLAIN_BYTES, Opener, Sealer
 from tests.p2p.channels import PAIRS, close_sockets, memory_pair, secure, socket_pair, transport
 
 __all__ = ["close_sockets"]  # a fixture that every test here uses

@@ -10,13 +10,13 @@ import pytest
 import trio
 
 from p2p.addresses import Address, parse_address
-from p2p.delimited import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
-from p2p.holepunch import PROTOCOL as DCUTR
-from p2p.node import Libp2pNetwork
-from p2p.reachability import Reach, Reachability
-from p2p.relay_client import RelayClient
-from p2p.relay_server import HOP, STOP, RelayLimits, RelayServer
+from p2p.host.protobuf import address_bytes, address_from_bytes, receive_message, send_message
+from p2p.nat.hole_punching import PROTOCOL as DCUTR
+from p2p.nat.reachability import Reach, Reachability
+from p2p.nat.relay_client import RelayClient
+from p2p.nat.relay_server import HOP, STOP, RelayLimits, RelayServer
+from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import echo
 from tests.p2p.nodes import make_host, make_network, until
 from tests.p2p.test_host import ask_echo, running
@@ -213,7 +213,7 @@ def test_binary_addresses() -> None:
 async def test_the_puncher_knocks_on_no_private_door() -> None:
     from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 
-    from p2p.holepunch import _addresses
+    from p2p.nat.hole_punching import _addresses
 
     places = [
         parse_address(text) for text in ("/ip4/192.168.1.1/tcp/80", "/ip4/127.0.0.1/tcp/22", "/ip4/8.8.8.8/tcp/1")

@@ -8,9 +8,9 @@ import libp2p.stream_muxer.muxer_multistream as muxer_multistream
 import pytest
 from libp2p.security.noise import messages
 
-from p2p import selftest
-from p2p.selftest import IncompatibleLibp2p, changes, check_libp2p, install_yamux
-from p2p.yamux import YamuxConnection
+from p2p.channel import compatibility as selftest
+from p2p.channel.compatibility import IncompatibleLibp2p, changes, check_libp2p, install_yamux
+from p2p.channel.yamux import YamuxConnection
 
 
 def test_the_installed_libp2p_is_the_one_expected() -> None:

@@ -9,14 +9,14 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from app.network import Payload, Priority
-from p2p.bytestream import ByteStream, TrioByteStream
+from app.core.network import Payload, Priority
 from p2p.errors import DeadlineExceeded, PeerUnreachable, Refused, StreamClosed
-from p2p.frames import CHUNK_BYTES, FIRST, LAST, PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
-from p2p.limits import Limits
-from p2p.link import STALLED_S
-from p2p.rpc import BULK_LANE, LIVE_LANE, MAX_LINKS_A_LANE
-from p2p.streams import MessageStream
+from p2p.link.byte_stream import ByteStream, TrioByteStream
+from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
+from p2p.link.link import STALLED_S
+from p2p.link.quota import Limits
+from p2p.link.streams import MessageStream
+from p2p.link.switchboard import BULK_LANE, LIVE_LANE, MAX_LINKS_A_LANE
 from tests.p2p.network_contract import PROTOCOL, NetworkContract, Stall, echo, echo_stream
 from tests.p2p.networks import WiredNode, WiredWorld, wired_world
 

@@ -12,10 +12,10 @@ from libp2p.connection_types import ConnectionType
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF, MuxedStreamReset
 
+from p2p.channel.yamux import YamuxConnection
+from p2p.channel.yamux_table import LINGER_S, MAX_STREAMS
+from p2p.channel.yamux_wire import DATA, WINDOW_UPDATE
 from p2p.errors import Refused, StreamClosed, StreamReset
-from p2p.yamux import YamuxConnection
-from p2p.yamux_table import LINGER_S, MAX_STREAMS
-from p2p.yamux_wire import DATA, WINDOW_UPDATE
 from tests.p2p.channels import PAIRS, attacked, close_sockets, connected, echo, secure
 
 __all__ = ["close_sockets"]  # a fixture that every test here uses

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.errors import ProtocolError
-from p2p.flood import FloodGuard
-from p2p.yamux_budget import CONNECTION_WINDOW_BYTES, GROWN_WINDOW_BYTES, WindowBudget
-from p2p.yamux_flow import (
+from p2p.channel.yamux_budget import CONNECTION_WINDOW_BYTES, GROWN_WINDOW_BYTES, WindowBudget
+from p2p.channel.yamux_flow import (
     BATCH_BYTES,
     FIRST_WINDOW_BYTES,
     FRAME_BYTES,
@@ -22,8 +20,8 @@ from p2p.yamux_flow import (
     ReceiveHalf,
     SendHalf,
 )
-from p2p.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S
-from p2p.yamux_wire import (
+from p2p.channel.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S
+from p2p.channel.yamux_wire import (
     BASE_WINDOW_BYTES,
     DATA,
     FIN,
@@ -37,6 +35,8 @@ from p2p.yamux_wire import (
     FrameParser,
     pack_header,
 )
+from p2p.errors import ProtocolError
+from p2p.flood import FloodGuard
 
 RTT_S = 0.05
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from app.span import Span
+from app.core.span import Span
 
 WARM_UP_S = 60.0
 

@@ -9,10 +9,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from app.coverage import COMING
-from app.placement import Candidate, Due, decide, due
-from app.records import Announcement
-from app.span import Span
+from app.core.span import Span
+from app.hosting.placement import Candidate, Due, decide, due
+from app.swarm.coverage import COMING
+from app.swarm.records import Announcement
 from tests.sim.judge import Judge, Verdict
 from tests.sim.world import NodeSpec, World
 
@@ -122,7 +122,8 @@ class Model:
     def _forget(self, node: Node, peer: str) -> None:
         self._consider(node, node.view.pop(peer, None), None)
 
-    # --- thinking, as `app.hosting` does -----------------------------------------------------------------------------
+    # --- thinking, as `app.hosting.block_host` does
+    # --------------------------------------------------------------------
 
     def _consider(self, node: Node, before: Announcement | None, after: Announcement | None) -> None:
         """Think about news, unless neither the old nor the new is a holder: a node with a place decides the same."""

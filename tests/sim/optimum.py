@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.span import Span
+from app.core.span import Span
 from tests.sim.world import NodeSpec
 
 SHARPNESS = 30.0  # how much more the weakest block counts than the others

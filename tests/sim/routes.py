@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import mean
 
-from app.link_times import link_seconds
-from app.neighbours import route_neighbours
-from app.records import Announcement, tail
-from app.routing import HOP_S, Demand, LinkSeconds, NoRoute, Route, block_seconds, find_route
-from app.span import Span
+from app.core.span import Span
+from app.routing.link_times import link_seconds
+from app.routing.neighbours import route_neighbours
+from app.routing.search import HOP_S, Demand, LinkSeconds, NoRoute, Route, block_seconds, find_route
+from app.swarm.records import Announcement, tail
 from tests.sim.model import Model
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 import trio
 
-from app.hosting import Hosting, HostingWish, Say
+from app.core.reasons import Reason
+from app.core.span import Span
+from app.hosting.block_host import Hosting, HostingWish, Say
+from app.hosting.placement import Move
 from app.membership import Swarm, SwarmSetup, Tempo
-from app.placement import Move
-from app.reason import Reason
-from app.snapshot import State
-from app.span import Span
+from app.snapshot.views import State
+from engine.benchmark import Throughput
 from engine.budget import BlockBudget
-from engine.device import Device
+from engine.device.probe import Device
 from engine.hosting import HostingPlan
-from engine.measure import Throughput
-from p2p.memory import LinkProfile, MemoryFabric, MemoryNode, open_fabric
+from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.sim.judge import Judge, Verdict
 from tests.sim.world import NodeSpec, World

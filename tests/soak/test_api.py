@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.client import client_of
+from app.api.client import client_of
 from tests.app.node_process import Place, Serving
 from tests.app.test_api_fuzz import api_in_thread, foreseen, fuzz, fuzz_moving, fuzz_serving
 from tests.app.test_openai import check_nothing_leaks, swarm

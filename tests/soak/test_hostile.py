@@ -9,7 +9,7 @@ import trio
 from libp2p.io.exceptions import ConnectionClosedError
 
 from p2p.errors import P2PError
-from p2p.frames import Kind
+from p2p.link.frames import Kind
 from tests.p2p import test_hostile_node, test_hostile_swarm
 from tests.p2p.hostile import MIB, Victim, connection_to, open_lane, under_attack, until_cut
 

@@ -11,9 +11,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from app.core.span import Span
 from app.membership import Swarm, Tempo
-from app.span import Span
-from p2p.memory import DirectoryProfile, LinkProfile
+from p2p.memory.fabric import DirectoryProfile, LinkProfile
 from tests.app.swarms import SimNode, open_sim
 from tests.app.test_swarm_scale import (
     MAX_LINKS,

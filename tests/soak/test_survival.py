@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.places import cache_folder
+from app.config.places import cache_folder
 from engine.errors import EngineError
 from engine.sources.opening import open_source
 from tests.app.node_process import wait_until

@@ -13,15 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from app.client import client_of
-from app.errors import NotRunning
-from app.manifest_store import ManifestStore
-from app.places import cache_folder
-from app.snapshot import WeightsView
-from app.weights import fetching, wire
+from app.api.client import client_of
+from app.config.places import cache_folder
+from app.core.errors import NotRunning
+from app.snapshot.views import WeightsView
+from app.weights import download as fetching
+from app.weights import wire
 from app.weights.extents import Extent, chunk_length, matching_chunks
 from app.weights.library import ENDS, span_parts
-from app.weights.part_files import PartFiles
+from app.weights.manifest_store import ManifestStore
+from app.weights.part_store import PartFiles
 from engine.errors import EngineError
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from app.reason import Reason
-from app.snapshot import (
+from app.core.reasons import Reason
+from app.snapshot.views import (
     CourtesyView,
     DeviceView,
     FlowView,
@@ -21,7 +21,7 @@ from app.snapshot import (
     SwarmView,
     WeightsView,
 )
-from ui.store import Link, Store
+from ui.state.store import Link, Store
 
 GB = 10**9
 ME = "12D3KooWMe"

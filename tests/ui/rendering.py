@@ -13,8 +13,8 @@ from textual.app import App
 from textual.pilot import Pilot
 
 from tests.ui.fixed import Clock, fill
-from ui.dashboard import Dashboard
-from ui.store import Store
+from ui.app import Dashboard
+from ui.state.store import Store
 
 FIXTURES = Path(__file__).parent / "screens"
 KEYS = {"overview": "1", "swarm": "2", "chat": "3", "logs": "4", "settings": "5"}

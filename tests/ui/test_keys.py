@@ -12,28 +12,19 @@ from typing import Any, cast
 import pytest
 from textual.pilot import Pilot
 
-from app.client import Client
-from app.errors import AppError
-from app.reason import Reason
-from app.snapshot import (
-    DeviceView,
-    FitView,
-    NetworkView,
-    OfferView,
-    PeerView,
-    ProspectsView,
-    Snapshot,
-    facts,
-)
+from app.api.client import Client
+from app.core.errors import AppError
+from app.core.reasons import Reason
+from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot, facts
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
-from ui.cap import cap_rows, moved
-from ui.first_run import FirstRun
-from ui.first_where import choice_rows, ordered
-from ui.footer import Key, fitting
-from ui.ink import text_of
-from ui.invite import Guests
-from ui.store import Store
+from ui.draw.first_run_offers import choice_rows, ordered
+from ui.draw.rows import text_of
+from ui.screens.first_run import FirstRun
+from ui.screens.invite import Guests
+from ui.screens.memory_cap import cap_rows, moved
+from ui.state.store import Store
+from ui.widgets.footer import Key, fitting
 
 GB = 10**9
 PATIENCE_S = 20.0

@@ -19,13 +19,13 @@ from textual.widgets import Static
 from app.cli.dashboard import HomeDoor
 from tests.app.node_process import LOOPBACK, PATIENCE_S, Place, Serving
 from tests.ui.rendering import text_of_screen
-from ui.ask_box import AskBox, LiveLine
-from ui.chat import Chat
-from ui.conversations import Conversations
-from ui.dashboard import Dashboard
-from ui.first_run import FirstRun
-from ui.invite import InviteScreen
-from ui.replying import Sampling
+from ui.app import Dashboard
+from ui.screens.chat import Chat
+from ui.screens.first_run import FirstRun
+from ui.screens.invite import InviteScreen
+from ui.state.conversations import Conversations
+from ui.state.reply_stream import Sampling
+from ui.widgets.ask_box import AskBox, LiveLine
 
 SIZE = (120, 40)
 LONG_REPLY = 900  # some six seconds: a hop is killed meanwhile

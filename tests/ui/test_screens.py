@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 from textual.pilot import Pilot
 
-from app.snapshot import DeviceView, FitView, OfferView, ProspectsView
+from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
 from tests.ui.fixed import SNAPSHOTS, fill
 from tests.ui.rendering import (
     FIXTURES,
@@ -27,16 +27,17 @@ from tests.ui.rendering import (
     still,
     text_of_screen,
 )
-from ui import palette, panel
-from ui.ask_box import AskBox
-from ui.conversations import Message
-from ui.first_run import FirstRun
-from ui.invite import InviteScreen
-from ui.logs import Logs
-from ui.palette import DAY, NIGHT
-from ui.settings import SettingsScreen
-from ui.store import LogRow
-from ui.transcript import Transcript
+from ui.draw import theme as palette
+from ui.draw.theme import DAY, NIGHT
+from ui.screens.first_run import FirstRun
+from ui.screens.invite import InviteScreen
+from ui.screens.logs import Logs
+from ui.screens.settings import SettingsScreen
+from ui.state.conversations import Message
+from ui.state.store import LogRow
+from ui.widgets import panel
+from ui.widgets.ask_box import AskBox
+from ui.widgets.transcript import Transcript
 
 SIZES = ((80, 24), (160, 48))
 THEMES_SEEN = (NIGHT, DAY)

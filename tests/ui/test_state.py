@@ -12,16 +12,25 @@ from typing import Any
 
 import pytest
 
-from app.client import Client, Event, Hangup
-from app.errors import NotRunning
-from app.snapshot import SessionView, facts
+from app.api.client import Client, Event, Hangup
+from app.core.errors import NotRunning
+from app.snapshot.views import SessionView, facts
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
-from ui.conversations import FILE, Conversations, ConversationsError, as_markdown
-from ui.follow import Follower, Heard, Note, Told
-from ui.ink import text_of
-from ui.logs import matching
-from ui.replying import Progress, Sampling, done_words, harmless, live_row, lost_hops, prompt_of, sampling_value
-from ui.store import GLOW_S, Link, LogRow, Store
+from ui.draw.rows import text_of
+from ui.screens.logs import matching
+from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
+from ui.state.follower import Follower, Heard, Note, Told
+from ui.state.reply_stream import (
+    Progress,
+    Sampling,
+    done_words,
+    harmless,
+    live_row,
+    lost_hops,
+    prompt_of,
+    sampling_value,
+)
+from ui.state.store import GLOW_S, Link, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ pty = pytest.importorskip("pty", reason="a terminal of this kind is POSIX's")
 
 CRASHING = """
 import sys
-from ui.dashboard import Dashboard
-from ui.store import Store
+from ui.app import Dashboard
+from ui.state.store import Store
 
 class Crashing(Dashboard):
     def on_ready(self):

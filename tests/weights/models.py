@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from app.manifest_store import ManifestStore
-from app.model_import import Survey, survey, tokenizer_bytes
+from app.manifest.importing import Survey, survey, tokenizer_bytes
 from app.weights.library import Library, remember_source
+from app.weights.manifest_store import ManifestStore
 from tests.app.tiny_source import CONFIG, tiny_source
 
 # Blocks of 3.3 MB: four chunks, the last one short.

@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 import trio
 
-from app.merkle import CHUNK_BYTES
-from app.model_import import Survey
-from app.network import Payload
-from app.weights import fetching, part_files, sharing, wire
+from app.core.network import Payload
+from app.manifest.importing import Survey
+from app.manifest.merkle import CHUNK_BYTES
+from app.weights import chunk_server as sharing
+from app.weights import download as fetching
+from app.weights import part_store as part_files
+from app.weights import wire
+from app.weights.chunk_server import Sharing
+from app.weights.download import Fetching
 from app.weights.extents import WeightsError
-from app.weights.fetching import Fetching
 from app.weights.library import ENDS, Library, span_parts
-from app.weights.part_files import NewPart
-from app.weights.sharing import Sharing
+from app.weights.part_store import NewPart
 from p2p.errors import P2PError, Refused, RemoteError
-from p2p.memory import MemoryFabric, MemoryNode, open_fabric
+from p2p.memory.fabric import MemoryFabric, MemoryNode, open_fabric
 from tests.weights.models import empty_library, import_model
 
 ALL = (*ENDS, *span_parts(0, 4))

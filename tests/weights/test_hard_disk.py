@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from app.weights import fetching, wire
+from app.weights import download as fetching
+from app.weights import wire
 from app.weights.extents import WeightsError
 from app.weights.library import span_parts
 from p2p.errors import RemoteError
@@ -25,7 +26,7 @@ BLOCKS = span_parts(0, 4)
 FILL = """
 import json, sys
 from pathlib import Path
-from app.manifest_store import ManifestStore
+from app.weights.manifest_store import ManifestStore
 from app.weights.extents import WeightsError
 from app.weights.library import Library
 

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import trio
 
-from app.manifest_store import ManifestStore
-from app.network import Payload
-from app.weights import asking, fetching, sharing, standing, wire
+from app.core.network import Payload
+from app.weights import chunk_client as asking
+from app.weights import chunk_server as sharing
+from app.weights import download as fetching
+from app.weights import standing, wire
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
-from app.weights.part_files import PartFiles
+from app.weights.manifest_store import ManifestStore
+from app.weights.part_store import PartFiles
 from app.weights.work import choose_peers
 from p2p.errors import P2PError, Refused
 from p2p.platform import write_private

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from app.weights.disk_space import Room, claiming, in_use, make_room
 from app.weights.extents import WeightsError
-from app.weights.keeping import Room, claiming, in_use, make_room
-from app.weights.part_files import PartFiles
+from app.weights.part_store import PartFiles
 
 SIZE = 64 * 1024
 
@@ -69,7 +69,7 @@ def test_what_does_not_fit_costs_nothing(cache: Path) -> None:
 
 def test_a_dead_nodes_claim_counts_for_nothing(cache: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from app.weights.keeping import claiming\n"
+        "import os, sys; from pathlib import Path; from app.weights.disk_space import claiming\n"
         "with claiming(Path(sys.argv[1]), 'dead') as claim:\n"
         "    claim.hold([bytes.fromhex(sys.argv[2])]); print('held', flush=True); sys.stdin.read(1); os._exit(9)"
     )
@@ -89,7 +89,7 @@ def test_a_dead_nodes_claim_counts_for_nothing(cache: Path) -> None:
 
 def test_the_floor_of_the_disk_is_left_free(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 3 * SIZE
-    monkeypatch.setattr("app.weights.keeping.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr("app.weights.disk_space.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
     assert make_room(cache, SIZE, Room(floor_bytes=2 * SIZE)) == 0
     assert make_room(cache, SIZE, Room(floor_bytes=3 * SIZE)) == SIZE
     with pytest.raises(WeightsError, match="disk_floor"):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from app.merkle import CHUNK_BYTES
-from app.model_import import Survey
+from app.manifest.importing import Survey
+from app.manifest.merkle import CHUNK_BYTES
 from app.weights.extents import WeightsError, read_range
-from app.weights.index import SourceIndex
 from app.weights.library import ENDS, Library, span_parts
+from app.weights.source_index import SourceIndex
 from engine.sources.layout import part_names
 from tests.weights.models import WIDE, empty_library, import_model
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.model_import import survey
+from app.manifest.importing import survey
 from engine.sources.huggingface import open_folder
 from engine.sources.opening import open_source
 

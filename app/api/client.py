@@ -1,0 +1,223 @@
+"""The control API's client, for the command line and the dashboard.
+
+It stands on the standard library's HTTP alone: the usual client libraries load an event loop or two, which would cost
+every command more time than its work. It is blocking; a dashboard calls it from worker threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from app.config.home import Home, NodeInfo, api_token, find_node, require_node
+from app.core import errors
+from app.core.errors import AppError, NotRunning, UsageError
+from app.snapshot.views import Snapshot, snapshot_from
+
+TIMEOUT_S = 10.0
+PATIENT_S = 120.0  # for what may look for peers or read a whole model
+_MAX_ANSWER_BYTES = 64 * 2**20
+_MAX_LINE_BYTES = 16 * 2**20
+
+
+class ApiFailure(AppError):
+    """The node answered that it could not do what was asked; the message is its own."""
+
+
+class WrongToken(AppError):
+    """The node does not know the token: it belongs to another home folder."""
+
+    code = "wrong_token"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event of the node's stream: its name, and its data as the JSON text in which they came."""
+
+    name: str
+    text: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data; a stream may bring more than its reader has time to look at, so that nothing is read before."""
+        read: dict[str, Any] = json.loads(self.text)
+        return read
+
+
+class Hangup:
+    """By which another thread ends a stream that is being read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.is_over = False
+
+    def attach(self, connected: socket.socket | None) -> None:
+        """The stream is open."""
+        with self._lock:
+            self._socket = connected
+        if self.is_over:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """End it: whoever reads finds the end of the stream."""
+        self.is_over = True
+        with self._lock, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A running node, addressed by the URL of its API and its token."""
+
+    url: str
+    token: str
+    timeout_s: float = TIMEOUT_S
+
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        """The answer to a question."""
+        return self._ask("GET", path, None, self.timeout_s if timeout_s is None else timeout_s)
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = PATIENT_S) -> Any:
+        """The answer to a command."""
+        return self._ask("POST", path, body, timeout_s)
+
+    def put(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to a change."""
+        return self._ask("PUT", path, body, self.timeout_s)
+
+    def snapshot(self) -> Snapshot:
+        """Everything that can be seen of the node."""
+        return snapshot_from(self.get("/api/snapshot"))
+
+    def set_config(self, name: str, value: str | None) -> Any:
+        """Change one setting; None is its default again."""
+        return self.put(f"/api/config/{quote(name, safe='')}", {"value": value})
+
+    def chat(
+        self, request: dict[str, Any], *, silence_s: float = PATIENT_S, hangup: Hangup | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The pieces of a reply, `{"text": …}`, and at its end `{"done": …}`; what goes wrong on the way is raised."""
+        for line in self._lines("POST", "/api/chat", request, silence_s, hangup):
+            piece: dict[str, Any] = json.loads(line)
+            if "error" in piece:
+                raise _failure(200, line)
+            yield piece
+            if "done" in piece:
+                return
+        raise ApiFailure("the reply broke off: the node has ended")
+
+    def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
+        """The node's events until it leaves; `silence_s` without a byte is taken for a lost line."""
+        return _events(self._lines("GET", "/api/events", None, silence_s, hangup))
+
+    def _lines(
+        self, method: str, path: str, body: dict[str, Any] | None, silence_s: float, hangup: Hangup | None
+    ) -> Iterator[bytes]:
+        """The lines of an answer as they come."""
+        connection = self._connection(silence_s)
+        try:
+            connection.connect()
+            if hangup is not None:
+                hangup.attach(connection.sock)  # before the answer, which takes the socket from the connection
+            answer = self._send(connection, method, path, body)
+            if answer.status != 200:
+                raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))
+            while line := answer.readline(_MAX_LINE_BYTES):
+                yield line
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from error
+        finally:
+            connection.close()
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+        connection = self._connection(timeout_s)
+        try:
+            answer = self._send(connection, method, path, body)
+            raw = answer.read(_MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._gone(error) from error
+        finally:
+            connection.close()
+        if answer.status >= 300:
+            raise _failure(answer.status, raw)
+        try:
+            return json.loads(raw)
+        except ValueError:
+            raise ApiFailure(f"{self.url} answered something that is not Shoal's: is another program there?") from None
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(self.url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise UsageError(f"{self.url[:80]!r} is not the address of a node: write it like http://127.0.0.1:7465")
+        return http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: dict[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        headers = {"Authorization": f"Bearer {self.token}", "Connection": "close"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
+        return connection.getresponse()
+
+    def _gone(self, error: Exception) -> AppError:
+        if isinstance(error, TimeoutError):
+            return NotRunning(f"the node at {self.url} did not answer in time: look at its log")
+        return NotRunning(f"the node at {self.url} cannot be reached ({error or type(error).__name__}): is it running?")
+
+
+def client_of(home_folder: Path) -> Client:
+    """The client of the node that runs in a home folder; raises `NotRunning` where none does."""
+    home = Home(home_folder)
+    return _client(home, require_node(home))
+
+
+def running_client(home_folder: Path) -> Client | None:
+    """The client of the node that runs in a home folder, or None."""
+    home = Home(home_folder)
+    node = find_node(home)
+    return None if node is None else _client(home, node)
+
+
+def _client(home: Home, node: NodeInfo) -> Client:
+    return Client(node.api_url, os.environ.get("SHOAL_TOKEN") or api_token(home))
+
+
+def _failure(status: int, raw: bytes) -> AppError:
+    """What the node said, as the error that it was there, so that the exit status is the same."""
+    try:
+        told = json.loads(raw)["error"]
+        kind, message = str(told["type"]), str(told["message"])
+    except (ValueError, KeyError, TypeError):
+        return ApiFailure(f"the node answered {status} without saying why: look at its log")
+    if kind == "WrongToken":
+        return WrongToken(message)
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, AppError):
+        return known(message)
+    return ApiFailure(message)
+
+
+def _events(lines: Iterator[bytes]) -> Iterator[Event]:
+    name, data = "", ""
+    for line in lines:
+        text = line.decode("utf-8", "replace").rstrip("\r\n")
+        if text.startswith("event:"):
+            name = text[6:].strip()
+        elif text.startswith("data:"):
+            data += text[5:].strip()
+        elif not text:
+            if data:
+                yield Event(name, data)
+            name, data = "", ""

@@ -1,0 +1,65 @@
+"""What it means that an answer is late: which hop, or which link between two, is at fault. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from app.core.reasons import Reason, because
+from app.routing.search import Route
+from app.session.wire import Frame
+
+MIN_OVERDUE_S = 1.0
+OVERDUE_TIMES = 8.0
+SLOW_LINK_BYTES_PER_S = 250_000  # tokens on their way over such a link are not lost yet
+
+
+class HopFailed(Exception):
+    """A hop cannot be used as it is; `blameless` where that is no fault of its own, or it was blamed already."""
+
+    def __init__(self, peer: str, why: Reason, *, busy: bool = False, blameless: bool = False) -> None:
+        super().__init__(why.text)
+        self.peer, self.why, self.busy, self.blameless = peer, why, busy, blameless
+
+
+class Loss(NamedTuple):
+    """What went missing on a route, and the hop that sent it where another hop did."""
+
+    failure: HopFailed
+    sender: str = ""
+
+
+def overdue_s(usual_s: float) -> float:
+    """How long to wait for a step that usually takes so long."""
+    return max(MIN_OVERDUE_S, OVERDUE_TIMES * usual_s)
+
+
+class Progress:
+    """How far the hops of a route have come since an answer is awaited, as their STATE frames tell."""
+
+    def __init__(self, now: float, row_bytes: int, stuck_s: float) -> None:
+        self._row_bytes, self._stuck_s = row_bytes, stuck_s
+        self._advanced_at, self._sum = now, -1
+
+    def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> Loss | None:
+        """What went missing between hops that all answer; None while somebody is at work or may still receive."""
+        progress = sum(state.position + state.rows for state in states.values())
+        if progress > self._sum:
+            self._advanced_at, self._sum = now, progress
+        quiet_s = now - self._advanced_at
+        before = ""
+        for hop in route:
+            state = states[hop.peer]
+            if state.epoch != epoch:
+                why = because("hop_forgot", "it has forgotten the session", hop.peer)
+                return Loss(HopFailed(hop.peer, why, blameless=True))
+            if state.rows < fed:
+                if quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S:
+                    return None
+                why = because("tokens_lost", "what was sent to it is lost", hop.peer)
+                return Loss(HopFailed(hop.peer, why, blameless=True), before)
+            if state.position < fed:
+                why = because("hop_stuck", "it answers but does not advance", hop.peer)
+                return Loss(HopFailed(hop.peer, why)) if quiet_s > self._stuck_s else None
+            before = hop.peer
+        return Loss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))

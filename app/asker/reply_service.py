@@ -1,0 +1,190 @@
+"""Replies from the swarm for this node's own user: the model's two ends here, its blocks wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.asker.asker import Asker, Outlook
+from app.asker.reply import ReplyFigures
+from app.asker.stats import AskerFigures
+from app.core.compute import DeviceThread
+from app.core.errors import AppError
+from app.core.network import FrameStream, Network
+from app.core.reasons import Reason
+from app.membership import Swarm
+from app.routing.planner import Guidance, Wishes
+from app.routing.search import Route
+from app.routing.trust_book import TrustBook
+from app.weights.extents import WeightsError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from engine.sources.base import ModelSource
+    from engine.swarm_ends import SwarmEnds
+    from engine.text.reply import ReplySettings
+
+
+ENDS_PATIENCE_S = 30.0  # that a question waits for the model's ends to arrive
+TRY_AGAIN_S = 15.0
+
+
+@dataclass(frozen=True)
+class ReplyRequest:
+    """A conversation, or a text to go on with, and how what follows is to be chosen."""
+
+    messages: tuple[Mapping[str, str], ...] = ()
+    prompt: str | tuple[int, ...] | None = None  # a text or its token ids; the messages then do not count
+    max_tokens: int = 512
+    temperature: float = 0.7
+    top_k: int = 0
+    top_p: float = 0.95
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    private_blocks: int | None = None  # at either end, where the settings say less
+
+
+class NoModelHere(AppError):
+    """The model's files are not on this machine, so that it cannot turn text into tokens and back."""
+
+    code = "model_not_here"
+
+
+class Replying:
+    """Asks the swarm; the ends are loaded when the first question comes."""
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Swarm,
+        ends: Callable[[], Awaitable[ModelSource]],
+        describe: Callable[[], str],
+        own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
+        *,
+        wishes: Callable[[], Wishes] = Wishes,
+        book: TrustBook | None = None,
+    ) -> None:
+        self._outlook = Outlook(wishes=wishes, book=book or TrustBook())
+        self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
+        self._source: ModelSource | None = None
+        self._problem = ""
+        self._arrived = trio.Event()
+        self._own_server = own_server
+        self._thread = DeviceThread()
+        self._lock = trio.Lock()
+        self._ends: SwarmEnds | None = None
+        self._asker: Asker | None = None
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def active(self) -> int:
+        """How many replies are being written."""
+        return 0 if self._asker is None else self._asker.active
+
+    def figures(self) -> AskerFigures:
+        """What this node's asker does and did."""
+        return AskerFigures() if self._asker is None else self._asker.figures()
+
+    def unused(self) -> dict[str, Reason]:
+        """Which members no reply goes through now, and why."""
+        outlook = self._outlook
+        guidance = Guidance(self._network, self._announcements, outlook.wishes, outlook.book)
+        return (guidance if self._asker is None else self._asker.guidance).unused(self._membership.n_blocks)
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Be ready to ask until cancelled."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            await self._obtain_ends()
+            await trio.sleep_forever()
+
+    async def _obtain_ends(self) -> None:
+        """Have tokenizer, embedding and head on the disk before the first question, wherever they come from."""
+        while self._source is None:
+            try:
+                self._source = await self._get_ends()
+            except WeightsError as error:
+                self._problem = str(error)
+                await trio.sleep(TRY_AGAIN_S)
+        self._arrived.set()
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+        """The reply's pieces as `{"text": …}`, and at its end `{"done": …}` with the fields of `chat --json`.
+
+        The first piece, and each one that came another way than the one before it, says its `route` besides.
+        """
+        ends, asker = await self._ready()
+        settings = await self._thread.run_apart(_settings, request)
+        prompt_ids = await self._thread.run_apart(_prompt_ids, ends, request)
+        pieces: list[str] = []
+        route: Route = ()
+        asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
+        async with asked as reply:
+            async for piece in reply:
+                pieces.append(piece.text)
+                told, route = route, reply.figures.route
+                yield {"text": piece.text} if told == route else {"text": piece.text, "route": _hops(route)}
+            yield {"done": _facts("".join(pieces), reply.figures)}
+
+    async def _ready(self) -> tuple[SwarmEnds, Asker]:
+        async with self._lock:
+            if self._ends is None or self._asker is None:
+                with trio.move_on_after(ENDS_PATIENCE_S):
+                    await self._arrived.wait()
+                if self._source is None:
+                    raise NoModelHere(
+                        f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
+                        f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
+                    )
+                self._ends = await self._thread.run_apart(_load_ends, self._source)
+                self._asker = Asker(
+                    self._network,
+                    self._ends,
+                    self._thread,
+                    self._announcements,
+                    own_server=self._own_server,
+                    outlook=self._outlook,
+                )
+                assert self._nursery is not None, "replies need a running node"
+                await self._nursery.start(self._asker.run)
+        return self._ends, self._asker
+
+    def _announcements(self) -> Sequence[Any]:
+        return [*self._membership.announcements(), self._membership.own]
+
+
+def _load_ends(source: ModelSource) -> SwarmEnds:
+    import torch
+
+    from engine.model.block import Holding
+    from engine.swarm_ends import load_swarm_ends
+
+    return load_swarm_ends(source, Holding(torch.device("cpu"), torch.float32))
+
+
+def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:
+    return ends.prompt_ids(request.messages) if request.prompt is None else ends.text_ids(request.prompt)
+
+
+def _settings(request: ReplyRequest) -> ReplySettings:
+    from engine.text.reply import ReplySettings
+    from engine.text.sampler import Sampling
+
+    r = request
+    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed)
+    return ReplySettings(r.max_tokens, sampling, r.stop)
+
+
+def _facts(text: str, figures: ReplyFigures) -> dict[str, Any]:
+    return {"text": text, **asdict(figures), "route": _hops(figures.route)}
+
+
+def _hops(route: Route) -> list[dict[str, Any]]:
+    return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]

@@ -1,0 +1,97 @@
+"""`shoal pause`, `resume`, `drain`, `stop`: courtesy by hand."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from app.cli.arguments import duration_argument
+from app.cli.command import Command, print_json
+
+if TYPE_CHECKING:
+    from app.api.client import Client
+
+_STOP_S = 60.0
+_LOOK_S = 0.1
+_GOING = ("draining", "loading", "joining", "fetching", "serving")  # states that a pause has yet to reach
+
+
+def add_pause_arguments(parser: argparse.ArgumentParser) -> None:
+    """For how long."""
+    words = "like 90s, 30m, 2h or 1d; without it until `shoal resume`"
+    parser.add_argument("--for", dest="for_s", metavar="TIME", type=duration_argument, help=words)
+
+
+def run_pause(arguments: argparse.Namespace) -> int:
+    """Let sessions move on and give the memory back; returns when that is done."""
+    return _rest(arguments, "/api/pause", {"for_s": arguments.for_s})
+
+
+def run_drain(arguments: argparse.Namespace) -> int:
+    """Let sessions finish, then give the memory back; returns when that is done."""
+    return _rest(arguments, "/api/drain", {})
+
+
+def run_resume(arguments: argparse.Namespace) -> int:
+    """Host again."""
+    from app.api.client import client_of
+
+    client = client_of(arguments.home)
+    courtesy = client.post("/api/resume", {})
+    if arguments.json:
+        print_json(courtesy)
+    elif courtesy["paused"]:
+        print(f"still paused, by a rule: {client.get('/api/status')['reason']}")
+    else:
+        print("resumed")
+    return 0
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    """Ask the node to drain and end, and wait until it has."""
+    from app.api.client import client_of
+    from app.config.home import Home
+    from app.core.errors import AppError
+    from p2p.platform import is_locked
+
+    client_of(arguments.home).post("/api/stop", {})
+    deadline = time.monotonic() + _STOP_S
+    while is_locked(Home(arguments.home).lock_file):
+        if time.monotonic() > deadline:
+            raise AppError(f"the node is still draining after {_STOP_S:.0f} s: look at its log, or end the process")
+        time.sleep(0.05)
+    print("stopped")
+    return 0
+
+
+def _rest(arguments: argparse.Namespace, path: str, body: dict[str, Any]) -> int:
+    from app.api.client import client_of
+
+    client = client_of(arguments.home)
+    courtesy = client.post(path, body)
+    status = _when_resting(client)
+    if arguments.json:
+        print_json({**courtesy, "state": status["state"], "reason": status["reason"]})
+    elif status["state"] == "paused":
+        print(f"{status['reason']}; `shoal resume` hosts again")
+    else:
+        print(f"paused; the node is {status['state']}: {status['reason']}")
+    return 0
+
+
+def _when_resting(client: Client) -> dict[str, Any]:
+    """The node's status once it hosts nothing, or once somebody resumed it."""
+    while True:
+        snapshot = client.snapshot()
+        if snapshot.state not in _GOING or not snapshot.courtesy.paused:
+            return {"state": snapshot.state, "reason": snapshot.reason}
+        time.sleep(_LOOK_S)
+
+
+COMMANDS = (
+    Command("pause", "host nothing for a while, and give the memory back", run_pause, add_pause_arguments, True),
+    Command("resume", "host again", run_resume, prints_facts=True),
+    Command("drain", "let the sessions finish, then host nothing", run_drain, prints_facts=True),
+    Command("stop", "ask the node to drain and end", run_stop),
+)

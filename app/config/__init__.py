@@ -1,0 +1,1 @@
+"""Where Shoal keeps its files, and which settings it has."""

@@ -1,0 +1,253 @@
+"""The configuration file: one commented TOML file of `app.config.settings`, read, changed in place, and migrated.
+
+A value comes from the first of: a flag of the command, a `SHOAL_…` variable, the file, the default. The file is a
+person's: changing one setting leaves every other line as it is, keys that are not known are kept and reported, and
+an older file is migrated on start with its former text kept beside it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from app.config.settings import SETTINGS, Setting, Settings, Value
+from app.core.errors import ConfigError, UsageError
+from p2p.platform import FileLock, create_private, write_private
+
+VERSION = 1
+_MAX_FILE_BYTES = 2**20
+_TOP = """\
+# Shoal's settings. Take away a line's leading "# " to change it from its default; `shoal config list` shows what is
+# in force, and `shoal config set NAME VALUE` edits this file.
+"""
+
+Origin = Literal["default", "file", "environment", "flag"]
+# From each older version, what turns its values into those of the next one.
+MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings in force, where each came from, and keys of the file that are none."""
+
+    settings: Settings
+    origins: Mapping[str, Origin]
+    unknown: tuple[str, ...] = ()
+
+    def explicit(self, name: str) -> bool:
+        """Whether somebody chose this value: a chosen port that is taken is an error, a default one is replaced."""
+        return self.origins.get(name, "default") != "default"
+
+    def facts(self, name: str) -> dict[str, Any]:
+        """One setting as the API and `shoal config --json` say it."""
+        setting = setting_named(name)
+        return {
+            "name": setting.name,
+            "value": getattr(self.settings, setting.name),
+            "default": setting.default,
+            "origin": self.origins.get(setting.name, "default"),
+            "live": setting.live,
+            "help": setting.help,
+            "expected": setting.expected,
+        }
+
+    def with_flags(self, flags: Mapping[str, Value]) -> Config:
+        """With what a command's flags say; None is a flag that was not given."""
+        given = {name: setting_named(name).check(value) for name, value in flags.items() if value is not None}
+        origins: dict[str, Origin] = {**self.origins, **dict.fromkeys(given, "flag")}
+        return Config(replace(self.settings, **given), origins, self.unknown)  # type: ignore[arg-type]
+
+
+def load_config(path: Path, environment: Mapping[str, str]) -> Config:
+    """The settings in force for the file `path`, which need not exist."""
+    written = _values_in(_text_of(path), path)
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    for name, setting in SETTINGS.items():
+        if setting.variable in environment:
+            values[name], origins[name] = setting.parse(environment[setting.variable]), "environment"
+        elif name in written:
+            values[name], origins[name] = _checked(setting, written[name], path), "file"
+    unknown = tuple(name for name in written if name not in SETTINGS and name != "version")
+    return Config(Settings(**values), origins, unknown)
+
+
+def setting_named(name: str) -> Setting:
+    """One setting; an unknown name is answered with the nearest known one."""
+    key = name.strip().lower().replace("-", "_")
+    if key in SETTINGS:
+        return SETTINGS[key]
+    near = difflib.get_close_matches(key, SETTINGS, n=1)
+    hint = f"did you mean {near[0]}?" if near else "`shoal config list` shows them all"
+    raise UsageError(f"there is no setting {name[:60]!r}: {hint}")
+
+
+def set_value(path: Path, name: str, text: str) -> Value:
+    """Write one setting as a person said it; returns the value it now has."""
+    setting = setting_named(name)
+    value = setting.parse(text)
+    _edit(path, setting, value)
+    return setting.default if value is None else value
+
+
+def unset(path: Path, name: str) -> None:
+    """Let one setting have its default again."""
+    _edit(path, setting_named(name), None)
+
+
+def ensure_file(path: Path) -> None:
+    """Write the commented file where there is none, so that a person finds every setting explained."""
+    if not path.exists():
+        create_private(path, fresh_text({}).encode())
+
+
+def migrate(path: Path) -> Path | None:
+    """Bring an older file to this version, if it is one; returns where its former text was kept, comments and all."""
+    text = _text_of(path)
+    values = _parsed(text, path)
+    version = _version_of(values, path)
+    if version == VERSION:
+        return None
+    for step in range(version, VERSION):
+        values = MIGRATIONS[step](values)
+    backup = path.with_name(f"{path.name}.v{version}.bak")
+    write_private(backup, text.encode())
+    known = {name: _checked(SETTINGS[name], value, path) for name, value in values.items() if name in SETTINGS}
+    write_private(path, fresh_text(known).encode())
+    return backup
+
+
+def fresh_text(values: Mapping[str, Value]) -> str:
+    """A whole file: every setting explained, those in `values` set, the others commented out at their default."""
+    blocks = [_TOP, f"version = {VERSION}\n"]
+    for name, setting in SETTINGS.items():
+        when = "" if setting.live else " Takes effect at the next start."
+        blocks.append(f"# {setting.help}{when}\n{_line(setting, values.get(name))}\n")
+    return "\n".join(blocks)
+
+
+def _edit(path: Path, setting: Setting, value: Value) -> None:
+    """Change one setting's line; the outcome is read back before it replaces the file."""
+    try:
+        with FileLock.acquire(path.with_name(path.name + ".lock"), timeout_s=10.0):
+            text = _text_of(path) or fresh_text({})
+            before = _values_in(text, path)
+            after = {name: kept for name, kept in before.items() if name != setting.name}
+            if value is not None:
+                after[setting.name] = value
+            changed = _with_line(text, setting, value)
+            if not _says(changed, after):
+                raise ConfigError(
+                    f"{path} is written in a way that cannot be changed automatically (its {setting.name} spans "
+                    "several lines?): edit it by hand"
+                )
+            write_private(path, changed.encode())
+    except TimeoutError as error:
+        raise ConfigError(f"{error}; is another `shoal` command hanging?") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _with_line(text: str, setting: Setting, value: Value) -> str:
+    """The text with this setting's line replaced: the live one if there is one, else the commented one."""
+    line = _line(setting, value)
+    for prefix in ("", r"#[ \t]*"):
+        pattern = re.compile(rf"^{prefix}{setting.name}[ \t]*=.*$", re.MULTILINE)
+        if pattern.search(text):
+            return pattern.sub(lambda match: line, text, count=1)
+    # Above the first table, if a person made one: below it the key would belong to the table.
+    table = re.search(r"^[ \t]*\[", text, re.MULTILINE)
+    at = table.start() if table else len(text)
+    head = text[:at] if not text[:at] or text[:at].endswith("\n") else text[:at] + "\n"
+    return f"{head}{line}\n{text[at:]}"
+
+
+def _says(text: str, values: Mapping[str, Any]) -> bool:
+    try:
+        written = tomllib.loads(text)
+        return written.keys() == values.keys() and all(
+            SETTINGS[name].check(written[name]) == SETTINGS[name].check(value)
+            if name in SETTINGS
+            else written[name] == value
+            for name, value in values.items()
+        )
+    except (tomllib.TOMLDecodeError, ConfigError):
+        return False
+
+
+def _line(setting: Setting, value: Value) -> str:
+    if value is None:
+        default = "" if setting.default is None else _toml(setting, setting.default)
+        return f"# {setting.name} = {default}".rstrip()
+    return f"{setting.name} = {_toml(setting, value)}"
+
+
+def _toml(setting: Setting, value: Value) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_quoted(item) for item in value)}]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if setting.kind == "size" and isinstance(value, int):
+        return _quoted(_size_text(value))
+    return str(value) if isinstance(value, int) else _quoted(value or "")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)  # values are printable, for which JSON's and TOML's rules are the same
+
+
+def _size_text(size: int) -> str:
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size and size % factor == 0:
+            return f"{size // factor}{unit}"
+    return str(size)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        text = raw.decode().replace("\r\n", "\n")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text: mend it or move it away") from None
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is too large to be a configuration: mend it or move it away")
+    return text
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _version_of(values: Mapping[str, Any], path: Path) -> int:
+    version = values.get("version", VERSION)
+    if type(version) is not int or not (version == VERSION or version in MIGRATIONS):
+        raise ConfigError(f"{path} has version {version!r}, this Shoal reads version {VERSION}; update Shoal")
+    return version
+
+
+def _values_in(text: str, path: Path) -> dict[str, Any]:
+    values = _parsed(text, path)
+    if _version_of(values, path) != VERSION:
+        raise ConfigError(f"{path} is of an older version: it is migrated when a node starts (`shoal serve`)")
+    return values
+
+
+def _checked(setting: Setting, value: object, path: Path) -> Value:
+    try:
+        return setting.check(value)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

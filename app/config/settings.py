@@ -1,0 +1,231 @@
+"""Every setting there is, as data: name, kind, default, what it does, and whether a running node takes it at once.
+
+A field of `Settings` is a setting; adding one here adds it to the configuration file, to `SHOAL_…` variables and to
+`shoal config`. Reading and writing the file is for `app.config.file`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from app.config.timetable import parse_schedule
+from app.core.errors import ConfigError, UsageError
+from app.core.span import Span
+from app.core.units import parse_size
+from p2p.addresses import is_peer_id, parse_address
+from p2p.errors import P2PError
+
+Kind = Literal[
+    "text", "integer", "flag", "size", "blocks", "timetable", "choices", "addresses", "denials", "programs", "peers"
+]
+Value = str | int | bool | tuple[str, ...] | None
+
+DISCOVERY = ("mdns", "dht", "invite", "remembered")
+LISTS = ("choices", "addresses", "denials", "programs", "peers")
+_MAX_ITEMS = 256
+_MAX_CHARS = 512
+_WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: how it is checked and explained."""
+
+    name: str
+    kind: Kind
+    default: Value
+    help: str
+    live: bool
+    bounds: tuple[int, int] = (0, 2**62)
+    options: tuple[str, ...] = ()
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that overrides it."""
+        return f"SHOAL_{self.name.upper()}"
+
+    def parse(self, text: str) -> Value:
+        """The value that a person wrote on the command line or in the environment."""
+        text = text.strip()
+        if self.kind in LISTS:
+            return self.check([item.strip() for item in text.split(",") if item.strip()])
+        if self.kind == "flag" and text.lower() in _WORDS:
+            return self.check(_WORDS[text.lower()])
+        if self.kind == "integer" and text.lstrip("-").isdecimal() and len(text) < 20:
+            return self.check(int(text))
+        if self.kind in ("size", "blocks") and text.lower() in ("", "none"):
+            return None
+        return self.check(text)
+
+    def check(self, value: object) -> Value:
+        """The value as the node uses it; raises `ConfigError` that says what would be right."""
+        try:
+            return self._checked(value)
+        except (ValueError, P2PError, UsageError) as error:
+            shown = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            raise ConfigError(f"the setting {self.name} cannot be {shown[:80]!r}: {error}") from None
+
+    def _checked(self, value: object) -> Value:
+        match self.kind, value:
+            case ("flag", bool()):
+                return value
+            case ("integer", int()) if not isinstance(value, bool):
+                low, high = self.bounds
+                if not low <= value <= high:
+                    raise ValueError(f"expected {low} to {high}")
+                return value
+            case ("size", int()) if not isinstance(value, bool) and value >= 0:
+                return value
+            case ("size", str()):
+                return parse_size(value)
+            case ("blocks", str()):
+                return str(Span.parse(value))
+            case ("text", str()) if value.isprintable() and len(value) <= 32:
+                return value
+            case ("timetable", str()):
+                parse_schedule(value)
+                return " ".join(value.split())
+            case (_, list() | tuple()) if self.kind in LISTS and len(value) <= _MAX_ITEMS:
+                return tuple(dict.fromkeys(self._item(item) for item in value))
+        raise ValueError(f"expected {self.expected}")
+
+    def _item(self, item: object) -> str:
+        if not isinstance(item, str) or len(item) > _MAX_CHARS:
+            raise ValueError(f"expected {self.expected}")
+        if self.kind == "choices" and item not in self.options:
+            raise ValueError(f"{item!r} is none of {', '.join(self.options)}")
+        if self.kind == "addresses":
+            return str(parse_address(item))
+        if self.kind == "programs":
+            return program_name(item)
+        if self.kind == "peers" and not is_peer_id(item):
+            raise ValueError(f"{item!r} is no peer id")
+        if self.kind == "denials" and not is_peer_id(item):
+            return str(ipaddress.ip_network(item, strict=False))
+        return item
+
+    @property
+    def expected(self) -> str:
+        """What a value of this kind looks like."""
+        return {
+            "text": "printable text of at most 32 characters",
+            "integer": f"a whole number from {self.bounds[0]} to {self.bounds[1]}",
+            "flag": "true or false",
+            "size": "a size like 6GB or 500MB",
+            "blocks": "a span of blocks like 0:12",
+            "choices": f"some of {', '.join(self.options)}",
+            "addresses": "addresses like /ip4/192.0.2.1/tcp/7464",
+            "peers": "peer ids, as `shoal peers` shows them",
+            "denials": "peer ids and networks like 192.0.2.0/24",
+            "programs": "names of programs like blender,steam",
+            "timetable": "times of the week like mon-fri 09:00-18:00, sat 22:00-02:00",
+        }[self.kind]
+
+
+def program_name(text: str) -> str:
+    """A program's name as rules compare it: without case and Windows' ending."""
+    name = text.strip().lower().removesuffix(".exe")
+    if not name or not name.isprintable():
+        raise ValueError("expected a program's name as the system lists it")
+    return name
+
+
+def _setting(kind: Kind, default: Value, help: str, *, live: bool = False, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"kind": kind, "help": help, "live": live, **more})
+
+
+_PERCENT: Mapping[str, Any] = {"live": True, "bounds": (0, 100)}
+_MINUTES: Mapping[str, Any] = {"live": True, "bounds": (0, 24 * 60)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings' values, checked."""
+
+    name: str = _setting("text", "", "How this node is called in other members' lists.", live=True)
+    listen: tuple[str, ...] = _setting(
+        "addresses", ("/ip4/0.0.0.0/tcp/7464", "/ip6/::/tcp/7464"), "Where this node listens; port 0 is any free one."
+    )
+    advertise: tuple[str, ...] = _setting(
+        "addresses", (), "What others are told instead of the guessed addresses; mDNS is then off."
+    )
+    discovery: tuple[str, ...] = _setting(
+        "choices", DISCOVERY, "By which means swarms and members are looked for.", options=DISCOVERY
+    )
+    peers: tuple[str, ...] = _setting("addresses", (), "Peers to connect to at start, each ending in /p2p/ and its id.")
+    deny: tuple[str, ...] = _setting("denials", (), "Peers and networks that are never spoken with.", live=True)
+    relay: bool = _setting(
+        "flag", True, "Pass on traffic, within limits, for nodes behind a NAT when this one is public.", live=True
+    )
+    max_upload: int | None = _setting(
+        "size", None, "Bytes a second sent at most, LAN exempt; unset: no limit.", live=True
+    )
+    max_download: int | None = _setting(
+        "size", None, "Bytes a second received at most, LAN exempt; unset: no limit.", live=True
+    )
+    limit_times: str = _setting(
+        "timetable", "", "When the next two limits hold instead, like mon-fri 09:00-18:00.", live=True
+    )
+    timed_upload: int | None = _setting(
+        "size", None, "Bytes a second sent at most in those times, LAN exempt; unset: no limit.", live=True
+    )
+    timed_download: int | None = _setting(
+        "size", None, "Bytes a second received at most in those times, LAN exempt; unset: no limit.", live=True
+    )
+    api_host: str = _setting(
+        "text",
+        "127.0.0.1",
+        "The IP address that the control API listens on; any but loopback lets other machines try its token.",
+    )
+    cache_limit: int | None = _setting(
+        "size", None, "The most disk space for parts that came from peers; unset: as much as is free."
+    )
+    api_port: int = _setting(
+        "integer", 7465, "The control API's port on this machine; 0 is any free one.", bounds=(0, 65535)
+    )
+    device: str = _setting("text", "auto", "What computes: auto, cpu, cuda, cuda:1, mps, xpu, …")
+    max_vram: int | None = _setting(
+        "size", None, "The most memory that hosting may take, KV included; 0 hosts nothing; unset: what is free."
+    )
+    blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses by itself.")
+    private_blocks: int = _setting(
+        "integer", 0, "So many blocks at either end run only here or on trusted peers.", live=True, bounds=(0, 4096)
+    )
+    trusted: tuple[str, ...] = _setting(
+        "peers", (), "Ids of peers that may run private blocks and are never suspected.", live=True
+    )
+    pause_busy: int = _setting(
+        "integer", 0, "Pause while other programs use this much of the device, in percent; 0: never.", **_PERCENT
+    )
+    pause_busy_memory: int | None = _setting(
+        "size", None, "Pause while other programs hold this much of the GPU's memory; unset: never.", live=True
+    )
+    pause_active: int = _setting(
+        "integer", 0, "Pause while somebody used this machine within so many minutes; 0: never.", **_MINUTES
+    )
+    pause_on_battery: bool = _setting("flag", True, "Pause while this machine runs on battery.", live=True)
+    pause_above: int = _setting(
+        "integer", 0, "Pause while the device is hotter than this, in °C; 0: never.", live=True, bounds=(0, 120)
+    )
+    pause_programs: tuple[str, ...] = _setting(
+        "programs", (), "Pause while one of these programs runs, like blender,steam.", live=True
+    )
+    pause_times: str = _setting(
+        "timetable", "", "When to pause, in local time, like mon-fri 09:00-18:00, sat 22:00-02:00.", live=True
+    )
+    disk_floor: int | None = _setting(
+        "size", 10**9, "Fetch no weights that would leave less of the disk free than this.", live=True
+    )
+    log_json: bool = _setting("flag", False, "Write the log as one JSON object a line.")
+
+
+def _declared(field: dataclasses.Field[Any]) -> Setting:
+    more: Mapping[str, Any] = field.metadata
+    return Setting(name=field.name, default=cast(Value, field.default), **more)
+
+
+SETTINGS: Mapping[str, Setting] = {field.name: _declared(field) for field in dataclasses.fields(Settings)}

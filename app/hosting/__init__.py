@@ -1,0 +1,1 @@
+"""Which blocks this node hosts, and getting them loaded."""

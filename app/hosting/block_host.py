@@ -1,0 +1,315 @@
+"""The blocks that this node hosts in its swarm: how many fit, which ones are wanted most, loading, serving, moving.
+
+The decisions are pure and elsewhere (`engine.budget`, `app.hosting.placement`); here they are carried out. Sessions are
+the block server's, membership is the swarm's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.core.compute import BlockRunner, DeviceThread
+from app.core.errors import AppError
+from app.core.network import Network
+from app.core.reasons import Reason, because
+from app.core.span import Span
+from app.hosting.device_view import device_view
+from app.hosting.loader import Loading
+from app.hosting.placement import Candidate, Due, Move, decide, due
+from app.membership import Swarm
+from app.membership.member import Change
+from app.routing.link_times import rtts_to_tell
+from app.serving.block_server import DRAIN_S, BlockServer
+from app.snapshot.startup import Steps
+from app.snapshot.views import DeviceView, State
+from app.weights.library import span_parts
+from app.weights.model_weights import Stock
+from engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from engine.device.probe import Device
+    from engine.hosting import Hosted, HostingPlan
+
+log = logging.getLogger("shoal.hosting")
+
+REFRESH_S = 30.0  # between two announcements of figures that only drift
+NEWS_S = 0.25  # news that comes together is thought about once
+HOLE_CERTAIN_S = 1.5  # within which a second look shows whether a silent holder is gone or was only slow
+HOLE_DRAIN_S = 1.0  # while a block is served by nobody no session gets further, and all wait for this node
+
+
+@dataclass(frozen=True)
+class HostingWish:
+    """What the person wants of this node's hosting."""
+
+    device: str | None = None
+    max_vram_bytes: int | None = None  # 0: host nothing
+    blocks: Span | None = None  # these and no others
+
+
+class CannotHost(AppError):
+    """The blocks that the person asked for cannot be hosted here."""
+
+    code = "cannot_host"
+
+
+Say = Callable[[State, Reason], None]
+
+LIMIT_ZERO = because("limit_zero", "the memory limit is 0, so this node hosts nothing")
+
+
+class Hosting:
+    """Hosts blocks in one swarm; `run` until cancelled."""
+
+    def __init__(
+        self,
+        network: Network,
+        swarm: Swarm,
+        stock: Stock,
+        wish: HostingWish,
+        say: Say,
+        steps: Steps | None = None,
+    ) -> None:
+        self._network, self._swarm, self._stock, self._wish, self._say = network, swarm, stock, wish, say
+        self._steps = steps or Steps(lambda: None)
+        self._device = DeviceThread()
+        self.server = BlockServer(network, None, self._device)
+        self._plan: HostingPlan | None = None
+        self._hosted: Hosted | None = None
+        self._seen: Device | None = None
+        self._span: Span | None = None
+        self._settled_at = self._announced_at = self._busy_s = 0.0
+        self._news = trio.Event()
+        self._due: Due | None = None
+        self._withdrawn = False
+        self._choosing = trio.CancelScope()
+        self._chosen = trio.Event()  # no other place will be chosen
+
+    def facts(self) -> dict[str, Any]:
+        """The snapshot's fields about what is hosted."""
+        return {
+            "start": None if self._span is None else self._span.start,
+            "stop": None if self._span is None else self._span.stop,
+            "device": None if self._plan is None else self._plan.device.id,
+            "tokens_per_s": self._tokens_per_s,
+            "sessions": self.server.sessions,
+        }
+
+    @property
+    def span(self) -> Span | None:
+        """The blocks that are served."""
+        return self._span
+
+    @property
+    def runner(self) -> BlockRunner | None:
+        """The hosted blocks."""
+        return None if self._hosted is None else self._hosted.runner
+
+    def hardware(self) -> DeviceView | None:
+        """What computes here, and what it is doing."""
+        if self._plan is None:
+            return None
+        return device_view(self._seen or self._plan.device, self._plan, self._hosted, self.server.figures, self._wish)
+
+    async def look_at_device(self) -> None:
+        """Read the device's sensors anew."""
+        from engine.device.probe import find_device, probe_devices
+
+        if self._plan is None:
+            return
+        name = self._plan.device.id
+        try:
+            self._seen = await trio.to_thread.run_sync(lambda: find_device(name, probe_devices()))
+        except EngineError as error:
+            log.warning("the device's sensors say nothing: %s", error)
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return 0.0 if self._hosted is None else self._hosted.throughput.decode_tokens_per_s
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Choose, load, serve, and choose again when the swarm changes; started once it serves or stays a client."""
+        try:
+            self._plan = await self._make_plan()
+        finally:
+            if self._plan is None:
+                self._chosen.set()
+        if self._plan is None:
+            self._swarm.announce(state="client", span=None)
+            task_status.started()
+            return
+        stop_listening = self._swarm.subscribe(self._hear)
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self.server.run)
+                with self._choosing:
+                    while self._span is None:
+                        await self._follow_the_swarm(self._plan)
+                    task_status.started()
+                    while True:
+                        await self._follow_the_swarm(self._plan)
+                self._chosen.set()
+                await trio.sleep_forever()
+        finally:
+            self._chosen.set()
+            stop_listening()
+
+    async def drain(self, within_s: float = DRAIN_S) -> None:
+        """Take no more sessions, and let those that are here move on."""
+        if self._span is not None:
+            self._swarm.announce(state="draining")
+            await self.server.drain(within_s)
+
+    async def retire(self, within_s: float = DRAIN_S) -> None:
+        """Choose no other place and drain; a load that is under way cannot be stopped and is waited for."""
+        self._choosing.cancel()
+        await self._chosen.wait()
+        await self.drain(within_s)
+
+    async def unload(self) -> None:
+        """Give the blocks' memory back; sessions that are still here end."""
+        from engine.hosting import release
+
+        await self.server.host(None)
+        plan, self._hosted, self._span = self._plan, None, None
+        if plan is not None:
+            await self._device.run(release, plan.device.id)
+
+    def withdraw(self) -> None:
+        """Offer nothing until `appear`; what is loaded stays loaded, and sessions that are here go on."""
+        self._withdrawn = True
+        if self._span is not None:
+            self._swarm.announce(state="loading")
+
+    def appear(self) -> None:
+        """Offer again what is loaded."""
+        self._withdrawn = False
+        if self._hosted is not None:
+            self._announce()
+
+    def _hear(self, change: Change) -> None:
+        # That a member was met, or a figure drifted, is no reason to think anew: a large swarm says so all the time.
+        if change.kind not in ("proven", "updated"):
+            self._news.set()
+
+    # --- choosing ----------------------------------------------------------------------------------------------------
+
+    async def _make_plan(self) -> HostingPlan | None:
+        """What fits here, or None where this node stays a client."""
+        from engine.hosting import plan_hosting
+
+        wish, config = self._wish, self._stock.manifest.config
+        if wish.max_vram_bytes == 0:
+            self._say("client", LIMIT_ZERO)
+            return None
+        if wish.blocks is not None and wish.blocks.stop > config.n_blocks:
+            raise CannotHost(f"blocks {wish.blocks} were asked for, but the model has {config.n_blocks} blocks")
+        plan = await self._device.run_apart(plan_hosting, config, wish.device, wish.max_vram_bytes)
+        if wish.blocks is not None and plan.blocks < len(wish.blocks):
+            raise CannotHost(f"blocks {wish.blocks} do not fit here: {plan.budget.reason}")
+        if plan.blocks == 0:
+            self._steps.begin("load")
+            self._steps.failed(plan.budget.reason)
+            self._say("client", because("no_room", plan.budget.reason))
+            return None
+        self._device.device = plan.device.id
+        return plan
+
+    def _decide(self, plan: HostingPlan) -> Move | None:
+        if self._wish.blocks is not None:
+            wished = Move(self._wish.blocks, 0.0, because("asked_for", "these blocks were asked for"))
+            return None if self._span is not None else wished
+        settled_s = trio.current_time() - self._settled_at
+        me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
+        return decide(me, self._swarm.announcements(), self._swarm.n_blocks)
+
+    async def _follow_the_swarm(self, plan: HostingPlan) -> None:
+        """Wait for news, and move once a reason to has stood until this node's turn."""
+        self._news, now = trio.Event(), trio.current_time()
+        move = self._decide(plan)
+        is_hole = move is not None and move.why.code in ("hole", "make_way")
+        if move is not None and is_hole:
+            move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
+        self._due = due(self._due, move, now)
+        if self._due is None or self._due.at > now:
+            with trio.move_on_at(now + REFRESH_S if self._due is None else self._due.at):
+                await self._news.wait()
+                await trio.sleep(NEWS_S)
+            if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
+                self._announce()
+            return
+        move, self._due = self._due.move, None
+        if self._span is not None:
+            self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
+            await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
+        await self._load(plan, move)
+
+    # --- hosting -----------------------------------------------------------------------------------------------------
+
+    async def _load(self, plan: HostingPlan, move: Move) -> None:
+        span = move.span
+        parts = span_parts(span.start, span.stop)
+        here = not await trio.to_thread.run_sync(self._stock.library.missing, parts)
+        state: State = "loading" if here else "fetching"
+        self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
+        self._swarm.announce(state=state, span=span, growing=None, device=plan.device.name)
+        await self.server.host(None)
+        if self._span is not None:
+            self._stock.release(span_parts(self._span.start, self._span.stop))
+        self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
+        hosted = await Loading(self._stock, self._device, plan, self._steps).load(
+            span, partial(self._serve_part, span, move)
+        )
+        self._steps.done("load", f"blocks {span}")
+        self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
+        self._settled_at = trio.current_time()
+        await self._serve(hosted, span, None)
+        self._steps.done("announce")
+        self._say("serving", move.why)
+
+    async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
+        """Serve what has come of a span."""
+        await self._serve(hosted, part, span)
+        told = f"blocks {part} of {span}, the rest is on its way: {move.why.text}"
+        self._say("serving", replace(move.why, text=told))
+
+    async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:
+        is_new = self._hosted is None
+        self._hosted, self._span = hosted, span
+        if is_new:
+            await self.server.host(hosted.runner)
+        self._announce(growing)
+
+    def _announce(self, growing: Span | None = None) -> None:
+        from engine.wire import wire_name
+
+        assert self._hosted is not None, "only what is loaded is announced"
+        assert self._plan is not None, "only what is loaded is announced"
+        throughput = self._hosted.throughput
+        self._swarm.announce(
+            state="loading" if self._withdrawn else "serving",
+            span=self._span,
+            growing=growing,
+            decode_tokens_per_s=throughput.decode_tokens_per_s,
+            prefill_tokens_per_s=throughput.prefill_tokens_per_s,
+            kv_free_tokens=self.server.kv_free_tokens,
+            busy=self._busy_lately(),
+            dtype=wire_name(self._plan.dtype),
+            quantisation="int8" if self._plan.quantised else "none",
+            rtts=rtts_to_tell(self._network.links(), self._span, self._swarm.announcements()),
+        )
+
+    def _busy_lately(self) -> float:
+        """The share of the time since the last announcement that the device computed; begins to count anew."""
+        now, busy_s = trio.current_time(), self.server.figures.busy_s
+        share = (busy_s - self._busy_s) / max(now - self._announced_at, 1.0)
+        self._announced_at, self._busy_s = now, busy_s
+        return min(max(share, 0.0), 1.0)

@@ -1,0 +1,43 @@
+"""What computes here, as a person sees it: the device, what the hosted blocks take of it, and what its sensors say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from app.serving.stats import ServerFigures
+from app.snapshot.views import DeviceView
+
+if TYPE_CHECKING:
+    from engine.device.probe import Device
+    from engine.hosting import Hosted, HostingPlan
+
+
+class Limit(Protocol):
+    """The person's cap."""
+
+    @property
+    def max_vram_bytes(self) -> int | None: ...
+
+
+def device_view(
+    device: Device, plan: HostingPlan, hosted: Hosted | None, figures: ServerFigures, limit: Limit
+) -> DeviceView:
+    """The device at this moment; what no sensor tells is None."""
+    used_tokens = figures.kv_total_tokens - figures.kv_free_tokens
+    share = used_tokens / figures.kv_total_tokens if figures.kv_total_tokens else 0.0
+    cache_bytes = plan.budget.kv_bytes if hosted is not None else 0
+    return DeviceView(
+        id=device.id,
+        name=device.name,
+        memory_total_bytes=device.total_bytes,
+        memory_free_bytes=device.free_bytes,
+        limit_bytes=limit.max_vram_bytes,
+        weights_bytes=hosted.weight_bytes if hosted is not None else 0,
+        cache_bytes=cache_bytes,
+        cache_used_bytes=int(share * cache_bytes),
+        load=device.utilisation,
+        temperature_c=device.temperature_c,
+        power_w=device.power_w,
+        step_s=figures.usual_step_s or None,
+        quantisation="int8" if plan.quantised else "none",
+    )

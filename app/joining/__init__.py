@@ -1,0 +1,1 @@
+"""Ways into a swarm: creating one, invitations, names, swarms nearby."""

@@ -1,0 +1,95 @@
+"""Which swarm a bare name means, found out by asking whoever can be reached."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import trio
+
+from app.config.file import Config
+from app.config.home import Home
+from app.core.errors import AppError, UnknownSwarm
+from app.joining.network_setup import network_config, told_peers
+from app.joining.wrong_secret import Refusals
+from app.membership import resolve_swarm, value_check
+from app.swarm.names import SwarmName
+from app.swarm.records import SwarmRecord
+from app.swarm.saved import Remembered
+from p2p.errors import HandshakeError, WrongSecret
+from p2p.identity import load_or_create
+from p2p.network import Libp2pNetwork
+
+ROUNDS = 2  # of five seconds; the second only where the first met nobody at all
+
+RefusalsTo = Callable[[Callable[[WrongSecret], None]], AbstractContextManager[None]]
+
+
+async def resolve_name(
+    network: Libp2pNetwork, config: Config, wanted: SwarmName, refusals_to: RefusalsTo
+) -> Remembered:
+    """The swarm that members say a name means; raises `UnknownSwarm`, `NameConflict` or `WrongSecret`."""
+    told = told_peers(config, None)
+    for peer, addresses in told.items():
+        network.learn(peer, addresses)
+    refusals = Refusals(told)
+    answer: list[SwarmRecord] = []
+    failure: list[Exception] = []
+
+    async def ask() -> None:
+        try:
+            answer.append(await _ask(network, wanted, told))
+        except AppError as error:
+            failure.append(error)
+        nursery.cancel_scope.cancel()
+
+    with refusals_to(refusals.hear):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            failure.append(await refusals.conclusive(network))
+            nursery.cancel_scope.cancel()
+    if not answer:
+        raise failure[0]
+    record = answer[0]
+    if record.private:
+        words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
+        raise AppError(words, code="private_swarm")
+    return Remembered.from_record(record, now_ms=time.time_ns() // 10**6)
+
+
+async def _ask(network: Libp2pNetwork, wanted: SwarmName, told: dict[str, list[str]]) -> SwarmRecord:
+    for turn in range(ROUNDS):
+        try:
+            return (await resolve_swarm(network, wanted, via=told)).record
+        except UnknownSwarm:
+            if turn == ROUNDS - 1 or network.links():
+                raise
+    raise AssertionError("there is at least one round")
+
+
+async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> Remembered:
+    """The same over a public network that lives for this question alone, on any free port."""
+    heard: list[Callable[[WrongSecret], None]] = []
+
+    def on_failure(error: HandshakeError) -> None:
+        for listener in heard:
+            if isinstance(error, WrongSecret) and error.peer is not None:
+                listener(error)
+
+    def refusals_to(listener: Callable[[WrongSecret], None]) -> AbstractContextManager[None]:
+        heard.append(listener)
+        return nullcontext()
+
+    settings = replace(network_config(home, config, None), listen=("/ip4/0.0.0.0/tcp/0",), remember_at=home.peers_file)
+    network = Libp2pNetwork(
+        load_or_create(home.key_file), settings, is_valid_value=value_check(), on_handshake_failure=on_failure
+    )
+    async with network.running():
+        return await resolve_name(network, config, wanted, refusals_to)
+
+
+def resolve_in_passing(home: Home, config: Config, wanted: SwarmName) -> Remembered:
+    """The same for a command, where no node runs."""
+    return trio.run(resolve_aside, home, config, wanted)

@@ -1,0 +1,81 @@
+"""From settings to a network over libp2p: which listens, advertises, secret and limits a node's network has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal, cast
+
+from app.config.file import Config
+from app.config.home import Home
+from app.courtesy.rules import limits_at
+from app.courtesy.watch import local_now
+from app.snapshot.views import NetworkView
+from app.swarm.saved import Remembered
+from p2p.addresses import parse_address
+from p2p.host.admission import DenyList
+from p2p.network import Libp2pNetwork, NetworkConfig
+
+Means = Literal["mdns", "dht", "invite", "remembered"]
+MAX_STRANGERS = 16
+
+
+def network_config(home: Home, config: Config, swarm: Remembered | None, bound: Sequence[str] = ()) -> NetworkConfig:
+    """The network of a node that is in `swarm`; `bound` is where it listened before, to be found there again.
+
+    An empty listen means the usual port, or any free one where that is taken; a port that somebody chose is insisted
+    upon.
+    """
+    settings = config.settings
+    listen = settings.listen if config.explicit("listen") else ()
+    discovery = frozenset(cast(tuple[Means, ...], settings.discovery))
+    return NetworkConfig(
+        listen=tuple(bound) or listen,
+        advertise=settings.advertise,
+        peers=settings.peers,
+        discovery=discovery,
+        remember_at=home.peers_file,
+        secret=swarm.secret if swarm is not None else None,
+        relay=None if settings.relay else False,
+        deny=settings.deny,
+    )
+
+
+def told_peers(config: Config, swarm: Remembered | None) -> dict[str, list[str]]:
+    """Whom this node was told to look for, by settings and by its swarm's invite: peer id to addresses."""
+    texts = list(config.settings.peers)
+    if swarm is not None and "invite" in config.settings.discovery:
+        texts += swarm.addresses
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        peer = parse_address(text).peer
+        if peer is not None:
+            found.setdefault(peer, []).append(text)
+    return found
+
+
+async def apply_live(network: Libp2pNetwork, config: Config) -> None:
+    """Make a running network follow the settings that can be changed at any time."""
+    settings = config.settings
+    network.bandwidth.set_limits(*limits_at(settings, local_now()))
+    network.allow_relaying(settings.relay)
+    denied = network.host.admission.deny = DenyList.parse(settings.deny)
+    for connection in network.host.connections():
+        ip = connection.address.ip
+        if connection.peer in denied.peers or (ip is not None and denied.denies_ip(ip)):
+            await network.disconnect(connection.peer)
+
+
+def network_view(network: Libp2pNetwork | None, config: Config, members: Collection[str] = ()) -> NetworkView:
+    """How a node hangs on its network; `members` are those of its swarm."""
+    if network is None:
+        return NetworkView(discovery=config.settings.discovery)
+    reach = network.reachability
+    return NetworkView(
+        advertised=tuple(network.addresses()),
+        reach=str(reach.state),
+        verified=tuple(str(address) for address in reach.verified),
+        relaying=network.relay.enabled,
+        links=len(network.links()),
+        discovery=config.settings.discovery,
+        strangers=tuple(link.peer for link in network.links() if link.peer not in members)[:MAX_STRANGERS],
+    )

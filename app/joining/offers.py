@@ -1,0 +1,140 @@
+"""What this node could go to: the starter model, swarms of neighbours and remembered ones; what each would fetch,
+whether it fits, and how fast replies would be.
+
+Nothing but manifests is fetched to find that out, and a swarm whose manifest is not at hand has no figures. Speeds are
+estimates: a token goes through all weights once, so that it takes what reading them takes; and through a swarm, what
+its members announce and the links that were measured.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.joining.nearby import NearbySwarm
+from app.node.views import model_name
+from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
+from app.swarm.saved import Remembered
+from app.weights.library import Library
+from app.weights.manifest_store import ManifestStore
+from engine.budget import Allowance, Precision, block_bytes, default_headroom, ends_bytes, plan_blocks, workspace_bytes
+
+if TYPE_CHECKING:
+    from app.manifest.manifest import Manifest
+    from engine.config import ModelConfig
+    from engine.device.probe import Device
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What would compute here, and how fast it goes through weights."""
+
+    device: Device
+    precision: Precision
+    cap_bytes: int | None
+    reading_bytes_per_s: float
+    block_floor_s: float = 0.0  # what a block takes however small it is
+
+    def view(self) -> DeviceView:
+        """As a person sees it."""
+        device = self.device
+        return DeviceView(device.id, device.name, device.total_bytes, device.free_bytes, self.cap_bytes)
+
+    def fit(self, config: ModelConfig) -> FitView:
+        """How many blocks the device takes now, and what it lacks for all of them."""
+        headroom = default_headroom(self.device.kind, self.device.total_bytes)
+        allowance = Allowance(self.device.free_bytes, headroom, self.cap_bytes)
+        workspace = workspace_bytes(config, self.precision, allowance.prefill_rows, head=False)
+        weights = config.n_blocks * block_bytes(config, self.precision) + workspace
+        whole = int(weights / (1 - allowance.kv_share))
+        return FitView(
+            blocks=plan_blocks(config, allowance, self.precision).blocks,
+            blocks_total=config.n_blocks,
+            lacking_bytes=max(0, whole - allowance.usable_bytes),
+            too_large=whole + headroom > self.device.total_bytes,
+        )
+
+    def head_s(self, config: ModelConfig) -> float:
+        """Seconds that the head takes for one token; the asker runs it whoever hosts the blocks."""
+        return ends_bytes(config, self.precision, embedding=False, head=True) / self.reading_bytes_per_s
+
+    def alone_tokens_per_s(self, config: ModelConfig) -> float:
+        """Tokens a second with all blocks here."""
+        block_s = max(self.block_floor_s, block_bytes(config, self.precision) / self.reading_bytes_per_s)
+        return 1 / (config.n_blocks * block_s + self.head_s(config))
+
+
+def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
+    """The device that would be used; its speed is measured once in a process."""
+    from engine.device.dtypes import pick_dtype
+    from engine.device.probe import find_device, probe_devices
+    from engine.device.read_speed import block_floor_s, reading_bytes_per_s
+
+    device = find_device(device_name, probe_devices())
+    dtype = pick_dtype(device.id).dtype
+    precision = Precision(dtype.itemsize, dtype.itemsize)
+    return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype), block_floor_s(device.id, dtype))
+
+
+def look_around(
+    machine: Machine, cache: Path, swarms: Sequence[Remembered], nearby: Sequence[NearbySwarm] = ()
+) -> ProspectsView:
+    """Every choice with its figures: the starter model, what is nearby, what is remembered; reads the disk."""
+    from engine.sources import starter
+
+    to_fetch = 0 if starter.starter_file(cache).exists() else starter.WHEEL_BYTES
+    offers = [_offer(machine, starter.NAME, starter.LABEL, starter.SHAPE, to_fetch)]
+    store = ManifestStore(cache)
+    met = {swarm.record.id for swarm in nearby}
+    offers += [_nearby_offer(machine, store, swarm) for swarm in nearby]
+    for known in swarms:
+        if known.id not in met:
+            offers.append(_swarm_offer(machine, store, str(known), store.load(known.model_hash)))
+    free = shutil.disk_usage(_existing(cache)).free
+    return ProspectsView(tuple(offers), machine.view(), free, machine.reading_bytes_per_s)
+
+
+def _offer(machine: Machine, target: str, model: str, config: ModelConfig, fetch_bytes: int) -> OfferView:
+    fit = machine.fit(config)
+    alone = None if fit.too_large else machine.alone_tokens_per_s(config)
+    return OfferView(target, model, fit, fetch_bytes, alone_tokens_per_s=alone)
+
+
+def _swarm_offer(machine: Machine, store: ManifestStore, target: str, manifest: Manifest | None) -> OfferView:
+    if manifest is None:
+        return OfferView(target)
+    held = Library(store.cache, manifest).held()
+    missing = sum(part.size_bytes for part in manifest.parts if part.name not in held)
+    name = model_name(store.source(manifest.hash)) or _shape_words(manifest.config)
+    return _offer(machine, target, name, manifest.config, missing)
+
+
+def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) -> OfferView:
+    offer = _swarm_offer(machine, store, str(swarm.record), swarm.manifest)
+    token_s = swarm.expectation.token_s
+    if token_s is not None and swarm.manifest is not None:
+        token_s += machine.head_s(swarm.manifest.config)
+    return replace(
+        offer,
+        nearby=swarm.link,
+        members=len(swarm.members),
+        tokens_per_s=None if token_s is None else 1 / token_s,
+        missing_block=swarm.expectation.missing_block,
+    )
+
+
+def _shape_words(config: ModelConfig) -> str:
+    """What can be said of a model that nobody here has given a name."""
+    weights = config.n_blocks * block_bytes(config, Precision(1, 1)) + ends_bytes(
+        config, Precision(1, 1), embedding=True, head=True
+    )
+    amount = f"{weights / 10**9:.1f} billion" if weights >= 10**9 else f"{weights / 10**6:.1f} million"
+    return f"a {config.family} of {amount} weights"
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there already."""
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,1 @@
+"""A model's signed description: its shape, its parts and their hashes."""

@@ -1,0 +1,89 @@
+"""From a model's files to its manifest: every byte is read once, in the order of the parts, and hashed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from app.core.canonical_json import canonical, decode_object
+from app.core.errors import RecordError
+from app.manifest.manifest import MAX_TOKENIZER_BYTES, TOKENIZER_PART, Manifest, Part, Tensor, TextRules, build
+from app.manifest.merkle import CHUNK_BYTES, ChunkHasher, root_of
+from engine.sources.base import ModelSource, TensorEntry
+from engine.sources.layout import expected_shapes, part_names
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A source's manifest and, for each part, the hashes of its chunks."""
+
+    manifest: Manifest
+    leaves: Mapping[str, tuple[bytes, ...]]
+
+
+def manifest_of(source: ModelSource) -> Manifest:
+    """The manifest of a source; reads all of its bytes."""
+    return survey(source).manifest
+
+
+def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: None) -> Survey:
+    """Read the whole source; `on_bytes` hears of every piece read and may raise to stop."""
+    leaves: dict[str, tuple[bytes, ...]] = {}
+    parts: list[Part] = []
+    for name in part_names(source.config):
+        entries = in_order(source, name)
+        leaves[name] = _hashes(part_pieces(entries), on_bytes)
+        tensors = tuple(_tensor(entry) for entry in entries)
+        parts.append(Part(name, sum(tensor.size_bytes for tensor in tensors), root_of(leaves[name]), tensors))
+    tokenizer = tokenizer_bytes(source)
+    leaves[TOKENIZER_PART] = _hashes(iter((tokenizer,)), on_bytes)
+    parts.append(Part(TOKENIZER_PART, len(tokenizer), root_of(leaves[TOKENIZER_PART])))
+    spec = source.tokenizer
+    variables = canonical(dict(spec.template_variables)).decode()
+    text = TextRules(spec.chat_template, spec.bos_token, spec.eos_token, spec.add_bos, variables)
+    return Survey(build(source.config, text, source.licence, tuple(parts)), leaves)
+
+
+def in_order(source: ModelSource, part: str) -> tuple[TensorEntry, ...]:
+    """A part's tensors in the order of its bytes, however the source lists them."""
+    by_role = {entry.role: entry for entry in source.parts.get(part, ())}
+    roles = list(expected_shapes(source.config, part))
+    if sorted(by_role) != sorted(roles):
+        raise RecordError(f"{source.label}: part {part} does not hold {', '.join(roles)}; download the model again")
+    return tuple(by_role[role] for role in roles)
+
+
+def part_pieces(entries: tuple[TensorEntry, ...]) -> Iterator[bytes]:
+    """A part's bytes from its source's files, in pieces of at most 1 MiB."""
+    for entry in entries:
+        with open(entry.file, "rb") as file:
+            file.seek(entry.offset)
+            left = entry.length
+            while left:
+                piece = file.read(min(left, CHUNK_BYTES))
+                if not piece:
+                    raise RecordError(f"{entry.file} ends inside tensor {entry.name}; download it again")
+                left -= len(piece)
+                yield piece
+
+
+def tokenizer_bytes(source: ModelSource) -> bytes:
+    """The bytes of the tokenizer's part: its JSON in canonical form, whatever its spacing and order were."""
+    raw = source.tokenizer.tokenizer_json.encode("utf-8", "surrogatepass")
+    what = f"{source.label}: the tokenizer"
+    result = canonical(decode_object(raw, what, max_bytes=4 * MAX_TOKENIZER_BYTES).values)
+    if len(result) > MAX_TOKENIZER_BYTES:
+        raise RecordError(f"{what} takes {len(result)} bytes; the bound is {MAX_TOKENIZER_BYTES}")
+    return result
+
+
+def _hashes(pieces: Iterator[bytes], on_bytes: Callable[[int], None]) -> tuple[bytes, ...]:
+    hasher = ChunkHasher()
+    for piece in pieces:
+        hasher.update(piece)
+        on_bytes(len(piece))
+    return hasher.finish()
+
+
+def _tensor(entry: TensorEntry) -> Tensor:
+    return Tensor(entry.role, entry.kind, entry.shape, entry.length, entry.interleaved_heads)

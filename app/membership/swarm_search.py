@@ -1,0 +1,226 @@
+"""Finding a swarm by its name, and its model's manifest by its hash, by asking whoever can be reached.
+
+A pinned name (`name#hash`) is settled by the first record that fits. A bare name is settled once everybody asked has
+answered, or some time after the first answer: so that two swarms of one name are seen, and the person can choose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from app.core.errors import RecordError, UnknownSwarm
+from app.core.network import Network
+from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
+from app.membership import wire
+from app.swarm.name_resolution import resolve
+from app.swarm.names import SwarmName
+from app.swarm.records import ANNOUNCEMENT_DOMAIN, SWARM_DOMAIN, SwarmRecord, read_announcement, read_record
+from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, record_key
+from p2p.envelope import parse
+from p2p.errors import EnvelopeError, P2PError
+
+log = logging.getLogger("shoal.membership")
+
+FIND_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 2.0
+MANIFEST_TIMEOUT_S = 30.0
+QUIET_S = 1.5  # how long after the first answer others may still contradict it
+_ASKS_AT_ONCE = 64
+_POLL_S = 0.25
+_MAX_ASKED = 512
+_PATIENCE_S = 2.0
+_NAMED = 3  # peers that gave no answer
+DIRECTORY = "the directory"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A swarm that was found, and peers that are likely to be members of it."""
+
+    record: SwarmRecord
+    peers: tuple[str, ...]
+
+
+@dataclass
+class _Search:
+    network: Network
+    wanted: SwarmName
+    secret: bytes | None
+    wall_clock: Callable[[], float]
+    heard: dict[str, list[SwarmRecord]] = field(default_factory=dict)
+    members: dict[str, dict[str, None]] = field(default_factory=dict)  # swarm id -> peers
+    asked: set[str] = field(default_factory=set)
+    failures: dict[str, str] = field(default_factory=dict)  # of those that were asked: why they gave no answer
+    waiting: int = 0
+    idle: trio.Event = field(default_factory=trio.Event)  # set while no question is open
+    answered: trio.Event = field(default_factory=trio.Event)
+    slots: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_ASKS_AT_ONCE))
+
+    @property
+    def now_ms(self) -> int:
+        return int(self.wall_clock() * 1000)
+
+    def start(self, nursery: trio.Nursery, peers: Iterable[str]) -> None:
+        """Ask all of these who were not asked yet."""
+        for peer in peers:
+            if peer not in self.asked and peer != self.network.peer_id and len(self.asked) < _MAX_ASKED:
+                self.asked.add(peer)
+                self.spawn(nursery, self._ask, peer)
+
+    def spawn(self, nursery: trio.Nursery, ask: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run one question; the search is over when none is open."""
+        if self.waiting == 0:
+            self.idle = trio.Event()
+        self.waiting += 1
+
+        async def run() -> None:
+            try:
+                await ask(*args)
+            except P2PError as error:
+                log.debug("a question about %s was not answered: %s", self.wanted, error)
+            finally:
+                self.waiting -= 1
+                if self.waiting == 0:
+                    self.idle.set()
+
+        nursery.start_soon(run)
+
+    async def _ask(self, peer: str) -> None:
+        async with self.slots:
+            body = str(self.wanted).encode()
+            try:
+                answer = await self.network.call(peer, wire.FIND, body, timeout_s=ASK_TIMEOUT_S)
+            except P2PError as error:
+                self.failures[peer] = str(error)
+                raise
+            self.take(peer, wire.unpack(answer, wire.MAX_BATCH_BYTES))
+
+    async def ask_record(self, key: bytes) -> None:
+        """Ask the directory for the record itself."""
+        value = await self.network.get_value(key, timeout_s=ASK_TIMEOUT_S)
+        if value:
+            self.take(DIRECTORY, [value])
+
+    async def ask_rendezvous(self, nursery: trio.Nursery, key: bytes) -> None:
+        """Ask the directory for members, and them."""
+        found = await self.network.find_providers(key, timeout_s=ASK_TIMEOUT_S)
+        self.start(nursery, found)
+
+    def take(self, peer: str, statements: list[bytes]) -> None:
+        """Keep the records, and whom they name as members; what is not valid is left aside."""
+        for raw in statements:
+            try:
+                domain = parse(raw).domain
+                if domain == SWARM_DOMAIN:
+                    record = read_record(raw, now_ms=self.now_ms)
+                    if record.name == self.wanted.name and self.wanted.allows(record.model_hash):
+                        self.heard.setdefault(peer, []).append(record)
+                        self.answered.set()
+                        if peer != DIRECTORY:
+                            self.members.setdefault(record.id, {})[peer] = None
+                elif domain == ANNOUNCEMENT_DOMAIN:
+                    said = read_announcement(raw, now_ms=self.now_ms)
+                    self.network.learn(said.peer, said.addresses)
+                    self.members.setdefault(said.swarm, {})[said.peer] = None
+            except EnvelopeError as error:
+                log.debug("%s sent something worthless: %s", peer, error)
+
+
+async def resolve_swarm(
+    network: Network,
+    wanted: SwarmName,
+    *,
+    via: Iterable[str] = (),
+    remembered: SwarmRecord | None = None,
+    secret: bytes | None = None,
+    wall_clock: Callable[[], float] = time.time,
+) -> Found:
+    """Which swarm a name means, by asking peers at hand, `via`, and the directory; takes five seconds at most.
+
+    `remembered` is what the name meant to this node before: that stays so. Raises `NameConflict` where several swarms
+    fit, `UnknownSwarm` where nobody knows one.
+    """
+    search, via = _Search(network, wanted, secret, wall_clock), tuple(via)
+    with trio.move_on_after(FIND_TIMEOUT_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_ask_around, search, nursery, via)
+            await search.answered.wait()
+            if wanted.pin is None and remembered is None:
+                with trio.move_on_after(QUIET_S):
+                    while search.waiting:
+                        await search.idle.wait()
+            nursery.cancel_scope.cancel()
+    try:
+        record = resolve(wanted, search.heard, remembered).one()
+    except UnknownSwarm as error:
+        vain = [search.failures[peer] for peer in via if peer in search.failures]
+        raise UnknownSwarm("; ".join([str(error), *vain[:_NAMED]])) from None
+    return Found(record, tuple(search.members.get(record.id, ())))
+
+
+async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ...]) -> None:
+    """Ask everybody within reach, and those who come within reach meanwhile."""
+    network, wanted = search.network, search.wanted
+    search.start(nursery, via)
+    search.spawn(nursery, search.ask_record, record_key(wanted.name, wanted.pin, search.secret))
+    keys = keys_to_ask(wanted.name, network.peer_id, search.wall_clock(), search.secret)
+    turn = 0
+    while True:
+        search.start(nursery, [link.peer for link in network.links()])
+        if turn % 4 == 0:
+            for key in keys[turn : turn + ASK_AT_ONCE]:
+                search.spawn(nursery, search.ask_rendezvous, nursery, key)
+        turn += 1
+        await trio.sleep(_POLL_S)
+
+
+async def fetch_manifest(
+    network: Network, peers: Iterable[str], model_hash: str, *, timeout_s: float = MANIFEST_TIMEOUT_S
+) -> Manifest:
+    """A model's manifest from whoever of `peers` sends it first; its hash proves it.
+
+    They are asked one after another; one that takes long does not keep the next one waiting.
+    """
+    found: list[Manifest] = []
+
+    async def ask(peer: str, done: trio.Event) -> None:
+        try:
+            raw = await network.call(peer, wire.MANIFEST, bytes.fromhex(model_hash), timeout_s=timeout_s)
+            if len(raw) <= MAX_MANIFEST_BYTES and hashlib.sha256(raw).hexdigest() == model_hash:
+                found.append(Manifest.from_bytes(raw))
+                nursery.cancel_scope.cancel()
+        except (P2PError, RecordError) as error:
+            log.info("%s did not send the manifest: %s", peer, error)
+        done.set()
+
+    async with trio.open_nursery() as nursery:
+        for peer in dict.fromkeys(peers):
+            done = trio.Event()
+            nursery.start_soon(ask, peer, done)
+            with trio.move_on_after(_PATIENCE_S):
+                await done.wait()
+    if not found:
+        raise UnknownSwarm(f"no member that was asked sent the manifest {model_hash[:8]}; try again later")
+    return found[0]
+
+
+def value_check(
+    secret: bytes | None = None, wall_clock: Callable[[], float] = time.time
+) -> Callable[[bytes, bytes], bool]:
+    """What the directory should keep: swarm records under their own keys, and nothing else."""
+
+    def is_valid(key: bytes, value: bytes) -> bool:
+        try:
+            record = read_record(value, now_ms=int(wall_clock() * 1000))
+        except EnvelopeError:
+            return False
+        pins = (None, record.model_hash)
+        return any(key == record_key(record.name, pin, one) for pin in pins for one in {None, secret})
+
+    return is_valid

@@ -1,0 +1,1 @@
+"""The node process: owns the network, the active swarm, hosting and the API."""

@@ -1,0 +1,33 @@
+"""What a node's time in a swarm needs of the node."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from app.api.supervisor import ApiHealth
+from app.config.file import Config
+from app.courtesy.pause import Pausing
+from app.routing.trust_book import TrustBook
+from app.swarm.saved import Memberships, Remembered
+from app.weights.manifest_store import ManifestStore
+from p2p.envelope import Sequence
+from p2p.identity import Identity
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The node around a stay."""
+
+    identity: Identity
+    manifests: ManifestStore
+    sequence: Sequence
+    config: Callable[[], Config]
+    known: Callable[[], Memberships]
+    app_version: str
+    changed: Callable[[], None]  # something that can be seen has changed
+    note: Callable[[str, str], None]  # (kind, text): something happened
+    remember: Callable[[Remembered], Awaitable[None]]
+    pausing: Pausing
+    api: ApiHealth
+    trust: TrustBook

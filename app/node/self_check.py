@@ -1,0 +1,97 @@
+"""A node asks itself what it offers others: one token through its own blocks, one call to its own API.
+
+It announces itself as serving only while both work. What a failure means is for whoever asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+import trio
+
+from app.asker.hop_links import HopLinks
+from app.asker.route_hops import SessionSettings, Shape
+from app.asker.route_session import RouteSession
+from app.core.compute import BlockRunner
+from app.core.errors import AppError
+from app.core.network import FrameStream, Network
+from app.core.reasons import Reason, because
+from app.core.span import Span
+from app.routing.reroute import Standing
+from app.routing.search import Hop, NoRoute, Route
+from app.session.wire import DTYPES, row_bytes
+
+EVERY_S = 30.0
+PATIENCE_S = 20.0  # a device under full load takes its time
+_DTYPE = "f32"
+
+
+class _OwnBlocks:
+    """Leads to this node's own blocks, once."""
+
+    def __init__(self, hop: Hop) -> None:
+        self._hop = hop
+        self.why = ""
+        self.busy = False
+
+    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+        if self.why:
+            raise NoRoute(self._hop.span.start, f": {self.why}")
+        return (self._hop,)
+
+    def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
+        self.why, self.busy = why.text, busy
+
+    def worked(self, peer: str) -> None:
+        self.why = ""
+
+    def better(self, standing: Standing) -> Route | None:
+        return None
+
+
+async def span_trouble(
+    network: Network, attend: Callable[[FrameStream], Awaitable[None]], runner: BlockRunner
+) -> Reason | None:
+    """Why a token does not get through the hosted blocks, or None; blocks that are merely busy are well."""
+    own = _OwnBlocks(Hop(network.peer_id, Span(runner.start, runner.stop)))
+    row = bytes(row_bytes(DTYPES[_DTYPE], runner.hidden_size))
+
+    async def embed(token_ids: Sequence[int]) -> bytes:
+        return row * len(token_ids)
+
+    trouble: str | None = f"a token was not through after {PATIENCE_S:.0f} s"
+    async with trio.open_nursery() as nursery:
+        links = HopLinks(network, nursery, attend)
+        settings = SessionSettings(first_route_s=0.0, new_route_s=0.0, attempts_without_progress=2)
+        session = RouteSession(links, own, embed, Shape(1, runner.hidden_size, _DTYPE), settings)
+        with trio.move_on_after(PATIENCE_S):
+            try:
+                await session.advance([0])
+                trouble = None
+            except AppError as error:
+                trouble = None if own.busy else own.why or str(error)
+        await session.close()
+        nursery.cancel_scope.cancel()
+    return None if trouble is None else because("probe_blocks", f"this node failed its own test: {trouble}")
+
+
+async def api_trouble(url: str) -> Reason | None:
+    """Why the node's own API does not answer, or None."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "the API's address is our own"
+    trouble = "the API does not answer as it should"
+    try:
+        with trio.fail_after(PATIENCE_S):
+            stream = await trio.open_tcp_stream(parts.hostname, parts.port or 80)
+            async with stream:
+                await stream.send_all(f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+                answer = await stream.receive_some(64)
+    except trio.TooSlowError:
+        trouble = f"the API did not answer within {PATIENCE_S:.0f} s"
+    except (OSError, trio.BrokenResourceError) as error:
+        trouble = f"the API cannot be reached: {error}"
+    else:
+        if b" 200 " in answer:
+            return None
+    return because("probe_api", f"this node failed its own test: {trouble}")

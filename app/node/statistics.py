@@ -1,0 +1,286 @@
+"""What this node gave and got: tokens and bytes, by day and by peer, in a small database in the home folder.
+
+Adding is free of waiting: sums are kept in memory and written now and then by a thread, in one transaction. The
+database may be lost, damaged or unwritable at any time; the node goes on, says so, and keeps what it has not written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from datetime import date, timedelta
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from app.snapshot.views import GivenView
+
+log = logging.getLogger("shoal.statistics")
+
+K = TypeVar("K")
+
+WRITE_S = 10.0  # between two writes, which is what a power cut may cost
+KEPT_DAYS = 90  # of single peers; a day's sums are kept for good
+KEPT_ROWS = 10_000
+_MAX_PENDING = 2_000  # peers between two writes; what further ones add counts for the day alone
+_VERSION = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS days (
+    day TEXT PRIMARY KEY,
+    served INTEGER NOT NULL, asked INTEGER NOT NULL, up INTEGER NOT NULL, down INTEGER NOT NULL,
+    audits INTEGER NOT NULL, audits_passed INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS peers (
+    day TEXT NOT NULL, peer TEXT NOT NULL,
+    served INTEGER NOT NULL, asked INTEGER NOT NULL, up INTEGER NOT NULL, down INTEGER NOT NULL,
+    audits INTEGER NOT NULL, audits_passed INTEGER NOT NULL,
+    PRIMARY KEY (day, peer)
+) WITHOUT ROWID;
+"""
+_SUMS = "served, asked, up, down, audits, audits_passed"
+_ADDING = ", ".join(f"{name} = {name} + excluded.{name}" for name in _SUMS.split(", "))
+_ADD_DAY = f"INSERT INTO days (day, {_SUMS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET {_ADDING}"
+_ADD_PEER = f"INSERT INTO peers (day, peer, {_SUMS}) VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET {_ADDING}"
+# The rows that are over the bound go from the oldest day, and of one day from whom least was exchanged with.
+_PRUNE = """DELETE FROM peers WHERE day < ? OR (day, peer) IN (
+    SELECT day, peer FROM peers ORDER BY day DESC, served + asked DESC, up + down DESC LIMIT -1 OFFSET ?)"""
+
+
+class Sums(NamedTuple):
+    """What was exchanged; bytes as seen from here."""
+
+    served: int = 0
+    asked: int = 0
+    up: int = 0
+    down: int = 0
+    audits: int = 0
+    audits_passed: int = 0
+
+    def plus(self, other: Sums) -> Sums:
+        """Both together."""
+        return Sums(*map(int.__add__, self, other))
+
+
+class Statistics:
+    """The node's sums; `run` writes them until cancelled."""
+
+    def __init__(self, path: Path, today: Callable[[], date] = date.today) -> None:
+        self._path, self._today = path, today
+        self._database: sqlite3.Connection | None = None
+        self._identity: tuple[int, int] | None = None  # of the file that is open
+        self._days: dict[str, Sums] = {}  # not yet written
+        self._peers: dict[tuple[str, str], Sums] = {}
+        self._now, self._ever = Sums(), Sums()
+        self._served_today: set[str] = set()
+        self._served_ever: set[str] = set()
+        self._day = today().isoformat()
+        self._was_told = False
+        self._read()
+
+    # --- adding -------------------------------------------------------------------------------------------------------
+
+    def add_served(self, peer: str, tokens: int) -> None:
+        """This node computed tokens for a peer."""
+        self._add(Sums(served=tokens), [peer])
+        for known in (self._served_today, self._served_ever):
+            if len(known) < KEPT_ROWS:
+                known.add(peer)
+
+    def add_asked(self, tokens: int, hops: Iterable[str] = ()) -> None:
+        """This node's user got tokens, for which each of these peers computed."""
+        self._add(Sums(asked=tokens), hops)
+
+    def add_bytes(self, peer: str, up: int, down: int) -> None:
+        """Bytes went to and came from a peer."""
+        self._add(Sums(up=up, down=down), [peer])
+
+    def add_audits(self, audits: int, passed: int) -> None:
+        """So many times others' work was checked, and found right."""
+        self._add(Sums(audits=audits, audits_passed=passed), [])
+
+    def totals(self, *, ever: bool = False) -> GivenView:
+        """What was given and got today, or since this home folder exists."""
+        self._turn_day()
+        sums, peers = (self._ever, self._served_ever) if ever else (self._now, self._served_today)
+        return GivenView(sums.served, sums.asked, sums.up, sums.down, len(peers), sums.audits, sums.audits_passed)
+
+    def _add(self, sums: Sums, peers: Iterable[str]) -> None:
+        self._turn_day()
+        self._now, self._ever = self._now.plus(sums), self._ever.plus(sums)
+        self._days[self._day] = self._days.get(self._day, Sums()).plus(sums)
+        for peer in peers:
+            key = (self._day, peer)
+            if key in self._peers or len(self._peers) < _MAX_PENDING:
+                self._peers[key] = self._peers.get(key, Sums()).plus(sums)
+
+    def _turn_day(self) -> None:
+        day = self._today().isoformat()
+        if day != self._day:
+            self._day, self._now = day, self._days.get(day, Sums())
+            self._served_today = set()
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write now and then, and once more at the end."""
+        import trio
+
+        try:
+            while True:
+                await trio.sleep(WRITE_S)
+                await self._write_in_thread()
+        finally:
+            with trio.move_on_after(5) as patience:
+                patience.shield = True
+                await self._write_in_thread()
+
+    async def _write_in_thread(self) -> None:
+        import trio  # not at the top: whoever only reads the file is spared an event loop
+
+        # The loop goes on adding while a thread writes: it writes what it was given, and gives it back if it cannot.
+        days, peers = self._days, self._peers
+        self._days, self._peers = {}, {}
+        if not await trio.to_thread.run_sync(self._write, days, peers):
+            self._days = _merged(days, self._days)
+            self._peers = _merged(peers, self._peers)
+
+    def write(self) -> bool:
+        """Write what is pending, here and now; whether it could be."""
+        done = self._write(self._days, self._peers)
+        if done:
+            self._days, self._peers = {}, {}
+        return done
+
+    def _write(self, days: dict[str, Sums], peers: dict[tuple[str, str], Sums]) -> bool:
+        try:
+            self._write_to(self._open(), days, peers)
+        except sqlite3.DatabaseError as error:
+            self._close()
+            if not isinstance(error, sqlite3.OperationalError):
+                self._move_aside(error)
+            elif not self._was_told:
+                self._was_told = True
+                log.warning("statistics cannot be written to %s (%s); they are kept until they can", self._path, error)
+            return False
+        except OSError as error:
+            log.warning("statistics cannot be written to %s: %s", self._path, error)
+            return False
+        self._was_told = False
+        return True
+
+    def _write_to(
+        self, database: sqlite3.Connection, days: dict[str, Sums], peers: dict[tuple[str, str], Sums]
+    ) -> None:
+        with database:
+            database.execute("BEGIN IMMEDIATE")
+            database.executemany(_ADD_DAY, [(day, *sums) for day, sums in days.items()])
+            database.executemany(_ADD_PEER, [(*key, *sums) for key, sums in peers.items()])
+            if peers:
+                oldest = date.fromisoformat(max(day for day, _ in peers)) - timedelta(days=KEPT_DAYS)
+                database.execute(_PRUNE, (oldest.isoformat(), KEPT_ROWS))
+
+    # --- the file -----------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            database = self._open()
+            row = f"coalesce(sum({'), 0), coalesce(sum('.join(_SUMS.split(', '))}), 0)"
+            self._ever = Sums(*database.execute(f"SELECT {row} FROM days").fetchone())
+            self._now = Sums(*database.execute(f"SELECT {row} FROM days WHERE day = ?", (self._day,)).fetchone())
+            served = database.execute("SELECT DISTINCT peer FROM peers WHERE served > 0 LIMIT ?", (KEPT_ROWS,))
+            self._served_ever = {str(peer) for (peer,) in served}
+            today = database.execute("SELECT peer FROM peers WHERE served > 0 AND day = ?", (self._day,))
+            self._served_today = {str(peer) for (peer,) in today}
+        except sqlite3.OperationalError as error:
+            self._close()
+            log.warning("the statistics in %s cannot be read: %s", self._path, error)
+        except (sqlite3.DatabaseError, TypeError, ValueError) as error:
+            self._close()
+            self._move_aside(error)
+        except OSError as error:
+            log.warning("the statistics in %s cannot be read: %s", self._path, error)
+
+    def _open(self) -> sqlite3.Connection:
+        """The open database; a file that was deleted or replaced under it is opened anew."""
+        if self._database is not None and self._identity == _identity(self._path):
+            return self._database
+        if self._database is not None:
+            self._close()
+            log.warning("%s was removed or replaced while this node ran: what it held is lost", self._path)
+        if not self._path.exists():
+            with contextlib.suppress(FileExistsError):  # made private before a byte is in it
+                os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        database = sqlite3.connect(self._path, timeout=2.0, isolation_level=None, check_same_thread=False)
+        try:
+            version = database.execute("PRAGMA user_version").fetchone()[0]
+            if version > _VERSION:
+                raise sqlite3.OperationalError(f"it is of version {version}, this Shoal reads {_VERSION}: update Shoal")
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            database.executescript(_TABLES)
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+        except BaseException:
+            database.close()
+            raise
+        self._database, self._identity = database, _identity(self._path)
+        return database
+
+    def _close(self) -> None:
+        if self._database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.close()
+        self._database = self._identity = None
+
+    def _move_aside(self, error: Exception) -> None:
+        """Begin anew beside a damaged file, which is kept for whoever wants to look into it."""
+        aside = self._path.with_name(f"{self._path.name}.damaged-{time.time_ns() // 10**9}")
+        log.warning("the statistics in %s are damaged (%s): moved to %s, and begun anew", self._path, error, aside.name)
+        try:
+            os.replace(self._path, aside)
+            for suffix in ("-wal", "-shm"):
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        except OSError as failure:
+            log.warning("%s cannot be moved: %s", self._path, failure)
+
+
+def read_days(path: Path, count: int) -> list[tuple[str, Sums]]:
+    """The sums of the last days, newest first, straight from the file."""
+    return _rows(path, f"SELECT day, {_SUMS} FROM days ORDER BY day DESC LIMIT ?", count)
+
+
+def read_peers(path: Path, count: int) -> list[tuple[str, Sums]]:
+    """The sums of those with whom most tokens were exchanged lately, straight from the file."""
+    sums = ", ".join(f"sum({name})" for name in _SUMS.split(", "))
+    return _rows(
+        path,
+        f"SELECT peer, {sums} FROM peers GROUP BY peer ORDER BY sum(served) + sum(asked) DESC, peer LIMIT ?",
+        count,
+    )
+
+
+def _rows(path: Path, query: str, count: int) -> list[tuple[str, Sums]]:
+    if not path.exists():
+        return []
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2.0)) as database:
+            return [(str(name), Sums(*sums)) for name, *sums in database.execute(query, (count,))]
+    except sqlite3.Error as error:
+        log.warning("the statistics in %s cannot be read: %s", path, error)
+        return []
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino
+
+
+def _merged(first: dict[K, Sums], second: dict[K, Sums]) -> dict[K, Sums]:
+    keys = itertools.islice({**first, **second}, _MAX_PENDING)
+    return {key: first.get(key, Sums()).plus(second.get(key, Sums())) for key in keys}

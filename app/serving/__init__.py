@@ -1,0 +1,1 @@
+"""A hop: sessions of others are run through this node's blocks, in batches."""

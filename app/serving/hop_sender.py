@@ -1,0 +1,112 @@
+"""What a hop sends: outputs to its successors, answers and complaints to the askers.
+
+Knows streams and sessions, not the device. Where no way leads to a successor, outputs go through the asker.
+"""
+
+from __future__ import annotations
+
+import trio
+
+from app.core.network import Network, Priority
+from app.serving.hop_session import HopSession
+from app.session.outbound import Outlet, Outlets, Parcel
+from app.session.wire import DTYPES, PROTOCOL, Kind, Trouble, decode, encode_trouble, header
+
+
+class HopSender:
+    """The outgoing side of all sessions at a hop."""
+
+    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
+        self._nursery, self._chunk_rows = nursery, chunk_rows
+        self._outlets = Outlets(network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable)
+        self._sessions: dict[bytes, HopSession] = {}
+        self._askers: dict[bytes, Outlet] = {}  # the stream of each session's asker
+        self.width = 0
+
+    def begin(self, session: HopSession, asker: Outlet) -> None:
+        """A session begins, or goes on in a new epoch, ordered on this stream."""
+        self._sessions[session.id], self._askers[session.id] = session, asker
+        if session.turn.after and not session.turn.relay:
+            self._outlets.prepare(session.turn.after)
+
+    def end(self, id: bytes) -> None:
+        """Nothing more is sent for a session."""
+        self._sessions.pop(id, None)
+        self._askers.pop(id, None)
+
+    def ordered_on(self, asker: Outlet) -> list[bytes]:
+        """The sessions whose asker speaks on this stream."""
+        return [id for id, outlet in self._askers.items() if outlet is asker]
+
+    async def resend(self, session: HopSession, start: int, stop: int, *, must: bool = True) -> None:
+        """Send kept outputs of [start, stop), as far as the successor needs them."""
+        if session.send_from is None:
+            return
+        start = max(start, session.send_from)
+        chunk = self._chunk_rows
+        for first in range(start, stop, chunk):
+            data = session.kept_rows(first, min(first + chunk, stop))
+            if data is None:
+                if must:
+                    await self.complain(session, "missing", f"outputs at {first} are no longer kept")
+                return
+            await self.send(session, first, data)
+
+    async def send(self, session: HopSession, position: int, data: bytes) -> None:
+        """Send outputs downstream: to the successor, or to the asker at the end of the route or where no way leads."""
+        turn = session.turn
+        rows = len(data) // session.row_bytes
+        urgent = position >= turn.urgent_from or not turn.after
+        priority = Priority.DECODE if urgent else Priority.PREFILL
+        parcel = self._data_parcel(session, Kind.DATA, position, rows, data, priority)
+        if not turn.after:
+            await self._askers[session.id].push(parcel)
+        elif turn.relay or not await self._outlets.push(turn.after, parcel):
+            await self._relay(session, parcel)
+
+    def _data_parcel(
+        self, session: HopSession, kind: Kind, position: int, rows: int, data: bytes, priority: Priority
+    ) -> Parcel:
+        dtype = DTYPES[session.dtype]
+        width = self.width
+        head = header(kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
+        session.account.bytes_out += len(head) + len(data)
+        return Parcel(session.id, (head, data), priority)
+
+    async def _relay(self, session: HopSession, parcel: Parcel) -> None:
+        """Send through the asker what was meant for the successor."""
+        frame = decode(b"".join(parcel.parts))
+        if frame.epoch == session.epoch:
+            again = self._data_parcel(
+                session, Kind.RELAY, frame.position, frame.rows, bytes(frame.body), parcel.priority
+            )
+            await self._askers[session.id].push(again)
+
+    def _undeliverable(self, peer: str, parcels: list[Parcel]) -> None:
+        self._nursery.start_soon(self._relay_all, parcels)
+
+    async def _relay_all(self, parcels: list[Parcel]) -> None:
+        for parcel in parcels:
+            session = self._sessions.get(parcel.session)
+            if session is not None:
+                await self._relay(session, parcel)
+
+    def _link_lost(self, peer: str) -> None:
+        self._nursery.start_soon(self._tell_link_lost, peer)
+
+    async def _tell_link_lost(self, peer: str) -> None:
+        for session in list(self._sessions.values()):
+            if session.turn.after == peer:
+                await self.complain(session, "link", f"the link to the next hop {peer} broke")
+
+    async def complain(self, session: HopSession, code: str, text: str) -> None:
+        """Tell a session's asker of trouble."""
+        outlet = self._askers.get(session.id)
+        if outlet is not None:
+            trouble = encode_trouble(session.id, session.epoch, session.kept_from, Trouble(code, text))
+            await outlet.push(order(trouble))
+
+
+def order(message: bytes) -> Parcel:
+    """A message that goes before all data."""
+    return Parcel(b"", (message,), Priority.CONTROL)

@@ -1,0 +1,124 @@
+"""One session at one hop: what it accepts, what it keeps, and what it owes its successor. Pure: no I/O, no clock.
+
+The invariants that make duplicates, late frames and zombies harmless:
+- only the asker raises the epoch, and nothing of another epoch is accepted;
+- `received` grows without gaps, and shrinks only by an explicit cut in a new epoch;
+- outputs kept for [kept_from, length) are exactly what this hop computed for the tokens its cache holds.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from app.serving.stats import SessionAccount, SessionFigures
+from app.session.wire import KEEP, Turn
+
+
+class Verdict(Enum):
+    """What to do with a frame of hidden states."""
+
+    COMPUTE = "compute"
+    REPEAT = "repeat"  # answer from what is kept
+    DROP = "drop"
+    GAP = "gap"  # refuse, and tell the asker
+
+
+class HopSession:
+    """The state of one session at one hop."""
+
+    __slots__ = (
+        "account", "asker", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "length", "received", "row_bytes",
+        "send_from", "turn",
+    )  # fmt: skip
+
+    def __init__(self, id: bytes, asker: str, epoch: int, turn: Turn, heard_at: float) -> None:
+        self.id, self.asker, self.epoch, self.turn = id, asker, epoch, turn
+        self.received = 0  # tokens accepted; those from `length` on wait for the device
+        self.length = 0  # tokens in the cache
+        self.send_from = turn.send_from  # the successor needs outputs from here on; None: not told yet
+        self.kept = bytearray()  # outputs of [kept_from, length), one after another
+        self.kept_from = 0
+        self.row_bytes = 0  # of one kept output; known with the first
+        self.dtype = ""
+        self.heard_at = heard_at
+        self.account = SessionAccount(heard_at)
+
+    def begin_epoch(self, epoch: int, cut_to: int, turn: Turn) -> None:
+        """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
+        assert epoch > self.epoch, "an epoch begins once"
+        self.epoch, self.turn = epoch, turn
+        if cut_to != KEEP and cut_to < self.length:
+            self.length = cut_to
+            if cut_to < self.kept_from:
+                self.kept_from = cut_to
+                self.kept.clear()
+            else:
+                del self.kept[(cut_to - self.kept_from) * self.row_bytes :]
+        self.received = self.length
+        self.send_from = turn.send_from
+
+    def judge(self, sender: str, epoch: int, position: int, rows: int) -> Verdict:
+        """What to do with hidden states for [position, position + rows) that `sender` sent."""
+        if epoch != self.epoch or (sender != (self.turn.before or self.asker) and sender != self.asker):
+            return Verdict.DROP
+        stop = position + rows
+        if position == self.received:
+            return Verdict.COMPUTE if stop <= self.turn.tokens else Verdict.GAP
+        if stop <= self.length:
+            return Verdict.REPEAT
+        # What waits for the device already will be answered when it is done.
+        return Verdict.DROP if stop <= self.received else Verdict.GAP
+
+    def accepted(self, rows: int) -> None:
+        """These many tokens more wait for the device."""
+        self.received += rows
+
+    def computed(self, rows: int, output: bytes, dtype: str) -> None:
+        """The device is done with the next tokens: keep what came out."""
+        self.length += rows
+        self.row_bytes = len(output) // rows
+        self.dtype = dtype
+        self.kept += output
+
+    def kept_rows(self, start: int, stop: int) -> bytes | None:
+        """The outputs of [start, stop), or None where they are not kept."""
+        if not self.kept_from <= start <= stop <= self.length:
+            return None
+        first = (start - self.kept_from) * self.row_bytes
+        return bytes(memoryview(self.kept)[first : first + (stop - start) * self.row_bytes])
+
+    def forget_before(self, position: int) -> None:
+        """Outputs before this position will never be asked for."""
+        position = min(position, self.length)
+        if position > self.kept_from:
+            del self.kept[: (position - self.kept_from) * self.row_bytes]
+            self.kept_from = position
+
+    def figures(self, now: float) -> SessionFigures:
+        """How this session goes here."""
+        account, span = self.account, self.turn.span
+        return SessionFigures(
+            self.id.hex(),
+            self.asker,
+            span.start,
+            span.stop,
+            account.tokens,
+            now - account.opened_at,
+            now - self.heard_at,
+            account.step_s,
+            account.queue_s,
+            account.bytes_in,
+            account.bytes_out,
+        )
+
+    def evict(self) -> int:
+        """Drop all kept outputs; how many bytes that frees."""
+        freed = len(self.kept)
+        self.kept = bytearray()
+        self.kept_from = self.length
+        return freed
+
+
+def first_to_evict(sessions: list[HopSession]) -> HopSession:
+    """Whose kept outputs go first where the budget is exceeded: of all that keep some, the one quiet for longest."""
+    return min((s for s in sessions if s.kept), key=lambda s: (s.heard_at, s.id))

@@ -1,0 +1,66 @@
+"""Names of swarms: what they may look like, and `name#1a2b3c4d`, which pins the model.
+
+A name is 1 to 63 lower-case ASCII letters, digits, dashes, dots and underscores, and begins with a letter or a digit:
+it can be said aloud, typed on any keyboard, and has no look-alikes in other scripts. The part after `#` is the
+beginning of the model manifest's hash, 8 to 64 hex digits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from app.core.errors import UsageError
+
+MIN_PIN_DIGITS = 8
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_PIN = re.compile(r"[0-9a-f]{8,64}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def is_swarm_name(text: str) -> bool:
+    """Whether `text` can be a swarm's name."""
+    return _NAME.fullmatch(text) is not None
+
+
+def is_model_hash(text: str) -> bool:
+    """Whether `text` is the whole hash of a manifest."""
+    return _HASH.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class SwarmName:
+    """What a person asked for: a name, and the beginning of the model's hash if it was pinned."""
+
+    name: str
+    pin: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.pin is None else f"{self.name}#{self.pin}"
+
+    def allows(self, model_hash: str) -> bool:
+        """Whether the pin, if there is one, fits this model."""
+        return self.pin is None or model_hash.startswith(self.pin)
+
+    @classmethod
+    def parse(cls, text: str) -> SwarmName:
+        """Read what a person typed; capitals are taken as small letters."""
+        name, hash_sign, pin = text.strip().lower().partition("#")
+        if not is_swarm_name(name):
+            raise UsageError(
+                f"{text.strip()[:80]!r} is not a swarm's name: use up to 63 letters a-z, digits, '-', '.' and '_', "
+                "beginning with a letter or digit"
+            )
+        if hash_sign and _PIN.fullmatch(pin) is None:
+            raise UsageError(f"{pin[:80]!r} does not pin a model: write 8 to 64 hex digits after '#'")
+        return cls(name, pin if hash_sign else None)
+
+
+def pinned(name: str, model_hash: str, others: tuple[str, ...] = ()) -> str:
+    """`name#hash` with as few digits as tell this model from `others`, and at least 8."""
+    digits = MIN_PIN_DIGITS
+    while digits < len(model_hash) and any(
+        other != model_hash and other.startswith(model_hash[:digits]) for other in others
+    ):
+        digits += 1
+    return f"{name}#{model_hash[:digits]}"

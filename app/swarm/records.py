@@ -1,0 +1,315 @@
+"""What members of a swarm tell each other, signed: swarm records, announcements and suspicions.
+
+Each is a payload of compact canonical JSON inside a `p2p.envelope`: `v` is the major version, and another one is
+refused by name; fields that a reader does not know are ignored, and kept because envelopes are stored and passed on
+as they came. Who said it and when is never in the payload, only in the envelope.
+
+    shoal/swarm         v, name, model (hash in hex), private, settings
+    shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
+                        dtype, device, name, addrs, rtt, app
+                        (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
+                        8 characters of peers' ids and the round-trip times to them in units of 0.1 ms)
+    shoal/suspicion     v, swarm, accused, number (the accused's announcement it is about: a newer one refutes it)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.core.canonical_json import Fields, canonical, check_version, decode_object
+from app.core.errors import RecordError
+from app.core.span import Span
+from app.swarm.names import is_model_hash, is_swarm_name, pinned
+from p2p.envelope import NEVER, Envelope, Rule, open_envelope, seal
+from p2p.errors import IdentityError
+from p2p.identity import Identity, public_key_of
+
+VERSION = 1
+SWARM_DOMAIN = "shoal/swarm"
+ANNOUNCEMENT_DOMAIN = "shoal/announcement"
+SUSPICION_DOMAIN = "shoal/suspicion"
+
+MAX_RECORD_BYTES = 4096
+MAX_ANNOUNCEMENT_BYTES = 1024
+MAX_LIFETIME_MS = 60 * 60 * 1000
+ANNOUNCEMENT_LIFETIME_MS = 10 * 60 * 1000
+SUSPICION_LIFETIME_MS = 2 * 60 * 1000
+MAX_ADDRESSES = 6
+MAX_RTTS = 12
+
+_TAIL_CHARS = 8
+_RTT_UNITS_PER_S = 10_000
+MAX_DEVICE_CHARS = 32
+_MAX_RTT_S = 60.0
+_MAX_SPEED = 1e9
+_MAX_TOKENS = 2**48
+_SWARM_ID_BYTES = 16
+
+Setting = bool | int | str
+
+
+def swarm_id(name: str, model_hash: str) -> str:
+    """What announcements name a swarm by: 32 hex digits from its name and its model."""
+    assert is_swarm_name(name), name
+    assert is_model_hash(model_hash), model_hash
+    return hashlib.sha256(f"shoal swarm\0{name}\0{model_hash}".encode()).hexdigest()[: 2 * _SWARM_ID_BYTES]
+
+
+def tail(peer: str) -> str:
+    """What announcements name another peer by: enough to tell members apart, at a fraction of the size."""
+    return peer[-_TAIL_CHARS:]
+
+
+@dataclass(frozen=True)
+class SwarmRecord:
+    """A swarm as its creator signed it; `raw` is the envelope to store and to pass on."""
+
+    name: str
+    model_hash: str
+    creator: str
+    created_ms: int
+    private: bool = False
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    raw: bytes = field(default=b"", repr=False, compare=False)
+
+    @property
+    def id(self) -> str:
+        """The swarm's id, shared by all records of this name and model."""
+        return swarm_id(self.name, self.model_hash)
+
+    def __str__(self) -> str:
+        return pinned(self.name, self.model_hash)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What one node hosts in one swarm, and how fast; numbered by its clock, and good until it expires."""
+
+    peer: str
+    sequence: int
+    expires_at_ms: int
+    swarm: str
+    state: str  # joining, fetching, loading, serving, client, paused, draining, left; others may come to be
+    span: Span | None = None
+    decode_tokens_per_s: float = 0.0  # through its whole span, one session
+    prefill_tokens_per_s: float = 0.0
+    kv_free_tokens: int = 0  # room for new sessions, in tokens of its whole span
+    quantisation: str = "none"
+    device: str = "cpu"
+    name: str = ""  # what the owner calls the node
+    addresses: tuple[str, ...] = ()
+    app_version: str = ""
+    growing: Span | None = None  # what its span will be once the rest of it has arrived
+    held: tuple[Span, ...] = ()  # blocks whose parts lie on its disk
+    holds_ends: bool = False  # the embedding, the head and the tokenizer lie there too
+    busy: float = 0.0  # share of the time that its device computed lately
+    dtype: str = "f32"  # what it computes in; with `quantisation` it tells how far its results may lie from others'
+    rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, seconds there and back as it measured them)
+
+    @property
+    def serves(self) -> bool:
+        """Whether new sessions may be routed through it."""
+        return self.state == "serving" and self.span is not None
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """One node's word that it lost another; whoever hears it probes for itself before it acts."""
+
+    peer: str
+    sequence: int
+    swarm: str
+    accused: str
+    number: int
+
+
+# --- signing ---------------------------------------------------------------------------------------------------------
+
+
+def sign_record(
+    identity: Identity,
+    name: str,
+    model_hash: str,
+    *,
+    now_ms: int,
+    private: bool = False,
+    settings: Mapping[str, Setting] | None = None,
+) -> SwarmRecord:
+    """A new swarm's record by its creator."""
+    payload = {"v": VERSION, "name": name, "model": model_hash, "private": private, "settings": dict(settings or {})}
+    raw = seal(identity, SWARM_DOMAIN, canonical(payload), sequence=now_ms, expires_at_ms=NEVER)
+    return read_record(raw, now_ms=now_ms)
+
+
+def sign_announcement(identity: Identity, said: Announcement) -> bytes:
+    """The envelope of this node's announcement."""
+    assert said.peer == identity.peer_id, "a node speaks for itself alone"
+    payload: dict[str, Any] = {"v": VERSION, "swarm": said.swarm, "state": said.state}
+    optional = {
+        "span": _pair(said.span) if said.span else None,
+        "grow": _pair(said.growing) if said.growing else None,
+        "held": [_pair(span) for span in said.held],
+        "ends": said.holds_ends,
+        "decode": round(said.decode_tokens_per_s, 2),
+        "prefill": round(said.prefill_tokens_per_s, 2),
+        "kv": said.kv_free_tokens,
+        "busy": round(said.busy, 2),
+        "dtype": "" if said.dtype == "f32" else said.dtype,
+        "quant": "" if said.quantisation == "none" else said.quantisation,
+        "device": "" if said.device == "cpu" else _announced_device(said.device),
+        "name": said.name,
+        "addrs": [address.removesuffix(f"/p2p/{said.peer}") for address in said.addresses],
+        "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in said.rtts},
+        "app": said.app_version,
+    }
+    payload |= {key: value for key, value in optional.items() if value}
+    return seal(
+        identity,
+        ANNOUNCEMENT_DOMAIN,
+        canonical(payload),
+        sequence=said.sequence,
+        expires_at_ms=said.expires_at_ms,
+    )
+
+
+def _announced_device(name: str) -> str:
+    """A device's name as its driver gives it, cut to what an announcement may carry."""
+    return "".join(character for character in name if character.isprintable())[:MAX_DEVICE_CHARS]
+
+
+def sign_suspicion(identity: Identity, swarm: str, accused: str, number: int, *, sequence: int) -> bytes:
+    """The envelope of this node's suspicion that `accused` is gone."""
+    payload = canonical({"v": VERSION, "swarm": swarm, "accused": accused, "number": number})
+    expires_at_ms = sequence + SUSPICION_LIFETIME_MS
+    return seal(identity, SUSPICION_DOMAIN, payload, sequence=sequence, expires_at_ms=expires_at_ms)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _record_in(envelope: Envelope) -> SwarmRecord:
+    fields = _payload(envelope, "swarm record", MAX_RECORD_BYTES)
+    name, model_hash = fields.text("name", 63), fields.text("model", 64)
+    if not is_swarm_name(name):
+        fields.refuse("name", "a swarm's name")
+    if not is_model_hash(model_hash):
+        fields.refuse("model", "the hash of a manifest")
+    settings = fields.inner("settings")
+    if len(settings.values) > 32:
+        raise RecordError("swarm record: more than 32 settings")
+    for key, value in settings.values.items():
+        short = len(key) <= 32 and type(value) in (bool, int, str) and len(str(value)) <= 256
+        if not (short and key.isprintable() and str(value).isprintable()):
+            settings.refuse(key, "true, false, a whole number or a short text")
+    private = fields.flag("private", default=False)
+    return SwarmRecord(
+        name, model_hash, envelope.peer, envelope.sequence, private, settings=settings.values, raw=envelope.raw
+    )
+
+
+def _announcement_in(envelope: Envelope) -> Announcement:
+    fields = _payload(envelope, "announcement", MAX_ANNOUNCEMENT_BYTES)
+    peer = envelope.peer
+    return Announcement(
+        peer=peer,
+        sequence=envelope.sequence,
+        expires_at_ms=envelope.expires_at_ms,
+        swarm=fields.hex_bytes("swarm", _SWARM_ID_BYTES).hex(),
+        state=_printable(fields, "state", 16),
+        span=_span(fields, "span", fields.values["span"]) if "span" in fields.values else None,
+        decode_tokens_per_s=fields.number("decode", 0, _MAX_SPEED, 0.0),
+        prefill_tokens_per_s=fields.number("prefill", 0, _MAX_SPEED, 0.0),
+        kv_free_tokens=fields.integer("kv", 0, _MAX_TOKENS, 0),
+        quantisation=_printable(fields, "quant", 16, "none"),
+        device=_printable(fields, "device", MAX_DEVICE_CHARS, "cpu"),
+        name=_printable(fields, "name", 32, ""),
+        addresses=_addresses(fields, peer),
+        app_version=_printable(fields, "app", 32, ""),
+        growing=_span(fields, "grow", fields.values["grow"]) if "grow" in fields.values else None,
+        held=tuple(_span(fields, "held", item) for item in fields.items("held", 16, [])),
+        holds_ends=fields.flag("ends", default=False),
+        busy=fields.number("busy", 0, 1, 0.0),
+        dtype=_printable(fields, "dtype", 8, "f32"),
+        rtts=_rtts(fields),
+    )
+
+
+def _suspicion_in(envelope: Envelope) -> Suspicion:
+    fields = _payload(envelope, "suspicion", MAX_ANNOUNCEMENT_BYTES)
+    accused = fields.text("accused", 64)
+    try:
+        public_key_of(accused)
+    except IdentityError:
+        fields.refuse("accused", "a peer id")
+    swarm = fields.hex_bytes("swarm", _SWARM_ID_BYTES).hex()
+    return Suspicion(envelope.peer, envelope.sequence, swarm, accused, fields.integer("number", 0, NEVER))
+
+
+SWARM_RULE: Rule[SwarmRecord] = Rule(SWARM_DOMAIN, _record_in, MAX_RECORD_BYTES)
+ANNOUNCEMENT_RULE: Rule[Announcement] = Rule(
+    ANNOUNCEMENT_DOMAIN, _announcement_in, MAX_ANNOUNCEMENT_BYTES, MAX_LIFETIME_MS
+)
+SUSPICION_RULE: Rule[Suspicion] = Rule(SUSPICION_DOMAIN, _suspicion_in, MAX_ANNOUNCEMENT_BYTES, MAX_LIFETIME_MS)
+
+
+def read_record(raw: bytes, *, now_ms: int) -> SwarmRecord:
+    """The swarm record in an envelope; raises `p2p.errors.EnvelopeError` for any other bytes."""
+    return open_envelope(raw, SWARM_RULE, now_ms=now_ms)[1]
+
+
+def read_announcement(raw: bytes, *, now_ms: int, peer: str | None = None) -> Announcement:
+    """The announcement in an envelope; raises `p2p.errors.EnvelopeError` for any other bytes."""
+    return open_envelope(raw, ANNOUNCEMENT_RULE, now_ms=now_ms, peer=peer)[1]
+
+
+def read_suspicion(raw: bytes, *, now_ms: int) -> Suspicion:
+    """The suspicion in an envelope; raises `p2p.errors.EnvelopeError` for any other bytes."""
+    return open_envelope(raw, SUSPICION_RULE, now_ms=now_ms)[1]
+
+
+def _payload(envelope: Envelope, what: str, max_bytes: int) -> Fields:
+    fields = decode_object(envelope.payload, what, max_bytes=max_bytes)
+    check_version(fields, "v", VERSION)
+    return fields
+
+
+def _pair(span: Span) -> list[int]:
+    return [span.start, span.stop]
+
+
+def _span(fields: Fields, name: str, value: Any) -> Span:
+    if isinstance(value, list) and len(value) == 2 and all(type(bound) is int for bound in value):
+        start, stop = value
+        if Span.is_possible(start, stop):
+            return Span(start, stop)
+    fields.refuse(name, "[start, stop] with 0 <= start < stop")
+
+
+def _addresses(fields: Fields, peer: str) -> tuple[str, ...]:
+    """Each with the speaker's own id at its end: nobody can send a dialer to somebody else's door in its name."""
+    texts = fields.texts("addrs", MAX_ADDRESSES, 160, [])
+    if not all(text.startswith("/") and text.isascii() and text.isprintable() for text in texts):
+        fields.refuse("addrs", "multiaddrs")
+    return tuple(f"{text}/p2p/{peer}" for text in texts)
+
+
+def _rtts(fields: Fields) -> tuple[tuple[str, float], ...]:
+    """Claims about links, of which a reader believes what its own measurements allow."""
+    if "rtt" not in fields.values:
+        return ()
+    rtts = fields.inner("rtt")
+    if len(rtts.values) > MAX_RTTS or any(len(who) > _TAIL_CHARS for who in rtts.values):
+        fields.refuse("rtt", f"the round-trip times to at most {MAX_RTTS} peers")
+    most = int(_MAX_RTT_S * _RTT_UNITS_PER_S)
+    return tuple((who, rtts.integer(who, 0, most) / _RTT_UNITS_PER_S) for who in rtts.values)
+
+
+def _printable(fields: Fields, name: str, max_chars: int, default: str | None = None) -> str:
+    """A text that is shown on people's terminals: no escape sequences, no line breaks, no invisible direction marks."""
+    text = fields.text(name, max_chars) if default is None else fields.text(name, max_chars, default)
+    if not text.isprintable():
+        fields.refuse(name, "printable text")
+    return text

@@ -1,0 +1,174 @@
+"""The swarms that a node is a member of, across restarts: `swarms.json` in its home folder.
+
+A swarm is remembered by its name and its model's whole hash, with its creator's signed record once one was heard, the
+secret if it is private, and the addresses that its invite named. At most one is active. Values change by pure methods;
+`update` applies one such change to the file under a lock, so that a command and a running node never undo each other.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from app.config.home import Home
+from app.core.canonical_json import Fields, canonical, check_version, decode_object
+from app.core.errors import HomeError, RecordError
+from app.swarm.invite import SECRET_BYTES, Invite
+from app.swarm.names import SwarmName, is_model_hash, is_swarm_name, pinned
+from app.swarm.records import SwarmRecord, swarm_id
+from p2p.platform import FileLock, write_private
+
+VERSION = 1
+MAX_SWARMS = 256
+_MAX_FILE_BYTES = 4 * 2**20
+_MAX_ADDRESSES = 16
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """One swarm that this node joined."""
+
+    name: str
+    model_hash: str
+    joined_at_ms: int
+    secret: bytes | None = field(default=None, repr=False)
+    record: bytes | None = field(default=None, repr=False)  # the signed envelope, as it was pinned
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """The swarm's id."""
+        return swarm_id(self.name, self.model_hash)
+
+    def __str__(self) -> str:
+        return pinned(self.name, self.model_hash)
+
+    @classmethod
+    def from_record(cls, record: SwarmRecord, *, now_ms: int, secret: bytes | None = None) -> Remembered:
+        """A swarm that was resolved by name, or created here."""
+        return cls(record.name, record.model_hash, now_ms, secret, record.raw)
+
+    @classmethod
+    def from_invite(cls, invite: Invite, *, now_ms: int) -> Remembered:
+        """A swarm that an invite leads to; its record is still to be heard."""
+        return cls(invite.name, invite.model_hash, now_ms, invite.secret, None, invite.addresses)
+
+
+@dataclass(frozen=True)
+class Memberships:
+    """Every swarm this node remembers, in the order joined, and which one it is active in."""
+
+    swarms: tuple[Remembered, ...] = ()
+    active_id: str | None = None
+
+    @property
+    def active(self) -> Remembered | None:
+        """The swarm this node takes part in."""
+        return next((swarm for swarm in self.swarms if swarm.id == self.active_id), None)
+
+    def matching(self, wanted: SwarmName) -> tuple[Remembered, ...]:
+        """The remembered swarms of this name whose model the pin allows."""
+        return tuple(s for s in self.swarms if s.name == wanted.name and wanted.allows(s.model_hash))
+
+    def joined(self, swarm: Remembered) -> Memberships:
+        """With `swarm` remembered and active; what is known of it already is kept where the new word is silent."""
+        known = next((old for old in self.swarms if old.id == swarm.id), None)
+        if known is None:
+            if len(self.swarms) >= MAX_SWARMS:
+                raise HomeError(f"this node remembers {MAX_SWARMS} swarms already: leave some with `shoal leave NAME`")
+            return Memberships((*self.swarms, swarm), swarm.id)
+        merged = replace(
+            known,
+            secret=swarm.secret or known.secret,
+            record=swarm.record or known.record,
+            addresses=swarm.addresses or known.addresses,
+        )
+        return Memberships(tuple(merged if old.id == swarm.id else old for old in self.swarms), swarm.id)
+
+    def left(self, identifier: str) -> Memberships:
+        """Without one swarm."""
+        rest = tuple(swarm for swarm in self.swarms if swarm.id != identifier)
+        return Memberships(rest, None if self.active_id == identifier else self.active_id)
+
+
+def load(home: Home) -> Memberships:
+    """What this home remembers; a damaged file is an error, for it may hold the only copy of a secret."""
+    path = home.swarms_file
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return Memberships()
+    except OSError as error:
+        raise HomeError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        return _parse(raw, path)
+    except RecordError as error:
+        raise HomeError(f"{error}; restore it from a backup, or move it away to forget all swarms") from error
+
+
+def update(home: Home, change: Callable[[Memberships], Memberships]) -> Memberships:
+    """Apply one change to the file and return the outcome."""
+    try:
+        with FileLock.acquire(home.swarms_file.with_suffix(".lock"), timeout_s=10.0):
+            before = load(home)
+            after = change(before)
+            if after != before:
+                write_private(home.swarms_file, _document(after))
+    except TimeoutError as error:
+        raise HomeError(f"{error}; is another `shoal` command hanging?") from error
+    except OSError as error:
+        raise HomeError(f"{home.swarms_file} cannot be written: {error.strerror or error}") from error
+    return after
+
+
+def _document(memberships: Memberships) -> bytes:
+    swarms = [
+        {
+            "name": swarm.name,
+            "model": swarm.model_hash,
+            "joined_at_ms": swarm.joined_at_ms,
+            "secret": swarm.secret.hex() if swarm.secret else None,
+            "record": base64.b64encode(swarm.record).decode() if swarm.record else None,
+            "addresses": list(swarm.addresses),
+        }
+        for swarm in memberships.swarms
+    ]
+    return canonical({"version": VERSION, "active": memberships.active_id, "swarms": swarms}) + b"\n"
+
+
+def _parse(raw: bytes, path: Path) -> Memberships:
+    fields = decode_object(raw, str(path), max_bytes=_MAX_FILE_BYTES)
+    check_version(fields, "version", VERSION)
+    swarms = tuple(_swarm(Fields.of(f"{path}: a swarm", item)) for item in fields.items("swarms", MAX_SWARMS))
+    return Memberships(swarms, fields.optional_text("active", 64))
+
+
+def _swarm(fields: Fields) -> Remembered:
+    name, model_hash = fields.text("name", 63), fields.text("model", 64)
+    if not is_swarm_name(name):
+        fields.refuse("name", "a swarm's name")
+    if not is_model_hash(model_hash):
+        fields.refuse("model", "the hash of a manifest")
+    return Remembered(
+        name=name,
+        model_hash=model_hash,
+        joined_at_ms=fields.integer("joined_at_ms", 0, 2**62, 0),
+        secret=None if fields.values.get("secret") is None else fields.hex_bytes("secret", SECRET_BYTES),
+        record=_base64(fields, "record"),
+        addresses=fields.texts("addresses", _MAX_ADDRESSES, 512, []),
+    )
+
+
+def _base64(fields: Fields, name: str) -> bytes | None:
+    text: Any = fields.optional_text(name, 8192)
+    if text is None:
+        return None
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        fields.refuse(name, "base64")

@@ -1,0 +1,1 @@
+"""The machine around a node: doctor, background service, logs, uninstalling."""

@@ -1,0 +1,151 @@
+"""The devices of this machine that can run blocks, as torch sees them: what they are, and how much is free.
+
+Knows torch and the sensors. Which number format a device is best at is measured in `engine.device.dtypes`; how much of
+a device is used is decided by `engine.budget` and the caller.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+
+from engine.device import sensors
+from engine.device.sensors import NvidiaCard, Reading
+from engine.errors import DeviceError
+
+log = logging.getLogger("shoal.device")
+
+Kind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
+UNTESTED = "untested: Shoal has not been tried on this kind of device; please report how it goes"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device at one moment; `id` is the name that torch and `--device` use."""
+
+    id: str
+    kind: Kind
+    name: str
+    total_bytes: int
+    free_bytes: int
+    temperature_c: float | None = None
+    power_w: float | None = None
+    utilisation: float | None = None  # 0 to 1
+    others_bytes: int | None = None  # device memory that other processes hold
+    usable: bool = True
+    note: str = ""
+
+
+Prober = Callable[[], list[Device]]
+
+
+def probe_devices(probers: Sequence[Prober] | None = None) -> list[Device]:
+    """Every device, fastest kind first, the CPU always last; a broken driver costs its own devices only."""
+    devices: list[Device] = []
+    troubles: list[str] = []
+    for prober in (probe_cuda, probe_xpu, probe_mps) if probers is None else probers:
+        try:
+            devices += prober()
+        except Exception as error:  # drivers fail in ways of their own
+            log.debug("a device probe failed", exc_info=True)
+            troubles.append(f"{prober.__name__} failed: {first_line(error)}")
+    return [*devices, probe_cpu(note="; ".join(troubles))]
+
+
+def find_device(name: str | None, devices: Sequence[Device]) -> Device:
+    """The device that `--device` names, or the best usable one where it names none."""
+    for device in devices:
+        if device.usable and (name is None or device.id == name or device.id == f"{name}:0"):
+            return device
+    unusable = next((device for device in devices if device.id in (name, f"{name}:0")), None)
+    if unusable is not None:
+        raise DeviceError(f"device {unusable.id} ({unusable.name}) cannot be used: {unusable.note}")
+    known = ", ".join(device.id for device in devices if device.usable)
+    raise DeviceError(f"there is no device {name!r}; this machine has {known}")
+
+
+def probe_cuda() -> list[Device]:
+    """CUDA devices, and ROCm's, which torch presents under the same name."""
+    cards = sensors.nvidia_cards()
+    with warnings.catch_warnings(record=True) as warned:  # torch says as a warning why it cannot use a card
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if not available:
+        note = _why_no_cuda([str(warning.message) for warning in warned])
+        return [_unusable(index, card, note) for index, card in enumerate(cards)]
+    return [_cuda_device(index, cards) for index in range(torch.cuda.device_count())]
+
+
+def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
+    kind: Kind = "rocm" if torch.version.hip else "cuda"
+    try:
+        properties = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    except Exception as error:
+        return Device(f"cuda:{index}", kind, "unknown card", 0, 0, usable=False, note=first_line(error))
+    # Torch numbers the visible cards by speed or by environment, the driver all cards by slot: the UUID joins them.
+    uuid = str(getattr(properties, "uuid", ""))
+    reading = next((card.reading for card in cards if uuid and uuid in card.uuid), Reading())
+    name = str(properties.name)
+    note = UNTESTED if kind == "rocm" else ""
+    return Device(f"cuda:{index}", kind, name, total_bytes, free_bytes, **asdict(reading), note=note)
+
+
+def _unusable(index: int, card: NvidiaCard, note: str) -> Device:
+    reading = asdict(card.reading)
+    return Device(f"cuda:{index}", "cuda", card.name, card.total_bytes, 0, **reading, usable=False, note=note)
+
+
+def _why_no_cuda(warned: Sequence[str]) -> str:
+    if torch.version.cuda is None:
+        return f"the installed torch ({torch.__version__}) is built without CUDA: install the CUDA build of torch"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "the variable CUDA_VISIBLE_DEVICES hides it: unset it"
+    if warned:
+        return f"torch says: {warned[-1].splitlines()[0]}"
+    return f"torch's CUDA {torch.version.cuda} does not run on this driver: update the NVIDIA driver"
+
+
+def probe_xpu() -> list[Device]:
+    """Intel GPUs."""
+    if not torch.xpu.is_available():
+        return []
+    devices = []
+    for index in range(torch.xpu.device_count()):
+        properties = torch.xpu.get_device_properties(index)
+        total_bytes = int(properties.total_memory)
+        try:
+            free_bytes = int(torch.xpu.mem_get_info(index)[0])
+        except Exception:  # not every driver tells; what this process holds is known at least
+            free_bytes = total_bytes - torch.xpu.memory_reserved(index)
+        devices.append(Device(f"xpu:{index}", "xpu", str(properties.name), total_bytes, free_bytes, note=UNTESTED))
+    return devices
+
+
+def probe_mps() -> list[Device]:
+    """Apple's GPU, which shares the machine's memory."""
+    if not torch.backends.mps.is_available():
+        return []
+    total_bytes = int(torch.mps.recommended_max_memory())
+    own_room = total_bytes - int(torch.mps.driver_allocated_memory())
+    free_bytes = max(0, min(own_room, sensors.memory_free_bytes()))
+    return [Device("mps", "mps", f"{sensors.cpu_name()} GPU", total_bytes, free_bytes)]
+
+
+def probe_cpu(note: str = "") -> Device:
+    """The processor and the machine's memory."""
+    total_bytes, free_bytes = sensors.memory_total_bytes(), sensors.memory_free_bytes()
+    name, reading = sensors.cpu_name(), sensors.cpu_reading()
+    return Device("cpu", "cpu", name, total_bytes, free_bytes, **asdict(reading), note=note)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a driver's message, which is often followed by pages."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,1 @@
+"""The transformer: blocks, attention, caches, embedding and head."""

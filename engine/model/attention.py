@@ -1,0 +1,180 @@
+"""Attention over a pool of cached keys and values, for the rows of one step.
+
+A step's rows are segments: `count` new tokens of one session that start at position `start`. Which rows see what is
+planned once per step and used by every block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.model.kv_cache import BlockCache, KVLease
+
+# Many short pasts are brought together and attended to at once; copying long ones costs more than it saves. Measured.
+GATHERED_TOKENS_PER_ROW = 32
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` new tokens of one session, the first at position `start`."""
+
+    lease: KVLease
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The session's length once the step is done."""
+        return self.start + self.count
+
+
+@dataclass
+class SegmentPlan:
+    """What one segment's rows may see, for blocks with one attention window."""
+
+    count: int
+    stop: int
+    seen_from: int  # the oldest position any row sees
+    run: int | None  # first slot of the session's run, or None: use `seen_slots`
+    seen_slots: Tensor | None
+    mask: Tensor | None  # (count, stop - seen_from), True where seen
+    causal: bool
+
+
+@dataclass
+class GatheredPlan:
+    """The pasts of several sessions that each get one token, padded to the longest."""
+
+    seen_slots: Tensor  # (sessions * longest,); what pads a session's past is its first token again
+    longest: int
+    mask: Tensor  # (sessions, 1, 1, longest), True where seen
+
+
+Plans = list[SegmentPlan] | GatheredPlan
+
+
+class StepPlan:
+    """Everything about one step that its blocks share."""
+
+    def __init__(self, segments: list[Segment], device: torch.device) -> None:
+        self._segments = segments
+        self._device = device
+        self._by_window: dict[int | None, Plans] = {}
+        positions = [torch.arange(s.start, s.stop) for s in segments]
+        self.positions = (positions[0] if len(positions) == 1 else torch.cat(positions)).to(device)
+        only = segments[0] if len(segments) == 1 else None
+        # One run of slots is written as a slice, anything else by index.
+        self.run = only.lease.first_slot if only is not None else None
+        self.span = (segments[0].start, segments[0].stop)
+        self.slots = None if self.run is not None else torch.cat([s.lease.slots(s.start, s.stop) for s in segments])
+
+    def for_window(self, window: int | None) -> Plans:
+        """What each row sees in blocks that see `window` tokens (None: all)."""
+        if window not in self._by_window:
+            seen = [_seen(segment, window) for segment in self._segments]
+            gather = len(seen) > 1 and all(segment.count == 1 for segment in self._segments)
+            if gather and max(map(len, seen)) <= GATHERED_TOKENS_PER_ROW * len(seen):
+                self._by_window[window] = self._gathered(seen)
+            else:
+                self._by_window[window] = [self._plan(segment, window) for segment in self._segments]
+        return self._by_window[window]
+
+    def _gathered(self, seen: list[range]) -> GatheredPlan:
+        longest = max(map(len, seen))
+        slots = torch.empty(len(seen), longest, dtype=torch.int64, device=self._device)
+        for row, segment, own in zip(slots, self._segments, seen, strict=True):
+            row[: len(own)] = segment.lease.slots(own.start, own.stop)
+            row[len(own) :] = row[0]
+        lengths = torch.tensor([len(own) for own in seen], device=self._device)
+        mask = torch.arange(longest, device=self._device) < lengths[:, None]
+        return GatheredPlan(slots.view(-1), longest, mask[:, None, None])
+
+    def _plan(self, segment: Segment, window: int | None) -> SegmentPlan:
+        lease, stop = segment.lease, segment.stop
+        seen_from = _seen(segment, window).start
+        causal = segment.start == 0 and segment.count > 1 and (window is None or stop <= window)
+        mask = None
+        if segment.count > 1 and not causal:
+            query = torch.arange(segment.start, stop, device=self._device)[:, None]
+            key = torch.arange(seen_from, stop, device=self._device)[None]
+            mask = key <= query
+            if window is not None:
+                mask &= key > query - window
+        seen_slots = None if lease.first_slot is not None else lease.slots(seen_from, stop)
+        return SegmentPlan(segment.count, stop, seen_from, lease.first_slot, seen_slots, mask, causal)
+
+
+def _seen(segment: Segment, window: int | None) -> range:
+    """The positions that any row of a segment sees; row i sees (start + i - window, start + i]."""
+    return range(0 if window is None else max(segment.start - window + 1, 0), segment.stop)
+
+
+def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None:
+    """Put the new keys and values, each (N, kv_heads, 1, head_dim), into a block's pool."""
+    if plan.run is not None:
+        first, count = plan.run + plan.span[0], plan.span[1] - plan.span[0]
+        cache.keys.narrow(2, first, count).copy_(k.transpose(0, 2))
+        cache.values.narrow(2, first, count).copy_(v.transpose(0, 2))
+    else:
+        assert plan.slots is not None
+        cache.keys.index_copy_(2, plan.slots, k.transpose(0, 2))
+        cache.values.index_copy_(2, plan.slots, v.transpose(0, 2))
+
+
+def attend_cached(cache: BlockCache, plans: Plans, q: Tensor) -> Tensor:
+    """Each row of q (N, heads, 1, head_dim) attends to its own session's past: (N, heads * head_dim)."""
+    if isinstance(plans, GatheredPlan):
+        return _attend_gathered(cache, plans, q)
+    if len(plans) == 1:
+        return _attend_segment(cache, plans[0], q)
+    parts = q.split([plan.count for plan in plans])
+    return torch.cat([_attend_segment(cache, plan, part) for plan, part in zip(plans, parts, strict=True)])
+
+
+def _attend_gathered(cache: BlockCache, plan: GatheredPlan, q: Tensor) -> Tensor:
+    def pasts(pool: Tensor) -> Tensor:
+        """(sessions, kv_heads, longest, head_dim)"""
+        kv_heads, head_dim = pool.shape[1], pool.shape[3]
+        return pool.index_select(2, plan.seen_slots).view(kv_heads, -1, plan.longest, head_dim).transpose(0, 1)
+
+    out = F.scaled_dot_product_attention(
+        q, pasts(cache.keys), pasts(cache.values), attn_mask=plan.mask, enable_gqa=True
+    )
+    return out.reshape(q.shape[0], -1)
+
+
+def _attend_segment(cache: BlockCache, plan: SegmentPlan, q: Tensor) -> Tensor:
+    if plan.run is not None:
+        first, count = plan.run + plan.seen_from, plan.stop - plan.seen_from
+        keys, values = cache.keys.narrow(2, first, count), cache.values.narrow(2, first, count)
+    else:
+        assert plan.seen_slots is not None
+        keys, values = cache.keys.index_select(2, plan.seen_slots), cache.values.index_select(2, plan.seen_slots)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 2), keys, values, attn_mask=plan.mask, is_causal=plan.causal, enable_gqa=True
+    )  # (1, heads, count, head_dim)
+    return out.transpose(0, 2).reshape(q.shape[0], -1)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, batch: int, window: int | None) -> Tensor:
+    """Causal attention inside `batch` sequences of equal length, with no cache; differentiable.
+
+    q is (batch * length, heads, 1, head_dim); the answer is (batch * length, heads * head_dim).
+    """
+
+    def split(x: Tensor) -> Tensor:
+        return x.view(batch, -1, x.shape[1], x.shape[3]).transpose(1, 2)  # (batch, heads, length, head_dim)
+
+    length = q.shape[0] // batch
+    mask = None
+    if window is not None and window < length:
+        distance = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)[None]
+        mask = (distance >= 0) & (distance < window)
+    out = F.scaled_dot_product_attention(
+        split(q), split(k), split(v), attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.transpose(1, 2).reshape(batch * length, -1)

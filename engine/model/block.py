@@ -1,0 +1,106 @@
+"""One transformer block of the Llama line, for every family: biases, QK-norm and windows are flags of the config.
+
+A block works on rows: (N, hidden), where the N tokens of a step may belong to several sequences. Attention alone
+must know which row belongs where, so it is handed in as a function. Nothing here writes in place, so the same code
+runs under autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.model.linear import DenseLinear, Int8Linear, Linear, packed
+from engine.model.rope import rotate
+
+Quantisation = Literal["none", "int8"]
+# q (N, heads, 1, head_dim), k and v (N, kv_heads, 1, head_dim) -> (N, heads * head_dim)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class Block:
+    """A block's weights, with q, k, v and gate, up fused so that each is one product."""
+
+    index: int
+    attn_norm: Tensor
+    qkv: Linear
+    o: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are held."""
+        norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
+        linears = (self.qkv, self.o, self.gate_up, self.down)
+        return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in linears)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How weights are held: where, in which dtype, quantised or not, and on a CPU once more for batches."""
+
+    device: torch.device
+    dtype: torch.dtype
+    quantisation: Quantisation = "none"
+    packed: bool = False
+
+
+def build_block(index: int, tensors: Mapping[str, Tensor], how: Holding) -> Block:
+    """Fuse and move the tensors of one part (by role) to the device."""
+    device, dtype = how.device, how.dtype
+
+    def vector(role: str) -> Tensor | None:
+        return tensors[role].to(device, dtype) if role in tensors else None
+
+    def linear(*roles: str) -> Linear:
+        weight = torch.cat([tensors[role] for role in roles]) if len(roles) > 1 else tensors[roles[0]]
+        biases = [tensors[f"{role}_bias"] for role in roles if f"{role}_bias" in tensors]
+        bias = torch.cat(biases).to(device, dtype) if biases else None
+        if how.quantisation == "int8":
+            return Int8Linear.of(weight.to(device, dtype), bias)
+        weight = weight.to(device, dtype).contiguous()
+        return DenseLinear(weight, bias, packed(weight) if how.packed else None)
+
+    attn_norm, mlp_norm = vector("attn_norm"), vector("mlp_norm")
+    assert attn_norm is not None  # the loader checked that every role is there
+    assert mlp_norm is not None
+    return Block(
+        index=index,
+        attn_norm=attn_norm,
+        qkv=linear("q", "k", "v"),
+        o=linear("o"),
+        q_norm=vector("q_norm"),
+        k_norm=vector("k_norm"),
+        mlp_norm=mlp_norm,
+        gate_up=linear("gate", "up"),
+        down=linear("down"),
+    )
+
+
+def block_forward(block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    """Run one block over the rows x (N, hidden); `rope` holds the rows' cosines and sines."""
+    heads, kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
+    normed = F.rms_norm(x, (config.hidden_size,), block.attn_norm, config.norm_eps)
+    qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, 1, head_dim)
+    if block.q_norm is not None:
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        q = rotate(F.rms_norm(q, (head_dim,), block.q_norm, config.norm_eps), *rope)
+        k = rotate(F.rms_norm(k, (head_dim,), block.k_norm, config.norm_eps), *rope)
+    else:
+        turned, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        q, k = rotate(turned, *rope).split((heads, kv_heads), dim=1)
+    x = block.o(attend(q, k, v), residual=x)
+    normed = F.rms_norm(x, (config.hidden_size,), block.mlp_norm, config.norm_eps)
+    gate, up = block.gate_up(normed).chunk(2, dim=-1)
+    return block.down(F.silu(gate) * up, residual=x)

@@ -1,0 +1,152 @@
+"""A span of blocks on one device: steps over cached sessions, and a differentiable pass for training.
+
+Knows no tokens and no peers: hidden states go in, hidden states come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.errors import EngineError, SessionError
+from engine.model.attention import Plans, Segment, StepPlan, attend_cached, attend_whole, write_cache
+from engine.model.block import Attend, Block, Holding, block_forward, build_block
+from engine.model.cuda_graphs import DecodeGraphs, SpanParts
+from engine.model.kv_cache import BlockCache, KVLease, KVPool
+from engine.model.rope import RotaryTable
+from engine.sources.base import ModelSource, block_part
+from engine.sources.tensors import load_part
+
+LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
+
+
+@dataclass(frozen=True)
+class SpanOptions(Holding):
+    """How a span is held, how much memory its cache may take, and how far it will grow."""
+
+    kv_bytes: int = 0
+    room: int = 0  # blocks that the cache is laid out for, where more will come than are there at first
+
+
+class SpanRunner:
+    """Blocks [start, stop) of a model, ready to run."""
+
+    def __init__(self, config: ModelConfig, start: int, blocks: Sequence[Block], options: SpanOptions) -> None:
+        self.config = config
+        self.start = start
+        self.options = options
+        self.blocks = list(blocks)
+        room = max(len(blocks), options.room)
+        self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
+        self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
+        on_cuda = options.device.type == "cuda"
+        self._graphs = DecodeGraphs(SpanParts(config, self.blocks, self.pool, self._rope)) if on_cuda else None
+
+    @property
+    def stop(self) -> int:
+        """Behind the last block that is there."""
+        return self.start + len(self.blocks)
+
+    def grow(self, source: ModelSource) -> None:
+        """Read one more block, behind the last; sessions that are open go on with the blocks they use."""
+        assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
+        self.blocks.append(_load_block(source, self.stop, self.options))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all hosted weights."""
+        return sum(block.nbytes for block in self.blocks)
+
+    def open(self, expected_tokens: int = 0) -> KVLease:
+        """A lease for a new session; raises `CacheFull` where there is no room."""
+        if expected_tokens > self.config.context_length:
+            raise SessionError(
+                f"{expected_tokens} tokens are more than this model's context of {self.config.context_length}"
+            )
+        return self.pool.open(expected_tokens)
+
+    @torch.inference_mode()
+    def step(self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int] | None = None) -> Tensor:
+        """Run the rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
+
+        Either every session advances by its segment or, on an error, none does. A session uses the same part always.
+        """
+        start, stop = blocks or (self.start, self.stop)
+        if not self.start <= start < stop <= self.stop:
+            raise SessionError(f"blocks {start}:{stop} are not all among {self.start}:{self.stop}")
+        self._admit(hidden, segments)
+        part = slice(start - self.start, stop - self.start)
+        if self._graphs is not None and self._graphs.covers(segments):
+            x = self._graphs.step(hidden, segments, part)
+        else:
+            x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments), part)
+        for segment in segments:
+            segment.lease.length = segment.stop
+        return x
+
+    def _admit(self, hidden: Tensor, segments: Sequence[Segment]) -> None:
+        rows = sum(segment.count for segment in segments)
+        if hidden.shape != (rows, self.config.hidden_size):
+            raise SessionError(f"a step of {rows} rows of {self.config.hidden_size} got {tuple(hidden.shape)}")
+        for segment in segments:
+            if segment.count < 1 or segment.start != segment.lease.length:
+                raise SessionError(
+                    f"a step at position {segment.start} does not continue a session of {segment.lease.length} tokens"
+                )
+            if segment.stop > self.config.context_length:
+                raise SessionError(f"position {segment.stop} is past the context of {self.config.context_length}")
+        for segment in segments:
+            segment.lease.reserve(segment.stop)
+
+    def _run(self, x: Tensor, segments: list[Segment], part: slice) -> Tensor:
+        plan = StepPlan(segments, self.options.device)
+        rope = self._rope.at(plan.positions)
+        for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
+            plans = plan.for_window(self.config.window_of(block.index))
+            x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans))
+        return x
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """A pass over whole sequences with no cache, differentiable in its input: (batch, length, hidden)."""
+        batch, length, size = hidden.shape
+        x = hidden.reshape(batch * length, size)
+        positions = torch.arange(length, device=hidden.device).repeat(batch)
+        rope = self._rope.at(positions)
+        for block in self.blocks:
+            window = self.config.window_of(block.index)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = window) -> Tensor:
+                return attend_whole(q, k, v, batch, window)
+
+            x = block_forward(block, self.config, x, rope, attend)
+        return x.view(batch, length, size)
+
+
+def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        write_cache(cache, plan, k, v)
+        return attend_cached(cache, plans, q)
+
+    return attend
+
+
+def load_span(
+    source: ModelSource, start: int, stop: int, options: SpanOptions, progress: LoadProgress | None = None
+) -> SpanRunner:
+    """Read blocks [start, stop) of a model, and nothing else, onto a device."""
+    if not 0 <= start < stop <= source.config.n_blocks:
+        raise EngineError(f"there is no span {start}:{stop} in a model of {source.config.n_blocks} blocks")
+    blocks: list[Block] = []
+    for index in range(start, stop):
+        blocks.append(_load_block(source, index, options))
+        if progress is not None:
+            progress(len(blocks), stop - start)
+    return SpanRunner(source.config, start, blocks, options)
+
+
+def _load_block(source: ModelSource, index: int, options: SpanOptions) -> Block:
+    return build_block(index, load_part(source, block_part(index), options.dtype), options)

@@ -1,0 +1,361 @@
+"""Triton kernels for a decode step: products with few rows, and attention over the paged cache.
+
+A decode step reads every weight once and computes almost nothing, so each kernel's one aim is to keep the memory
+busy: norms, gates, residuals, rotations and cache writes are folded into the kernel that touches the data anyway.
+Programmatic dependent launch was tried and makes a step slower.
+
+Needs Triton, and the C compiler that Triton needs; `engine.model.cuda_graphs` serves without it where it is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.model.block import Block
+from engine.model.kv_cache import PAGE_TOKENS, BlockCache
+from engine.model.linear import Int8Linear, Linear
+
+ATTEND_WARPS = 4
+MAX_ROWS = 16  # one tensor-core tile; a larger batch is better off with the library's products
+
+
+@triton.jit
+def _load_rows(x_ptr, rows, k, K_SIZE: tl.constexpr, ROWS: tl.constexpr):
+    r = tl.arange(0, ROWS)
+    mask = (r[:, None] < rows) & (k[None, :] < K_SIZE)
+    return tl.load(x_ptr + r[:, None] * K_SIZE + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weight(w_ptr, n, k, N_SIZE, K_SIZE: tl.constexpr, EVEN: tl.constexpr):
+    address = w_ptr + n[:, None].to(tl.int64) * K_SIZE + k[None, :]
+    if EVEN:
+        return tl.load(address, eviction_policy="evict_first")
+    return tl.load(address, mask=(n[:, None] < N_SIZE) & (k[None, :] < K_SIZE), other=0.0)
+
+
+@triton.jit
+def _norm_kernel(x_ptr, norm_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    k = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * SIZE + k, mask=k < SIZE, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    x *= tl.load(norm_ptr + k, mask=k < SIZE, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + k, x.to(out_ptr.dtype.element_ty), mask=k < SIZE)
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr, w_ptr, out_ptr, scale_ptr, bias_ptr, residual_ptr, rows, n_out,
+    K_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Several rows, padded to one tensor-core tile. Folding the norm in was tried and halves the speed.
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    acc_up = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    for k0 in tl.range(0, K_SIZE, BLOCK_K, num_stages=STAGES):
+        k = k0 + tl.arange(0, BLOCK_K)
+        w = _load_weight(w_ptr, n, k, n_out, K_SIZE, EVEN)
+        x = _load_rows(x_ptr, rows, k, K_SIZE, ROWS)
+        acc = tl.dot(x, tl.trans(w.to(x.dtype)), acc, input_precision="ieee")
+        if GATED:
+            up = _load_weight(w_ptr + n_out.to(tl.int64) * K_SIZE, n, k, n_out, K_SIZE, EVEN)
+            acc_up = tl.dot(x, tl.trans(up.to(x.dtype)), acc_up, input_precision="ieee")
+    if INT8:
+        acc *= tl.load(scale_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up *= tl.load(scale_ptr + n_out + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(bias_ptr + n_out + n, mask=n < n_out, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        acc = acc * tl.sigmoid(acc) * acc_up
+    where = r[:, None] * n_out + n[None, :]
+    mask = (r[:, None] < rows) & (n[None, :] < n_out)
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + where, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + where, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr, w_ptr, out_ptr, norm_ptr, scale_ptr, bias_ptr, residual_ptr, n_out, eps,
+    K_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    # One row needs no tensor core: products are summed elementwise and reduced once at the end.
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc_up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    squares = tl.zeros([BLOCK_K], dtype=tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    # Each tile is asked for one round ahead of its use.
+    w = _load_weight(w_ptr, n, k, n_out, K_SIZE, EVEN)
+    up_ptr = w_ptr + n_out.to(tl.int64) * K_SIZE
+    if GATED:
+        up = _load_weight(up_ptr, n, k, n_out, K_SIZE, EVEN)
+    for k0 in range(0, K_SIZE, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + k, mask=k < K_SIZE, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + k, mask=k < K_SIZE, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
+        if GATED:
+            acc_up += up.to(tl.float32) * x[None, :]
+        following = k + BLOCK_K
+        more = (n[:, None] < n_out) & (following[None, :] < K_SIZE)
+        offset = n[:, None].to(tl.int64) * K_SIZE + following[None, :]
+        w = tl.load(w_ptr + offset, mask=more, other=0.0, eviction_policy="evict_first")
+        if GATED:
+            up = tl.load(up_ptr + offset, mask=more, other=0.0, eviction_policy="evict_first")
+    total = tl.sum(acc, axis=1)
+    total_up = tl.sum(acc_up, axis=1)
+    if INT8:
+        total *= tl.load(scale_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)
+        if GATED:
+            total_up *= tl.load(scale_ptr + n_out + n, mask=n < n_out, other=0.0).to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K_SIZE + eps)
+        total *= rstd
+        total_up *= rstd
+    if BIAS:
+        total += tl.load(bias_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)
+        if GATED:
+            total_up += tl.load(bias_ptr + n_out + n, mask=n < n_out, other=0.0).to(tl.float32)
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    if RESIDUAL:
+        total += tl.load(residual_ptr + n, mask=n < n_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n, total.to(out_ptr.dtype.element_ty), mask=n < n_out)
+
+
+@triton.jit
+def _normed(low, high, norm_ptr, dims, eps, HALF: tl.constexpr):
+    rstd = tl.rsqrt((tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / (2 * HALF) + eps)[:, None]
+    weight_low = tl.load(norm_ptr + dims).to(tl.float32)[None, :]
+    weight_high = tl.load(norm_ptr + HALF + dims).to(tl.float32)[None, :]
+    return low * rstd * weight_low, high * rstd * weight_high
+
+
+@triton.jit
+def _attend_kernel(
+    qkv_ptr, keys_ptr, values_ptr, out_ptr, partial_ptr, stats_ptr, counter_ptr, pages_ptr, position_ptr, cos_ptr,
+    sin_ptr, q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_POWER: tl.constexpr, WINDOW: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):  # fmt: skip
+    # One program: one session (row), one kv head with its group of query heads, one share of the session's pages.
+    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(position_ptr + row)
+    oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
+    first_page = oldest // PAGE
+    n_pages = position // PAGE + 1 - first_page
+    n_splits = (n_pages + SPLIT_PAGES - 1) // SPLIT_PAGES
+    if split >= n_splits:
+        return
+    group_size: tl.constexpr = HEADS // KV_HEADS
+    g = tl.arange(0, GROUP)
+    dims = tl.arange(0, HALF)
+    head_dim: tl.constexpr = 2 * HALF
+    in_group = g < group_size
+    qkv_row = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * head_dim
+    cos = tl.load(cos_ptr + row * HALF + dims)[None, :]
+    sin = tl.load(sin_ptr + row * HALF + dims)[None, :]
+
+    q_at = qkv_row + (kv_head * group_size + g)[:, None] * head_dim + dims[None, :]
+    q_low = tl.load(q_at, mask=in_group[:, None], other=0.0).to(tl.float32)
+    q_high = tl.load(q_at + HALF, mask=in_group[:, None], other=0.0).to(tl.float32)
+    k_at = qkv_row + (HEADS + kv_head) * head_dim + dims[None, :]
+    k_low, k_high = tl.load(k_at).to(tl.float32), tl.load(k_at + HALF).to(tl.float32)
+    if QK_NORM:
+        q_low, q_high = _normed(q_low, q_high, q_norm_ptr, dims, eps, HALF)
+        k_low, k_high = _normed(k_low, k_high, k_norm_ptr, dims, eps, HALF)
+    dtype = keys_ptr.dtype.element_ty
+    new_low, new_high = (k_low * cos - k_high * sin).to(dtype), (k_high * cos + k_low * sin).to(dtype)
+    v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
+    new_v = tl.load(v_at).to(dtype)
+    turned_low, turned_high = (q_low * cos - q_high * sin).to(dtype), (q_high * cos + q_low * sin).to(dtype)
+
+    keys = keys_ptr + kv_head.to(tl.int64) * slots * head_dim
+    values = values_ptr + kv_head.to(tl.int64) * slots * head_dim
+    if split == n_splits - 1:
+        page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
+        slot = page * PAGE + position % PAGE
+        tl.store(keys + slot * head_dim + dims[None, :], new_low)
+        tl.store(keys + slot * head_dim + HALF + dims[None, :], new_high)
+        tl.store(values + slot * head_dim + tl.arange(0, head_dim)[None, :], new_v)
+
+    best = tl.full([GROUP], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([GROUP], dtype=tl.float32)
+    acc = tl.zeros([GROUP, head_dim], dtype=tl.float32)
+    begin = first_page + split * SPLIT_PAGES
+    for index in range(begin, tl.minimum(begin + SPLIT_PAGES, position // PAGE + 1)):
+        page = tl.load(pages_ptr + row * max_pages + index).to(tl.int64)
+        t = tl.arange(0, PAGE)
+        at = index * PAGE + t
+        is_new = (at == position)[:, None]
+        # The newest token's key and value come from registers: its store may not have landed yet.
+        old = (at < position)[:, None]
+        key_at = keys + (page * PAGE + t)[:, None] * head_dim + dims[None, :]
+        key_low = tl.where(is_new, new_low, tl.load(key_at, mask=old, other=0.0))
+        key_high = tl.where(is_new, new_high, tl.load(key_at + HALF, mask=old, other=0.0))
+        value_at = values + (page * PAGE + t)[:, None] * head_dim + tl.arange(0, head_dim)[None, :]
+        value = tl.where(is_new, new_v, tl.load(value_at, mask=old, other=0.0))
+        scores = tl.dot(turned_low, tl.trans(key_low), input_precision="ieee")
+        scores = tl.dot(turned_high, tl.trans(key_high), scores, input_precision="ieee") * scale
+        visible = at <= position
+        if WINDOW:
+            visible = visible & (at >= oldest)
+        scores = tl.where(visible[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp(best - higher)
+        weights = tl.exp(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(dtype), value, acc * shrink[:, None], input_precision="ieee")
+        best = higher
+
+    all_dims = tl.arange(0, head_dim)
+    out_at = out_ptr + (row * HEADS + kv_head * group_size + g)[:, None] * head_dim + all_dims[None, :]
+    if n_splits == 1:
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        return
+    # Several programs share this head: each leaves its part, and the last one to finish adds them up.
+    task = row * KV_HEADS + kv_head
+    part = (task * MAX_SPLITS + split) * group_size + g
+    tl.store(partial_ptr + part[:, None] * head_dim + all_dims[None, :], acc, mask=in_group[:, None])
+    tl.store(stats_ptr + part * 2, best, mask=in_group)
+    tl.store(stats_ptr + part * 2 + 1, total, mask=in_group)
+    tl.debug_barrier()
+    finished = tl.atomic_add(counter_ptr + task, 1, sem="acq_rel")
+    if finished == n_splits - 1:
+        splits = tl.arange(0, SPLITS_POWER)
+        all_parts = (task * MAX_SPLITS + splits)[:, None] * group_size + g[None, :]  # (splits, group)
+        there = (splits < n_splits)[:, None] & in_group[None, :]
+        highest = tl.max(tl.load(stats_ptr + all_parts * 2, mask=there, other=float("-inf")), axis=0)
+        total = tl.zeros([GROUP], dtype=tl.float32)
+        acc = tl.zeros([GROUP, head_dim], dtype=tl.float32)
+        # Unrolled, so that the loads of all parts are on their way at once.
+        for other in tl.static_range(0, MAX_SPLITS):
+            part = (task * MAX_SPLITS + other) * group_size + g
+            its = g < tl.where(n_splits > other, group_size, 0)
+            share = tl.exp(tl.load(stats_ptr + part * 2, mask=its, other=float("-inf")) - highest)
+            total += tl.load(stats_ptr + part * 2 + 1, mask=its, other=0.0) * share
+            its_acc = tl.load(partial_ptr + part[:, None] * head_dim + all_dims[None, :], mask=its[:, None], other=0.0)
+            acc += its_acc * share[:, None]
+        tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
+        tl.store(counter_ptr + task, 0)  # ready for the next replay
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What is folded into a product: the norm before it, the gate and the residual after it."""
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+    residual: Tensor | None = None
+
+
+def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
+    """out (rows, n_out) = linear(norm(x)), gated and added to the residual as `fold` says; rows <= `MAX_ROWS`."""
+    weight = linear.quantised if isinstance(linear, Int8Linear) else linear.weight
+    scale = linear.scale if isinstance(linear, Int8Linear) else x
+    rows, n_out = out.shape
+    k_size = weight.shape[1]
+    # A pointer must be given even where the kernel never reads it: x stands in.
+    bias, residual = _or(linear.bias, x), _or(fold.residual, x)
+    flags = {
+        "GATED": fold.gated,
+        "INT8": isinstance(linear, Int8Linear),
+        "BIAS": linear.bias is not None,
+        "RESIDUAL": fold.residual is not None,
+    }
+    if rows == 1:
+        block_n, block_k = _vector_tile(k_size, weight.dtype == torch.int8, fold.gated)
+        even = n_out % block_n == 0 and k_size >= block_k
+        _vector_kernel[(triton.cdiv(n_out, block_n),)](
+            x, weight, out, _or(fold.norm, x), scale, bias, residual, n_out, fold.eps,
+            K_SIZE=k_size, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=even, NORM=fold.norm is not None,
+            **flags, num_warps=4, 
+        )  # fmt: skip
+        return
+    if fold.norm is not None:
+        normed = torch.empty_like(x)
+        _norm_kernel[(rows,)](x, fold.norm, normed, fold.eps, SIZE=k_size, BLOCK=triton.next_power_of_2(k_size))
+        x = normed
+    block_n, stages = (64, 3) if fold.gated else (32, 5)
+    block_k = 128 if fold.gated and weight.dtype != torch.int8 else 256
+    even = n_out % block_n == 0 and k_size % block_k == 0
+    _product_kernel[(triton.cdiv(n_out, block_n),)](
+        x, weight, out, scale, bias, residual, rows, n_out,
+        K_SIZE=k_size, ROWS=MAX_ROWS, BLOCK_N=block_n, BLOCK_K=block_k, EVEN=even, STAGES=stages,
+        **flags, num_warps=4, num_stages=stages,
+    )  # fmt: skip
+
+
+def _vector_tile(k_size: int, int8: bool, gated: bool) -> tuple[int, int]:
+    """Rows and columns of weights per program: the cut that was fastest on an H200 for Llama-8B's shapes."""
+    block_k = min(triton.next_power_of_2(k_size), 512 if int8 and gated else 1024)
+    return (8 if int8 else 4), block_k
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor
+
+
+class AttentionScratch:
+    """What the programs of one attention kernel leave for the last of them: parts, their weights, and a count."""
+
+    def __init__(self, rows: int, config: ModelConfig, max_pages: int, device: torch.device) -> None:
+        # At most 16 programs share a head; a longer context gives each more pages.
+        self.split_pages = max(1, triton.cdiv(max_pages, 16))
+        self.max_splits = triton.cdiv(max_pages, self.split_pages)
+        self.group = max(16, triton.next_power_of_2(config.n_heads // config.n_kv_heads))
+        parts = (rows, self.max_splits, config.n_heads)
+        self.partial = torch.empty(*parts, config.head_dim, device=device, dtype=torch.float32)
+        self.stats = torch.empty(*parts, 2, device=device, dtype=torch.float32)
+        self.counter = torch.zeros(rows, config.n_kv_heads, device=device, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Which session each row belongs to: its position, its pages, and the rotation at that position."""
+
+    positions: Tensor  # (rows,) int32
+    pages: Tensor  # (rows, max_pages) int32
+    cos: Tensor  # (rows, head_dim / 2) float32
+    sin: Tensor
+
+
+def attend(
+    qkv: Tensor, cache: BlockCache, out: Tensor, block: Block, config: ModelConfig, where: PagedRows,
+    scratch: AttentionScratch,
+) -> None:  # fmt: skip
+    """Rotate, write the new keys and values to the cache, attend to each row's past: out (rows, heads * head_dim)."""
+    window = config.window_of(block.index)
+    _attend_kernel[(out.shape[0], config.n_kv_heads, scratch.max_splits)](
+        qkv, cache.keys, cache.values, out, scratch.partial, scratch.stats, scratch.counter, where.pages,
+        where.positions, where.cos, where.sin, _or(block.q_norm, qkv), _or(block.k_norm, qkv), config.norm_eps,
+        config.head_dim**-0.5, cache.keys.shape[2], where.pages.shape[1],
+        HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, GROUP=scratch.group,
+        PAGE=PAGE_TOKENS, SPLIT_PAGES=scratch.split_pages, MAX_SPLITS=scratch.max_splits,
+        SPLITS_POWER=triton.next_power_of_2(scratch.max_splits), WINDOW=window or 0,
+        QK_NORM=block.q_norm is not None, num_warps=ATTEND_WARPS, 
+    )  # fmt: skip
+
+
+def supports(config: ModelConfig) -> bool:
+    """Whether the kernels fit a model's shape: halves of heads must be powers of two, at least a tile wide."""
+    half = config.head_dim // 2
+    return half >= 16 and half & (half - 1) == 0

@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizer, chat templates, sampling."""

@@ -1,0 +1,40 @@
+"""A model's text half: conversations to token ids, and replies that end where the model and its context say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from engine.errors import EngineError
+from engine.sources.base import ModelSource
+from engine.text.chat_template import ChatTemplate
+from engine.text.reply import ReplySettings, ReplyWriter
+from engine.text.tokenizer import Tokenizer
+
+
+class ModelText:
+    """The tokenizer and chat template of one model."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.tokenizer = Tokenizer(source.tokenizer)
+        self._template = ChatTemplate(source.tokenizer)
+        self._context_length = source.config.context_length
+        eos_id = self.tokenizer.eos_id
+        self._end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The token ids of a conversation, ready for the assistant's reply."""
+        return self.tokenizer.encode(self._template.render(messages), add_special=False)
+
+    def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
+        """A new reply that ends at the context's end at the latest; a prompt that leaves it no room is refused."""
+        room = self._context_length - len(prompt_ids)
+        if not prompt_ids:
+            raise EngineError("the prompt is empty: say something")
+        if room < 1:
+            raise EngineError(
+                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {self._context_length}: "
+                "shorten it"
+            )
+        settings = replace(settings, max_tokens=min(settings.max_tokens, room))
+        return ReplyWriter(self.tokenizer, prompt_ids, settings, self._end_ids)

@@ -1,0 +1,94 @@
+"""One reply in the making: logits in, tokens and text out, until a reason to stop.
+
+Knows nothing of where logits come from, so the local model and the swarm's asker write replies the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from engine.errors import EngineError
+from engine.text.sampler import Sampling, sample
+from engine.text.tokenizer import Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class ReplySettings:
+    """What the asker wants of a reply."""
+
+    max_tokens: int = 512
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise EngineError("max_tokens must be 1 or more")
+        if any(not text for text in self.stop):
+            raise EngineError("a stop string must not be empty")
+
+
+class ReplyWriter:
+    """The tokens and the text of one reply so far."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Collection[int]
+    ) -> None:
+        self._stream = tokenizer.stream()
+        self._history = list(prompt_ids)
+        self._settings = settings
+        self.max_tokens = settings.max_tokens
+        self._end_ids = frozenset(end_ids)
+        self._held = ""  # text that may turn out to be the beginning of a stop string
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+
+    def choose(self, logits: Tensor) -> str:
+        """Take the logits (vocab,) behind the last token, choose the next one, and return the text it completes."""
+        assert self.finish_reason is None, "the reply is finished"
+        token = sample(logits, self._history, self._settings.sampling, position=len(self._history))
+        self._history.append(token)
+        self.token_ids.append(token)
+        if token in self._end_ids:
+            self.finish_reason = "stop"
+            return self._finish()
+        text = self._show(self._stream.push(token))
+        if self.finish_reason is None and len(self.token_ids) >= self._settings.max_tokens:
+            self.finish_reason = "length"
+            text += self._finish()
+        return text
+
+    @property
+    def last_token(self) -> int:
+        """The token that the next step computes with."""
+        return self._history[-1]
+
+    def _finish(self) -> str:
+        text = self._show(self._stream.flush())
+        rest, self._held = self._held, ""
+        return text + rest
+
+    def _show(self, new: str) -> str:
+        """Pass text on, but for what follows a stop string or might begin one."""
+        text = self._held + new
+        found = [at for stop in self._settings.stop if (at := text.find(stop)) >= 0]
+        if found:
+            self.finish_reason = "stop"
+            self._held = ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._settings.stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,1 @@
+"""From a socket to encrypted, multiplexed streams: Noise, multistream-select, Yamux."""

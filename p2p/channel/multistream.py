@@ -1,0 +1,115 @@
+"""multistream-select 1.0.0, bounded: two sides agree on the protocol that follows on a byte stream.
+
+Each message is a varint length and a line that ends in a newline. The initiator sends the greeting and its first
+proposal in one write, so that an accepted proposal costs a single round trip. Lines are short and few, whatever the
+peer claims: libp2p's own reader allocates what the length says, before anybody is authenticated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Protocol
+
+from p2p.errors import P2PError, ProtocolError, Refused, StreamClosed
+
+GREETING = "/multistream/1.0.0"
+NOT_AVAILABLE = "na"
+MAX_LINE_BYTES = 256
+MAX_PROPOSALS = 16
+
+
+class ByteStream(Protocol):
+    """What negotiation needs of a stream: reads give at most what was asked for, and nothing at the end."""
+
+    async def read(self, n: int | None = None) -> bytes: ...
+    async def write(self, data: bytes) -> None: ...
+
+
+async def propose(stream: ByteStream, protocols: Sequence[str]) -> str:
+    """Offer `protocols` in turn and return the one that the other side takes; raises `Refused` if it takes none."""
+    await _write(stream, _line(GREETING) + _line(protocols[0]))
+    await _expect_greeting(stream)
+    for index, protocol in enumerate(protocols):
+        if index:
+            await _write(stream, _line(protocol))
+        answer = await _read_line(stream)
+        if answer == protocol:
+            return protocol
+        if answer != NOT_AVAILABLE:
+            raise ProtocolError(f"the peer answered {answer!r} to the proposal of {protocol!r}")
+    raise Refused(f"the peer speaks none of {', '.join(protocols)}; it may run another version")
+
+
+async def choose(stream: ByteStream, supported: Container[str]) -> str:
+    """Answer the other side's proposals and return the first one that is supported."""
+    await _write(stream, _line(GREETING))
+    await _expect_greeting(stream)
+    for _ in range(MAX_PROPOSALS):
+        proposal = await _read_line(stream)
+        if proposal in supported:
+            await _write(stream, _line(proposal))
+            return proposal
+        await _write(stream, _line(NOT_AVAILABLE))
+    raise ProtocolError(f"the peer made {MAX_PROPOSALS} proposals that are not supported here")
+
+
+async def read_exactly(stream: ByteStream, count: int) -> bytes:
+    """Exactly `count` bytes; raises `StreamClosed` if the stream ends first."""
+    parts = bytearray()
+    while len(parts) < count:
+        chunk = await read_some(stream, count - len(parts))
+        if not chunk:
+            raise StreamClosed(f"the stream ended {count - len(parts)} bytes too early")
+        parts += chunk
+    return bytes(parts)
+
+
+async def read_some(stream: ByteStream, limit: int) -> bytes:
+    """Between one and `limit` bytes, nothing at the end; libp2p's many errors become one."""
+    try:
+        return await stream.read(limit)
+    except P2PError:
+        raise
+    except Exception as error:
+        # Every muxer has its own word for the end of a stream.
+        raise StreamClosed(f"the stream broke while reading ({type(error).__name__})") from error
+
+
+async def _write(stream: ByteStream, data: bytes) -> None:
+    try:
+        await stream.write(data)
+    except P2PError:
+        raise
+    except Exception as error:
+        raise StreamClosed(f"the stream broke while writing ({type(error).__name__})") from error
+
+
+def _line(text: str) -> bytes:
+    data = text.encode() + b"\n"
+    assert len(data) <= MAX_LINE_BYTES, text
+    return _varint(len(data)) + data
+
+
+def _varint(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128, value >> 7])
+
+
+async def _expect_greeting(stream: ByteStream) -> None:
+    greeting = await _read_line(stream)
+    if greeting != GREETING:
+        raise ProtocolError(f"the peer greeted with {greeting[:40]!r}; it does not speak libp2p")
+
+
+async def _read_line(stream: ByteStream) -> str:
+    length = (await read_exactly(stream, 1))[0]
+    if length >= 128:
+        length = (length & 127) | (await read_exactly(stream, 1))[0] << 7
+    if not 0 < length <= MAX_LINE_BYTES:
+        raise ProtocolError(f"the peer announced a line of {length} bytes; at most {MAX_LINE_BYTES} are read")
+    line = await read_exactly(stream, length)
+    if line[-1:] != b"\n":
+        raise ProtocolError("the peer's line does not end in a newline")
+    try:
+        return line[:-1].decode()
+    except UnicodeDecodeError:
+        raise ProtocolError("the peer's line is not text") from None

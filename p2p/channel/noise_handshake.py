@@ -1,0 +1,147 @@
+"""One Noise `XX` handshake over a pipe: three messages (four with a shared secret), each bounded before it is read."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.crypto.x25519 import X25519PublicKey
+from libp2p.peer.id import ID
+from libp2p.security.noise.messages import NoiseHandshakePayload, verify_handshake_payload_sig
+from libp2p.security.noise.pb import noise_pb2
+from noise.connection import Keypair, NoiseConnection
+
+from p2p.channel.noise_records import TAG_BYTES, Opener, Sealer
+from p2p.channel.pipe import Pipe
+from p2p.errors import HandshakeError, ProtocolError, WrongSecret
+
+MAX_MESSAGE_BYTES: Final = 8 << 10  # what other implementations add to an identity takes up to 1 KiB
+_LENGTH_BYTES: Final = 2
+_REFUSAL: Final = bytes(TAG_BYTES)  # in place of the confirming record: opens under no key
+# libp2p's message around an Ed25519 public key: its type, then 32 bytes.
+_ED25519_PREFIX: Final = bytes.fromhex("08011220")
+_ED25519_BYTES: Final = len(_ED25519_PREFIX) + 32
+
+
+class Handshake:
+    """The messages of one handshake and what they prove; one use each."""
+
+    def __init__(self, pipe: Pipe, noise_name: bytes, noise_key: PrivateKey, psk: bytes | None) -> None:
+        self._pipe = pipe
+        self._psk = psk
+        self.early = b""  # what arrived after the last message
+        # `noiseprotocol` is untyped; nothing of it leaves this class.
+        self._noise: Any = NoiseConnection.from_name(noise_name)
+        self._noise.set_keypair_from_private_bytes(Keypair.STATIC, noise_key.to_bytes())
+        if psk is not None:
+            self._noise.set_psks(psks=[psk])
+        self._state: Any = None
+        self.remote_key: PublicKey | None = None
+        self.remote_peer: ID | None = None
+
+    async def initiate(self, payload: bytes, expected: ID) -> None:
+        """Shake hands as the dialling side; our identity is told only to the peer that was dialled."""
+        self._noise.set_as_initiator()
+        self._start()
+        await self._send(self._seal(b""))
+        remote_payload = self._open(await self._receive())
+        self._identify(remote_payload)
+        if self.remote_peer != expected:
+            raise HandshakeError(f"it is {self.remote_peer}, not the peer that was dialled")
+        await self._send(self._seal(payload))
+        if self._psk is not None:
+            await self._await_confirmation()
+
+    async def respond(self, payload: bytes) -> None:
+        """Shake hands as the dialled side."""
+        self._noise.set_as_responder()
+        self._start()
+        self._open(await self._receive())
+        await self._send(self._seal(payload))
+        message = await self._receive()
+        if self._psk is None:
+            self._identify(self._open(message))
+            return
+        remote_payload = await self._open_with_secret(message)
+        self._identify(remote_payload)
+        await self._send(self._noise.encrypt(b""))
+
+    def ciphers(self) -> tuple[Sealer, Opener]:
+        """The two directions' ciphers, once the handshake is done."""
+        protocol = self._noise.noise_protocol
+        sealing, opening = protocol.cipher_state_encrypt, protocol.cipher_state_decrypt
+        return Sealer(sealing.cipher.cipher, sealing.n), Opener(opening.cipher.cipher, opening.n)
+
+    def _start(self) -> None:
+        self._noise.start_handshake()
+        self._state = self._noise.noise_protocol.handshake_state  # forgotten by the library when it is done
+
+    def _seal(self, payload: bytes) -> bytes:
+        try:
+            return bytes(self._noise.write_message(payload))
+        except Exception as error:  # a peer's key that no shared secret can be computed with
+            raise HandshakeError(f"it sent an unusable key ({type(error).__name__})") from error
+
+    def _open(self, message: bytes) -> bytes:
+        try:
+            return bytes(self._noise.read_message(message))
+        except Exception as error:  # the library raises whatever its cipher or key parser raises
+            raise HandshakeError(f"it sent a message that is not Noise's ({type(error).__name__})") from error
+
+    async def _open_with_secret(self, message: bytes) -> bytes:
+        """Open the third message; a static key that opens before a payload that does not means another secret."""
+        try:
+            return bytes(self._noise.read_message(message))
+        except Exception as error:
+            await self._send(_REFUSAL)
+            if self._static_key() is not None:
+                raise WrongSecret from error
+            raise HandshakeError("it sent a third message that is not Noise's") from error
+
+    async def _await_confirmation(self) -> None:
+        record = await self._receive()
+        try:
+            self._noise.decrypt(record)
+        except Exception as error:
+            raise WrongSecret from error
+
+    def _identify(self, payload: bytes) -> None:
+        """Check that the peer's identity signed its Noise key."""
+        static = self._static_key()
+        if static is None:
+            raise HandshakeError("it sent no Noise key")
+        try:
+            identity = noise_pb2.NoiseHandshakePayload.FromString(payload).identity_key
+            # Before libp2p looks at it: an "RSA key" of a few kilobytes can keep its parser busy for a quarter minute.
+            if len(identity) != _ED25519_BYTES or not identity.startswith(_ED25519_PREFIX):
+                raise HandshakeError("its identity is no Ed25519 key")
+            parsed = NoiseHandshakePayload.deserialize(payload)
+            signed = verify_handshake_payload_sig(parsed, static)
+            remote_peer = ID.from_pubkey(parsed.id_pubkey)
+        except HandshakeError:
+            raise
+        except Exception as error:  # protobuf and key parsers raise many kinds
+            raise HandshakeError("its identity cannot be read") from error
+        if not signed:
+            raise HandshakeError("its identity did not sign its Noise key")
+        self.remote_key, self.remote_peer = parsed.id_pubkey, remote_peer
+
+    def _static_key(self) -> X25519PublicKey | None:
+        public = getattr(self._state.rs, "public_bytes", None)
+        return X25519PublicKey.from_bytes(public) if public is not None else None
+
+    async def _send(self, message: bytes | bytearray) -> None:
+        await self._pipe.send(len(message).to_bytes(_LENGTH_BYTES, "big") + message)
+
+    async def _receive(self) -> bytes:
+        header = await self._read(_LENGTH_BYTES)
+        length = int.from_bytes(header, "big")
+        if length > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"it announced a handshake message of {length} bytes; {MAX_MESSAGE_BYTES} are allowed")
+        return await self._read(length)
+
+    async def _read(self, size: int) -> bytes:
+        while len(self.early) < size:
+            self.early += await self._pipe.receive(MAX_MESSAGE_BYTES)
+        taken, self.early = self.early[:size], self.early[size:]
+        return taken

@@ -1,0 +1,142 @@
+"""A Noise session after its handshake: an `ISecureConn` that reads ahead and seals a whole write in one buffer.
+
+It serves libp2p's own negotiation (`read`, `write`) and then the multiplexer, which takes plaintext as it comes
+(`receive`) and hands over batches (`send_now`, `flush`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from libp2p.connection_types import ConnectionType
+from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.security.base_session import BaseSession
+from multiaddr import Multiaddr
+
+from p2p.channel.noise_records import Buffer, Opener, Sealer
+from p2p.channel.pipe import Pipe
+
+_MIN_READ_BYTES: Final = 16 << 10
+_MAX_READ_BYTES: Final = 256 << 10
+
+
+@dataclass(frozen=True)
+class Secured:
+    """What a handshake leaves behind: who is who, the two ciphers, and bytes that came early."""
+
+    local_peer: ID
+    local_key: PrivateKey
+    remote_peer: ID
+    remote_key: PublicKey
+    is_initiator: bool
+    sealer: Sealer
+    opener: Opener
+    early: bytes
+
+
+class NoiseSession(BaseSession):
+    """The secured connection to one peer; one task reads, one task at a time writes."""
+
+    def __init__(self, pipe: Pipe, secured: Secured) -> None:
+        super().__init__(
+            local_peer=secured.local_peer,
+            local_private_key=secured.local_key,
+            remote_peer=secured.remote_peer,
+            remote_permanent_pubkey=secured.remote_key,
+            is_initiator=secured.is_initiator,
+        )
+        self.pipe = pipe
+        self._sealer = secured.sealer
+        self._opener = secured.opener
+        self._early = secured.early
+        self._plain = b""  # opened, not yet read by `read`
+        self._unsent: memoryview = memoryview(b"")
+        self._read_bytes = _MIN_READ_BYTES
+        self._broken = False
+
+    async def receive(self) -> memoryview | bytes:
+        """The next plaintext, valid until the next call; raises `ConnectionClosedError`, or `ProtocolError`."""
+        if self._plain:
+            plain, self._plain = self._plain, b""
+            return plain
+        while True:
+            if self._early:
+                sealed, self._early = self._early, b""
+            else:
+                sealed = await self.pipe.receive(self._read_bytes)
+                # Small buffers keep small messages quick, large ones keep a bulk transfer in few system calls.
+                if len(sealed) == self._read_bytes:
+                    self._read_bytes = min(2 * self._read_bytes, _MAX_READ_BYTES)
+                elif len(sealed) < self._read_bytes // 4:
+                    self._read_bytes = max(self._read_bytes // 2, _MIN_READ_BYTES)
+            plaintext = self._opener.feed(sealed)
+            if plaintext:
+                return plaintext
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Exactly `n` bytes, fewer only at the end, or whatever is there first."""
+        if n == 0:
+            return b""
+        while not self._plain or (n is not None and len(self._plain) < n):
+            held, self._plain = self._plain, b""
+            try:
+                self._plain = held + bytes(await self.receive())
+            except ConnectionClosedError:
+                if held:
+                    return held
+                raise
+            except BaseException:
+                self._plain = held
+                raise
+        n = len(self._plain) if n is None else n
+        taken, self._plain = self._plain[:n], self._plain[n:]
+        return taken
+
+    async def write(self, data: Buffer) -> None:
+        """Seal and send `data`; where this is cancelled half-way the session refuses all further writes."""
+        self.send_now([data])
+        await self.flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether `send_now` left something to `flush`."""
+        return bool(self._unsent)
+
+    def send_now(self, parts: Sequence[Buffer]) -> bool:
+        """Seal `parts` and give the kernel what it takes at once; whether that was all (else `flush` the rest)."""
+        if self._broken:
+            raise ConnectionClosedError("an earlier write was cut short")
+        assert not self._unsent, "flush before sending more"
+        sealed = self._sealer.seal(parts)
+        self._unsent = memoryview(sealed)[self.pipe.send_now(sealed) :]
+        return not self._unsent
+
+    async def flush(self) -> None:
+        """Send what `send_now` left over."""
+        if not self._unsent:
+            return
+        self._broken = True
+        await self.pipe.send(self._unsent)
+        self._unsent = memoryview(b"")
+        self._broken = False
+
+    async def close(self) -> None:
+        """Close the connection without waiting for the peer."""
+        self._opener.forget()
+        await self.pipe.close()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """The peer's IP address and port, where the connection has them."""
+        return self.pipe.raw.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        """The addresses this connection really uses."""
+        return self.pipe.raw.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        """Direct or relayed."""
+        return self.pipe.raw.get_connection_type()

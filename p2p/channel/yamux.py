@@ -1,0 +1,359 @@
+"""A yamux connection (wire format: `yamux_wire`) over a Noise session, as libp2p's `IMuxedConn`.
+
+Two tasks: one reads and never waits for anything but the network, one writes. Whatever is to be sent goes through one
+bounded outbox; where the writer is idle and the kernel has room, the task that wants to send does so itself.
+
+What a peer can make us hold: its streams' windows (at most 64 MiB in all), 48 KiB of answers, one batch being sent.
+A peer that breaks a window, floods, or talks nonsense loses the connection, never more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final
+
+import trio
+from libp2p.abc import IMuxedConn, ISecureConn
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
+from multiaddr import Multiaddr
+
+from p2p.channel.noise_session import NoiseSession
+from p2p.channel.yamux_budget import UnreadBytes
+from p2p.channel.yamux_flow import SendHalf
+from p2p.channel.yamux_sender import Sender
+from p2p.channel.yamux_stream import Buffer, StreamBroken, TooManyStreams, YamuxStream, reset_frame
+from p2p.channel.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S, UNKNOWN_RTT_S, PingBook, StreamTable
+from p2p.channel.yamux_wire import (
+    ACK,
+    DATA,
+    FIN,
+    GO_AWAY,
+    PING,
+    RST,
+    SYN,
+    WINDOW_UPDATE,
+    Frame,
+    FrameParser,
+    pack_header,
+)
+from p2p.errors import ProtocolError
+from p2p.flood import FloodGuard
+from p2p.log_limit import LogLimit
+
+logger = logging.getLogger("shoal.p2p.yamux")
+logger.addFilter(LogLimit())  # peers can bring these lines about
+
+ACCEPT_BACKLOG: Final = 64
+_FRAMES_PER_TURN: Final = 256  # frames handled before other tasks get a turn
+_GOODBYE_S: Final = 1.0
+_GO_AWAY_NORMAL: Final = 0
+_GO_AWAY_PROTOCOL_ERROR: Final = 1
+_MAX_CREDIT: Final = (1 << 32) - 1
+
+
+class YamuxConnection(IMuxedConn):
+    """All streams to one peer."""
+
+    def __init__(
+        self,
+        secured_conn: ISecureConn,
+        peer_id: ID,
+        is_initiator: bool | None = None,
+        on_close: Callable[[], Awaitable[Any]] | None = None,
+        unread: UnreadBytes | None = None,
+    ) -> None:
+        if not isinstance(secured_conn, NoiseSession):
+            raise TypeError(f"yamux runs over this package's Noise session, not over {type(secured_conn).__name__}")
+        self.secured_conn = self._session = secured_conn
+        self.peer_id = peer_id
+        self.on_close = on_close
+        self.event_started = trio.Event()
+        self.event_closed = trio.Event()
+        self.table = StreamTable(unread)
+        self.now = trio.current_time
+        self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
+        self._next_id = 1 if self._is_initiator else 2
+        self._sender = Sender(secured_conn, self._lost)
+        self._accepted: tuple[trio.MemorySendChannel[YamuxStream], trio.MemoryReceiveChannel[YamuxStream]]
+        self._accepted = trio.open_memory_channel(ACCEPT_BACKLOG)
+        self._scope = trio.CancelScope()
+        self._pings = PingBook(self.now)
+        self._flood = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, self.now())
+        self._ending: str | None = None
+
+    @property
+    def is_initiator(self) -> bool:
+        """Whether this side dialled."""
+        return self._is_initiator
+
+    @property
+    def is_established(self) -> bool:
+        """Whether streams can be opened."""
+        return self.event_started.is_set() and self._ending is None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection has ended."""
+        return self.event_closed.is_set()
+
+    def rtt(self) -> float:
+        """The last measured round-trip time in seconds, 0 where there is none yet."""
+        return self._pings.rtt_s or 0.0
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """The peer's IP address and port, where the connection has them."""
+        return self._session.get_remote_address()
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        """The addresses this connection really uses."""
+        return self._session.get_transport_addresses()
+
+    def get_connection_type(self) -> ConnectionType:
+        """Direct or relayed."""
+        return self._session.get_connection_type()
+
+    async def start(self) -> None:
+        """Run the connection until it ends; raises nothing, whatever the peer does."""
+        if self.event_started.is_set():
+            return
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._sender.run)
+                    nursery.start_soon(self._measure_rtt)
+                    self.event_started.set()
+                    await self._read_loop()
+                    nursery.cancel_scope.cancel()
+        except Exception:
+            logger.exception("the connection to %s ended by an error of this node", self.peer_id)
+        finally:
+            self.event_started.set()
+            self._end("the connection was lost")
+            await self._close_session()
+        await self._notify_closed()
+
+    async def close(self) -> None:
+        """Say goodbye if that is possible without waiting, and end the connection."""
+        if self._ending is None:
+            self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_NORMAL))
+        self._end("this side closed the connection")
+        self._scope.cancel()
+        await self._close_session()
+        await self._notify_closed()
+
+    def abort(self) -> None:
+        """End the connection from outside, at once: for a peer that is frozen."""
+        self._end("the connection was cut")
+        self._scope.cancel()
+        self._session.pipe.abort()
+
+    async def open_stream(self) -> YamuxStream:
+        """Open a stream; raises `TooManyStreams` or `StreamBroken`, never waits."""
+        if self._ending is not None:
+            raise StreamBroken(self._ending)
+        self._reap()
+        if not self.table.admit(inbound=False):
+            raise TooManyStreams(f"the connection to {self.peer_id} has {len(self.table.open)} streams; close some")
+        stream = YamuxStream(self._next_id, self, is_initiator=True)
+        self._next_id += 2
+        self.table.add(stream)
+        self.control(pack_header(WINDOW_UPDATE, SYN, stream.stream_id, stream.receiving.open_window()))
+        return stream
+
+    async def accept_stream(self) -> YamuxStream:
+        """The next stream that the peer opened."""
+        try:
+            return await self._accepted[1].receive()
+        except trio.EndOfChannel:
+            raise MuxedConnUnavailable(self._ending or "the connection is closed") from None
+
+    async def ping(self) -> float:
+        """Measure the round-trip time in seconds; every yamux peer answers. Put a deadline around it."""
+        if self._ending is not None:
+            raise StreamBroken(self._ending)
+        number, answered = self._pings.begin()
+        try:
+            self.control(pack_header(PING, SYN, 0, number))
+            await answered.wait()
+        finally:
+            self._pings.forget(number)
+        if self._ending is not None:
+            raise StreamBroken(self._ending)
+        return self.rtt()
+
+    async def _measure_rtt(self) -> None:
+        with contextlib.suppress(StreamBroken):
+            await self.ping()
+
+    # What its streams ask of it.
+
+    def offer(self, stream: YamuxStream) -> None:
+        """Let a stream's pending write take its turn."""
+        self._sender.outbox.offer(stream.sending)
+        self._sender.pump()
+
+    def send_at_once(self, stream: YamuxStream, parts: Sequence[Buffer]) -> bool:
+        """Send a whole write without waiting, if that is possible now."""
+        return self._sender.send_at_once(stream.sending, parts)
+
+    def grant_credit(self, stream: YamuxStream) -> None:
+        """Tell the peer that it may send more, when enough was read."""
+        credit = stream.receiving.credit_due(self.now(), self._pings.rtt_s or UNKNOWN_RTT_S)
+        if credit:
+            self.control(pack_header(WINDOW_UPDATE, 0, stream.stream_id, credit))
+
+    def control(self, frame: bytes) -> None:
+        """Send a frame that has no body, before all data."""
+        if self._ending is not None:
+            return
+        try:
+            self._sender.outbox.control(frame)
+        except ProtocolError as error:
+            self._fail(error)
+        else:
+            self._sender.pump()
+
+    def reset_stream(self, stream: YamuxStream, reason: str) -> None:
+        """End a stream in both directions and tell the peer."""
+        stream.on_broken(reason)
+        if self.table.remove(stream):
+            self.control(reset_frame(stream.stream_id))
+
+    # What the peer sends.
+
+    async def _read_loop(self) -> None:
+        parser, handled = FrameParser(), 0
+        try:
+            while self._ending is None:
+                for frame in parser.feed(await self._session.receive()):
+                    self._on_frame(frame)
+                    handled += 1
+                    if handled % _FRAMES_PER_TURN == 0:
+                        await trio.lowlevel.checkpoint()
+                self._sender.pump()
+        except ConnectionClosedError as error:
+            self._end(str(error))
+        except ProtocolError as error:
+            self._fail(error)
+
+    def _on_frame(self, frame: Frame) -> None:
+        if frame.kind == PING:
+            self._on_ping(frame)
+        elif frame.kind == GO_AWAY:
+            raise ConnectionClosedError(f"the peer closed the connection (reason {frame.length})")
+        else:
+            stream = self._on_syn(frame.stream_id) if frame.flags & SYN else self.table.open.get(frame.stream_id)
+            if stream is not None:
+                self._on_stream_frame(stream, frame)
+            elif frame.length or not frame.body:  # the rest of a body was counted with its start
+                self._flood.count(self.now())
+
+    def _on_stream_frame(self, stream: YamuxStream, frame: Frame) -> None:
+        kind, flags, _, length, body = frame
+        if kind == DATA:
+            if length:
+                stream.receiving.announce(length)
+            if body and not stream.recv_closed:
+                stream.on_body(body)
+        elif length:
+            self._on_credit(stream.sending, length)
+        if flags & RST:
+            stream.on_broken("the peer reset the stream")
+            self.table.remove(stream)
+            self._flood.count(self.now())
+        elif flags & FIN:
+            if stream.recv_closed or not (length or body or stream.receiving.used):
+                self._flood.count(self.now())
+            stream.on_end()
+            if stream.send_closed:
+                self.table.remove(stream)
+        elif not (length or body or flags & SYN) or (kind == DATA and stream.recv_closed):
+            self._flood.count(self.now())
+
+    def _on_credit(self, half: SendHalf, length: int) -> None:
+        if half.window == half.credited:  # nothing was sent since the last credit: what should this one be for?
+            self._flood.count(self.now())
+        half.credited = half.window = min(half.window + length, _MAX_CREDIT)
+        self._sender.outbox.offer(half)
+
+    def _on_syn(self, stream_id: int) -> YamuxStream | None:
+        if stream_id in self.table.open:
+            raise ProtocolError(f"opened stream {stream_id} twice")
+        if stream_id % 2 == self._is_initiator:
+            raise ProtocolError(f"opened stream {stream_id}, whose number is this side's to give")
+        self._reap()
+        if not self.table.admit(inbound=True):
+            self._flood.count(self.now())
+            self._sender.outbox.control(reset_frame(stream_id))
+            return None
+        stream = YamuxStream(stream_id, self, is_initiator=False)
+        try:
+            self._accepted[0].send_nowait(stream)
+        except trio.WouldBlock:
+            self._flood.count(self.now())
+            self.table.budget.release(stream.receiving.window)
+            self._sender.outbox.control(reset_frame(stream_id))
+            return None
+        self.table.add(stream)
+        self._sender.outbox.control(pack_header(WINDOW_UPDATE, ACK, stream_id, stream.receiving.open_window()))
+        return stream
+
+    def _on_ping(self, frame: Frame) -> None:
+        if frame.flags & SYN:
+            self._sender.outbox.pong(frame.length)
+            self._flood.count(self.now())
+        elif not self._pings.answer(frame.length):
+            self._flood.count(self.now())
+
+    def _reap(self) -> None:
+        for stream in self.table.overdue(self.now()):
+            self.reset_stream(stream, "the peer did not close the stream")
+
+    # The end.
+
+    def _fail(self, error: ProtocolError) -> None:
+        if self._ending is not None:  # what still comes while this side closes is not the peer's fault
+            return
+        logger.warning("dropped the connection to %s: it %s", self.peer_id, error)
+        self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_PROTOCOL_ERROR))
+        self._end(str(error), keep_answers=False)
+        self._scope.cancel()
+
+    def _lost(self, reason: str) -> None:
+        self._end(reason)
+        self._scope.cancel()
+
+    def _end(self, reason: str, *, keep_answers: bool = True) -> None:
+        if self._ending is not None:
+            return
+        self._ending = reason
+        self._accepted[0].close()
+        for stream in list(self.table.open.values()):
+            # Who asked may still read the answer. Handlers of the peer's streams end with the connection, and a stream
+            # and its connection refer to each other: megabytes that nobody reads would wait for the cycle collector.
+            stream.on_broken(reason, keep_buffer=stream.is_initiator and keep_answers)
+            self.table.remove(stream)
+        self.table.budget.leave()
+        self._pings.release_all()
+
+    async def _close_session(self) -> None:
+        with trio.CancelScope(deadline=self.now() + _GOODBYE_S, shield=True):
+            await self._session.close()
+        self.event_closed.set()
+
+    async def _notify_closed(self) -> None:
+        callback, self.on_close = self.on_close, None
+        if callback is None:
+            return
+        try:
+            outcome = callback()
+            if inspect.isawaitable(outcome):
+                await outcome
+        except Exception:
+            logger.exception("the close callback of the connection to %s failed", self.peer_id)

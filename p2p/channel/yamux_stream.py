@@ -1,0 +1,215 @@
+"""One yamux stream: an `IMuxedStream` whose reads and writes may be cancelled at any point.
+
+Errors are both libp2p's (for its own protocols on top) and `p2p.errors`' (for ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Final
+
+import trio
+from libp2p.abc import IMuxedStream
+from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
+
+from p2p.channel.yamux_flow import PRIORITIES, ReceiveHalf, SendHalf
+from p2p.channel.yamux_wire import FIN, RST, WINDOW_UPDATE, pack_header
+from p2p.errors import Refused, StreamClosed, StreamReset
+
+if TYPE_CHECKING:
+    from p2p.channel.yamux import YamuxConnection
+
+_BURST_WRITES: Final = 16  # writes that may return without letting other tasks run
+Buffer = bytes | bytearray | memoryview
+
+
+class StreamEOF(MuxedStreamEOF, StreamClosed):
+    """The peer sent all it had to send."""
+
+
+class WriteClosed(MuxedStreamClosed, StreamClosed):
+    """This side has already closed the stream."""
+
+
+class StreamBroken(MuxedStreamReset, StreamReset):
+    """The stream was reset by either side, or its connection was lost."""
+
+
+class TooManyStreams(MuxedStreamError, Refused):
+    """The connection has as many streams as it may have."""
+
+
+class YamuxStream(IMuxedStream):
+    """A stream; one task reads and any number write, each write whole and in order."""
+
+    def __init__(self, stream_id: int, connection: YamuxConnection, *, is_initiator: bool) -> None:
+        self.stream_id = stream_id
+        self.muxed_conn = self._connection = connection
+        self.is_initiator = is_initiator
+        self.receiving = ReceiveHalf(connection.table.budget)
+        self.sending = SendHalf(stream_id)
+        self.closed_at: float | None = None  # when this side closed; a peer may not keep it open for ever after
+        self.send_closed = False
+        self.recv_closed = False
+        self._broken: str | None = None
+        self._arrived = trio.Event()
+        self._write_lock = trio.Lock()
+        self._burst = 0
+
+    @property
+    def priority(self) -> int:
+        """0 control, 1 decode, 2 prefill, 3 bulk: a lower number overtakes at every batch of 256 KiB."""
+        return self.sending.priority
+
+    @priority.setter
+    def priority(self, value: int) -> None:
+        if not 0 <= value < PRIORITIES:
+            raise ValueError(f"priority {value} is not one of 0 to {PRIORITIES - 1}")
+        self.sending.priority = value
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether both directions have ended."""
+        return self._broken is not None or (self.send_closed and self.recv_closed)
+
+    async def read(self, n: int | None = -1) -> bytes:
+        """At least one byte and at most `n` of them (any number where `n` is negative or None)."""
+        if n == 0:
+            return b""
+        receiving = self.receiving
+        while not receiving.buffered:
+            self._check_readable()
+            if self._arrived.is_set():
+                self._arrived = trio.Event()
+            await self._arrived.wait()
+        data = receiving.pop(-1 if n is None else n)
+        if not self.recv_closed and self._broken is None:
+            self._connection.grant_credit(self)
+        return data
+
+    async def read_exactly(self, n: int) -> bytes:
+        """Exactly `n` bytes, however many pieces they come in."""
+        data = await self.read(n) if n else b""
+        if len(data) == n:
+            return data
+        parts, missing = [data], n - len(data)
+        while missing:
+            parts.append(await self.read(missing))
+            missing -= len(parts[-1])
+        return b"".join(parts)
+
+    def _check_readable(self) -> None:
+        if self.recv_closed:
+            raise StreamEOF("the peer closed the stream")
+        if self._broken is not None:
+            raise StreamBroken(self._broken)
+
+    async def write(self, data: Buffer) -> None:
+        """Send `data`, waiting for the peer's credit for as long as it takes."""
+        await self.write_parts((data,))
+
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """Send the concatenation of `parts` without making it.
+
+        Where this is cancelled after some bytes left, the peer could not tell where the next message starts, so the
+        stream is reset; the connection and its other streams do not notice.
+        """
+        self._check_writable()
+        if not self._write_lock.locked() and self._connection.send_at_once(self, parts):
+            self._burst += 1
+            if self._burst >= _BURST_WRITES:
+                self._burst = 0
+                await trio.lowlevel.checkpoint()
+            return
+        async with self._write_lock:
+            self._check_writable()
+            self.sending.load(memoryview(part).cast("B") for part in parts if len(part))
+            if not self.sending.left:
+                return
+            self._connection.offer(self)
+            try:
+                await self.sending.taken.wait()
+            except BaseException:
+                self._abandon_write()
+                raise
+            if self.sending.left:
+                self.sending.unload()
+                self._check_writable()
+
+    def _abandon_write(self) -> None:
+        cut_short = self.sending.started and self.sending.left > 0
+        self.sending.unload()
+        if cut_short:
+            self._connection.reset_stream(self, "a write was cancelled half-way")
+
+    def _check_writable(self) -> None:
+        if self._broken is not None:
+            raise StreamBroken(self._broken)
+        if self.send_closed:
+            raise WriteClosed("this side closed the stream")
+
+    def on_body(self, body: bytes) -> None:
+        """Bytes arrived."""
+        self.receiving.push(body, self._connection.now())
+        self._arrived.set()
+
+    def on_end(self) -> None:
+        """The peer will send no more."""
+        self.recv_closed = True
+        self._arrived.set()
+
+    def on_broken(self, reason: str, *, keep_buffer: bool = False) -> None:
+        """The stream is over in both directions; what arrived before stays readable only if `keep_buffer`."""
+        if self._broken is None:
+            self._broken = reason
+        self.send_closed = True
+        if not keep_buffer:
+            self.receiving.discard()
+        self._arrived.set()
+        self.sending.taken.set()
+
+    async def close_write(self) -> None:
+        """Tell the peer that no more will come; reading goes on."""
+        if self.send_closed:
+            return
+        if self.sending.left:
+            self._connection.reset_stream(self, "closed in the middle of a write")
+            return
+        self.send_closed = True
+        self._connection.control(pack_header(WINDOW_UPDATE, FIN, self.stream_id, 0))
+        if self.recv_closed:
+            self._connection.table.remove(self)
+
+    async def close(self) -> None:
+        """Close this side; where the peer does not close its own, the stream is reset after a while."""
+        await self.close_write()
+        if self.closed_at is None:
+            self.closed_at = self._connection.now()
+
+    async def reset(self) -> None:
+        """End the stream in both directions, at once; what arrived and was not read is dropped."""
+        if not self.is_closed:
+            self._connection.reset_stream(self, "this side reset the stream")
+        self.receiving.discard()
+
+    def set_deadline(self, ttl: int) -> None:
+        """Not offered: put a deadline around the request, and reset the stream when it passes."""
+        raise NotImplementedError("a yamux stream has no deadline; use a trio cancel scope and reset()")
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """The peer's address."""
+        return self._connection.get_remote_address()
+
+    async def __aenter__(self) -> YamuxStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def reset_frame(stream_id: int) -> bytes:
+    """The frame that resets a stream."""
+    return pack_header(WINDOW_UPDATE, RST, stream_id, 0)

@@ -1,0 +1,209 @@
+"""What a node of the directory keeps for others: who provides a key, and small values. Bounded; no I/O, no own clock.
+
+A provider speaks for itself only and is forgotten after ninety minutes. A full key never locks: the newcomer replaces
+the provider that was longest not known to be alive. Nobody can fill the store alone, however many keys it names.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from p2p.dht.wire import MAX_PROVIDERS, MAX_VALUES, Contact
+
+PROVIDER_TTL_S = 90 * 60.0
+VALUE_TTL_S = 90 * 60.0
+MAX_PROVIDERS_PER_KEY = 64
+MAX_KEYS_PER_PROVIDER = 256
+MAX_RECORDS = 16384
+MAX_VALUE_RECORDS = 2048
+MAX_VALUES_PER_PUBLISHER = 64
+MAX_NETWORKS_COUNTED = 16
+EVICTION_PAUSE_S = 60.0  # between two values that one network may drive out
+
+IsConnected = Callable[[str], bool]
+
+
+@dataclass
+class _Provider:
+    contact: Contact
+    stored_at: float
+    alive_at: float
+
+
+class ProviderStore:
+    """Who can be found under which key."""
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._keys: OrderedDict[bytes, OrderedDict[str, _Provider]] = OrderedDict()
+        self._keys_of: dict[str, set[bytes]] = {}
+        self._count = 0
+        self._rng = rng or random.Random()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, key: bytes, contact: Contact, now: float, is_connected: IsConnected = lambda peer: False) -> bool:
+        """Keep that `contact` provides `key`; False where it holds too many keys already."""
+        own_keys = self._keys_of.get(contact.peer, set())
+        if key not in own_keys and len(own_keys) >= MAX_KEYS_PER_PROVIDER:
+            return False
+        providers = self._keys.setdefault(key, OrderedDict())
+        self._keys.move_to_end(key)
+        if contact.peer not in providers:
+            if len(providers) >= MAX_PROVIDERS_PER_KEY:
+                self._remove(key, min(providers, key=lambda peer: (is_connected(peer), providers[peer].alive_at)))
+            self._keys_of.setdefault(contact.peer, set()).add(key)
+            self._count += 1
+        providers[contact.peer] = _Provider(contact, now, now)
+        if self._count > MAX_RECORDS:
+            stalest = next(iter(self._keys))  # the key that was longest not provided
+            self._remove(stalest, next(iter(self._keys[stalest])))
+        return True
+
+    def alive(self, peer: str, now: float) -> None:
+        """`peer` was heard of just now, on whatever occasion."""
+        for key in self._keys_of.get(peer, ()):
+            self._keys[key][peer].alive_at = now
+
+    def dead(self, peer: str) -> None:
+        """`peer` could not be reached: forget all that it provides."""
+        for key in list(self._keys_of.get(peer, ())):
+            self._remove(key, peer)
+
+    def get(self, key: bytes, now: float, is_connected: IsConnected) -> list[Contact]:
+        """Providers of `key`: those connected right now, then the freshest, then some of the rest by lot."""
+        self._expire(key, now)
+        providers = self._keys.get(key)
+        if not providers:
+            return []
+        connected = [peer for peer in providers if is_connected(peer)]
+        rest = sorted(
+            (peer for peer in providers if peer not in set(connected)), key=lambda peer: -providers[peer].stored_at
+        )
+        self._rng.shuffle(connected)
+        half = MAX_PROVIDERS // 2
+        # However fresh the flood of newcomers is, half of the answer is drawn from everybody.
+        older = rest[half:]
+        self._rng.shuffle(older)
+        chosen = (connected + rest[:half] + older)[:MAX_PROVIDERS]
+        return [providers[peer].contact for peer in chosen]
+
+    def least_proven(self, count: int) -> list[str]:
+        """The providers that were longest not known to be alive, to be probed."""
+        alive_at = {peer: self._keys[next(iter(keys))][peer].alive_at for peer, keys in self._keys_of.items()}
+        return heapq.nsmallest(count, alive_at, key=alive_at.__getitem__)
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old."""
+        for key in list(self._keys):
+            self._expire(key, now)
+
+    def _expire(self, key: bytes, now: float) -> None:
+        providers = self._keys.get(key, OrderedDict())
+        for peer in [peer for peer, p in providers.items() if now - p.stored_at >= PROVIDER_TTL_S]:
+            self._remove(key, peer)
+
+    def _remove(self, key: bytes, peer: str) -> None:
+        providers = self._keys[key]
+        del providers[peer]
+        if not providers:
+            del self._keys[key]
+        self._count -= 1
+        keys = self._keys_of[peer]
+        keys.discard(key)
+        if not keys:
+            del self._keys_of[peer]
+
+
+@dataclass
+class _Value:
+    publisher: str
+    at: float
+    networks: OrderedDict[str, None]  # where those who published it come from, the latest last
+
+
+class ValueStore:
+    """Small values by key, at most a few a key, each from another publisher.
+
+    A full key never locks: a newcomer replaces the value that the fewest networks stand behind, by lot among equals.
+    What many members of a swarm publish is therefore safe from one who makes up names, and such a one can no more keep
+    others out than they it.
+    """
+
+    def __init__(self, rng: random.Random | None = None) -> None:
+        self._keys: OrderedDict[bytes, dict[bytes, _Value]] = OrderedDict()  # key -> value -> who says so
+        self._of_publisher: Counter[str] = Counter()
+        self._evicted_at: OrderedDict[str, float] = OrderedDict()  # by which network, lately
+        self._count = 0
+        self._rng = rng or random.Random()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, key: bytes, publisher: str, value: bytes, now: float, network: str = "") -> bool:
+        """Keep a value; the publisher's own earlier one is replaced, a full publisher refuses."""
+        values = self._keys.setdefault(key, {})
+        network = network or publisher
+        for earlier in [text for text, kept in values.items() if kept.publisher == publisher and text != value]:
+            self._remove(key, earlier)
+        values = self._keys.setdefault(key, values)
+        kept = values.get(value)
+        if kept is None:
+            if self._of_publisher[publisher] >= MAX_VALUES_PER_PUBLISHER or not self._make_room(key, network, now):
+                self._tidy(key)
+                return False
+            kept = values[value] = _Value(publisher, now, OrderedDict())
+            self._of_publisher[publisher] += 1
+            self._count += 1
+        kept.at = now
+        kept.networks[network] = None
+        kept.networks.move_to_end(network)
+        if len(kept.networks) > MAX_NETWORKS_COUNTED:
+            kept.networks.popitem(last=False)
+        self._keys.move_to_end(key)
+        if self._count > MAX_VALUE_RECORDS:
+            stalest = next(iter(self._keys))
+            self._remove(stalest, next(iter(self._keys[stalest])))
+        return True
+
+    def get(self, key: bytes, now: float) -> list[bytes]:
+        """The values of `key`, the longest kept first."""
+        for value in [v for v, kept in self._keys.get(key, {}).items() if now - kept.at >= VALUE_TTL_S]:
+            self._remove(key, value)
+        return list(self._keys.get(key, ()))
+
+    def expire(self, now: float) -> None:
+        """Forget what is too old."""
+        for key in list(self._keys):
+            self.get(key, now)
+
+    def _make_room(self, key: bytes, network: str, now: float) -> bool:
+        values = self._keys[key]
+        if len(values) < MAX_VALUES:
+            return True
+        fewest = min(len(kept.networks) for kept in values.values())
+        if fewest > 1 or now - self._evicted_at.get(network, -EVICTION_PAUSE_S) < EVICTION_PAUSE_S:
+            return False
+        self._evicted_at[network] = now
+        self._evicted_at.move_to_end(network)
+        if len(self._evicted_at) > MAX_VALUE_RECORDS:
+            self._evicted_at.popitem(last=False)
+        self._remove(key, self._rng.choice([v for v, kept in values.items() if len(kept.networks) == fewest]))
+        self._keys.setdefault(key, values)
+        return True
+
+    def _remove(self, key: bytes, value: bytes) -> None:
+        publisher = self._keys[key].pop(value).publisher
+        self._tidy(key)
+        self._count -= 1
+        self._of_publisher[publisher] -= 1
+        if not self._of_publisher[publisher]:
+            del self._of_publisher[publisher]
+
+    def _tidy(self, key: bytes) -> None:
+        if not self._keys[key]:
+            del self._keys[key]

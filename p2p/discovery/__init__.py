@@ -1,0 +1,1 @@
+"""Finding peers: multicast DNS, and peers known from before."""

@@ -1,0 +1,114 @@
+"""Which peers to look for without being asked: configured ones, remembered ones, and those that mDNS reports.
+
+Each is dialled again for ever, with a growing pause, until this node has company enough. libp2p's own bootstrap gives
+up after three failures.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Literal
+
+import trio
+
+from p2p.addresses import Address
+
+Means = Literal["mdns", "dht", "invite", "remembered"]
+MEANS: tuple[Means, ...] = ("mdns", "dht", "invite", "remembered")
+COMPANY = 8
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+_LOOK_S = 5.0
+MAX_WANTED = 512
+_DIALS_AT_ONCE = 8
+
+log = logging.getLogger("shoal.p2p.discovery")
+
+Connect = Callable[[str, list[Address]], Awaitable[bool]]
+
+
+def parse_means(text: str) -> frozenset[Means]:
+    """Read `mdns,dht,invite,remembered`; raises ValueError that names the unknown one."""
+    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    for name in chosen:
+        if name not in MEANS:
+            raise ValueError(f"--discovery: {name!r} is none of {', '.join(MEANS)}")
+    return frozenset(name for name in MEANS if name in chosen)
+
+
+class Seeker:
+    """Keeps dialling the peers it was told of, until the node has company; sticky ones are kept for ever."""
+
+    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], company: Callable[[], int]) -> None:
+        self._connect = connect
+        self._is_connected = is_connected
+        self._company = company
+        self._wanted: dict[str, list[Address]] = {}
+        self._sticky: set[str] = set()
+        self._next_at: dict[str, float] = {}
+        self._pause_s: dict[str, float] = {}
+        self._in_flight: set[str] = set()
+        self._changed = trio.Event()
+
+    def want(self, peer: str, addresses: Iterable[Address], *, sticky: bool = False) -> None:
+        """Connect to `peer` soon; a sticky one is connected to again whenever it is lost."""
+        if peer not in self._wanted and len(self._wanted) >= MAX_WANTED:
+            spare = next((name for name in self._wanted if name not in self._sticky), None)
+            if spare is None:
+                return
+            self._forget(spare)
+        known = self._wanted.setdefault(peer, [])
+        known.extend(address for address in addresses if address not in known)
+        del known[:-16]
+        if sticky:
+            self._sticky.add(peer)
+        self._next_at[peer] = trio.current_time()
+        self._pause_s[peer] = _FIRST_PAUSE_S
+        self._changed.set()
+
+    def is_sticky(self, peer: str) -> bool:
+        """Whether `peer` is one to be kept connected."""
+        return peer in self._sticky
+
+    async def run(self) -> None:
+        """Dial whoever is due, for ever."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._changed = trio.Event()
+                now = trio.current_time()
+                for peer in self._due(now)[: _DIALS_AT_ONCE - len(self._in_flight)]:
+                    self._in_flight.add(peer)
+                    nursery.start_soon(self._try, peer)
+                with trio.move_on_after(self._patience(now)):
+                    await self._changed.wait()
+
+    def _due(self, now: float) -> list[str]:
+        due = [
+            peer
+            for peer in self._wanted
+            if peer not in self._in_flight and self._next_at[peer] <= now and not self._is_connected(peer)
+        ]
+        if self._company() >= COMPANY:
+            due = [peer for peer in due if peer in self._sticky]
+        return due
+
+    def _patience(self, now: float) -> float:
+        waiting = [self._next_at[peer] - now for peer in self._wanted if self._next_at[peer] > now]
+        return min([_LOOK_S, *waiting])
+
+    async def _try(self, peer: str) -> None:
+        try:
+            reached = await self._connect(peer, self._wanted.get(peer, []))
+        finally:
+            self._in_flight.discard(peer)
+        if peer in self._wanted:
+            pause_s = _FIRST_PAUSE_S if reached else self._pause_s[peer]
+            self._next_at[peer] = trio.current_time() + pause_s * random.uniform(0.8, 1.2)
+            self._pause_s[peer] = min(2 * pause_s, _LONGEST_PAUSE_S)
+        self._changed.set()
+
+    def _forget(self, peer: str) -> None:
+        for table in (self._wanted, self._next_at, self._pause_s):
+            table.pop(peer, None)

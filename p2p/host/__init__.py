@@ -1,0 +1,1 @@
+"""The libp2p host: listening, dialling, connections, and who may connect."""

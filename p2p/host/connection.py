@@ -1,0 +1,218 @@
+"""One secured, multiplexed connection to one peer, and the streams on it.
+
+A connection owns every task that runs on it. An error in a stream's handler costs that stream alone; the end of the
+multiplexer, or `abort`, ends them all at once, even where the peer no longer reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import trio
+
+from p2p.addresses import Address, Scope
+from p2p.channel import multistream
+from p2p.errors import P2PError, PeerUnreachable, StreamReset
+from p2p.log_limit import LogLimit
+from p2p.values import Buffer
+
+NEGOTIATION_TIMEOUT_S = 10.0
+_GOODBYE_S = 0.5
+
+log = logging.getLogger("shoal.p2p.connection")
+log.addFilter(LogLimit())  # peers can bring these lines about
+
+
+class Stream:
+    """A byte stream to a peer under an agreed protocol."""
+
+    def __init__(self, connection: Connection, muxed: Any, protocol: str) -> None:
+        self.connection = connection
+        self.muxed = muxed  # libp2p's stream, for readers that want no layer in between
+        self.protocol = protocol
+
+    @property
+    def peer(self) -> str:
+        """The peer at the other end."""
+        return self.connection.peer
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Some bytes, at most `n`; nothing at the end."""
+        try:
+            return await self.muxed.read(n)  # type: ignore[no-any-return]
+        except Exception as error:
+            if type(error).__name__.endswith("EOF"):
+                return b""
+            raise StreamReset(f"the stream to {self.peer} broke ({type(error).__name__})") from error
+
+    async def write(self, data: bytes) -> None:
+        """Send `data`; waits while the peer's window is full."""
+        await self.write_parts((data,))
+
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        """Send the concatenation of `parts` without making it."""
+        try:
+            await self.muxed.write_parts(parts)
+        except Exception as error:
+            raise StreamReset(f"the stream to {self.peer} broke ({type(error).__name__})") from error
+
+    async def close(self) -> None:
+        """Nothing more will be sent; the peer may go on."""
+        try:
+            await self.muxed.close()
+        except Exception as error:
+            log.debug("closing a stream to %s: %r", self.peer, error)
+
+    async def reset(self) -> None:
+        """Give the stream up in both directions; never waits longer than a moment."""
+        with trio.CancelScope(deadline=trio.current_time() + _GOODBYE_S, shield=True):
+            try:
+                await self.muxed.reset()
+            except Exception as error:
+                log.debug("resetting a stream to %s: %r", self.peer, error)
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+
+
+class Connection:
+    """A connection to `peer`, known here by the address it was dialled at or came from."""
+
+    def __init__(self, muxed: Any, raw: Any, peer: str, address: Address, *, initiated: bool, max_streams: int) -> None:
+        self.muxed = muxed
+        self.raw = raw
+        self.peer = peer
+        self.address = address
+        self.initiated = initiated
+        self.opened_at = trio.current_time()
+        self.rtt_s: float | None = None
+        self.closed = trio.Event()
+        self.ready = trio.Event()
+        self.reason = "closed"
+        self.inbound_streams = 0
+        self._max_streams = max_streams
+
+    def __repr__(self) -> str:
+        return f"<Connection {'to' if self.initiated else 'from'} {self.peer[-6:]} at {self.address}>"
+
+    @property
+    def relayed(self) -> bool:
+        """Whether another peer carries this connection."""
+        return self.address.scope is Scope.RELAY
+
+    @property
+    def is_open(self) -> bool:
+        """Whether streams can still be opened."""
+        return not self.closed.is_set() and not self.muxed.is_closed
+
+    async def run(
+        self,
+        handlers: dict[str, StreamHandler],
+        companions: list[Callable[[Connection], Awaitable[None]]],
+    ) -> None:
+        """Own this connection until it ends: the multiplexer, the companions, and a task for each stream accepted."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._abort_when_cancelled)
+                nursery.start_soon(self._multiplex, nursery.cancel_scope)
+                await self.muxed.event_started.wait()
+                self.ready.set()
+                for companion in companions:
+                    nursery.start_soon(self._accompany, companion)
+                while True:
+                    muxed_stream = await self.muxed.accept_stream()
+                    if self.inbound_streams >= self._max_streams:
+                        nursery.start_soon(Stream(self, muxed_stream, "").reset)
+                    else:
+                        self.inbound_streams += 1
+                        nursery.start_soon(self._serve, muxed_stream, handlers)
+        except* Exception as errors:
+            log.debug("connection to %s ended: %r", self.peer, errors.exceptions)
+        finally:
+            self.abort()
+            self.ready.set()
+            self.closed.set()
+
+    async def open_stream(self, protocol: str) -> Stream:
+        """A new stream on which the peer agreed to speak `protocol`."""
+        muxed_stream = None
+        try:
+            with trio.fail_after(NEGOTIATION_TIMEOUT_S):
+                try:
+                    muxed_stream = await self.muxed.open_stream()
+                except Exception as error:
+                    raise PeerUnreachable(f"the connection to {self.peer} is closing") from error
+                stream = Stream(self, muxed_stream, protocol)
+                await multistream.propose(stream, [protocol])
+            return stream
+        except trio.TooSlowError:
+            await Stream(self, muxed_stream, protocol).reset()
+            raise PeerUnreachable(f"{self.peer} did not answer within {NEGOTIATION_TIMEOUT_S:.0f} s") from None
+        except BaseException:
+            if muxed_stream is not None:
+                await Stream(self, muxed_stream, protocol).reset()
+            raise
+
+    async def close(self, reason: str = "closed") -> None:
+        """Say goodbye if the peer still listens, then close; takes half a second at most."""
+        if not self.closed.is_set():
+            self.reason = reason
+            with trio.CancelScope(deadline=trio.current_time() + _GOODBYE_S, shield=True):
+                try:
+                    await self.muxed.close()
+                except Exception as error:
+                    log.debug("saying goodbye to %s: %r", self.peer, error)
+            self.abort()
+
+    def abort(self, reason: str | None = None) -> None:
+        """Close the raw connection at once, whatever anybody is waiting for on it."""
+        if reason is not None and not self.closed.is_set():
+            self.reason = reason
+        cut = getattr(self.muxed, "abort", None)
+        if cut is not None:
+            cut()
+        self.raw.stream.abort()
+
+    async def _abort_when_cancelled(self) -> None:
+        # Writers shield themselves so as not to tear a record; only a closed socket ends one towards a frozen peer.
+        try:
+            await trio.sleep_forever()
+        finally:
+            self.abort()
+
+    async def _multiplex(self, scope: trio.CancelScope) -> None:
+        try:
+            await self.muxed.start()
+        except Exception as error:
+            log.debug("multiplexer to %s failed: %r", self.peer, error)
+        finally:
+            # Whoever still waits on this connection waits in vain.
+            scope.cancel()
+            self.muxed.event_started.set()
+
+    async def _accompany(self, companion: Callable[[Connection], Awaitable[None]]) -> None:
+        try:
+            await companion(self)
+        except* P2PError as errors:
+            log.debug("%s: %s", self.peer, errors.exceptions)
+        except* Exception:
+            log.exception("a companion of the connection to %s failed", self.peer)
+
+    async def _serve(self, muxed_stream: Any, handlers: dict[str, StreamHandler]) -> None:
+        stream = Stream(self, muxed_stream, "")
+        served = False
+        try:
+            with trio.fail_after(NEGOTIATION_TIMEOUT_S):
+                stream.protocol = await multistream.choose(stream, handlers)
+            await handlers[stream.protocol](stream)
+            served = True
+        except* (P2PError, trio.TooSlowError) as errors:
+            log.debug("a stream of %s under %r ended: %s", self.peer, stream.protocol, errors.exceptions)
+        except* Exception:
+            log.exception("the handler of %s failed on a stream of %s", stream.protocol, self.peer)
+        finally:
+            self.inbound_streams -= 1
+            if not served:
+                await stream.reset()

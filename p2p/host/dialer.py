@@ -1,0 +1,106 @@
+"""In which order the addresses of a peer are tried, and trying them: several at once, staggered, first one wins.
+
+`order` is pure. `first_of` knows nothing of sockets; it is given what to try.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+import trio
+
+from p2p.addresses import Address, Scope, same_lan
+from p2p.errors import P2PError, PeerUnreachable
+
+STAGGER_S = 0.15
+_RELAY_HEAD_START_S = 0.6
+MAX_ATTEMPTS = 16
+
+log = logging.getLogger("shoal.p2p.dialer")
+
+Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+Result = TypeVar("Result")
+
+
+def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list[Address]:
+    """The addresses worth dialling, best first: this machine, this network, other private ones, public, relayed.
+
+    Within a class the given order (the proven and newest first) stays. Loopback is tried early only if the peer
+    seems to run on this machine, and last of the direct ones otherwise.
+    """
+    usable = [address for address in dict.fromkeys(addresses) if address.scope is not Scope.UNUSABLE and address.port]
+    own_ips = {own.ip for own in interfaces}
+    elsewhere = [address for address in usable if address.scope in (Scope.LAN, Scope.PUBLIC)]
+    on_this_machine = not elsewhere or any(address.ip in own_ips for address in elsewhere)
+
+    def rank(address: Address) -> int:
+        ip = address.ip
+        match address.scope:
+            case Scope.LOOPBACK:
+                return 0 if on_this_machine else 4
+            case Scope.LAN:
+                return 1 if ip is not None and same_lan(ip, interfaces) else 2
+            case Scope.PUBLIC:
+                return 3
+        return 5
+
+    return sorted(usable, key=rank)[:MAX_ATTEMPTS]
+
+
+def delay_before(address: Address, previous: Address | None) -> float:
+    """How long to wait for `previous` before `address` is tried beside it: a relay is worth a longer wait."""
+    if previous is None:
+        return 0.0
+    if address.scope is Scope.RELAY and previous.scope is not Scope.RELAY:
+        return _RELAY_HEAD_START_S
+    return STAGGER_S
+
+
+async def first_of(
+    peer: str,
+    attempts: Sequence[Address],
+    dial: Callable[[Address], Awaitable[Result]],
+    discard: Callable[[Result], None],
+) -> Result:
+    """The first connection that any attempt makes; the next starts when one fails or takes too long.
+
+    Raises `PeerUnreachable` with what became of each. A second success that comes too late to be cancelled goes to
+    `discard`.
+    """
+    won: list[Result] = []
+    failures: list[str] = []
+
+    async def attempt(address: Address, done: trio.Event, scope: trio.CancelScope) -> None:
+        try:
+            result = await dial(address)
+            if won:
+                discard(result)
+            else:
+                won.append(result)
+                scope.cancel()
+        except (P2PError, OSError) as error:
+            failures.append(f"{address}: {error}")
+        except trio.TooSlowError:
+            failures.append(f"{address}: no answer in time")
+        except Exception as error:
+            log.exception("dialling %s", address)
+            failures.append(f"{address}: {error!r}")
+        finally:
+            done.set()
+
+    async with trio.open_nursery() as nursery:
+        done, previous = trio.Event(), None
+        for address in attempts:
+            with trio.move_on_after(delay_before(address, previous)):
+                if previous is not None:
+                    await done.wait()
+            done, previous = trio.Event(), address
+            nursery.start_soon(attempt, address, done, nursery.cancel_scope)
+    if won:
+        return won[0]
+    if not attempts:
+        raise PeerUnreachable(f"no address of {peer} is known")
+    raise PeerUnreachable(f"{peer} could not be reached: {'; '.join(failures)}")

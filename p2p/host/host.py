@@ -1,0 +1,354 @@
+"""The libp2p host: listens, dials, secures, and hands each stream to the handler of its protocol.
+
+It speaks libp2p on the wire (TCP, multistream-select, Noise, yamux) with py-libp2p's building blocks, and leaves out
+py-libp2p's own swarm, in which one exception ends everything. What is spoken on the streams is for others to say.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import trio
+
+from p2p import sockets as sockopts
+from p2p.addresses import Address, Scope, address_of, advertised, parse_address
+from p2p.channel import raw as rawio
+from p2p.channel.upgrade import Channel
+from p2p.errors import P2PError, PeerUnreachable, Refused
+from p2p.host import dialer
+from p2p.host.address_book import AddressBook
+from p2p.host.admission import Admission, ConnectionLimits, DenyList
+from p2p.host.connection import Connection, Stream, StreamHandler
+from p2p.host.listening import open_listeners
+from p2p.identity import Identity
+from p2p.log_limit import LogLimit
+from p2p.supervise import guarded, supervise
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+DIAL_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
+
+Companion = Callable[[Connection], Awaitable[None]]
+RelayDial = Callable[[Address], Awaitable[Connection]]
+
+log = logging.getLogger("shoal.p2p.host")
+log.addFilter(LogLimit())  # peers can bring these lines about
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """Where a host listens, what it tells others about that, and how much it takes from them."""
+
+    listen: tuple[str, ...] = ()  # empty: every interface at the default port, or a free one where that is taken
+    advertise: tuple[str, ...] = ()
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    deny: tuple[str, ...] = ()
+
+
+class Host:
+    """One node's connections to others, by peer id."""
+
+    def __init__(self, identity: Identity, channel: Channel, config: HostConfig, book: AddressBook) -> None:
+        self.peer_id = identity.peer_id
+        self.book = book
+        self.admission = Admission(config.limits, DenyList.parse(config.deny))
+        self.channel = channel
+        self.relay_dial: RelayDial | None = None
+        self.confirmed: list[Address] = []  # outside a NAT, where peers dialled back
+        self.extra_addresses: list[Address] = []  # behind relays
+        self._explicit = [parse_address(text).of(identity.peer_id) for text in config.advertise]
+        self._listen = [parse_address(text) for text in config.listen]
+        self._handlers: dict[str, StreamHandler] = {}
+        self._companions: list[Companion] = []
+        self._connections: dict[str, list[Connection]] = {}
+        self._dials: dict[str, _Dial] = {}
+        self._listening: list[Address] = []
+        self._nursery: trio.Nursery | None = None
+        self._stopping = False
+
+    # --- what others ask of it ---------------------------------------------------------------------------------------
+
+    @property
+    def addresses(self) -> list[Address]:
+        """The addresses to tell others, each with this node's peer id; never a wildcard."""
+        listening = [address.of(self.peer_id) for address in self._listening]
+        own = advertised(listening, sockopts.own_ips(), self._explicit)
+        return list(dict.fromkeys([*own, *self.confirmed, *self.extra_addresses]))
+
+    @property
+    def listening(self) -> list[Address]:
+        """Where this host's sockets are bound."""
+        return list(self._listening)
+
+    def handle(self, protocol: str, handler: StreamHandler) -> None:
+        """Give every stream that a peer opens under `protocol` to `handler`."""
+        self._handlers[protocol] = handler
+
+    def unhandle(self, protocol: str) -> None:
+        """Refuse streams under `protocol` from now on."""
+        self._handlers.pop(protocol, None)
+
+    @property
+    def protocols(self) -> list[str]:
+        """The protocols that are answered."""
+        return list(self._handlers)
+
+    def accompany(self, companion: Companion) -> None:
+        """Run `companion` beside every connection, for as long as it lasts."""
+        self._companions.append(companion)
+
+    def connection(self, peer: str) -> Connection | None:
+        """The best open connection to `peer`: a direct one before a relayed one, then the newest."""
+        usable = self.connections_to(peer)
+        return max(usable, key=lambda connection: (not connection.relayed, connection.opened_at), default=None)
+
+    def connections_to(self, peer: str) -> list[Connection]:
+        """Every open connection to one peer."""
+        return [connection for connection in self._connections.get(peer, ()) if connection.is_open]
+
+    def connections(self) -> list[Connection]:
+        """Every open connection."""
+        return [connection for group in self._connections.values() for connection in group if connection.is_open]
+
+    async def open_stream(self, peer: str, protocol: str) -> Stream:
+        """A stream to `peer` under `protocol`, on a connection that is made where there is none."""
+        connection = await self.connect(peer)
+        return await connection.open_stream(protocol)
+
+    async def connect(self, peer: str, addresses: Sequence[Address] = (), *, fresh: bool = False) -> Connection:
+        """A connection to `peer`, dialled at what is known of it and at `addresses`; `fresh` wants a direct new one.
+
+        Callers that ask at the same time share one dial, which goes on though one of them gives up.
+        """
+        if peer == self.peer_id:
+            raise Refused("this node does not dial itself")
+        refusal = self.admission.refuse_peer(peer, trio.current_time())
+        if refusal is not None:
+            raise Refused(f"{peer} is not spoken to: {refusal}")
+        self.book.add(peer, addresses, trio.current_time())
+        open_already = self.connection(peer)
+        if open_already is not None and not (fresh and open_already.relayed):
+            return open_already
+        if self._nursery is None:
+            raise PeerUnreachable("the host is not running")
+        dial = self._dials.get(peer)
+        if dial is None:
+            dial = self._dials[peer] = _Dial()
+            self._nursery.start_soon(self._run_dial, peer, dial)
+        await dial.done.wait()
+        if dial.connection is None:
+            raise PeerUnreachable(dial.failure)
+        return dial.connection
+
+    async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
+        """Close every connection to `peer`; one that misbehaved is held off, longer each time."""
+        if misbehaved:
+            seconds = self.admission.punish(peer, trio.current_time())
+            log.warning("%s misbehaved; it is held off for %.0f s", peer, seconds)
+        async with trio.open_nursery() as nursery:
+            for connection in list(self._connections.get(peer, ())):
+                nursery.start_soon(connection.close, "misbehaved" if misbehaved else "closed")
+
+    # --- its life ----------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Listen and serve until cancelled; restarts by itself, on the same ports, after an error."""
+        listeners = await self._open_listeners()
+        started = False
+
+        async def incarnation() -> None:
+            nonlocal listeners, started
+            if not listeners:
+                listeners = await self._open_listeners()
+            current, listeners = listeners, []
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._nursery = nursery
+                    if not started:
+                        started = True
+                        task_status.started()
+                    await trio.serve_listeners(self._accept, current)
+            finally:
+                self._nursery = None
+                for listener in current:
+                    listener.socket.close()
+
+        await supervise("the libp2p host", incarnation)
+
+    async def goodbye(self) -> None:
+        """Close every connection politely, half a second at most in all; call before cancelling `run`."""
+        self._stopping = True
+        async with trio.open_nursery() as nursery:
+            for connection in self.connections():
+                nursery.start_soon(connection.close, "this node stops")
+
+    async def _open_listeners(self) -> list[trio.SocketListener]:
+        listeners = await open_listeners(self._listening or self._listen)
+        self._listening = [address_of(*listener.socket.getsockname()[:2]) for listener in listeners]
+        return listeners
+
+    # --- connections -------------------------------------------------------------------------------------------------
+
+    async def _accept(self, stream: trio.SocketStream) -> None:
+        await guarded("an inbound connection", self._admit, stream)
+
+    async def _admit(self, stream: trio.SocketStream) -> None:
+        try:
+            name = stream.socket.getpeername()
+            ip = ipaddress.ip_address(str(name[0]).split("%", 1)[0])
+        except (OSError, ValueError):
+            sockopts.abort(stream.socket)
+            return
+        refusal = self.admission.begin_handshake(ip, trio.current_time())
+        if refusal is not None:
+            log.debug("a connection from %s is refused: %s", ip, refusal)
+            sockopts.abort(stream.socket)
+            return
+        try:
+            sockopts.tune(stream.socket)
+            raw = rawio.raw_connection(stream, initiator=False)
+            connection = await self._establish(raw, address_of(str(ip), name[1]), None)
+        except (P2PError, OSError, trio.TooSlowError) as error:
+            log.debug("a connection from %s failed: %s", ip, error)
+            sockopts.abort(stream.socket)
+            return
+        except BaseException:
+            sockopts.abort(stream.socket)
+            raise
+        finally:
+            self.admission.end_handshake(ip)
+        await self._keep(connection)
+
+    async def dial(self, address: Address, peer: str, source_port: int | None = None) -> Connection:
+        """One attempt at one address; raises `P2PError`, OSError or `trio.TooSlowError`."""
+        if address.relay is not None:
+            if self.relay_dial is None:
+                raise PeerUnreachable("this node uses no relays")
+            return await self.relay_dial(address.of(peer))
+        if source_port is None and address.scope is Scope.PUBLIC:
+            # From the listening port, so that a NAT's mapping for it is what others are told about.
+            source_port = next((own.port for own in self._listening if own.kind == address.kind), None)
+        stream = await self._connect_socket(address, source_port)
+        try:
+            raw = rawio.raw_connection(stream, initiator=True)
+            return await self.adopt(raw, address.of(peer), peer)
+        except BaseException:
+            sockopts.abort(stream.socket)
+            raise
+
+    async def adopt(self, raw: object, address: Address, peer: str | None) -> Connection:
+        """Secure a raw connection from wherever it comes and keep it; `peer` is who must be at the other end."""
+        connection = await self._establish(raw, address, peer)
+        if self._nursery is None:
+            connection.abort()
+            raise PeerUnreachable("the host is not running")
+        self._nursery.start_soon(self._keep, connection)
+        await connection.ready.wait()
+        if connection.closed.is_set():
+            raise PeerUnreachable(f"the connection to {connection.peer} broke at once")
+        return connection
+
+    async def proves(self, address: Address, peer: str) -> bool:
+        """Whether `peer` answers a handshake at `address`; the connection is not kept."""
+        stream = await self._connect_socket(address, None)
+        try:
+            raw = rawio.raw_connection(stream, initiator=True)
+            await self.channel.secure(raw, peer)
+            return True
+        finally:
+            sockopts.abort(stream.socket)
+
+    async def _connect_socket(self, address: Address, source_port: int | None) -> trio.SocketStream:
+        with trio.fail_after(_CONNECT_TIMEOUT_S):
+            if address.ip is not None:
+                if self.admission.deny.denies_ip(address.ip):
+                    raise Refused(f"{address.host} is in a denied network")
+                try:
+                    return await sockopts.connect(address.host, address.port, source_port)
+                except OSError as error:
+                    if source_port is None or error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+                        raise
+                    return await sockopts.connect(address.host, address.port)
+            stream = await trio.open_tcp_stream(address.host, address.port)
+            if self.admission.deny.denies_ip(ipaddress.ip_address(stream.socket.getpeername()[0].split("%", 1)[0])):
+                sockopts.abort(stream.socket)
+                raise Refused(f"{address.host} is in a denied network")
+            sockopts.tune(stream.socket)
+            return stream
+
+    async def _establish(self, raw: object, address: Address, expected: str | None) -> Connection:
+        limits = self.admission.limits
+        with trio.fail_after(limits.handshake_timeout_s):
+            secured, peer = await self.channel.secure(raw, expected)  # type: ignore[arg-type]
+            refusal = self.admission.refuse_peer(peer, trio.current_time())
+            if peer == self.peer_id:
+                refusal = "it is this node itself"
+            if refusal is not None:
+                raise Refused(f"{peer} is not spoken to: {refusal}")
+            muxed = await self.channel.multiplex(secured, peer)
+        initiated = bool(getattr(raw, "is_initiator", False))
+        return Connection(
+            muxed, raw, peer, address.of(peer), initiated=initiated, max_streams=limits.streams_per_connection
+        )
+
+    async def _keep(self, connection: Connection) -> None:
+        """Own a connection from its first to its last moment, within the limits."""
+        ip = connection.address.ip or ipaddress.ip_address("0.0.0.0")
+        if self._stopping or not self.admission.opened(ip):
+            connection.abort("too many connections are open")
+            connection.ready.set()
+            connection.closed.set()
+            return
+        group = self._connections.setdefault(connection.peer, [])
+        group.append(connection)
+        try:
+            if len(group) > self.admission.limits.connections_per_peer:
+                # A peer that restarted comes back before its old connections are known to be dead.
+                group[0].abort("a newer connection replaced it")
+            await connection.run(self._handlers, self._companions)
+        finally:
+            self.admission.closed(ip)
+            group.remove(connection)
+            if not group and self._connections.get(connection.peer) is group:
+                del self._connections[connection.peer]
+
+    async def _run_dial(self, peer: str, dial: _Dial) -> None:
+        try:
+            with trio.move_on_after(DIAL_TIMEOUT_S):
+                dial.connection = await self._dial_best(peer)
+        except P2PError as error:
+            dial.failure = str(error)
+        except Exception as error:
+            log.exception("dialling %s failed", peer)
+            dial.failure = f"dialling {peer} failed: {error!r}"
+        finally:
+            self._dials.pop(peer, None)
+            dial.failure = dial.failure or f"{peer} did not answer within {DIAL_TIMEOUT_S:.0f} s"
+            dial.done.set()
+
+    async def _dial_best(self, peer: str) -> Connection:
+        async def attempt(address: Address) -> Connection:
+            try:
+                connection = await self.dial(address, peer)
+            except Exception:
+                self.book.failed(address)
+                raise
+            self.book.succeeded(address, trio.current_time())
+            return connection
+
+        attempts = dialer.order(self.book.addresses(peer), sockopts.own_interfaces())
+        return await dialer.first_of(peer, attempts, attempt, lambda late: late.abort("another dial was faster"))
+
+
+@dataclass
+class _Dial:
+    done: trio.Event = field(default_factory=trio.Event)
+    connection: Connection | None = None
+    failure: str = ""

@@ -1,0 +1,1 @@
+"""Shoal's protocol over a pair of streams: calls, messages, priorities, quotas."""

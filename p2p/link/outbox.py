@@ -1,0 +1,141 @@
+"""What waits to be written on one link, by priority; pure: the writer task asks for the next bytes.
+
+A message of higher priority overtakes between chunks; messages of one priority keep their order. Each priority's queue
+is bounded, with room for one message of any size whenever it is below the bound.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, encode_header
+from p2p.values import MESSAGE_COST_BYTES, PRIORITIES, Buffer
+
+QUEUE_BYTES = 8 * 2**20
+COALESCE_BYTES = 16 * 1024  # small frames that wait together are written together
+MAX_URGENT_FRAMES = 8192
+
+
+class Outgoing:
+    """One message on its way out, and how much of it has been handed to the writer."""
+
+    __slots__ = ("arg", "dropped", "id", "kind", "left", "name", "parts", "priority", "sent", "size")
+
+    def __init__(
+        self,
+        kind: int,
+        id: int,
+        priority: int,
+        parts: Sequence[Buffer] = (),
+        size: int = 0,
+        name: bytes = b"",
+        arg: int = 0,
+    ) -> None:
+        self.kind, self.id, self.priority = kind, id, priority
+        self.parts, self.size, self.name, self.arg = parts, size, name, arg
+        self.sent = 0
+        self.dropped = False
+        self.left: Callable[[], None] | None = None  # told when the last of it went to the writer, or was dropped
+
+    def next_chunk(self) -> tuple[list[Buffer], int, bool]:
+        """The next frame in pieces, its length, and whether it is the last one."""
+        if self.size <= CHUNK_BYTES:
+            header = encode_header(
+                self.kind, self.priority | FIRST | LAST, self.id, self.size, self.size, self.arg, self.name
+            )
+            return [header, *self.parts], len(header) + self.size, True
+        start, self.sent = self.sent, min(self.sent + CHUNK_BYTES, self.size)
+        last = self.sent == self.size
+        flags = self.priority | (FIRST if start == 0 else 0) | (LAST if last else 0)
+        name = self.name if start == 0 else b""
+        header = encode_header(self.kind, flags, self.id, self.sent - start, self.size, self.arg, name)
+        return [header, *self._cut(start, self.sent)], len(header) + self.sent - start, last
+
+    def _cut(self, start: int, stop: int) -> list[memoryview]:
+        pieces, offset = [], 0
+        for part in self.parts:
+            view = memoryview(part).cast("B")
+            low, high = max(start - offset, 0), min(stop - offset, len(view))
+            if low < high:
+                pieces.append(view[low:high])
+            offset += len(view)
+            if offset >= stop:
+                break
+        return pieces
+
+
+def spoken(kind: int, id: int, code: str, text: str) -> Outgoing:
+    """An error or a reset with its code and words."""
+    words = text.encode()[:MAX_TEXT_BYTES]
+    return Outgoing(kind, id, 0, (words,), len(words), code.encode())
+
+
+class Outbox:
+    """Bounded queues of outgoing messages, one for each priority."""
+
+    def __init__(self) -> None:
+        self._queues: tuple[deque[Outgoing], ...] = tuple(deque() for _ in range(PRIORITIES))
+        self._queued = [0] * PRIORITIES
+        # By id, since a peer chooses how often something is dropped: a search would let it keep this node busy.
+        self._by_id: dict[int, dict[Outgoing, None]] = {}
+
+    def has_room(self, priority: int) -> bool:
+        """Whether the queue of this priority takes one more message of any size."""
+        return self._queued[priority] < QUEUE_BYTES
+
+    def overrun(self) -> bool:
+        """Whether more small frames wait than a peer that reads would ever let pile up."""
+        return len(self._queues[0]) > MAX_URGENT_FRAMES
+
+    def put(self, message: Outgoing) -> None:
+        """Queue a message; whoever may be refused asks `has_room` first."""
+        self._queues[message.priority].append(message)
+        self._queued[message.priority] += message.size + MESSAGE_COST_BYTES
+        self._by_id.setdefault(message.id, {})[message] = None
+
+    def urgency(self) -> int | None:
+        """The priority of what would be written next, or None when nothing waits."""
+        for priority, queue in enumerate(self._queues):
+            while queue and queue[0].dropped:
+                self._forget(queue.popleft())
+            if queue:
+                return priority
+        return None
+
+    def take(self) -> tuple[list[Buffer], int]:
+        """What to write next, in pieces, and its length: one chunk, or several small messages of one priority."""
+        priority = self.urgency()
+        if priority is None:
+            return [], 0
+        queue = self._queues[priority]
+        batch, size, done = queue[0].next_chunk()
+        if not done:
+            return batch, size
+        self._forget(queue.popleft())
+        while queue and size + queue[0].size < COALESCE_BYTES:
+            message = queue.popleft()
+            self._forget(message)
+            if not message.dropped:
+                frame, length, _ = message.next_chunk()
+                batch += frame
+                size += length
+        return batch, size
+
+    def drop(self, id: int) -> None:
+        """Never send what is queued under this id, nor the rest of what is half sent."""
+        for message in self._by_id.pop(id, ()):
+            message.dropped = True
+            message.parts = ()  # lets go of the buffers, and makes room, before the queue reaches it
+            self._queued[message.priority] -= message.size
+            message.size = 0
+
+    def _forget(self, message: Outgoing) -> None:
+        self._queued[message.priority] -= message.size + MESSAGE_COST_BYTES
+        of_id = self._by_id.get(message.id)
+        if of_id is not None:
+            of_id.pop(message, None)
+            if not of_id:
+                del self._by_id[message.id]
+        if message.left is not None:
+            message.left()

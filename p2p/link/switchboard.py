@@ -1,0 +1,190 @@
+"""Calls and streams by peer id: finds, shares and replaces the links to each peer.
+
+Two lanes to a peer, each one byte stream that is opened when first needed: the live lane for calls and message streams,
+and the bulk lane for calls of bulk priority, whose reader may be slowed by the download limit without delaying anything
+else. How byte streams come about is the dialler's business, so this runs over libp2p, sockets and memory alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable
+from p2p.link.bandwidth import Bandwidth
+from p2p.link.byte_stream import ByteStream
+from p2p.link.link import PeerLink, RequestHandler, Services, StreamHandler
+from p2p.link.quota import Limits, Quota
+from p2p.link.streams import MessageStream
+from p2p.log_limit import LogLimit
+from p2p.values import BULK, CONTROL, Payload, check_name
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+LIVE_LANE = "/shoal/1/live"
+BULK_LANE = "/shoal/1/bulk"
+LANES = (LIVE_LANE, BULK_LANE)
+MAX_LINKS_A_LANE = 4
+
+log = logging.getLogger("shoal.p2p.rpc")
+log.addFilter(LogLimit())  # peers can bring these lines about
+
+Dial = Callable[[str, str], Awaitable[ByteStream]]  # (peer, lane) -> a byte stream; raises P2PError
+
+
+class _Dialling:
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.link: PeerLink | None = None
+        self.failure: P2PError | None = None
+
+
+class Switchboard:
+    """All links of a node."""
+
+    def __init__(self, dial: Dial, *, limits: Limits | None = None, bandwidth: Bandwidth | None = None) -> None:
+        self.services = Services(Quota(limits), bandwidth or Bandwidth(), misbehaved=self._report)
+        self.is_lan: Callable[[str], bool] = lambda peer: False
+        self.on_misbehaved: Callable[[str, str], None] = lambda peer, why: None
+        self._dial = dial
+        self._links: dict[tuple[str, str], list[PeerLink]] = {}
+        self._dialling: dict[tuple[str, str], _Dialling] = {}
+        self._listeners: list[Callable[[str], None]] = []
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the links that this node dials; cancel it to end them."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                self._nursery = None
+
+    async def attend(self, peer: str, lane: str, stream: ByteStream) -> None:
+        """Run a link over a byte stream that a peer opened, until it ends."""
+        present = self._links.get((peer, lane), [])
+        # The oldest give way: a peer that restarted comes back before its old links are known to be dead.
+        for link in present[: max(len(present) - MAX_LINKS_A_LANE + 1, 0)]:
+            link.close()
+        await self._run_link(self._link(peer, lane, stream, initiator=False), lane)
+
+    def serve(self, method: str, handler: RequestHandler) -> None:
+        """Answer calls of `method`."""
+        check_name(method)
+        self.services.methods[method] = handler
+
+    def accept(self, protocol: str, handler: StreamHandler) -> None:
+        """Run `handler` for each stream opened under `protocol`."""
+        check_name(protocol)
+        self.services.protocols[protocol] = handler
+
+    async def call(self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
+        """One request, one answer; the deadline covers the dial too."""
+        deadline = trio.current_time() + timeout_s
+        link = await self._linked(peer, BULK_LANE if priority >= BULK else LIVE_LANE, timeout_s)
+        return await link.call(method, body, timeout_s=max(deadline - trio.current_time(), 0), priority=priority)
+
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MessageStream:
+        """A new stream to a peer."""
+        deadline = trio.current_time() + timeout_s
+        link = await self._linked(peer, LIVE_LANE, timeout_s)
+        return await link.open(protocol, timeout_s=max(deadline - trio.current_time(), 0))
+
+    async def ping(self, peer: str, timeout_s: float) -> float:
+        """The round-trip time over the live lane."""
+        return await (await self._linked(peer, LIVE_LANE, timeout_s)).ping(timeout_s)
+
+    def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Tell `listener` of each peer whose last link ended from the other side, or broke; returns how to stop it."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def peers(self) -> list[str]:
+        """Everybody there is a link to."""
+        return list(dict.fromkeys(peer for peer, _ in self._links))
+
+    def links_to(self, peer: str) -> list[PeerLink]:
+        """The open links to one peer, for their figures."""
+        return [link for lane in LANES for link in self._links.get((peer, lane), ())]
+
+    def renew(self, peer: str) -> None:
+        """Dial a new live link to a peer, now that there is a better way; what runs on the old one goes on there."""
+        if self._nursery is not None and (peer, LIVE_LANE) not in self._dialling:
+            dialling = self._dialling[(peer, LIVE_LANE)] = _Dialling()
+            self._nursery.start_soon(self._dial_and_run, peer, LIVE_LANE, dialling)
+
+    def hang_up(self, peer: str) -> None:
+        """End every link to a peer."""
+        for link in self.links_to(peer):
+            link.hung_up = True
+            link.close()
+
+    def _report(self, peer: str, why: str) -> None:
+        self.hang_up(peer)
+        self.on_misbehaved(peer, why)
+
+    def _link(self, peer: str, lane: str, stream: ByteStream, *, initiator: bool) -> PeerLink:
+        link = PeerLink(
+            peer, stream, self.services, initiator=initiator, paced=lane == BULK_LANE, exempt=self.is_lan(peer)
+        )
+        self._links.setdefault((peer, lane), []).append(link)
+        return link
+
+    async def _run_link(self, link: PeerLink, lane: str) -> None:
+        try:
+            await link.run()
+        finally:
+            self._unlist(link, lane)
+
+    def _unlist(self, link: PeerLink, lane: str) -> None:
+        key = (link.peer, lane)
+        self._links[key].remove(link)
+        if not self._links[key]:
+            del self._links[key]
+        if link.hung_up or self.links_to(link.peer):
+            return
+        for listener in tuple(self._listeners):
+            try:
+                listener(link.peer)
+            except Exception:
+                log.exception("a listener failed on the loss of the link to %s", link.peer)
+
+    async def _linked(self, peer: str, lane: str, timeout_s: float) -> PeerLink:
+        # A peer dialled from both sides at once has two links; both serve, the newest one is used.
+        for link in reversed(self._links.get((peer, lane), ())):
+            if not link.ended:
+                return link
+        dialling = self._dialling.get((peer, lane))
+        if dialling is None:
+            if self._nursery is None:
+                raise PeerUnreachable("the network of this node is not running")
+            dialling = self._dialling[(peer, lane)] = _Dialling()
+            self._nursery.start_soon(self._dial_and_run, peer, lane, dialling)
+        with trio.move_on_after(max(timeout_s, 0)):
+            await dialling.done.wait()
+            if dialling.link is None:
+                raise dialling.failure or PeerUnreachable(f"{peer} could not be reached")
+            return dialling.link
+        raise DeadlineExceeded(f"{peer} could not be reached within {timeout_s:g} s")
+
+    async def _dial_and_run(self, peer: str, lane: str, dialling: _Dialling) -> None:
+        # In a task of its own: callers share one dial, which goes on though one of them gives up.
+        try:
+            stream = await self._dial(peer, lane)
+            dialling.link = self._link(peer, lane, stream, initiator=True)
+        except P2PError as error:
+            dialling.failure = error
+        except Exception as error:
+            log.exception("dialling %s failed", peer)
+            dialling.failure = PeerUnreachable(f"{peer} could not be reached ({type(error).__name__})")
+        finally:
+            del self._dialling[(peer, lane)]
+            dialling.done.set()
+        if dialling.link is not None:
+            await self._run_link(dialling.link, lane)

@@ -1,0 +1,1 @@
+"""The in-memory twin of the network, for tests and simulations."""

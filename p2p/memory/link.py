@@ -1,0 +1,261 @@
+"""The wires of the in-memory network: one link between two nodes, and the message streams that run over it.
+
+It models delay, bandwidth, loss, silence (a partition or a frozen process: what was sent arrives when the link is heard
+again, as TCP would have it) and breakage. Who is linked to whom is for `p2p.memory.fabric`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import zlib
+from dataclasses import dataclass, field
+
+import trio
+
+from p2p.errors import QueueFull, StreamClosed, StreamReset
+from p2p.host.pruning import LinkUse
+from p2p.memory.timer import Timer
+from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, fits_window, joined
+
+
+@dataclass(frozen=True)
+class LinkProfile:
+    """How a link behaves: one-way delay, jitter on top of it, rate each way, and the share of messages lost."""
+
+    delay_s: float = 0.005
+    jitter_s: float = 0.0
+    bytes_per_s: float = math.inf
+    loss: float = 0.0
+    kind: LinkKind = "direct"
+
+
+@dataclass
+class Traffic:
+    """What one node sent and received: each request, answer and stream message counts as one message."""
+
+    messages_out: int = 0
+    messages_in: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+
+@dataclass
+class Lane:
+    """One direction of a link: when its wire is free again, and what went over it."""
+
+    seed: str
+    traffic_from: Traffic
+    traffic_to: Traffic
+    busy_until: float = 0.0
+    sent_bytes: int = 0
+    sent_messages: int = 0
+
+    def crossing_s(self, profile: LinkProfile, size: int, priority: int) -> float | None:
+        """Seconds until a message sent now arrives, or None where it is lost."""
+        now = trio.current_time()
+        self.sent_messages += 1
+        self.sent_bytes += size
+        self.traffic_from.messages_out += 1
+        self.traffic_from.bytes_out += size
+        if profile.loss and self._chance("loss") < profile.loss:
+            return None
+        delay_s = profile.delay_s
+        if profile.jitter_s:
+            delay_s += profile.jitter_s * self._chance("jitter")
+        if profile.bytes_per_s != math.inf:
+            wire_s = size / profile.bytes_per_s
+            free_at = max(now, self.busy_until)
+            self.busy_until = free_at + wire_s
+            # Control and decode overtake what is queued, so they wait for their own bytes only.
+            delay_s += wire_s if priority < PREFILL else self.busy_until - now
+        return delay_s
+
+    def arrived(self, size: int) -> None:
+        """Count a message at its receiver."""
+        self.traffic_to.messages_in += 1
+        self.traffic_to.bytes_in += size
+
+    def _chance(self, what: str) -> float:
+        # A hash of the message's number, not a shared generator: the fate of a message does not depend on the order
+        # in which the event loop runs other links' tasks.
+        return zlib.crc32(f"{self.seed}/{what}/{self.sent_messages}".encode()) / 2**32
+
+
+@dataclass(eq=False)
+class MemoryLink:
+    """A connection between two nodes; `lanes[x]` is the direction that starts at node `x`."""
+
+    profile: LinkProfile
+    lanes: dict[str, Lane]
+    timer: Timer
+    silent_since: float | None = None
+    broken: bool = False
+    calls: dict[trio.CancelScope, None] = field(default_factory=dict)  # ordered sets: runs repeat
+    pipes: dict[Pipe, None] = field(default_factory=dict)
+    used_at: float = field(default_factory=trio.current_time)
+    _heard: trio.Event = field(default_factory=trio.Event)
+
+    def use(self, peer: str) -> LinkUse:
+        """What this link to `peer` is used for."""
+        return LinkUse(peer, self.used_at, bool(self.calls or self.pipes))
+
+    async def cross(self, source: str, size: int, priority: int) -> None:
+        """Carry a message of a call: wait out its way, or for ever where it is lost."""
+        lane = self.lanes[source]
+        self.used_at = trio.current_time()
+        crossing_s = lane.crossing_s(self.profile, size, priority)
+        if crossing_s is None:
+            await trio.sleep_forever()
+            return
+        await self.timer.sleep(crossing_s)
+        while self.silent_since is not None:
+            await self._heard.wait()
+        lane.arrived(size)
+
+    def set_silent(self, silent: bool) -> None:
+        """Hold back, or let go, everything on the link."""
+        if silent and self.silent_since is None:
+            self.silent_since = trio.current_time()
+            self._heard = trio.Event()
+        elif not silent and self.silent_since is not None:
+            self.silent_since = None
+            self._heard.set()
+            for pipe in self.pipes:
+                pipe.wake()
+
+    def snap(self) -> None:
+        """Break: calls under way end, streams reset."""
+        self.broken = True
+        for scope in list(self.calls):
+            scope.cancel()
+        for pipe in list(self.pipes):
+            pipe.break_off()
+
+
+class Pipe:
+    """One direction of a stream: bounded by what the reader has not consumed."""
+
+    def __init__(self, link: MemoryLink, source: str) -> None:
+        self.link, self.lane = link, link.lanes[source]
+        self.waiting: list[tuple[float, int, bytes | None]] = []  # heap of (arrives_at, number, message; None: the end)
+        self.outstanding_bytes = 0
+        self.ended = self.broken = False
+        self._last_at = [0.0] * 4
+        self._changed = trio.Event()
+        link.pipes[self] = None
+
+    def wake(self) -> None:
+        """Let whoever waits on this pipe look again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def has_room(self, cost: int = WINDOW_BYTES) -> bool:
+        """Whether a message of this weight is taken now."""
+        return fits_window(self.outstanding_bytes, cost)
+
+    async def changed(self) -> None:
+        """Wait for the next change of this pipe."""
+        await self._changed.wait()
+
+    def put(self, message: bytes, priority: int) -> None:
+        """Send one message, or break the pipe where the link loses it."""
+        crossing_s = self.lane.crossing_s(self.link.profile, len(message), priority)
+        if crossing_s is None:
+            self.break_off()
+            return
+        self.outstanding_bytes += len(message) + MESSAGE_COST_BYTES
+        arrives_at = max(trio.current_time() + crossing_s, self._last_at[priority])
+        self._last_at[priority] = arrives_at
+        heapq.heappush(self.waiting, (arrives_at, self.lane.sent_messages, message))
+        self.wake()
+
+    def end(self) -> None:
+        """No more messages: the reader learns it after the last one."""
+        self.ended = True
+        arrives_at = max(*self._last_at, trio.current_time() + self.link.profile.delay_s)
+        heapq.heappush(self.waiting, (arrives_at, self.lane.sent_messages + 1, None))
+        self.wake()
+
+    def break_off(self) -> None:
+        """Reset this direction at once."""
+        self.broken = True
+        self.waiting.clear()
+        self.wake()
+
+    async def get(self, peer: str) -> bytes:
+        """The next message that has arrived."""
+        while True:
+            if self.broken:
+                raise StreamReset(f"the stream with {peer} was reset; open another one")
+            next_at = math.inf
+            if self.waiting and self.link.silent_since is None:
+                next_at, _, message = self.waiting[0]
+                if next_at <= trio.current_time():
+                    if message is None:  # stays in place, so that every later read ends too
+                        self.link.pipes.pop(self, None)
+                        raise StreamClosed(f"{peer} closed the stream")
+                    heapq.heappop(self.waiting)
+                    return self._consumed(message)
+            with trio.move_on_at(next_at):
+                await self._changed.wait()
+
+    def _consumed(self, message: bytes) -> bytes:
+        self.outstanding_bytes -= len(message) + MESSAGE_COST_BYTES
+        self.lane.arrived(len(message))
+        self.wake()
+        return message
+
+
+class MemoryStream:
+    """One end of a message stream between two nodes."""
+
+    def __init__(self, peer: str, outgoing: Pipe, incoming: Pipe) -> None:
+        self._peer, self._out, self._in = peer, outgoing, incoming
+
+    @property
+    def peer(self) -> str:
+        """The node at the other end."""
+        return self._peer
+
+    async def send(self, message: Payload, priority: int = DECODE) -> None:
+        """Queue one message, or raise `QueueFull`."""
+        body = joined(message)
+        self._check_open()
+        if not self._out.has_room(len(body) + MESSAGE_COST_BYTES):
+            raise QueueFull(f"{self._peer} has not taken {self._out.outstanding_bytes} bytes yet; slow down")
+        self._out.put(body, priority)
+        if self._out.broken:
+            await self.reset()
+
+    async def wait_room(self) -> None:
+        """Wait until a message of any size would be taken."""
+        await trio.lowlevel.checkpoint()
+        while not self._out.broken and not self._out.has_room():
+            await self._out.changed()
+        self._check_open()
+
+    async def receive(self) -> bytes:
+        """The next message."""
+        await trio.lowlevel.checkpoint()
+        return await self._in.get(self._peer)
+
+    async def aclose(self) -> None:
+        """End this side after what was sent."""
+        if not self._out.ended and not self._out.broken:
+            self._out.end()
+        await trio.lowlevel.checkpoint()
+
+    async def reset(self) -> None:
+        """Break both directions at once."""
+        self._out.break_off()
+        self._in.break_off()
+        for pipe in (self._out, self._in):
+            pipe.link.pipes.pop(pipe, None)
+        await trio.lowlevel.checkpoint()
+
+    def _check_open(self) -> None:
+        if self._out.broken:
+            raise StreamReset(f"the stream with {self._peer} was reset; open another one")
+        if self._out.ended:
+            raise StreamClosed(f"this side of the stream with {self._peer} is closed")

@@ -1,0 +1,214 @@
+"""One node of the in-memory network. Knows its handlers and links; the wires and their faults are the fabric's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import trio
+
+from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
+from p2p.host.pruning import ENOUGH_LINKS, surplus
+from p2p.memory.link import MemoryLink, MemoryStream, Pipe, Traffic
+from p2p.values import CONTROL, LinkInfo, Payload, joined
+
+if TYPE_CHECKING:
+    from p2p.memory.fabric import MemoryFabric
+
+log = logging.getLogger("shoal.p2p.memory")
+
+OPEN_BYTES = 64  # what opening a stream weighs each way
+
+T = TypeVar("T")
+RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
+StreamHandler = Callable[[MemoryStream], Awaitable[None]]
+
+
+class MemoryNode:
+    """One node of the fabric; satisfies `app.core.network.Network`."""
+
+    def __init__(self, fabric: MemoryFabric, name: str) -> None:
+        self.fabric = fabric
+        self.traffic = Traffic()
+        self.alive, self.frozen = True, False
+        self.linked: dict[str, MemoryLink] = {}
+        self._scopes: dict[trio.CancelScope, None] = {}  # stream handlers of this life of the node
+        self._name = name
+        self._handlers: dict[str, RequestHandler] = {}
+        self._stream_handlers: dict[str, StreamHandler] = {}
+        self._listeners: list[Callable[[str], None]] = []
+        self._kept: frozenset[str] = frozenset()
+        self._offences: dict[str, tuple[int, float]] = {}  # peer -> (how often, held off until)
+
+    @property
+    def peer_id(self) -> str:
+        """The node's name."""
+        return self._name
+
+    async def call(self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
+        """One request, one answer."""
+        data = joined(body)
+
+        async def exchange(link: MemoryLink) -> bytes:
+            await link.cross(self._name, len(data), priority)
+            try:
+                answer = await self._peer_of(peer).handle(self._name, method, data)
+            except (RemoteError, Refused) as error:
+                await link.cross(peer, len(str(error)), priority)
+                raise
+            await link.cross(peer, len(answer), priority)
+            return answer
+
+        return await self._over_link(peer, timeout_s, exchange)
+
+    def serve(self, method: str, handler: RequestHandler) -> None:
+        """Answer calls of `method`."""
+        self._handlers[method] = handler
+
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MemoryStream:
+        """A new stream to a peer."""
+
+        async def exchange(link: MemoryLink) -> MemoryStream:
+            await link.cross(self._name, OPEN_BYTES, CONTROL)
+            outgoing, incoming = Pipe(link, self._name), Pipe(link, peer)
+            self._peer_of(peer).take(protocol, MemoryStream(self._name, incoming, outgoing))
+            await link.cross(peer, OPEN_BYTES, CONTROL)
+            return MemoryStream(peer, outgoing, incoming)
+
+        return await self._over_link(peer, timeout_s, exchange)
+
+    def accept(self, protocol: str, handler: StreamHandler) -> None:
+        """Run `handler` for each stream opened under `protocol`."""
+        self._stream_handlers[protocol] = handler
+
+    async def provide(self, key: bytes) -> None:
+        """Be found under `key`."""
+        await self.fabric.directory.provide(self._name, key)
+
+    async def find_providers(self, key: bytes, *, timeout_s: float) -> Sequence[str]:
+        """Who provides `key`, dead ones included until their record expires."""
+        return await self.fabric.directory.find_providers(self._name, key, timeout_s)
+
+    async def put_value(self, key: bytes, value: bytes) -> None:
+        """Store a value in the directory."""
+        await self.fabric.directory.put_value(self._name, key, value)
+
+    async def get_value(self, key: bytes, *, timeout_s: float) -> bytes | None:
+        """The value stored under `key`, if the directory knows one."""
+        return await self.fabric.directory.get_value(self._name, key, timeout_s)
+
+    def addresses(self) -> Sequence[str]:
+        """The node's one address."""
+        return (f"/memory/{self._name}",)
+
+    def learn(self, peer: str, addresses: Sequence[str]) -> None:
+        """Nothing to remember: every node can be dialled by name."""
+
+    def links(self) -> Sequence[LinkInfo]:
+        """Every open link."""
+        return tuple(
+            LinkInfo(
+                peer,
+                link.profile.kind,
+                2 * link.profile.delay_s,
+                link.lanes[peer].sent_bytes,
+                link.lanes[self._name].sent_bytes,
+            )
+            for peer, link in self.linked.items()
+        )
+
+    def keep_links(self, peers: Iterable[str]) -> None:
+        """Hold on to the links to these peers."""
+        self._kept = frozenset(peers)
+
+    def close_surplus(self, newest: str) -> None:
+        """Close the links that are too many now that there is a new one."""
+        if len(self.linked) > ENOUGH_LINKS:
+            uses = [link.use(peer) for peer, link in self.linked.items()]
+            for peer in surplus(uses, self._kept | {newest}):
+                self.fabric.unlink(self._name, peer, tell=(peer,))
+
+    def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
+        """Tell `listener` of each peer whose link was reset or fell silent, until what is returned is called."""
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
+        """Close the link; hold a misbehaving peer off for 30 s, 60 s, ... up to an hour."""
+        if misbehaved:
+            times = self._offences.get(peer, (0, 0.0))[0] + 1
+            self._offences[peer] = (times, trio.current_time() + min(30.0 * 2 ** (times - 1), 3600.0))
+        self.fabric.unlink(self._name, peer, tell=(peer,))
+        await trio.lowlevel.checkpoint()
+
+    def held_off_until(self, peer: str) -> float:
+        """When a peer that misbehaved may connect again."""
+        return self._offences.get(peer, (0, 0.0))[1]
+
+    def lost(self, peer: str) -> None:
+        """Pass on that the link to a peer broke."""
+        for listener in tuple(self._listeners):
+            listener(peer)
+
+    async def handle(self, caller: str, method: str, body: bytes) -> bytes:
+        """Run the handler of one call; whatever it raises becomes the caller's answer."""
+        handler = self._handlers.get(method)
+        if handler is None:
+            raise RemoteError(f"{self._name} does not serve {method}", code="unknown_method")
+        try:
+            return joined(await handler(caller, body))
+        except (RemoteError, Refused):
+            raise
+        except Exception as error:
+            log.exception("the handler of %s failed", method)
+            raise RemoteError(f"{self._name} failed to answer {method}", code="internal") from error
+
+    def take(self, protocol: str, stream: MemoryStream) -> None:
+        """Start the handler of a stream that a peer opened."""
+        handler = self._stream_handlers.get(protocol)
+        if handler is None:
+            raise RemoteError(f"{self._name} does not accept {protocol}", code="unknown_protocol")
+
+        async def run(stream: MemoryStream) -> None:
+            with trio.CancelScope() as scope:
+                self._scopes[scope] = None
+                try:
+                    await handler(stream)
+                    await stream.aclose()
+                except P2PError:
+                    await stream.reset()
+                except Exception:
+                    log.exception("the handler of %s failed", protocol)
+                    await stream.reset()
+            del self._scopes[scope]
+
+        self.fabric.start(run, stream)
+
+    def die(self) -> None:
+        """End this life of the node: its stream handlers are cancelled."""
+        self.alive = False
+        for scope in list(self._scopes):
+            scope.cancel()
+
+    async def _over_link(self, peer: str, timeout_s: float, exchange: Callable[[MemoryLink], Awaitable[T]]) -> T:
+        if not self.alive:
+            _gone(peer)
+        link = None
+        with trio.CancelScope(deadline=trio.current_time() + timeout_s) as scope:
+            link = self.linked.get(peer) or await self.fabric.dial(self, peer)
+            link.calls[scope] = None
+            try:
+                return await exchange(link)
+            finally:
+                del link.calls[scope]
+        if link is not None and link.broken:
+            _gone(peer)
+        raise DeadlineExceeded(f"{peer} did not answer within {timeout_s:g} s")
+
+    def _peer_of(self, name: str) -> MemoryNode:
+        return self.fabric.nodes.get(name) or _gone(name)
+
+
+def _gone(peer: str) -> NoReturn:
+    raise PeerUnreachable(f"the link to {peer} broke; it may be gone")

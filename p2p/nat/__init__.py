@@ -1,0 +1,1 @@
+"""Reachability behind NATs: relays and hole punching."""

@@ -1,0 +1,147 @@
+"""From a relayed connection to a direct one: both sides dial each other at the same moment (libp2p's DCUtR).
+
+Whoever was dialled through the relay opens `/libp2p/dcutr` on that connection; both name the places where they are
+seen from outside, and after a SYNC both dial, each from the port it listens on, so that the two NATs take the packets
+for answers. Where the two dials meet in one TCP connection, the side that had dialled through the relay begins the
+handshake.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import trio
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+
+from p2p import sockets as sockopts
+from p2p.addresses import Address, BadAddress, Scope
+from p2p.channel import raw as rawio
+from p2p.errors import P2PError, ProtocolError
+from p2p.host.connection import Connection, Stream
+from p2p.host.host import Host
+from p2p.host.protobuf import address_bytes, address_from_bytes, receive_message, send_message
+
+PROTOCOL = "/libp2p/dcutr"
+ATTEMPTS = 3
+_ANSWER_S = 8.0
+_DIAL_S = 2.5
+_RETRY_S = 0.05
+_MAX_ADDRESSES = 6
+
+log = logging.getLogger("shoal.p2p.holepunch")
+
+
+class HolePuncher:
+    """Makes relayed connections direct where both NATs allow it."""
+
+    def __init__(self, host: Host, seen_at: Callable[[], Sequence[Address]], direct: Callable[[str], None]) -> None:
+        self._host = host
+        self._seen_at = seen_at
+        self._direct = direct
+        self._busy: set[str] = set()
+        host.handle(PROTOCOL, self._serve)
+
+    async def accompany(self, connection: Connection) -> None:
+        """The companion of a connection: the side that was dialled through a relay tries to make it direct."""
+        if not connection.relayed or connection.initiated:
+            return
+        for attempt in range(ATTEMPTS):
+            if not connection.is_open or self._has_direct(connection.peer):
+                return
+            try:
+                if await self._begin(connection):
+                    return
+            except (P2PError, trio.TooSlowError) as error:
+                log.debug("hole punching towards %s: %s", connection.peer, error)
+            await trio.sleep(0.5 * 2**attempt)
+
+    async def _begin(self, connection: Connection) -> bool:
+        stream = await connection.open_stream(PROTOCOL)
+        try:
+            with trio.fail_after(_ANSWER_S):
+                asked_at = trio.current_time()
+                await send_message(stream, self._connect_message())
+                theirs = _addresses(await receive_message(stream, HolePunch))
+                round_trip_s = trio.current_time() - asked_at
+                await send_message(stream, HolePunch(type=HolePunch.SYNC))
+            await trio.sleep(round_trip_s / 2)
+            return await self._punch(connection.peer, theirs, initiator=False)
+        finally:
+            await stream.reset()
+
+    async def _serve(self, stream: Stream) -> None:
+        if not stream.connection.relayed or not stream.connection.initiated:
+            raise ProtocolError(f"{stream.peer} wants a hole punched where there is no relay in between")
+        with trio.fail_after(_ANSWER_S):
+            theirs = _addresses(await receive_message(stream, HolePunch))
+            await send_message(stream, self._connect_message())
+            sync = await receive_message(stream, HolePunch)
+        if sync.type != HolePunch.SYNC:
+            raise ProtocolError(f"{stream.peer} did not say when to dial")
+        await self._punch(stream.peer, theirs, initiator=True)
+
+    def _connect_message(self) -> HolePunch:
+        seen = [address_bytes(address.of(None)) for address in self._seen_at()]
+        return HolePunch(type=HolePunch.CONNECT, ObsAddrs=seen[:_MAX_ADDRESSES])
+
+    async def _punch(self, peer: str, theirs: Sequence[Address], *, initiator: bool) -> bool:
+        """Dial every place at once from the listening port, again and again for a moment."""
+        if peer in self._busy or not theirs:
+            return False
+        self._busy.add(peer)
+        try:
+            with trio.move_on_after(_DIAL_S + self._host.admission.limits.handshake_timeout_s):
+                async with trio.open_nursery() as nursery:
+                    for address in theirs:
+                        nursery.start_soon(self._dial, address, peer, initiator, nursery.cancel_scope)
+        finally:
+            self._busy.discard(peer)
+        if self._has_direct(peer):
+            log.info("a direct connection to %s", peer)
+            self._direct(peer)
+            return True
+        return False
+
+    async def _dial(self, address: Address, peer: str, initiator: bool, won: trio.CancelScope) -> None:
+        source = next((own.port for own in self._host.listening if own.kind == address.kind), None)
+        give_up_at = trio.current_time() + _DIAL_S
+        while trio.current_time() < give_up_at and not self._has_direct(peer):
+            try:
+                with trio.fail_at(give_up_at):
+                    stream = await sockopts.connect(address.host, address.port, source)
+            except (OSError, trio.TooSlowError):
+                await trio.sleep(_RETRY_S)  # a refusal only means that the other side was not there yet
+                continue
+            try:
+                raw = rawio.raw_connection(stream, initiator=initiator)
+                await self._host.adopt(raw, address.of(peer), peer if initiator else None)
+            except (P2PError, OSError, trio.TooSlowError) as error:
+                sockopts.abort(stream.socket)
+                log.debug("a punched connection to %s failed: %s", peer, error)
+                continue
+            except BaseException:
+                sockopts.abort(stream.socket)
+                raise
+            if self._has_direct(peer):
+                won.cancel()
+            return
+
+    def _has_direct(self, peer: str) -> bool:
+        connection = self._host.connection(peer)
+        return connection is not None and not connection.relayed
+
+
+def _addresses(message: HolePunch) -> list[Address]:
+    if message.type != HolePunch.CONNECT:
+        raise ProtocolError("a hole punching message that names no addresses")
+    found = []
+    for data in message.ObsAddrs[:_MAX_ADDRESSES]:
+        try:
+            address = address_from_bytes(data)
+        except BadAddress:
+            continue
+        # Only places outside: a peer must not make this node knock on doors of its own network.
+        if address.scope is Scope.PUBLIC and address.ip is not None and address.port:
+            found.append(address)
+    return found

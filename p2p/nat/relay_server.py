@@ -1,0 +1,201 @@
+"""Carrying connections between peers that cannot reach each other (circuit relay v2), within limits.
+
+A peer reserves a place and keeps its connection; others then ask to be connected to it. The relay sees sealed bytes
+only. It relays for nobody over a connection that is itself relayed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import trio
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, Limit, PeerId, Reservation, Status, StopMessage
+
+from p2p.errors import P2PError, ProtocolError
+from p2p.host.connection import Stream
+from p2p.host.host import Host
+from p2p.host.protobuf import address_bytes, receive_message, send_message
+
+HOP = "/libp2p/circuit/relay/0.2.0/hop"
+STOP = "/libp2p/circuit/relay/0.2.0/stop"
+_ASK_TIMEOUT_S = 10.0
+_PIECE_BYTES = 64 * 1024
+
+log = logging.getLogger("shoal.p2p.relay")
+
+
+@dataclass(frozen=True)
+class RelayLimits:
+    """How much a node carries for others."""
+
+    reservations: int = 64
+    reservation_s: float = 3600.0
+    circuits: int = 32
+    circuits_per_peer: int = 4
+    circuit_s: float = 1800.0
+    circuit_bytes: int = 256 << 20
+    bytes_per_s: float = 4 << 20  # all circuits together
+
+
+class RelayServer:
+    """The relay role of one host; offered while `enabled`."""
+
+    def __init__(self, host: Host, limits: RelayLimits | None = None) -> None:
+        self._host = host
+        self._limits = limits or RelayLimits()
+        self._reserved: dict[str, float] = {}  # peer -> until
+        self._circuits: Counter[str] = Counter()
+        self._budget_at = 0.0
+        self.enabled = False
+        self.carried_bytes = 0
+
+    def enable(self) -> None:
+        """Offer to relay from now on."""
+        if not self.enabled:
+            self.enabled = True
+            self._host.handle(HOP, self._serve)
+
+    def disable(self) -> None:
+        """Take no more; what is under way goes on."""
+        self.enabled = False
+        self._host.unhandle(HOP)
+
+    @property
+    def reservations(self) -> int:
+        """How many peers hold a place."""
+        return len(self._reserved)
+
+    @property
+    def served(self) -> frozenset[str]:
+        """The peers that would lose something if their connection were closed."""
+        return frozenset(self._reserved) | frozenset(self._circuits)
+
+    async def _serve(self, stream: Stream) -> None:
+        with trio.fail_after(_ASK_TIMEOUT_S):
+            request = await receive_message(stream, HopMessage)
+        if stream.connection.relayed:
+            await self._answer(stream, Status.PERMISSION_DENIED)
+        elif request.type == HopMessage.RESERVE:
+            await self._reserve(stream)
+        elif request.type == HopMessage.CONNECT:
+            await self._connect(stream, _peer_text(request.peer.id))
+        else:
+            raise ProtocolError(f"{stream.peer} asked a relay for nothing it knows")
+
+    async def _reserve(self, stream: Stream) -> None:
+        now = trio.current_time()
+        self._forget_lost(now)
+        if stream.peer not in self._reserved and len(self._reserved) >= self._limits.reservations:
+            await self._answer(stream, Status.RESERVATION_REFUSED)
+            return
+        self._reserved[stream.peer] = now + self._limits.reservation_s
+        reservation = Reservation(
+            expire=int(time.time() + self._limits.reservation_s),
+            addrs=[address_bytes(address) for address in self._host.addresses[:8]],
+        )
+        answer = HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation, limit=self._limit())
+        await send_message(stream, answer)
+        await stream.close()
+        log.info("%s holds a relay place here", stream.peer)
+
+    async def _connect(self, stream: Stream, target: str) -> None:
+        now = trio.current_time()
+        self._forget_lost(now)
+        connection = self._host.connection(target)
+        if target not in self._reserved or connection is None or connection.relayed:
+            await self._answer(stream, Status.NO_RESERVATION)
+            return
+        busy = max(self._circuits[stream.peer], self._circuits[target]) >= self._limits.circuits_per_peer
+        if busy or self._circuits.total() >= 2 * self._limits.circuits:
+            await self._answer(stream, Status.RESOURCE_LIMIT_EXCEEDED)
+            return
+        for peer in (stream.peer, target):
+            self._circuits[peer] += 1
+        try:
+            onward = await self._knock(connection.open_stream(STOP), stream.peer)
+            if onward is None:
+                await self._answer(stream, Status.CONNECTION_FAILED)
+                return
+            await send_message(stream, HopMessage(type=HopMessage.STATUS, status=Status.OK, limit=self._limit()))
+            log.info("relaying between %s and %s", stream.peer, target)
+            await self._carry(stream, onward)
+        finally:
+            for peer in (stream.peer, target):
+                self._circuits[peer] -= 1
+                if not self._circuits[peer]:
+                    del self._circuits[peer]
+
+    async def _knock(self, opening: object, source: str) -> Stream | None:
+        onward: Stream | None = None
+        try:
+            with trio.fail_after(_ASK_TIMEOUT_S):
+                onward = await opening  # type: ignore[misc]
+                assert onward is not None
+                peer = PeerId(id=ID.from_base58(source).to_bytes())
+                await send_message(onward, StopMessage(type=StopMessage.CONNECT, peer=peer, limit=self._limit()))
+                answer = await receive_message(onward, StopMessage)
+        except (P2PError, trio.TooSlowError) as error:
+            log.debug("a circuit's far end does not answer: %s", error)
+            if onward is not None:
+                await onward.reset()
+            return None
+        if answer.type == StopMessage.STATUS and answer.status == Status.OK:
+            return onward
+        await onward.reset()
+        return None
+
+    async def _carry(self, one: Stream, other: Stream) -> None:
+        """Both directions, until both ended or a limit is reached."""
+        left = [self._limits.circuit_bytes]
+        try:
+            with trio.move_on_after(self._limits.circuit_s):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._pump, one, other, left, nursery.cancel_scope)
+                    nursery.start_soon(self._pump, other, one, left, nursery.cancel_scope)
+        finally:
+            await one.reset()
+            await other.reset()
+
+    async def _pump(self, source: Stream, sink: Stream, left: list[int], scope: trio.CancelScope) -> None:
+        try:
+            while data := await source.read(_PIECE_BYTES):
+                left[0] -= len(data)
+                if left[0] < 0:
+                    log.info("a circuit reached its %d bytes", self._limits.circuit_bytes)
+                    break
+                await self._pace(len(data))
+                await sink.write(data)
+        except P2PError as error:
+            log.debug("a circuit ended: %s", error)
+        scope.cancel()
+
+    async def _pace(self, count: int) -> None:
+        now = trio.current_time()
+        self.carried_bytes += count
+        # A quarter of a second may be saved up; beyond that everybody waits for the common rate.
+        self._budget_at = max(self._budget_at, now - 0.25) + count / self._limits.bytes_per_s
+        if self._budget_at > now:
+            await trio.sleep(self._budget_at - now)
+
+    def _forget_lost(self, now: float) -> None:
+        for peer, until in list(self._reserved.items()):
+            if until <= now or self._host.connection(peer) is None:
+                del self._reserved[peer]
+
+    def _limit(self) -> Limit:
+        return Limit(duration=int(self._limits.circuit_s), data=self._limits.circuit_bytes)
+
+    @staticmethod
+    async def _answer(stream: Stream, status: Status.ValueType) -> None:
+        await send_message(stream, HopMessage(type=HopMessage.STATUS, status=status))
+        await stream.close()
+
+
+def _peer_text(data: bytes) -> str:
+    if not 0 < len(data) <= 64:
+        raise ProtocolError("a relay request that names no peer")
+    return str(ID(data))

@@ -1,0 +1,97 @@
+"""Getting through NATs: what peers tell about this node's reachability decides who relays, who needs a relay, and
+when a relayed connection is left for a direct one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from p2p.host.connection import Connection
+from p2p.host.heartbeat import Hello
+from p2p.host.host import Host
+from p2p.nat.hole_punching import HolePuncher
+from p2p.nat.reachability import Call, Reach, Reachability
+from p2p.nat.relay_client import RelayClient
+from p2p.nat.relay_server import RelayServer
+from p2p.supervise import supervise
+
+RELAY_GRACE_S = 30.0
+
+Start = Callable[..., None]  # start a task: (function, *arguments)
+
+
+class Traversal:
+    """The probe, both sides of relaying, and the hole puncher of one host."""
+
+    def __init__(self, host: Host, call: Call, start: Start, *, relay: bool | None) -> None:
+        self._host = host
+        self._start = start
+        self._relay_wish = relay
+        self.say_hello: Callable[[], Awaitable[None]] | None = None
+        self.renew_link: Callable[[str], None] = lambda peer: None
+        self.reachability = Reachability(host, call, self._on_reach_changed)
+        self.server = RelayServer(host)
+        self.client = RelayClient(host, self._on_addresses_changed)
+        self._puncher = HolePuncher(host, self.reachability.seen_at, self._on_direct)
+        host.accompany(self._puncher.accompany)
+        if relay:
+            self.server.enable()
+
+    def hello(self, connection: Connection) -> Hello:
+        """What to tell the other side of a connection; it is told where it is seen if it dialled."""
+        observed = None if connection.relayed or connection.initiated else connection.address.of(None)
+        return Hello(tuple(self._host.addresses), observed, self.server.enabled)
+
+    def heard(self, connection: Connection, hello: Hello) -> None:
+        """Take in what the other side said."""
+        dialled = connection.initiated and not connection.relayed
+        if dialled:
+            self.reachability.observed(connection.peer, hello.observed)
+        self.reachability.met(connection.peer)
+        if hello.relay and dialled:
+            self.client.heard_of(connection.peer, connection.address)
+        elif not hello.relay:
+            self.client.withdrawn(connection.peer)
+
+    def allow_relaying(self, allowed: bool) -> None:
+        """Relay for others once they can dial this node, or never."""
+        self._relay_wish = None if allowed else False
+        if not allowed:
+            self.server.disable()
+        self._on_reach_changed()
+
+    @property
+    def needed_peers(self) -> frozenset[str]:
+        """Whose connections must stay for the sake of what relays carry."""
+        return self.server.served | self.client.relays
+
+    async def run(self) -> None:
+        """Probe, and keep places at relays while they are needed."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
+            nursery.start_soon(supervise, "the relay client", self.client.run)
+
+    def _on_reach_changed(self) -> None:
+        state = self.reachability.state
+        self.client.needed = state is Reach.UNVERIFIED
+        if self._relay_wish is None:
+            (self.server.enable if state is Reach.VERIFIED else self.server.disable)()
+        self._host.confirmed = [address.of(self._host.peer_id) for address in self.reachability.verified]
+        self._on_addresses_changed()
+
+    def _on_addresses_changed(self) -> None:
+        if self.say_hello is not None:
+            self._start(self.say_hello)
+
+    def _on_direct(self, peer: str) -> None:
+        self.renew_link(peer)
+        self._start(self._leave_relay, peer)
+
+    async def _leave_relay(self, peer: str) -> None:
+        await trio.sleep(RELAY_GRACE_S)  # what began on the relayed link may end there
+        best = self._host.connection(peer)
+        if best is not None and not best.relayed:
+            for connection in self._host.connections():
+                if connection.peer == peer and connection.relayed:
+                    await connection.close("there is a direct one")

@@ -1,0 +1,130 @@
+"""What the operating system must be told about sockets, and where it differs between systems.
+
+Linux, macOS and Windows name these options differently or lack them; whatever is missing is left out, and the
+heartbeat covers for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+import sys
+
+import psutil
+import trio
+
+from p2p.addresses import IPAddress, Scope, scope_of
+
+USER_TIMEOUT_S = 15
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 5
+_KEEPALIVE_PROBES = 2
+_BACKLOG = 128
+
+
+def tune(sock: trio.socket.SocketType) -> None:
+    """Small writes leave at once, and the kernel itself gives up on a peer that is silent for 15 seconds."""
+    options = [
+        (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
+        (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE", _KEEPALIVE_IDLE_S),
+        (socket.IPPROTO_TCP, "TCP_KEEPALIVE", _KEEPALIVE_IDLE_S),
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL", _KEEPALIVE_INTERVAL_S),
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT", _KEEPALIVE_PROBES),
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", USER_TIMEOUT_S * 1000),
+    ]
+    for level, name, value in options:
+        option = getattr(socket, name, None)
+        if option is not None:
+            try:
+                sock.setsockopt(level, option, value)
+            except OSError:
+                continue  # the heartbeat does the same, more slowly
+
+
+def abort(sock: trio.socket.SocketType) -> None:
+    """Close now, throwing away what was not sent; whoever waits on the socket is woken with an error."""
+    linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    sock.close()
+
+
+async def listen(host: str, port: int) -> trio.SocketListener:
+    """A listening socket that nobody else shares; raises OSError where the port is taken.
+
+    Port sharing is switched on after binding: this node's own hole-punching sockets may then leave from the same
+    port, while another process that asks for it still gets an error instead of half of the connections.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if sys.platform == "win32":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        await sock.bind((host, port))
+        share_port(sock)
+        sock.listen(_BACKLOG)
+        return trio.SocketListener(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def share_port(sock: trio.socket.SocketType) -> None:
+    """Let a second socket of this user bind the same port, where the system knows how."""
+    option = getattr(socket, "SO_REUSEPORT", None)
+    if option is not None and sys.platform != "win32":
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, option, 1)
+        except OSError:
+            return
+
+
+async def connect(host: str, port: int, source_port: int | None = None) -> trio.SocketStream:
+    """A TCP connection to an IP address, from `source_port` where one is given (hole punching)."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if source_port is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            share_port(sock)
+            await sock.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", source_port))
+        await sock.connect((host, port))
+        tune(sock)
+        return trio.SocketStream(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    """Every usable IP address of this machine with its network."""
+    found: list[ipaddress.IPv4Interface | ipaddress.IPv6Interface] = []
+    for cards in psutil.net_if_addrs().values():
+        for card in cards:
+            if card.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                own = ipaddress.ip_interface(f"{card.address.split('%', 1)[0]}/{_prefix(card.netmask)}")
+            except ValueError:
+                continue
+            if scope_of(own.ip) is not Scope.UNUSABLE:
+                found.append(own)
+    return found
+
+
+def own_ips() -> list[IPAddress]:
+    """Every usable IP address of this machine."""
+    return [own.ip for own in own_interfaces()]
+
+
+def _prefix(netmask: str | None) -> str:
+    if netmask is None or ":" not in netmask:
+        return netmask or "32"
+    return str(int(ipaddress.IPv6Address(netmask)).bit_count())

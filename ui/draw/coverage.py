@@ -1,0 +1,270 @@
+"""Who holds which block, and the strip that shows it: height is tokens a second, the digits are holders.
+
+A cell that stands for several blocks shows the worst of them, so that a hole never averages away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from math import ceil
+
+from app.snapshot.views import PeerView, Snapshot
+from ui.draw.bars import EIGHTHS
+from ui.draw.numbers import plural, rate
+from ui.draw.rows import Row, clean, fit, row
+
+_GUTTER = 9
+_WIDEST = 4  # cells a block
+MARGIN = 27  # of the notes beside the strip
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring blocks that are equally well held."""
+
+    start: int
+    stop: int
+    holders: int
+    tokens_per_s: float | None
+    names: tuple[str, ...] = ()  # of a few holders
+
+    @property
+    def label(self) -> str:
+        """As people write it."""
+        return f"{self.start}:{self.stop}"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Each block's holders and their tokens a second together, where they have told them."""
+
+    holders: tuple[int, ...]
+    tokens_per_s: tuple[float, ...]
+    own: tuple[int, int] | None
+    weak: Stretch | None
+    holes: tuple[tuple[int, int], ...]
+
+    @property
+    def held(self) -> int:
+        """How many blocks have a holder."""
+        return sum(1 for number in self.holders if number)
+
+
+def coverage_of(snapshot: Snapshot | None) -> Coverage | None:
+    """The coverage as this node knows it; None before the model is known."""
+    if snapshot is None or not snapshot.blocks_total:
+        return None
+    total = snapshot.blocks_total
+    serving = holders_in(snapshot)
+    counts, speeds = [0] * (total + 1), [0.0] * (total + 1)
+    for peer in serving:
+        start, stop = _bounds(peer, total)
+        counts[start] += 1
+        counts[stop] -= 1
+        speeds[start] += peer.tokens_per_s
+        speeds[stop] -= peer.tokens_per_s
+    holders = tuple(accumulate(counts[:-1]))
+    tokens_per_s = tuple(max(0.0, round(value, 6)) for value in accumulate(speeds[:-1]))
+    own = (snapshot.start, snapshot.stop) if snapshot.start is not None and snapshot.stop is not None else None
+    holes = tuple((s.start, s.stop) for s in _stretches(holders, tokens_per_s) if s.holders == 0)
+    return Coverage(holders, tokens_per_s, own, _weakest(holders, tokens_per_s, serving), holes)
+
+
+def holders_in(snapshot: Snapshot) -> list[PeerView]:
+    """The members that serve blocks now, this node among them as `you`."""
+    known = [p for p in snapshot.peers if p.state == "serving" and p.start is not None and p.stop is not None]
+    if snapshot.state == "serving" and snapshot.start is not None and snapshot.stop is not None:
+        own = PeerView(snapshot.peer_id, "you", snapshot.start, snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
+        known.append(own)
+    return known
+
+
+def _bounds(peer: PeerView, total: int) -> tuple[int, int]:
+    """A peer's span within the model, whatever it claims."""
+    start = max(0, min(total, peer.start or 0))
+    return start, max(start, min(total, peer.stop or 0))
+
+
+def _stretches(holders: tuple[int, ...], speeds: tuple[float, ...]) -> list[Stretch]:
+    found = []
+    for number, group in groupby(range(len(holders)), key=lambda block: holders[block]):
+        blocks = list(group)
+        slowest = min(speeds[block] for block in blocks)
+        found.append(Stretch(blocks[0], blocks[-1] + 1, number, slowest or None))
+    return found
+
+
+def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[PeerView]) -> Stretch | None:
+    """The stretch that needs help most: fewest holders, then slowest; None where all blocks are held alike."""
+    stretches = _stretches(holders, speeds)
+    worst = min(stretches, key=lambda s: (s.holders, s.tokens_per_s or 0.0))
+    if len(stretches) == 1 and worst.holders > 1:
+        return None
+    within = [p for p in serving if (p.start or 0) < worst.stop and (p.stop or 0) > worst.start]
+    names = tuple(dict.fromkeys(clean(p.name) or short_peer(p.peer) for p in within[:4])) if len(within) <= 3 else ()
+    return Stretch(worst.start, worst.stop, worst.holders, worst.tokens_per_s, names)
+
+
+def short_peer(peer: str) -> str:
+    """A peer id as it fits into a table: its last six characters tell ids apart."""
+    return clean(peer)[-6:]
+
+
+# --- the strip -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How blocks lie on cells: several blocks a cell in a large model, several cells a block in a small one."""
+
+    per_cell: int
+    per_block: int
+    blocks: int
+
+    @property
+    def cells(self) -> int:
+        """How many cells the whole strip has."""
+        return ceil(self.blocks / self.per_cell) * self.per_block
+
+    def first(self, block: int) -> int:
+        """The cell where a block begins."""
+        return block // self.per_cell * self.per_block
+
+    def end(self, stop: int) -> int:
+        """The cell behind the last one of the blocks before `stop`."""
+        return ceil(stop / self.per_cell) * self.per_block
+
+
+def scale_for(blocks: int, room: int) -> Scale:
+    """What fits into so many cells."""
+    per_cell = ceil(blocks / max(1, room))
+    return Scale(per_cell, max(1, min(_WIDEST, room // blocks)) if per_cell == 1 else 1, blocks)
+
+
+def strip_rows(cover: Coverage, width: int, tall: int = 1, *, gutter: bool = True, margin: int = 0) -> list[Row]:
+    """Axis, heights, digits, and the marks of your span and the weak spot; `margin` cells at the right stay free."""
+    indent = _GUTTER if gutter else 0
+    scale = scale_for(len(cover.holders), max(1, width - indent - margin))
+    if margin and scale.per_cell > 1:
+        scale = scale_for(len(cover.holders), max(1, width - indent))
+    step = scale.per_cell
+    groups = range(0, len(cover.holders), step)
+    holders = [min(cover.holders[first : first + step]) for first in groups]
+    speeds = [min(cover.tokens_per_s[first : first + step]) for first in groups]
+
+    def labelled(label: str, content: Row) -> Row:
+        return [(label.ljust(indent), "dim"), *content] if indent else content
+
+    rows = [labelled("block", [(_axis(scale), "dim")])]
+    for line in range(tall):
+        heights = _heights(cover, holders, speeds, scale, (8 * (tall - 1 - line), 8 * tall))
+        rows.append(labelled("tok/s" if line == tall - 1 else "", heights))
+    digits = [((str(number) if number < 10 else "+").ljust(scale.per_block), heat(number)) for number in holders]
+    return [*rows, labelled("holders", _joined(digits)), labelled("", _marks(cover, scale))]
+
+
+def heat(holders: int) -> str:
+    """The style of so many holders."""
+    return {0: "error", 1: "warning", 2: "heat2"}.get(holders, "heat3")
+
+
+def _axis(scale: Scale) -> str:
+    axis = [" "] * scale.cells
+    end = str(scale.blocks - 1)
+    last = scale.first(scale.blocks - 1) if scale.per_block > 1 else scale.cells - len(end)
+    step = 5 if scale.per_block > 1 else 10
+    while scale.first(step) < 8 and step < scale.blocks:
+        step *= 2
+    for block in range(0, scale.blocks, step):
+        at, text = scale.first(block), str(block)
+        if at + len(text) < last or block == 0:
+            axis[at : at + len(text)] = text
+    if scale.cells > len(end) + 1:
+        axis[last : last + len(end)] = end
+    return "".join(axis)[: scale.cells]
+
+
+def _heights(cover: Coverage, holders: list[int], speeds: list[float], scale: Scale, band: tuple[int, int]) -> Row:
+    """One row of the strip: the eighths from `band`'s first up, of `band`'s second in all."""
+    low, top = band
+    peak = max(cover.tokens_per_s) or 1.0
+    spans = []
+    for index, number in enumerate(holders):
+        first, stop = index * scale.per_cell, (index + 1) * scale.per_cell
+        level = max(1, round(speeds[index] / peak * top))
+        back = "minebg" if cover.own is not None and cover.own[0] < stop and cover.own[1] > first else "trackbg"
+        mark = ("×" if low == 0 else " ") if number == 0 else EIGHTHS[max(0, min(8, level - low))]
+        spans.append((mark * scale.per_block, f"{heat(number)} on {back}"))
+    return _joined(spans)
+
+
+def _joined(spans: list[tuple[str, str]]) -> Row:
+    """Neighbours of one style as one span: a strip has few styles and many cells."""
+    return [("".join(text for text, _ in group), style) for style, group in groupby(spans, key=lambda part: part[1])]
+
+
+def _marks(cover: Coverage, scale: Scale) -> Row:
+    marks = [(" ", "")] * scale.cells
+    if cover.weak is not None and cover.weak.holders:
+        _mark(marks, scale.first(cover.weak.start), scale.end(cover.weak.stop), "weak", "warning")
+    for start, stop in cover.holes:
+        _mark(marks, scale.first(start), scale.end(stop), "hole", "b error")
+    if cover.own is not None:
+        label = f"you {cover.own[0]}:{cover.own[1]}"
+        _mark(marks, scale.first(cover.own[0]), scale.end(cover.own[1]), label, "mine")
+    return _joined(marks)
+
+
+def _mark(marks: list[tuple[str, str]], start: int, stop: int, label: str, style: str) -> None:
+    """Put a bracket with its label below a span; a narrow span has the label alone, kept within the strip."""
+    room = min(stop, len(marks)) - start
+    for text in (label, label.split()[0]):
+        if room >= len(text) + 2:
+            drawn = "╰" + text.center(room - 2, "─") + "╯"
+            break
+    else:
+        drawn = label if len(label) <= len(marks) else label.split()[0]
+        start = max(0, min(start, len(marks) - len(drawn)))
+    for offset, character in enumerate(drawn[: len(marks) - start]):
+        marks[start + offset] = (character, style)
+
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+
+def legend() -> Row:
+    """What the strip's colours mean."""
+    return row(("█", "heat3"), " 3+ ", ("█", "heat2"), " 2 ", ("█", "warning"), " 1 ", ("×", "error"), " no holder")
+
+
+def weak_note(cover: Coverage) -> Row:
+    """The weak spot in a few words."""
+    weak = cover.weak
+    if weak is None:
+        return row(("every block has ", "dim"), f"{plural(cover.holders[0], 'holder')}")
+    if weak.holders == 0:
+        return row((weak.label, "b error"), " has no holder")
+    names = f", {weak.names[0]} only" if weak.holders == 1 and len(weak.names) == 1 else ""
+    return row((weak.label, "warning"), f" {rate(weak.tokens_per_s)} tok/s{names}")
+
+
+def weak_sentence(cover: Coverage, width: int) -> Row:
+    """What is wrong with the coverage, as one would say it."""
+    if cover.holes:
+        spans = ", ".join(f"{start}:{stop}" for start, stop in cover.holes[:6])
+        more = f" and {len(cover.holes) - 6} more" if len(cover.holes) > 6 else ""
+        said = row((f"{spans}{more} without a holder", "b error"), ": no reply can be made until a node takes them.")
+    elif cover.weak is None:
+        said = row(f"Every block has {plural(cover.holders[0], 'holder')}.")
+    elif cover.weak.holders == 1:
+        who = ", ".join(cover.weak.names) or "single nodes"
+        goes = "you leave" if who == "you" else "it leaves"
+        lost = f" If {goes}, replies wait until another node takes them." if len(cover.weak.names) == 1 else ""
+        said = row((f"{cover.weak.label} has one holder", "warning"), f": {who}.{lost}")
+    else:
+        said = row(
+            (f"{cover.weak.label}", "warning"),
+            f" is held least: {cover.weak.holders} holders, {rate(cover.weak.tokens_per_s)} tok/s together.",
+        )
+    return fit(said, width)

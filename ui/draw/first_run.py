@@ -1,0 +1,206 @@
+"""The first run as rows: where, how much and when to pause, say hello. Nothing is fetched before it was said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
+from ui.draw.bars import bar
+from ui.draw.first_run_offers import STARTER, choice_rows, ordered
+from ui.draw.numbers import count, duration, gigabytes, size
+from ui.draw.rows import Row, clean, fit, row
+from ui.draw.state_line import pill, running_step
+from ui.state.store import Link
+
+STEP_BYTES = 500 * 10**6
+_AROUND = 12  # rows of the page besides those of its step
+HELLO = "Why do fish swim in shoals?"
+
+# Setting, what it is called here, its value when on, and its value when off.
+PAUSES = (
+    ("pause_busy", "another program uses the device", "30", "0"),
+    ("pause_on_battery", "on battery", "true", "false"),
+    ("pause_above", "above 83 °C", "83", "0"),
+    ("pause_active", "I am at the keyboard", "10", "0"),
+)
+
+
+@dataclass
+class FirstState:
+    """How far the person is, and what was chosen."""
+
+    step: int = 0
+    target: str = ""  # what to join
+    create: tuple[str, str] | None = None  # name and model
+    typed: str = ""
+    memory_bytes: int | None = None  # None: what is free
+    pauses: dict[str, bool] = field(default_factory=dict)
+    cursor: int = 0
+    problem: str = ""
+    busy: str = ""
+    prospects: ProspectsView = field(default_factory=ProspectsView)  # empty until the node has told them
+    order: tuple[str, ...] = ()  # of the choices, by their targets
+    trouble: str = ""  # why the node could not tell them
+
+    def take(self, prospects: ProspectsView) -> None:
+        """What the node could go to, as it is now; a choice keeps its key."""
+        self.prospects, self.trouble = prospects, ""
+        self.order = ordered(self.order, prospects)
+
+    @property
+    def choices(self) -> dict[int, OfferView]:
+        """What can be chosen, by its place in the order; the first by enter, then by digits."""
+        offers = {offer.target: offer for offer in self.prospects.offers}
+        return {index: offers[target] for index, target in enumerate(self.order[:10]) if target in offers}
+
+    def device(self, known: Snapshot | None) -> DeviceView | None:
+        """What computes, or would."""
+        return (known.hardware if known is not None else None) or self.prospects.device
+
+    @property
+    def where(self) -> str:
+        """The first choice in words."""
+        if self.create is not None:
+            name, model = self.create
+            return f"{name}, a swarm of {model}"
+        return clean(self.target if not self.target.startswith("shoal:") else "by invite")
+
+
+def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Which pauses are on in the node's settings; those that it does not know are left out."""
+    return {name: bool(config[name]) for name, _, _, _ in PAUSES if name in config}
+
+
+def first_rows(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+    """The whole page."""
+    rows: list[Row] = [
+        row(("≋ shoal", "b primary"), ("   Run a model none of us could hold alone.", "dim")),
+        [],
+        *_machine(known, state),
+        [],
+    ]
+    parts = (_where, _how_much, _hello)
+    titles = ("Where?", "How much, and when to pause", "Say hello")
+    chosen = (state.where, _much_words(state), "")
+    for index, title in enumerate(titles):
+        if index < state.step:
+            rows.append(row(("✓", "b success"), f" {index + 1}  {chosen[index]}"))
+        elif index > state.step:
+            rows.append(row(("○", "dim"), (f" {index + 1}  {title}", "dim")))
+        else:
+            rows += [
+                row(("▸", "b mine"), (f" {index + 1}  {title}", "b")),
+                [],
+                *parts[index](state, known, width, height - _AROUND),
+                [],
+            ]
+    if state.problem:
+        rows += [row((f"× {clean(state.problem)}", "error")), []]
+    if state.busy:
+        rows += [row(("◐ ", "primary"), clean(state.busy)), []]
+    rows += [[]] if rows[-1] else []
+    keys = "q leave, the node stays" if state.step == 0 else "esc back · q leave, the node stays"
+    return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
+
+
+def _machine(known: Snapshot | None, state: FirstState) -> list[Row]:
+    device, disk = state.device(known), state.prospects.disk_free_bytes
+    if known is None:
+        return [row(("◐", "primary"), (" the node is coming up", "dim"))]
+    told = [clean(device.name) or device.id] if device is not None else [clean(known.device or "")]
+    if device is not None and device.memory_total_bytes:
+        told.append(f"{gigabytes(device.memory_total_bytes)} GB")
+        told.append(f"{gigabytes(device.memory_free_bytes)} GB free")
+    machine = " · ".join(part for part in told if part)
+    reach = {"verified": "others reach this machine", "unverified": "nobody has dialled in yet"}
+    network = reach.get(known.network.reach, "not yet known how others reach this machine")
+    room = f"{size(disk)} of disk free · " if disk is not None else ""
+    ok, open_yet = ("✓", "b success"), ("○", "dim")
+    return [
+        row(ok, (f" {machine}", "dim")) if machine else row(open_yet, (" the device is being looked at", "dim")),
+        row(ok if known.network.reach == "verified" else open_yet, (f" {room}network: {network}", "dim")),
+    ]
+
+
+def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+    keys = [
+        row("    ", ("j", "mine"), "  join by name, or simply paste an invite now"),
+        row("    ", ("c", "mine"), "  create a swarm of another model"),
+        row("    ", ("l", "mine"), "  look around first"),
+    ]
+    if not state.choices:
+        waiting = "looking at this machine, and for swarms on this network"
+        told = state.trouble or waiting
+        sign = ("×", "warning") if state.trouble else ("◐", "primary")
+        rest = choice_rows(0, OfferView(STARTER), width) if state.trouble else []
+        return [row("   ", sign, (f" {clean(told)}", "dim")), *rest, [], *keys]
+    rows: list[Row] = []
+    room = height - len(keys) - 1
+    for index, offer in state.choices.items():
+        added = choice_rows(index, offer, width)
+        if len(rows) + len(added) > room:
+            more = row("       ", ("more in a taller window", "dim"))
+            rows = [*rows[: room - 1], more]
+            break
+        rows += added
+    speed = state.prospects.reading_bytes_per_s
+    about = f"about: an estimate, by members' word and {size(round(speed))}/s measured here" if speed else ""
+    if about and len(rows) + 2 <= room:
+        rows += [[], row("       ", (about, "dim"))]
+    return [*rows, [], *keys]
+
+
+def _much_words(state: FirstState) -> str:
+    on = [words for name, words, _, _ in PAUSES if state.pauses.get(name)]
+    memory = "what is free" if state.memory_bytes is None else f"{gigabytes(state.memory_bytes)} GB"
+    return f"{memory} · pauses: {', '.join(on) if on else 'only by hand'}"
+
+
+def _how_much(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+    device = state.device(known)
+    total = device.memory_total_bytes if device is not None else None
+    mark = ("▸", "b mine") if state.cursor == 0 else (" ", "")
+    if total:
+        share = (state.memory_bytes if state.memory_bytes is not None else 0) / total
+        told = f"{gigabytes(state.memory_bytes)} of {gigabytes(total)} GB"
+        words = "what is free" if state.memory_bytes is None else told
+        gauge = bar(share if state.memory_bytes is not None else None, 30, "mine")
+        rows = [row(" ", mark, " memory   ", *gauge, ("  " + words, "b"), (" ← →", "dim"))]
+        if device is not None and device.memory_free_bytes is not None and state.memory_bytes is not None:
+            left = device.memory_free_bytes - state.memory_bytes
+            told = f"leaves {gigabytes(left)} GB free for you" if left >= 0 else "more than is free now"
+            rows.append(row(" " * 12, (told, "dim" if left >= 0 else "warning")))
+    else:
+        rows = [row(" ", mark, " memory   ", ("as much as is free", "b"))]
+    rows.append([])
+    shown = [entry for entry in PAUSES if entry[0] in state.pauses]
+    for index, (name, words, _, _) in enumerate(shown, 1):
+        mark = ("▸", "b mine") if state.cursor == index else (" ", "")
+        box = ("■", "success") if state.pauses[name] else ("□", "dim")
+        rows.append(row(" ", mark, " pause if " if index == 1 else " " * 10, box, f" {words}"))
+    rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
+    rows[-1] += row(("   ↑ ↓ and space change · later under 5 settings", "dim"))
+    return rows
+
+
+def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+    rows: list[Row] = []
+    step = running_step(known) if known is not None else None
+    if step is not None and step.done is not None and step.total:
+        told = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
+        left = f" · {duration(step.seconds_left)} left" if step.seconds_left is not None else ""
+        gauge = bar(step.done / step.total, 30, "primary")
+        rows.append(row(f"   {clean(step.title):<9} ", *gauge, f"  {told}", (left, "dim")))
+    elif known is not None:
+        words = pill(Link("live"), known, 0.0)[0]
+        rows.append(row("   ", words, (f"  {clean(known.reason)}", "dim")))
+    blocks = f" · {count(known.blocks_total)} blocks" if known is not None and known.blocks_total else ""
+    rows += [row("   ", (f"{clean(known.model)}{blocks}", "dim"))] if known is not None and known.model else []
+    question = state.typed or HELLO
+    return [
+        *rows,
+        [],
+        row("   ", (" ⏎ ", "b background on primary"), " ", (question, "b"), ("   or type your own", "dim")),
+    ]

@@ -1,0 +1,275 @@
+"""What this node is and does, as rows: gauges, courtesy, sessions, what was given, weights, start-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
+from ui.draw.bars import Samples, bar, spark
+from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
+from ui.draw.rows import UNKNOWN, Row, cell, clean, fit, row, width_of, wrap
+
+_LABEL = 8
+RULES = {
+    "pause_busy": "device busy",
+    "pause_memory": "memory",
+    "pause_active": "you work",
+    "pause_battery": "battery",
+    "pause_heat": "heat",
+    "pause_program": "program",
+    "pause_schedule": "clock",
+    "disk_floor": "disk",
+}
+_STEP_SIGNS = {"pending": ("○", "dim"), "running": ("◐", "primary"), "done": ("✓", "success"), "failed": ("×", "error")}
+
+
+def labelled(label: str, *parts: tuple[str, str] | str) -> Row:
+    """A row with its dim label at the left."""
+    return [(label.ljust(_LABEL), "dim"), *row(*parts)]
+
+
+# --- gauges ----------------------------------------------------------------------------------------------------------
+
+
+def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
+    """The device's gauges, the node's speed, and what would pause it; the most telling ones where room is short."""
+    device = snapshot.hardware if snapshot is not None else None
+    room = max(8, min(60, width - 31))
+    heat = next((rule for rule in (snapshot.courtesy.rules if snapshot else ()) if rule.code.endswith("heat")), None)
+    rows = [
+        _memory(device, room),
+        _memory_legend(device),
+        _compute(device, snapshot, room),
+        _gauge("heat", device.temperature_c if device else None, 100.0, "°C", clean(heat.text) if heat else "", room),
+        _power(device),
+        _speed(snapshot),
+        *(courtesy_rows(snapshot.courtesy, width) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
+    ]
+    if height >= len(rows):
+        return rows
+    short = [rows[0], rows[2], rows[5], rows[6]] if height < 6 else [rows[0], *rows[2:4], rows[5], *rows[6:]]
+    return short[:height]
+
+
+def _memory(device: DeviceView | None, room: int) -> Row:
+    if device is None or not device.memory_total_bytes:
+        return labelled("memory", *bar(None, room, "mine"), ("  —", "dim"))
+    total, scale = device.memory_total_bytes, room / device.memory_total_bytes
+    own = device.weights_bytes + device.cache_bytes
+    others = max(0, total - own - device.memory_free_bytes) if device.memory_free_bytes is not None else 0
+    parts, at = [], 0
+    for amount, mark, style in (
+        (device.weights_bytes, "█", "mine"),
+        (device.cache_bytes, "▓", "mine"),
+        (others, "▒", "dim"),
+    ):
+        cells = min(room - at, max(1, round(amount * scale)) if amount > 0.002 * total else 0)
+        parts.append((mark * cells, f"{style} on trackbg"))
+        at += cells
+    if device.limit_bytes is not None:
+        cap = min(room - 1, max(at, round((device.limit_bytes + others) * scale)))
+        if cap >= at:
+            parts += [(" " * (cap - at), "on trackbg"), ("┃", "b mine on trackbg")]
+            at = cap + 1
+    parts.append((" " * (room - at), "on trackbg"))
+    used = (f"  {gigabytes(own)}", "b")
+    if device.limit_bytes is not None:
+        return labelled("memory", *parts, used, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
+    return labelled("memory", *parts, used, (f" of {gigabytes(total)} GB", "dim"))
+
+
+def _memory_legend(device: DeviceView | None) -> Row:
+    if device is None or not device.memory_total_bytes:
+        return []
+    free = device.memory_free_bytes
+    own = device.weights_bytes + device.cache_bytes
+    others = None if free is None else max(0, device.memory_total_bytes - own - free)
+    return labelled(
+        "",
+        ("█", "mine"),
+        (f" weights {_short(device.weights_bytes)} ", "dim"),
+        ("▓", "mine"),
+        (f" cache {_short(device.cache_bytes)} ", "dim"),
+        (f"▒ others {_short(others)} free {_short(free)}", "dim"),
+    )
+
+
+def _short(size_bytes: int | None) -> str:
+    """Gigabytes of which only the order matters."""
+    return gigabytes(size_bytes) if size_bytes is None or size_bytes < 10**10 else f"{size_bytes / 10**9:.0f}"
+
+
+def _compute(device: DeviceView | None, snapshot: Snapshot | None, room: int) -> Row:
+    load = device.load if device else None
+    step = f" · {milliseconds(device.step_s)} ms a step" if device and device.step_s is not None else ""
+    if load is None:
+        return labelled("compute", *bar(None, room, "primary"), ("  —", "dim"), (step, "dim"))
+    return labelled("compute", *bar(load, room, "primary"), (f"  {load:.0%}".replace("%", " %"), "b"), (step, "dim"))
+
+
+def _gauge(label: str, value: float | None, top: float, unit: str, note: str, room: int) -> Row:
+    if value is None:
+        return labelled(label, *bar(None, room, "success"), ("  —", "dim"))
+    tail = (f" · {note}" if note else "", "dim")
+    return labelled(label, *bar(value / top, room, "success"), (f"  {value:.0f} {unit}", "b"), tail)
+
+
+def _power(device: DeviceView | None) -> Row:
+    watts = device.power_w if device else None
+    return labelled("power", (UNKNOWN, "dim") if watts is None else (f"{watts:.0f} W", "b"))
+
+
+def _speed(snapshot: Snapshot | None) -> Row:
+    if snapshot is None or snapshot.start is None or snapshot.stop is None:
+        return labelled("speed", (UNKNOWN, "dim"))
+    blocks = f"{snapshot.stop - snapshot.start} of {count(snapshot.blocks_total)} blocks"
+    if not snapshot.tokens_per_s:
+        return labelled("speed", (f"— · {blocks}", "dim"))
+    return labelled("speed", (f"{rate(snapshot.tokens_per_s)} tok/s", "b"), " alone", (" · ", "dim"), blocks)
+
+
+def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
+    """What would pause this node, and whether anything does."""
+    rules = [rule for rule in courtesy.rules if rule.enabled and rule.available]
+    if not rules:
+        return [labelled("pauses", ("only by hand" if courtesy.rules else UNKNOWN, "dim"))]
+    line = labelled("pauses", ("if", "dim"))
+    for number, rule in enumerate(rules):
+        sign = ("●", "warning") if rule.applies else ("○", "success")
+        part = row(" ", sign, f" {RULES.get(rule.code, clean(rule.label))}")
+        more = f" +{len(rules) - number}"
+        if width_of(line) + width_of(part) + (len(more) if number < len(rules) - 1 else 0) > width:
+            line += row((more, "dim"))
+            break
+        line += part
+    applies = [clean(rule.text or rule.label) for rule in rules if rule.applies]
+    told = ", ".join(applies) if applies else "none applies now"
+    said = labelled("", (told, "warning" if applies else "dim"))
+    after = row((f" · {clean(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
+    return [line, [*said, *after] if width_of(said) + width_of(after) <= width else said]
+
+
+# --- sessions, what was given, weights -------------------------------------------------------------------------------
+
+
+def session_rows(
+    snapshot: Snapshot | None,
+    speeds: Mapping[str, Samples],
+    name_of: Callable[[str], str],
+    width: int,
+    height: int,
+) -> list[Row]:
+    """Who is being served and what is asked from here, the oldest first."""
+    if snapshot is None:
+        return [row((UNKNOWN, "dim"))]
+    sessions = sorted(snapshot.active_sessions, key=lambda s: -s.age_s)
+    if not sessions:
+        idle = "None now. Whoever asks through your blocks appears here."
+        return wrap(idle, width, "dim")[:height]
+    name_width = max(7, min(16, width - 31))
+    rows: list[Row] = [row((f"{cell('asker', name_width)} {'tokens':>7} {'age':>7} {'tok/s':>5}", "dim"))]
+    shown = sessions if len(sessions) < height else sessions[: max(0, height - 2)]
+    for session in shown:
+        is_own = session.role == "asking" or session.asker == snapshot.peer_id
+        name = "you" if is_own else clean(name_of(session.asker))
+        figures = f" {count(session.tokens):>7} {clock(session.age_s):>7} {rate(session.tokens_per_s or None):>5}"
+        line = row((cell(name, name_width), "mine" if is_own else ""), figures)
+        line += row((f" ↻{session.recoveries}" if session.recoveries else "   ", "warning"))
+        if width >= name_width + 30:
+            line += row((spark(speeds.get(session.id, ()), width - name_width - 25), "plot3"))
+        rows.append(line)
+    if len(shown) < len(sessions):
+        rows.append(row((f"and {len(sessions) - len(shown)} more", "dim")))
+    return rows
+
+
+def given_rows(snapshot: Snapshot | None, now_ms: int, width: int, height: int) -> list[Row]:
+    """What was given and taken today, and the model's files here."""
+    if snapshot is None:
+        return [row((UNKNOWN, "dim"))]
+    today = snapshot.today
+    up_s = (now_ms - snapshot.started_at_ms) / 1000 if snapshot.started_at_ms else None
+    balance = today.served_tokens - today.asked_tokens
+    peers = (f" for {plural(today.peers, 'peer')}", "dim") if today.peers else ("", "")
+    rows = [
+        labelled("served", (f"{many(today.served_tokens)}", "b"), " tokens", peers),
+        labelled("taken", many(today.asked_tokens), (" · balance ", "dim"), _signed(balance)),
+        labelled("sent", size(today.up_bytes), (" · received ", "dim"), size(today.down_bytes)),
+        labelled("up", duration(up_s)),
+    ]
+    if today.audits:
+        style = "" if today.audits == today.audits_passed else "warning"
+        rows.append(labelled("audits", (f"{count(today.audits_passed)} of {count(today.audits)} passed", style)))
+    return [fit(line, width) for line in [*rows, *weight_rows(snapshot, width)]][:height]
+
+
+def _signed(value: int) -> tuple[str, str]:
+    return (f"+{many(value)}", "success") if value >= 0 else (f"-{many(-value)}", "")
+
+
+def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
+    """The model's files on this machine."""
+    weights = snapshot.weights
+    if weights is None or not weights.parts_total:
+        return []
+    held = labelled("weights", f"{count(weights.parts_held)} of {count(weights.parts_total)} parts")
+    if weights.parts_verified == weights.parts_held and weights.parts_held:
+        held += row(" ", ("✓", "success"), (" verified", "dim"))
+    elif weights.parts_held:
+        held += row((f" · {count(weights.parts_verified)} verified", "dim"))
+    rows = [held]
+    if weights.bytes_total:
+        share = weights.bytes_held / weights.bytes_total
+        tail = f" {gigabytes(weights.bytes_held)} of {gigabytes(weights.bytes_total)} GB"
+        rows.append(labelled("held", *bar(share, max(6, min(24, width - 26)), "primary"), (tail, "")))
+    if weights.from_peers_bytes:
+        rows.append(labelled("came", size(weights.from_peers_bytes), (" from peers", "dim")))
+    if weights.given_bytes:
+        rows.append(labelled("gave", size(weights.given_bytes), (" to peers", "dim")))
+    if weights.giving:
+        rows.append(labelled("giving", ", ".join(clean(peer)[-6:] for peer in weights.giving[:4])))
+    if weights.cache_bytes:
+        cap = f" of {size(weights.cache_limit_bytes)}" if weights.cache_limit_bytes is not None else ""
+        rows.append(labelled("cache", size(weights.cache_bytes), (f"{cap} on disk", "dim")))
+    return rows
+
+
+# --- start-up --------------------------------------------------------------------------------------------------------
+
+
+def is_coming_up(steps: Sequence[StepView]) -> bool:
+    """Whether the list of steps has something to say."""
+    return any(step.state != "done" for step in steps)
+
+
+def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
+    """Coming up, step by step."""
+    rows: list[Row] = []
+    for step in steps:
+        sign, style = _STEP_SIGNS.get(step.state, ("?", "dim"))
+        name = (
+            cell(clean(step.title), 18),
+            "b" if step.state == "running" else "dim" if step.state == "pending" else "",
+        )
+        line = row((f"{sign} ", style), name)
+        if step.state == "running" and step.done is not None and step.total:
+            line += row(" ", *bar(step.done / step.total, max(8, min(30, width - 62)), "primary"), " ", _amount(step))
+        if step.seconds_left is not None and step.state == "running":
+            line += row((f" · {duration(step.seconds_left)} left", "dim"))
+        if step.detail:
+            line += row((f" {clean(step.detail)}", "error" if step.state == "failed" else "dim"))
+        rows.append(fit(line, width))
+    return rows
+
+
+def _amount(step: StepView) -> str:
+    """Bytes where the numbers are large, else n of m."""
+    if step.total is not None and step.total >= 100_000:
+        return f"{size(step.done)} of {size(step.total)}"
+    return f"{count(step.done)} of {count(step.total)}"
+
+
+def now_ms() -> int:
+    """The wall clock, as the node's own times are written."""
+    return time.time_ns() // 10**6

@@ -1,0 +1,120 @@
+"""Figures for people: short, and `—` where a value is not known."""
+
+from __future__ import annotations
+
+import time
+
+from ui.draw.rows import UNKNOWN
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second, without their unit: 4.5, 43, 1 204; nothing known is a dash."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:.1f}" if value < 9.95 else count(round(value))
+
+
+def fine_rate(value: float | None) -> str:
+    """A rate with its first decimal as long as that matters: 28.4, 143."""
+    return rate(value) if value is None or value >= 99.95 else f"{value:.1f}"
+
+
+def known_rate(value: float | None) -> str:
+    """A rate that is 0 as long as nobody has measured it."""
+    return rate(value or None)
+
+
+def count(value: int | None) -> str:
+    """A whole number with thin groups: 1 204."""
+    return UNKNOWN if value is None else f"{value:,}".replace(",", " ")
+
+
+def many(value: int | None) -> str:
+    """A number whose size matters more than its digits: 612 k, 1.2 M."""
+    if value is None:
+        return UNKNOWN
+    if value < 10_000:
+        return count(value)
+    if value < 10**6:
+        return f"{value / 1000:.0f} k"
+    return f"{value / 10**6:.1f} M" if value < 10**9 else f"{value / 10**9:.1f} G"
+
+
+def gigabytes(value: int | None) -> str:
+    """Bytes as gigabytes without the unit: 5.5, 0.03."""
+    if value is None:
+        return UNKNOWN
+    size = value / 10**9
+    return f"{size:.1f}" if size >= 0.095 or size == 0 else f"{size:.2f}"
+
+
+def size(value: int | None) -> str:
+    """Bytes with their unit: 98 MB, 5.5 GB."""
+    if value is None:
+        return UNKNOWN
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if value >= 0.95 * factor:
+            amount = value / factor
+            return f"{amount:.1f} {unit}" if amount < 9.95 else f"{amount:.0f} {unit}"
+    return f"{value} B"
+
+
+def megabits(bytes_per_s: float | None) -> str:
+    """A link's throughput in Mbit/s, without the unit."""
+    if bytes_per_s is None:
+        return UNKNOWN
+    value = bytes_per_s * 8 / 10**6
+    return f"{value:.1f}" if value < 99.5 else f"{value:.0f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """A short time as milliseconds, without the unit."""
+    if seconds is None:
+        return UNKNOWN
+    value = seconds * 1000
+    return f"{value:.1f}".removesuffix(".0") if 0 < value < 9.95 else f"{value:.0f}"
+
+
+def clock(seconds: float | None) -> str:
+    """An age as on a stop watch: 0:19, 11:02, 2:04:10."""
+    if seconds is None:
+        return UNKNOWN
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time as one would say it: 41 s, 12 m, 4 h 51 m, 3 d 2 h."""
+    if seconds is None:
+        return UNKNOWN
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    minutes = whole // 60
+    if minutes < 60:
+        return f"{minutes} m"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} m" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def time_of_day(at_ms: int) -> str:
+    """When something happened, by this machine's clock: 14:33:07."""
+    return time.strftime("%H:%M:%S", time.localtime(at_ms / 1000))
+
+
+def day_or_time(at_ms: int, now_ms: int) -> str:
+    """When a conversation was last used: now, 9:12, Tue, 2 May."""
+    then, now = time.localtime(at_ms / 1000), time.localtime(now_ms / 1000)
+    if now_ms - at_ms < 60_000:
+        return "now"
+    if then[:3] == now[:3]:
+        return f"{then.tm_hour}:{then.tm_min:02}"
+    if now_ms - at_ms < 6 * 86_400_000:
+        return time.strftime("%a", then)
+    return f"{then.tm_mday} {time.strftime('%b', then)}"
+
+
+def plural(number: int, one: str, several: str | None = None) -> str:
+    """1 peer, 14 peers."""
+    return f"{count(number)} {one if number == 1 else several or one + 's'}"

@@ -1,0 +1,177 @@
+"""The way of a reply, hop by hop, and where a token's time goes: figures of the route in, rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.snapshot.views import HopView, RouteView
+from ui.draw.numbers import fine_rate, milliseconds, plural
+from ui.draw.rows import UNKNOWN, Row, clean, fit, row, shorten, width_of
+
+NameOf = Callable[[str], str]
+_OVERHEAD = 0.01  # of a token's time: what is less has no place on the scale
+
+
+@dataclass(frozen=True)
+class Share:
+    """A piece of a token's time."""
+
+    kind: str  # link, relay, compute, queue, ends
+    name: str
+    seconds: float
+
+
+def token_seconds(route: RouteView) -> float | None:
+    """How long a token takes: measured, else the sum of what is known."""
+    if route.token_s is not None:
+        return route.token_s
+    return sum(share.seconds for share in shares_of(route, str)) or None
+
+
+def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
+    """Where a token's time goes, in the order that it passes; what is not known is left out."""
+    shares: list[Share] = []
+
+    def add(kind: str, name: str, seconds: float | None) -> None:
+        if seconds:
+            shares.append(Share(kind, name, seconds))
+
+    add("ends", "you", route.ends_s)
+    for hop in route.hops:
+        name = clean(name_of(hop.peer))
+        add("relay" if hop.link == "relayed" else "link", name, hop.link_s)
+        add("queue", name, hop.queue_s)
+        add("compute", name, hop.compute_s)
+    add("link", "you", route.return_s)
+    return shares
+
+
+def title_row(route: RouteView | None) -> Row:
+    """Hops, milliseconds a token, tokens a second."""
+    if route is None or not route.hops:
+        return row("route")
+    token_s = token_seconds(route)
+    figures = [plural(len(route.hops), "hop"), f"{milliseconds(token_s)} ms a token"]
+    figures.append(f"{fine_rate(1 / token_s)} tok/s" if token_s else f"{UNKNOWN} tok/s")
+    return row("route  ", (" · ".join(figures), "b"))
+
+
+def route_rows(route: RouteView | None, name_of: NameOf, width: int, height: int) -> list[Row]:
+    """The chain, the same milliseconds to scale, and what is slowest; compact where there is little room."""
+    if route is None or not route.hops:
+        return [row(("No reply has been asked from here yet: its way appears with the first one.", "dim"))]
+    chain = _chain(route, name_of)
+    if height < 6 or width_of(chain[0]) > width:
+        chain = _compact(route, name_of, width)
+    rows = chain + (waterfall(route, name_of, width) if width >= 20 else [])
+    said = sentence(route, name_of)
+    if len(rows) + 1 > height:
+        rows = [*chain[:1], *waterfall(route, name_of, width)[:1]][: max(1, height - 1)]
+    return [*rows, fit(said, width)][:height]
+
+
+def _arrow(hop_link: str | None, seconds: float | None) -> tuple[str, str]:
+    line, style = ("╍", "warning") if hop_link == "relayed" else ("─", "dim")
+    told = milliseconds(seconds) if seconds is not None else UNKNOWN
+    return f"{line}{line}{told}{line}▸", style
+
+
+def _chain(route: RouteView, name_of: NameOf) -> list[Row]:
+    """Names joined by arrows with their milliseconds; spans and compute below each name."""
+    names, spans, computes = row(("you", "mine")), row("   "), row("   ")
+    for hop in route.hops:
+        arrow, style = _arrow(hop.link, hop.link_s)
+        name, span, compute = shorten(_name(hop, name_of), 14), f"{hop.start}:{hop.stop}", _compute(hop)
+        room = max(width_of([(text, "")]) for text in (name, span, compute))
+        pad = " " * (len(arrow) + 2)
+        names += row(" ", (arrow, style), " ", (_ljust(name, room), "mine" if name == "you" else "b"))
+        spans += row(pad, (_ljust(span, room), "dim"))
+        computes += row(pad, _ljust(compute, room))
+    arrow, style = _arrow(None, route.return_s)
+    names += row(" ", (arrow, style), " ", ("you", "mine"))
+    return [names, spans, computes]
+
+
+def _compact(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
+    """The chain in one line."""
+    room = max(3, (width - 12) // max(1, len(route.hops)) - 5)
+    line = row(("you", "mine"))
+    for hop in route.hops:
+        mark, style = ("╍", "warning") if hop.link == "relayed" else ("─", "dim")
+        name = shorten(_name(hop, name_of), room)
+        told = milliseconds(hop.link_s) if hop.link_s is not None else ""
+        line += row((f"{mark}{told}▸", style), (name, "mine" if name == "you" else ""))
+    told = milliseconds(route.return_s) if route.return_s is not None else ""
+    return [fit([*line, (f"─{told}▸", "dim"), ("you", "mine")], width)]
+
+
+def _name(hop: HopView, name_of: NameOf) -> str:
+    return clean(name_of(hop.peer))
+
+
+def _compute(hop: HopView) -> str:
+    return f"{milliseconds(hop.compute_s)} ms" if hop.compute_s is not None else UNKNOWN
+
+
+def _ljust(text: str, room: int) -> str:
+    return text + " " * (room - width_of([(text, "")]))
+
+
+def waterfall(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
+    """One token's time to scale: compute solid, links thin, relays and waiting hatched."""
+    shares = shares_of(route, name_of)
+    total = sum(share.seconds for share in shares)
+    if total <= 0:
+        return []
+    line: Row = []
+    labels = [" "] * width
+    at, exact = 0, 0.0
+    for share in shares:
+        exact += share.seconds / total * width
+        cells = round(exact) - at
+        mark, style = _look(share)
+        line.append((mark * cells, style))
+        if share.kind != "link":
+            name = share.kind if share.kind in ("relay", "queue") else share.name
+            text = name if len(name) <= cells and name.isascii() else ""
+            start = at + (cells - len(text)) // 2
+            labels[start : start + len(text)] = text
+        at += cells
+    return [line, row(("".join(labels).rstrip(), "dim"))]
+
+
+def _look(share: Share) -> tuple[str, str]:
+    if share.kind in ("compute", "ends"):
+        return "█", "mine" if share.name == "you" else "heat3"
+    return {"relay": ("░", "warning"), "queue": ("▒", "warning")}.get(share.kind, ("─", "trackfg"))
+
+
+def sentence(route: RouteView, name_of: NameOf) -> Row:
+    """What takes most of the time, and what could be won at most."""
+    shares = shares_of(route, name_of)
+    total = token_seconds(route)
+    if not shares or total is None:
+        return row(("Nothing has been measured on this way yet.", "dim"))
+    by_place: dict[tuple[str, str], float] = {}
+    for share in shares:
+        by_place[(share.kind, share.name)] = by_place.get((share.kind, share.name), 0.0) + share.seconds
+    (kind, name), worst_s = max(by_place.items(), key=lambda item: item[1])
+    relayed_s = sum(share.seconds for share in shares if share.kind == "relay")
+    if relayed_s >= worst_s:
+        kind, worst_s = "relay", relayed_s
+    whose = "your" if name == "you" else f"{name}'s"
+    what = {
+        "relay": "relayed links",
+        "link": "the way back" if name == "you" else f"the way to {name}",
+        "queue": f"waiting for {name}",
+        "compute": f"{whose} blocks",
+        "ends": "choosing the token here",
+    }[kind]
+    said = f"{milliseconds(worst_s)} of {milliseconds(total)} ms are {what}."
+    style = "warning" if kind in ("relay", "queue") else ""
+    rest = total - worst_s
+    if kind in ("relay", "queue") and rest > _OVERHEAD * total:
+        spared = "them" if kind == "relay" else "it"
+        return row((said, style), f" Without {spared}: {fine_rate(1 / rest)} tok/s at most.")
+    return row((said, style))

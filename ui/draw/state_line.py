@@ -1,0 +1,101 @@
+"""The state line: what the node does and why, always with its reason."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from app.snapshot.views import Snapshot, StepView
+from ui.draw.numbers import duration, plural
+from ui.draw.rows import Row, clean, row
+from ui.state.store import Link
+
+_SIGNS = {
+    "serving": ("●", "success"),
+    "client": ("○", "primary"),
+    "idle": ("○", "primary"),
+    "paused": ("‖", "warning"),
+    "draining": ("⇣", "warning"),
+    "stopping": ("⇣", "warning"),
+}
+_REASONS = {
+    "starting": "the node is coming up",
+    "idle": "in no swarm yet",
+    "joining": "looking for members",
+    "fetching": "weights are on their way",
+    "loading": "blocks are being read",
+    "serving": "sessions may come",
+    "client": "this node hosts nothing",
+    "paused": "by hand",
+    "draining": "sessions are finished or handed over",
+    "stopping": "the node has left",
+}
+
+
+def pill(link: Link, snapshot: Snapshot | None, now: float) -> tuple[str, str]:
+    """The state in two or three words, and its colour."""
+    if link.kind == "starting":
+        return "◐ starting", "primary"
+    if link.kind == "connecting":
+        return "◐ connecting", "primary"
+    if link.kind == "refused":
+        return "× refused", "error"
+    if link.kind == "away":
+        left = max(0, ceil(link.retry_at - now))
+        return f"× node away, retry in {left} s", "error"
+    if snapshot is None:
+        return "◐ connected", "primary"
+    sign, style = _SIGNS.get(snapshot.state, ("◐", "primary"))
+    words: str = snapshot.state
+    if snapshot.state == "serving" and snapshot.start is not None:
+        words += f" {snapshot.start}:{snapshot.stop}"
+    step = running_step(snapshot)
+    if snapshot.state in ("fetching", "loading") and step is not None:
+        words += step_figures(step)
+    return f"{sign} {words}", style
+
+
+def running_step(snapshot: Snapshot) -> StepView | None:
+    """The step of coming up that is being done."""
+    return next((step for step in snapshot.steps if step.state == "running"), None)
+
+
+def step_figures(step: StepView) -> str:
+    """How far a step is: ` 5/12, 41 s`."""
+    far = f" {step.done}/{step.total}" if step.done is not None and step.total and step.total < 10_000 else ""
+    left = f", {duration(step.seconds_left)}" if step.seconds_left is not None else ""
+    return far + left
+
+
+def reason(link: Link, snapshot: Snapshot | None) -> str:
+    """Why the node is in this state, in the words of whoever decided it."""
+    if link.kind != "live":
+        return clean(link.text)
+    if snapshot is None:
+        return "waiting for its first word"
+    told = snapshot.why.text if snapshot.why is not None else snapshot.reason
+    return clean(told) or _REASONS[snapshot.state]
+
+
+def state_row(link: Link, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
+    """The whole line: pill, reason, and where there is room what else matters."""
+    words, style = pill(link, snapshot, now)
+    line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", reason(link, snapshot))
+    if snapshot is None or link.kind != "live":
+        return line
+    if snapshot.why is not None and snapshot.why.next_step:
+        line.append((f" · {clean(snapshot.why.next_step)}", "secondary"))
+    extra = []
+    if snapshot.sessions:
+        extra.append(plural(snapshot.sessions, "session"))
+    if snapshot.courtesy.next_text:
+        extra.append(clean(snapshot.courtesy.next_text))
+    if wide and extra:
+        line.append((" · " + " · ".join(extra), "dim"))
+    return line
+
+
+def swarm_label(snapshot: Snapshot | None) -> str:
+    """The swarm's name with the beginning of its model's hash."""
+    if snapshot is None or not snapshot.swarm:
+        return ""
+    return clean(f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}" if snapshot.manifest else snapshot.swarm)

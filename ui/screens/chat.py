@@ -1,0 +1,295 @@
+"""The chat: conversations at the left, what was said, and a line to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.widget import Widget
+
+from ui.draw.rows import Row, clean, row
+from ui.screens.frame import MainScreen
+from ui.state.conversations import Conversation, Conversations, ConversationsError, Message, export_to
+from ui.state.reply_stream import Piece, Progress, ReplyThread, Sampling, lost_hops, way_row
+from ui.state.store import Store
+from ui.widgets.ask_box import AskBox, LiveLine
+from ui.widgets.chat_side import ConversationList, SamplingPanel
+from ui.widgets.panel import title_of
+from ui.widgets.transcript import Transcript
+
+
+class Chat(MainScreen):
+    """Talk to the swarm."""
+
+    TAB = "chat"
+    AUTO_FOCUS = "AskBox"
+    HELP_TEXT = (
+        "⏎ sends, ctrl+j is a new line. esc stops a reply, then leaves the input, so that digits switch screens again."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "stop", "stop", key_display="esc"),
+        Binding("escape", "leave_box", "keys", key_display="esc"),
+        Binding("ctrl+r", "again", "again", key_display="^r", priority=True),
+        Binding("ctrl+e", "edit", "edit", key_display="^e", priority=True),
+        Binding("ctrl+y", "copy", "copy", key_display="^y", priority=True),
+        Binding("ctrl+n", "new", "new", key_display="^n", priority=True),
+        Binding("ctrl+l", "list", "list", key_display="^l", priority=True),
+        Binding("ctrl+s", "sampling", "sampling", key_display="^s", priority=True),
+        Binding("ctrl+x", "export", "export", show=False, priority=True),
+    ]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._thread: ReplyThread | None = None
+        self._conversation: Conversation | None = None
+        self._messages: list[Message] = []
+        self._text = ""
+        self._route: list[dict[str, Any]] = []
+        self.sampling = Sampling()
+
+    def body(self) -> Iterable[Widget]:
+        """Side and main."""
+        yield Horizontal(
+            Vertical(ConversationList(self.store, id="convs"), SamplingPanel(self.store, id="sampling"), id="side"),
+            Vertical(
+                Transcript(id="said"),
+                LiveLine(self.store, id="live"),
+                AskBox(placeholder="Ask the swarm…   ⏎ send · ctrl+j new line", id="ask", compact=True),
+                id="main",
+            ),
+            id="chatrow",
+        )
+
+    async def on_mount(self) -> None:
+        """Open what was said last."""
+        try:
+            self._kept = Conversations(self.dashboard.folder)
+        except ConversationsError as error:
+            self.dashboard.complain(str(error))
+            self._kept = Conversations(None)
+        self.sampling = Sampling.chosen(self._kept.choice("sampling"))
+        known_all = self._kept.all()
+        await self._open(known_all[0] if known_all else None)
+        self.set_interval(0.25, self._tick)
+
+    def on_unmount(self) -> None:
+        """A reply nobody reads is not worth making."""
+        if self._thread is not None:
+            self._thread.stop()
+        self._kept.close()
+
+    # --- conversations -----------------------------------------------------------------------------------------------
+
+    async def _open(self, conversation: Conversation | None) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+            await self._ended({"stopped": True})
+        self._conversation = conversation
+        self._messages = [] if conversation is None else self._kept.messages(conversation.id)
+        await self.query_one(Transcript).show_messages(self._messages)
+        self._show_sides()
+
+    def _show_sides(self) -> None:
+        listed = self.query_one(ConversationList)
+        listed.conversations = self._kept.all()
+        listed.current = self._conversation.id if self._conversation is not None else None
+        listed.show()
+        side = self.query_one(SamplingPanel)
+        side.sampling = self.sampling
+        side.show()
+        said = self.query_one(Transcript)
+        title = clean(self._conversation.title) if self._conversation is not None else "new conversation"
+        said.border_title = title_of(self.app.theme, row(title))
+        last = self._messages[-1].figures if self._messages else {}
+        said.border_subtitle = title_of(self.app.theme, self._way(last))
+
+    def _way(self, figures: dict[str, Any]) -> Row:
+        """The route of the reply that is shown: that of the latest, or of the one on its way."""
+        route = self._route if self._thread is not None else figures.get("route") or ()
+        return way_row(route, self.store.snapshot, self.store.peer_name)
+
+    async def on_conversation_list_chosen(self, message: ConversationList.Chosen) -> None:
+        """Open another conversation."""
+        found = next((c for c in self._kept.all() if c.id == message.conversation), None)
+        await self._open(found)
+
+    async def on_conversation_list_deleted(self, message: ConversationList.Deleted) -> None:
+        """Forget one."""
+        self._kept.delete(message.conversation)
+        if self._conversation is not None and self._conversation.id == message.conversation:
+            await self._open(None)
+        self._show_sides()
+
+    async def action_new(self) -> None:
+        """Begin a conversation."""
+        await self._open(None)
+        self.query_one(AskBox).focus()
+
+    def action_list(self) -> None:
+        """The conversations as a pop-up, for windows that have no room beside."""
+        from ui.widgets.chat_side import ConversationPicker
+
+        async def chosen(conversation: int | None) -> None:
+            if conversation is not None:
+                await self._open(next((c for c in self._kept.all() if c.id == conversation), None))
+
+        self.app.push_screen(ConversationPicker(self._kept.all()), chosen)
+
+    def action_export(self) -> None:
+        """Write the conversation to a Markdown file in the home folder."""
+        if self._conversation is None:
+            return
+        try:
+            path = export_to(self.dashboard.folder or Path.cwd(), self._conversation.title, self._messages)
+            self.dashboard.say(f"written to {path}")
+        except OSError as error:
+            self.dashboard.complain(f"the conversation cannot be written: {error}")
+
+    # --- asking ------------------------------------------------------------------------------------------------------
+
+    async def on_ask_box_asked(self, message: AskBox.Asked) -> None:
+        """A question was typed."""
+        if self._thread is not None:
+            self.query_one(AskBox).text = message.text
+            self.dashboard.say("a reply is on its way: esc stops it")
+            return
+        await self.ask(message.text)
+
+    async def ask(self, text: str) -> None:
+        """Ask the swarm, and show the reply as it comes."""
+        if self._conversation is None:
+            self._conversation = self._kept.begin(text)
+        question = self._kept.add(self._conversation.id, "user", text)
+        self._messages.append(question)
+        await self.query_one(Transcript).ask(question)
+        said = [{"role": m.role, "content": m.content} for m in self._messages if m.content]
+        door = self.dashboard.door
+        if door is None:
+            await self.query_one(Transcript).finish({}, "there is no node to ask")
+            return
+        self._text, self._route = "", []
+        thread = ReplyThread(door.client, self.sampling.request(said), lambda piece: self._hear(thread, piece))
+        self._thread = thread
+        self.query_one(LiveLine).progress = Progress(self.store.now())
+        self._show_sides()
+        self.refresh_bindings()
+        thread.start()
+
+    def _hear(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
+        self.post_message(Piece(thread, piece))
+
+    async def on_piece(self, message: Piece) -> None:
+        """Take a piece of the reply; what an earlier thread still says is not heard."""
+        if message.thread is not self._thread:
+            return
+        if any(key in message.piece for key in ("done", "error", "stopped")):
+            await self._ended(message.piece)
+            return
+        progress = self.query_one(LiveLine).progress
+        assert progress is not None
+        fresh = progress.take(message.piece, self.store.now())
+        self._text += fresh
+        await self.query_one(Transcript).add(fresh)
+        if "route" in message.piece:
+            await self._went(message.piece["route"], progress.tokens)
+
+    async def _went(self, route: list[dict[str, Any]], tokens: int) -> None:
+        """The way of the reply, or another way than before: a hop that left it is said at once."""
+        before, self._route = self._route, route
+        if words := lost_hops(before, route, self.store.peer_name):
+            await self.query_one(Transcript).note(f"▼ at token {tokens}: {words} · the reply goes on")
+        self._show_sides()
+
+    async def _ended(self, piece: dict[str, Any]) -> None:
+        thread, self._thread = self._thread, None
+        live = self.query_one(LiveLine)
+        tokens = live.progress.tokens if live.progress is not None else 0
+        live.progress = None
+        live.show()
+        if thread is None or self._conversation is None:
+            return
+        figures = {name: value for name, value in piece.get("done", {}).items() if name != "text"}
+        error = str(piece.get("error", ""))
+        if error or piece.get("stopped"):
+            figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
+        self._messages.append(self._kept.add(self._conversation.id, "assistant", self._text, figures))
+        await self.query_one(Transcript).finish(figures, error)
+        self._show_sides()
+        self.refresh_bindings()
+
+    async def _tick(self) -> None:
+        live = self.query_one(LiveLine)
+        if live.progress is not None:
+            live.progress.speeds.append(live.progress.speed(self.store.now()))
+            live.show()
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Only what makes sense now."""
+        if action == "stop":
+            return self._thread is not None
+        if action == "leave_box":
+            return self._thread is None and isinstance(self.focused, AskBox)
+        if action in ("again", "edit"):
+            return self._thread is None and bool(self._messages)
+        if action in ("copy", "export"):
+            return bool(self._messages)
+        return True
+
+    async def action_stop(self) -> None:
+        """Stop the reply."""
+        if self._thread is not None:
+            self._thread.stop()
+            await self._ended({"stopped": True})
+
+    def action_leave_box(self) -> None:
+        """Leave the input, so that the keys work."""
+        self.query_one(Transcript).focus()
+
+    async def action_again(self) -> None:
+        """Ask the last question again."""
+        text = await self._take_back()
+        if text is not None:
+            await self.ask(text)
+
+    async def action_edit(self) -> None:
+        """Put the last question back into the input."""
+        text = await self._take_back()
+        if text is not None:
+            box = self.query_one(AskBox)
+            box.text = text
+            box.focus()
+            box.move_cursor(box.document.end)
+
+    async def _take_back(self) -> str | None:
+        asked = next((m for m in reversed(self._messages) if m.role == "user"), None)
+        if asked is None or self._conversation is None:
+            return None
+        self._kept.cut(self._conversation.id, asked.id)
+        self._messages = self._kept.messages(self._conversation.id)
+        await self.query_one(Transcript).show_messages(self._messages)
+        return asked.content
+
+    def action_copy(self) -> None:
+        """The last reply into the terminal's clipboard."""
+        last = next((m for m in reversed(self._messages) if m.role == "assistant"), None)
+        if last is not None:
+            self.app.copy_to_clipboard(last.content)
+            self.dashboard.say("the reply is in the clipboard")
+
+    def action_sampling(self) -> None:
+        """Change how tokens are chosen."""
+        from ui.widgets.chat_side import SamplingForm
+
+        def chosen(sampling: Sampling | None) -> None:
+            if sampling is not None:
+                self.sampling = sampling
+                self._kept.choose("sampling", asdict(sampling))
+                self._show_sides()
+
+        self.app.push_screen(SamplingForm(self.sampling), chosen)

@@ -1,0 +1,244 @@
+"""The first run: three key presses from nothing to a question."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+
+from app.api.client import PATIENT_S, Client
+from app.snapshot.views import prospects_from
+from ui.draw.first_run import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
+from ui.draw.first_run_offers import STARTER
+from ui.draw.rows import Row
+from ui.state.store import Store
+from ui.widgets.dialogs import Dialog, Line
+from ui.widgets.panel import Painted
+
+if TYPE_CHECKING:
+    from ui.app import Dashboard
+
+LOOK_AGAIN_S = 2.0
+LONGEST_S = 3600.0  # a model may have to be fetched and read
+
+
+class FirstPage(Painted):
+    """The page of the step."""
+
+    def __init__(self, store: Store, state: FirstState) -> None:
+        super().__init__(store, id="first")
+        self.state = state
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """What the step asks."""
+        return first_rows(self.state, self.store.snapshot, width, height)[:height]
+
+
+class FirstRun(Dialog[None]):
+    """Where, how much, hello."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "next", "go on"),
+        Binding("escape", "back", "back"),
+    ]
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+        self.state = FirstState()
+        self._looking = False
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """The app, by its own type."""
+        return cast("Dashboard", self.app)
+
+    def compose(self) -> ComposeResult:
+        """One page."""
+        yield Container(FirstPage(self.store, self.state), id="firstbox")
+
+    def on_mount(self) -> None:
+        """See what the node's settings are, and where it could go."""
+        self.dashboard.ask(lambda client: client.get("/api/config"), self._configured)
+        self._look_around()
+        self.set_interval(LOOK_AGAIN_S, self._look_around)
+
+    def _look_around(self) -> None:
+        """See what is nearby, again and again while the person chooses."""
+        if self._looking or self.state.step > 0:
+            return
+        self._looking = True
+        look = "/api/prospects"
+        self.dashboard.ask(lambda client: client.get(look, timeout_s=PATIENT_S), self._offered, self._unseen)
+
+    def _configured(self, told: Any) -> None:
+        config = {entry["name"]: entry["value"] for entry in told}
+        self.state.pauses = pauses_from(config)
+        self.state.memory_bytes = config.get("max_vram")
+        self.show()
+
+    def _offered(self, told: Any) -> None:
+        self._looking = False
+        self.state.take(prospects_from(told))
+        self.show()
+
+    def _unseen(self, text: str) -> None:
+        self._looking, self.state.trouble = False, text
+        self.show()
+
+    def show(self) -> None:
+        """Look at the store again."""
+        if self.is_attached:  # an answer may come after the person has gone on
+            self.query_one(FirstPage).show()
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def on_paste(self, event: events.Paste) -> None:
+        """A pasted invite is a choice."""
+        event.stop()
+        if self.state.step == 0 and event.text.strip():
+            self._go_to(event.text.strip())
+        elif self.state.step == 2:
+            self.state.typed += " ".join(event.text.split())
+            self.show()
+
+    def on_key(self, event: events.Key) -> None:
+        """The keys of the step."""
+        handler = (self._where_key, self._much_key, self._hello_key)[self.state.step]
+        if handler(event):
+            event.stop()
+            self.show()
+
+    def _where_key(self, event: events.Key) -> bool:
+        if event.key == "q":
+            self.app.exit()
+        elif event.key == "j":
+            self._ask_line("A swarm's name, or an invite", "reading-club or shoal:…", self._go_to)
+        elif event.key == "c":
+            self._ask_line("Which model?", "a folder, a GGUF file, starter or tiny-random", self._create)
+        elif event.key == "l":
+            self.close()
+        elif event.key.isdecimal() and int(event.key) > 0 and int(event.key) in self.state.choices:
+            self._choose(int(event.key))
+        else:
+            return False
+        return True
+
+    def _ask_line(self, words: str, hint: str, then: Any) -> None:
+        self.app.push_screen(Line(words, hint=hint), lambda text: then(text) if text else None)
+
+    def _go_to(self, target: str) -> None:
+        self.state.target, self.state.create = target, None
+        self._advance()
+
+    def _create(self, model: str) -> None:
+        def named(name: str) -> None:
+            self.state.target, self.state.create = "", (name, model)
+            self._advance()
+
+        self._ask_line("How is the swarm to be called?", "reading-club", named)
+
+    def _much_key(self, event: events.Key) -> bool:
+        state = self.state
+        toggles = [name for name, _, _, _ in PAUSES if name in state.pauses]
+        if event.key == "q":
+            self.app.exit()
+        elif event.key in ("up", "down", "tab"):
+            state.cursor = (state.cursor + (-1 if event.key == "up" else 1)) % (len(toggles) + 1)
+        elif event.key in ("left", "right"):
+            self._change_memory(-STEP_BYTES if event.key == "left" else STEP_BYTES)
+        elif event.key == "space" and state.cursor:
+            name = toggles[state.cursor - 1]
+            state.pauses[name] = not state.pauses[name]
+        else:
+            return False
+        return True
+
+    def _change_memory(self, by: int) -> None:
+        device = self.state.device(self.store.snapshot)
+        total = device.memory_total_bytes if device is not None else None
+        if device is None or not total:
+            return
+        start = self.state.memory_bytes
+        if start is None:
+            start = (device.memory_free_bytes or total) // STEP_BYTES * STEP_BYTES
+        self.state.memory_bytes = max(0, min(total // STEP_BYTES * STEP_BYTES, start + by))
+
+    def _hello_key(self, event: events.Key) -> bool:
+        if event.key == "backspace":
+            self.state.typed = self.state.typed[:-1]
+        elif event.is_printable and event.character:
+            self.state.typed += event.character
+        else:
+            return False
+        return True
+
+    # --- going on ----------------------------------------------------------------------------------------------------
+
+    async def action_next(self) -> None:
+        """The step is done."""
+        if self.state.busy:
+            return
+        if self.state.step == 0:
+            self._choose(0)
+        elif self.state.step == 1:
+            self._enter()
+        else:
+            await self._hello()
+
+    def _choose(self, index: int) -> None:
+        """Take one of the choices; before they are known there is nothing to take, unless they cannot be known."""
+        chosen = self.state.choices.get(index)
+        if chosen is not None and chosen.target != STARTER:
+            self._go_to(chosen.target)
+        elif chosen is not None or self.state.trouble:
+            self.state.target, self.state.create = "", ("home", STARTER)
+            self._advance()
+
+    def _advance(self) -> None:
+        self.state.step, self.state.problem = 1, ""
+        self.show()
+
+    def action_back(self) -> None:
+        """The step before."""
+        if not self.state.busy:
+            self.state.step, self.state.problem = max(0, self.state.step - 1), ""
+            self.show()
+
+    def _enter(self) -> None:
+        """Write the settings, then go to the swarm."""
+        state = self.state
+        state.busy, state.problem = f"going to {state.where}", ""
+        changes = {name: on if state.pauses[name] else off for name, _, on, off in PAUSES if name in state.pauses}
+        memory, target, create = state.memory_bytes, state.target, state.create
+
+        def work(client: Client) -> Any:
+            kept = {entry["name"]: entry["value"] for entry in client.get("/api/config")}
+            for name, value in changes.items():
+                if bool(kept.get(name)) != (value not in ("0", "false")):
+                    client.set_config(name, value)
+            if memory != kept.get("max_vram"):
+                client.set_config("max_vram", None if memory is None else str(memory))
+            if create is not None:
+                body = {"name": create[0], "model": create[1], "private": False}
+                return client.post("/api/create", body, timeout_s=LONGEST_S)
+            return client.post("/api/join", {"target": target})
+
+        self.dashboard.ask(work, lambda _: self._entered(), self._refused)
+        self.show()
+
+    def _entered(self) -> None:
+        self.state.busy, self.state.step = "", 2
+        self.show()
+
+    def _refused(self, text: str) -> None:
+        self.state.busy, self.state.problem = "", text
+        self.show()
+
+    async def _hello(self) -> None:
+        question = self.state.typed.strip() or HELLO
+        self.close()
+        await self.dashboard.say_hello(question)

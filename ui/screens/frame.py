@@ -1,0 +1,131 @@
+"""What every screen has: the tabs and the swarm in the first line, the state and its reason in the second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, cast
+
+from textual.app import ComposeResult
+from textual.events import Click
+from textual.screen import Screen
+from textual.widget import Widget
+
+from ui.draw.numbers import plural
+from ui.draw.rows import Row, clean, fit, row, spread, text_of, width_of, wrap
+from ui.draw.state_line import state_row, swarm_label
+from ui.state.store import Store
+from ui.widgets.following_list import FollowingList
+from ui.widgets.footer import Keys
+from ui.widgets.panel import Painted
+
+if TYPE_CHECKING:
+    from ui.app import Dashboard
+
+TABS = ("overview", "swarm", "chat", "logs", "settings")
+NARROW = 100
+
+
+class Head(Painted):
+    """The tabs, and where this node is."""
+
+    def __init__(self, store: Store, active: str) -> None:
+        super().__init__(store, id="head")
+        self._active = active
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """One line; the tabs become digits where it is narrow."""
+        narrow = width < NARROW
+        left = row(" ", ("≋" if narrow else "≋ shoal", "b primary"), " " if narrow else "  ")
+        for number, name in enumerate(TABS, 1):
+            if name == self._active:
+                left.append((f" {number} {name} ", "b background on primary"))
+            else:
+                left.append((f" {number} " if narrow else f" {number} {name} ", "dim"))
+        return [spread(left, fit(self._right(narrow), max(8, width - width_of(left) - 2)), width)]
+
+    def _right(self, narrow: bool) -> Row:
+        known = self.store.snapshot
+        label = swarm_label(known)
+        if known is None or not label:
+            return row(("no node" if known is None else "no swarm", "dim"), " ")
+        right = row((label, "b"))
+        if not narrow:
+            right += row((" · ", "dim"), clean(known.model)) if known.model else []
+            right += row((f" · {plural(len(known.peers), 'peer')}", "dim"))
+        return [*right, (" ", "")]
+
+    def on_click(self, event: Click) -> None:
+        """A click on a tab goes there."""
+        at = 0
+        tabs = 0
+        for text, style in self._rows[0] if self._rows else []:
+            at += width_of([(text, style)])
+            tabs += 1 if text.strip()[:1].isdigit() else 0
+            if event.x < at:
+                if text.strip()[:1].isdigit():
+                    self.app.run_worker(self.app.run_action(f"go('{TABS[tabs - 1]}')"))
+                return
+
+
+class StateLine(Painted):
+    """What the node does, and why: the reason is never cut off while a second line could hold it."""
+
+    _lines = 1
+
+    def show(self) -> None:
+        """Look at the store again; as many lines as the reason needs, two at most."""
+        lines = len(self.rows(self.size.width, 2)) if self.size.width else 1
+        if lines != self._lines:
+            self._lines = lines
+            self.styles.height = lines
+        super().show()
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """One line, and a second one for a reason that does not fit."""
+        store = self.store
+        line = state_row(store.link, store.snapshot, store.now(), wide=width >= NARROW)
+        if width_of(line) <= width:
+            return [line]
+        head, rest = line[:3], text_of(line[3:])
+        first, *more = wrap(rest, width - width_of(head))
+        indent = (" " * 3, "")
+        return [[*head, *first], [indent, *row(" ".join(text_of(part) for part in more))]]
+
+
+class MainScreen(Screen[None]):
+    """A screen of the dashboard; subclasses compose what is between the state line and the footer."""
+
+    TAB: ClassVar[str] = ""
+    HELP_TEXT: ClassVar[str] = ""
+    ALLOW_IN_MAXIMIZED_VIEW = "#keys"
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    @property
+    def dashboard(self) -> Dashboard:
+        """The app, by its own type."""
+        return cast("Dashboard", self.app)
+
+    def compose(self) -> ComposeResult:
+        """Frame and body."""
+        yield Head(self.store, self.TAB)
+        yield StateLine(self.store, id="state")
+        yield from self.body()
+        yield Keys(self.store)
+
+    def body(self) -> Iterable[Widget]:
+        """What this screen is about."""
+        return ()
+
+    def show(self) -> None:
+        """Look at the store again."""
+        for painted in self.query(Painted):
+            painted.show()
+        for listed in self.query(FollowingList):
+            listed.show()
+
+    def on_screen_resume(self) -> None:
+        """The screen is seen again after the store went on without it."""
+        self.show()

@@ -1,0 +1,183 @@
+"""The node's log, and the dashboard's own: search, follow, and a level below which rows are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from textual import events, on
+from textual.binding import Binding, BindingType
+from textual.widget import Widget
+from textual.widgets import Input
+
+from ui.draw.numbers import plural, time_of_day
+from ui.draw.rows import Row, clean, row
+from ui.screens.frame import MainScreen
+from ui.state.store import LogRow, Store
+from ui.widgets.following_list import FollowingList
+
+LEVELS = ("debug", "info", "warning", "error")
+_STYLES = {"warning": "warning", "error": "error", "critical": "error", "debug": "dim"}
+_POLL_S = 1.0
+
+
+def log_row(kept: LogRow, wanted: str = "") -> Row:
+    """One row; what is searched for stands out."""
+    style = _STYLES.get(kept.level, "")
+    source = clean(kept.source).removeprefix("shoal.")
+    line = row(
+        (time_of_day(kept.at_ms), "dim"), " ", (f"{kept.level:<7}", style or "dim"), " ", (f"{source}: ", "secondary")
+    )
+    text = clean(kept.text)
+    at = text.casefold().find(wanted.casefold()) if wanted else -1
+    if at < 0:
+        return [*line, (text, style)]
+    end = at + len(wanted)
+    return [*line, (text[:at], style), (text[at:end], "b background on mine"), (text[end:], style)]
+
+
+def matching(rows: Iterable[LogRow], level: str, wanted: str) -> list[LogRow]:
+    """The rows of at least this level that hold what is searched for."""
+    least = LEVELS.index(level)
+    wanted = wanted.casefold()
+    return [
+        kept
+        for kept in rows
+        if (LEVELS.index(kept.level) if kept.level in LEVELS else len(LEVELS)) >= least
+        and (not wanted or wanted in f"{kept.source} {kept.text}".casefold())
+    ]
+
+
+class LogList(FollowingList):
+    """The rows."""
+
+    HELP = "What the node and this dashboard wrote, the newest last. Scroll up to stop following, end follows again."
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "search", "find", key_display="/"),
+        Binding("l", "level", "level"),
+        Binding("f", "follow", "follow", show=False),
+        Binding("y", "copy", "copy", show=False),
+    ]
+
+    def __init__(self, store: Store, *, id: str | None = None) -> None:
+        super().__init__(store, id=id)
+        self.level = "info"
+        self.wanted = ""
+        self._found = 0
+
+    def key(self) -> object:
+        """The rows, the level and the search."""
+        return (self.store.logs_seen, self.level, self.wanted)
+
+    def lines(self) -> list[Row]:
+        """What matches."""
+        found = matching(self.store.logs, self.level, self.wanted)
+        self._found = len(found)
+        if not found:
+            return [row(("Nothing of this level yet." if not self.wanted else "Nothing matches.", "dim"))]
+        return [log_row(kept, self.wanted) for kept in found]
+
+    def title(self) -> Row:
+        """How many rows, and from which level on."""
+        return row("log  ", (plural(self._found, "row"), "b"), f" · {self.level} and above")
+
+    def subtitle(self) -> Row:
+        """Whether it follows."""
+        return super().subtitle() or row("following" if self.following else "", (" · / search", "dim"))
+
+    def action_search(self) -> None:
+        """Type what to look for."""
+        self.screen.query_one("#search", Input).add_class("-open").focus()
+
+    def action_level(self) -> None:
+        """From the next level on."""
+        self.level = LEVELS[(LEVELS.index(self.level) + 1) % len(LEVELS)]
+        self.following = True
+        self.show()
+
+    def action_follow(self) -> None:
+        """To the end, and on with it."""
+        self.following = True
+        self.show()
+
+    def action_copy(self) -> None:
+        """What is shown into the clipboard."""
+        from ui.draw.rows import text_of
+
+        self.app.copy_to_clipboard("\n".join(text_of(line) for line in self._lines[-500:]))
+        self.notify("the last rows are in the clipboard", timeout=3)
+
+
+class Logs(MainScreen):
+    """The log."""
+
+    TAB = "logs"
+    AUTO_FOCUS = "LogList"
+    HELP_TEXT = "/ searches, l changes the level, f follows the end, y copies."
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._after, self._pid = 0, 0
+        self._asking = False
+        self._told = ""
+
+    def body(self) -> Iterable[Widget]:
+        """The rows and the search."""
+        yield LogList(self.store, id="log")
+        yield Input(placeholder="search", id="search", compact=True)
+
+    def on_mount(self) -> None:
+        """Ask for rows as long as somebody looks."""
+        self.set_interval(_POLL_S, self._poll)
+        self._poll()
+
+    def _poll(self) -> None:
+        if self._asking or not self.is_current or self.dashboard.door is None or self.store.link.kind != "live":
+            return
+        self._asking = True
+        self.dashboard.ask(lambda client: client.get(f"/api/logs?after={self._after}"), self._take, self._failed)
+
+    def _take(self, told: Any) -> None:
+        self._asking = False
+        if told["pid"] != self._pid:
+            again = self._pid != 0 and self._after > 0
+            self._pid, self._after = told["pid"], 0
+            if again:
+                return  # another run of the node: its rows are numbered from the beginning
+        for kept in told["rows"]:
+            self._after = max(self._after, int(kept["number"]))
+            level, source = str(kept["level"]), str(kept["source"])
+            self.store.log(LogRow(int(kept["at_ms"]), level, source, str(kept["text"])))
+        if told["rows"]:
+            self.query_one(LogList).show()
+
+    def _failed(self, text: str) -> None:
+        self._asking = False
+        if text != self._told:
+            self._told = text
+            self.dashboard.complain(text)
+
+    @on(Input.Changed, "#search")
+    def search_changed(self, event: Input.Changed) -> None:
+        """Search while typing."""
+        rows = self.query_one(LogList)
+        rows.wanted = event.value
+        rows.show()
+
+    @on(Input.Submitted, "#search")
+    def search_done(self) -> None:
+        """Keep the search, and go back to the rows."""
+        self._close_search()
+
+    def on_key(self, event: events.Key) -> None:
+        """Escape in the search clears it."""
+        field = self.query_one("#search", Input)
+        if event.key == "escape" and field.has_focus:
+            event.stop()
+            field.value = ""
+            self._close_search()
+
+    def _close_search(self) -> None:
+        field = self.query_one("#search", Input)
+        field.set_class(bool(field.value), "-open")
+        self.query_one(LogList).focus()

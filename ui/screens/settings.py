@@ -1,0 +1,280 @@
+"""The settings: every key of the node's configuration with its value, where that came from, and its help.
+
+The node checks what is typed; its words are shown beside the setting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from textual import events, on
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Input
+
+from ui.draw.rows import Row, cell, clean, row, shorten, wrap
+from ui.draw.theme import style_of
+from ui.screens.frame import MainScreen
+from ui.state.store import Store
+from ui.widgets.panel import Panel, strip_of, title_of
+
+_NAME = 20
+
+
+@dataclass(frozen=True)
+class SettingView:
+    """One setting as the node tells it."""
+
+    name: str
+    value: Any
+    default: Any
+    origin: str
+    live: bool
+    help: str
+    expected: str
+
+
+def settings_in(told: Any) -> list[SettingView]:
+    """The settings in the node's answer."""
+    return [
+        SettingView(
+            str(entry["name"]),
+            entry.get("value"),
+            entry.get("default"),
+            str(entry.get("origin", "")),
+            bool(entry.get("live")),
+            str(entry.get("help", "")),
+            str(entry.get("expected", "")),
+        )
+        for entry in told
+        if isinstance(entry, Mapping) and "name" in entry
+    ]
+
+
+def value_text(setting: SettingView, value: Any) -> str:
+    """A value as a person types it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ",".join(str(item) for item in value)
+    if isinstance(value, int) and "size" in setting.expected:
+        return _size_text(value)
+    return str(value)
+
+
+def _size_text(value: int) -> str:
+    """Bytes in the largest unit that says them exactly."""
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if value >= factor and value % (factor // 10) == 0:
+            return f"{value / factor:g}{unit}"
+    return str(value)
+
+
+def setting_row(setting: SettingView, width: int) -> Row:
+    """Name, value and origin."""
+    changed = setting.origin != "default"
+    shown = value_text(setting, setting.value) or "unset"
+    value = cell(clean(shown), max(8, min(44, width - _NAME - 24)))
+    note = setting.origin if changed else ""
+    later = "" if setting.live else "restart"
+    style = "mine" if changed else "dim" if shown == "unset" else ""
+    return row(
+        (cell(setting.name, _NAME), "b"), " ", (value, style), " ", (cell(note, 12), "secondary"), (later, "dim")
+    )
+
+
+class SettingsList(ScrollView, can_focus=True):
+    """The settings, one row each."""
+
+    DEFAULT_CLASSES = "panel"
+    HELP = "Enter changes a setting, x puts its default back. Those marked `restart` hold from the node's next start."
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "change", "edit"),
+        Binding("x", "unset", "unset"),
+        Binding("r", "reload", "reload", show=False),
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("home", "move(-1000)", show=False),
+        Binding("end", "move(1000)", show=False),
+    ]
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id)
+        self.settings: list[SettingView] = []
+        self.problem = ""
+        self.cursor = 0
+
+    @property
+    def chosen(self) -> SettingView | None:
+        """The setting under the cursor."""
+        return self.settings[self.cursor] if self.settings else None
+
+    def show(self) -> None:
+        """Paint what is known."""
+        self.virtual_size = Size(0, len(self.settings))
+        changed = sum(setting.origin != "default" for setting in self.settings)
+        figures = f"{len(self.settings)} · {changed} changed" if self.settings else "—"
+        self.border_title = title_of(self.app.theme, row("settings  ", (figures, "b")))
+        self.refresh()
+
+    def on_mount(self) -> None:
+        """Repaint with a new theme."""
+        self.watch(self.app, "theme", self.show, init=False)
+
+    def render_line(self, y: int) -> Strip:
+        """One setting."""
+        index = y + round(self.scroll_y)
+        theme, width = self.app.theme, self.size.width
+        if not 0 <= index < len(self.settings):
+            text = (self.problem or "Asking the node…") if index == 0 and not self.settings else ""
+            return strip_of(theme, row((text, "dim")), width, self.rich_style)
+        base = self.rich_style + style_of(theme, "on cursor") if index == self.cursor else self.rich_style
+        return strip_of(theme, setting_row(self.settings[index], width), width, base)
+
+    def action_move(self, rows: int) -> None:
+        """Move the cursor."""
+        if self.settings:
+            self.cursor = max(0, min(len(self.settings) - 1, self.cursor + rows))
+            top, height = round(self.scroll_y), max(1, self.size.height)
+            if not top <= self.cursor < top + height:
+                self.scroll_to(y=max(0, self.cursor - height // 2), animate=False, immediate=True)
+            self.refresh()
+            self.screen.query_one(SettingHelp).show()
+
+    def on_click(self, event: events.Click) -> None:
+        """A click chooses, a second one changes."""
+        offset = event.get_content_offset(self)
+        if offset is not None:
+            self.action_move(offset.y + round(self.scroll_y) - self.cursor)
+
+    def action_change(self) -> None:
+        """Type another value."""
+        field = self.screen.query_one("#value", Input)
+        if self.chosen is not None:
+            field.value = value_text(self.chosen, self.chosen.value)
+            field.placeholder = self.chosen.expected
+            field.add_class("-open").focus()
+
+    def action_unset(self) -> None:
+        """The default again."""
+        if self.chosen is not None and isinstance(self.screen, SettingsScreen):
+            self.screen.write(self.chosen.name, None)
+
+    def action_reload(self) -> None:
+        """Ask the node again."""
+        if isinstance(self.screen, SettingsScreen):
+            self.screen.load()
+
+
+class SettingHelp(Panel):
+    """The chosen setting in words."""
+
+    can_focus = False
+    problem = ""
+
+    def title(self) -> Row:
+        """Its name."""
+        chosen = self.screen.query_one(SettingsList).chosen
+        return row(chosen.name if chosen is not None else "")
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """Help, what is expected, the default, and what was wrong."""
+        chosen = self.screen.query_one(SettingsList).chosen
+        if chosen is None:
+            return []
+        default = value_text(chosen, chosen.default) or "unset"
+        when = "at once" if chosen.live else "from the node's next start"
+        rows = wrap(clean(chosen.help), width)
+        rows += [row(("expects ", "dim"), shorten(clean(chosen.expected), width - 8))]
+        rows += [row(("default ", "dim"), shorten(clean(default), max(4, width - 36)), (f" · holds {when}", "dim"))]
+        if self.problem:
+            rows += wrap(clean(self.problem), width, "error")
+        return rows[:height]
+
+
+class SettingsScreen(MainScreen):
+    """Every setting."""
+
+    TAB = "settings"
+    AUTO_FOCUS = "SettingsList"
+    HELP_TEXT = "⏎ changes a setting, x puts its default back, r asks the node again."
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._asked_of = ""
+
+    def body(self) -> Iterable[Widget]:
+        """The list, its help, and the field."""
+        yield SettingsList(id="settings")
+        yield Input(id="value", compact=True)
+        yield SettingHelp(self.store, id="setting-help")
+
+    def on_mount(self) -> None:
+        """Ask the node."""
+        self.load()
+
+    def show(self) -> None:
+        """Look at the store again; a node that came back is asked again."""
+        super().show()
+        key = f"{self.store.link.kind} {self.store.snapshot.pid if self.store.snapshot else ''}"
+        if self.store.snapshot is not None and key != self._asked_of:
+            self._asked_of = key
+            self.load()
+
+    def load(self) -> None:
+        """Ask the node for its settings."""
+        if self.dashboard.door is not None:
+            self.dashboard.ask(lambda client: client.get("/api/config"), self.take, self._failed)
+
+    def take(self, told: Any) -> None:
+        """Show what the node says."""
+        listed = self.query_one(SettingsList)
+        listed.settings, listed.problem = settings_in(told), ""
+        listed.cursor = max(0, min(listed.cursor, len(listed.settings) - 1))
+        listed.show()
+        self.query_one(SettingHelp).show()
+
+    def _failed(self, text: str) -> None:
+        listed = self.query_one(SettingsList)
+        listed.settings, listed.problem = [], text
+        listed.show()
+
+    @on(Input.Submitted, "#value")
+    def submitted(self, event: Input.Submitted) -> None:
+        """The node checks it."""
+        chosen = self.query_one(SettingsList).chosen
+        if chosen is not None:
+            self.write(chosen.name, event.value)
+
+    def write(self, name: str, value: str | None) -> None:
+        """Ask the node to change a setting."""
+        self.dashboard.ask(lambda client: client.set_config(name, value), lambda _: self._written(name), self._wrong)
+
+    def _written(self, name: str) -> None:
+        self._wrong("")
+        self._close()
+        self.dashboard.say(f"{name} is set")
+        self.load()
+
+    def _wrong(self, text: str) -> None:
+        shown = self.query_one(SettingHelp)
+        shown.problem = text
+        shown.show()
+
+    def on_key(self, event: events.Key) -> None:
+        """Escape leaves the field as it was."""
+        if event.key == "escape" and self.query_one("#value", Input).has_focus:
+            event.stop()
+            self._wrong("")
+            self._close()
+
+    def _close(self) -> None:
+        self.query_one("#value", Input).remove_class("-open")
+        self.query_one(SettingsList).focus()

@@ -1,0 +1,1 @@
+"""What the dashboard knows: the followed snapshot, conversations, replies under way."""

@@ -1,0 +1,224 @@
+"""One reply on its way: a thread that reads it, and what can be said of it meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from textual.message import Message
+
+from app.api.client import Client, Hangup
+from app.core.errors import AppError
+from app.snapshot.views import Snapshot
+from ui.draw.numbers import count, duration, fine_rate, plural, rate
+from ui.draw.rows import Row, clean, row
+
+NameOf = Callable[[str], str]
+_SPEED_WINDOW_S = 2.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 512
+    seed: int | None = None
+    system: str = ""
+
+    @classmethod
+    def chosen(cls, kept: Any) -> Sampling:
+        """What the person chose last, as far as it is known today."""
+        known = {field.name for field in fields(cls)}
+        return (
+            cls(**{name: value for name, value in kept.items() if name in known}) if isinstance(kept, dict) else cls()
+        )
+
+    def request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """As `/api/chat` takes it; without a seed, one of the moment."""
+        values = asdict(self)
+        system = values.pop("system")
+        values["seed"] = (time.time_ns() if self.seed is None else self.seed) % 2**63
+        opening = [{"role": "system", "content": system}] if system else []
+        return {"messages": [*opening, *messages], **values}
+
+
+BOUNDS: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, 100, "0 always takes the likeliest token; 0.7 is usual"),
+    "top_p": (0.01, 1, "only the likeliest tokens that together have this share"),
+    "top_k": (0, 10**6, "only so many of the likeliest tokens; 0: all"),
+    "min_p": (0, 1, "only tokens with this share of the likeliest one's"),
+    "repetition_penalty": (0.01, 10, "above 1 repeats itself less"),
+    "max_tokens": (1, 10**6, "the longest reply"),
+    "seed": (0, 2**63, "the same seed gives the same reply; empty: random"),
+}
+
+
+def sampling_value(name: str, text: str) -> float | int | str | None:
+    """What a person typed for one of the settings; raises ValueError that says what would be right."""
+    text = text.strip()
+    if name == "system":
+        return text
+    if name == "seed" and not text:
+        return None
+    low, high, _ = BOUNDS[name]
+    whole = name in ("top_k", "max_tokens", "seed")
+    try:
+        value: float | int = int(text) if whole else float(text)
+    except ValueError:
+        raise ValueError(f"{name} is a {'whole ' if whole else ''}number") from None
+    if not low <= value <= high:
+        raise ValueError(f"{name} is from {low:g} to {high:g}")
+    return value
+
+
+@dataclass
+class Progress:
+    """How a reply goes."""
+
+    began_at: float
+    tokens: int = 0
+    arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=400))
+    speeds: deque[float | None] = field(default_factory=lambda: deque(maxlen=24))
+
+    def take(self, piece: dict[str, Any], now: float) -> str:
+        """What a piece of the reply adds to its text."""
+        if "text" not in piece:
+            return ""
+        self.tokens += 1
+        self.arrivals.append(now)
+        return harmless(str(piece["text"]))
+
+    def speed(self, now: float) -> float | None:
+        """Tokens a second of late; None before there were two."""
+        fresh = [at for at in self.arrivals if now - at <= _SPEED_WINDOW_S]
+        if len(self.arrivals) < 2:
+            return None
+        return len(fresh) / min(_SPEED_WINDOW_S, max(now - self.arrivals[0], 1e-6))
+
+
+def harmless(text: str) -> str:
+    """A model's words without what could command a terminal; lines and tabs stay."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs"))
+
+
+def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
+    """How many tokens of the prompt went through all blocks, and of how many; None where that is not known."""
+    sessions = () if snapshot is None else snapshot.active_sessions
+    found = [(s.prompt_done, s.tokens) for s in sessions if s.role == "asking" and s.prompt_done is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def live_row(progress: Progress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
+    """The line under the transcript while a reply comes."""
+    waited = now - progress.began_at
+    if progress.tokens == 0:
+        if prompt is not None:
+            read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
+            return row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))
+        return row(" ", ("◌", "success"), " waiting for the first token", (f" · {duration(waited)}", "dim"))
+    speed = progress.speed(now)
+    tail = f" {plural(progress.tokens, 'token')} · {duration(waited)}"
+    return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
+
+
+def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:
+    """A reply's way from hop to hop and back."""
+    if not route:
+        return []
+    relays = {peer.peer for peer in snapshot.peers if peer.link == "relayed"} if snapshot is not None else set()
+    line = row(("you", "mine"))
+    for hop in route:
+        name = clean(name_of(str(hop["peer"])))
+        arrow = (" ╍▸ ", "warning") if hop["peer"] in relays else (" ─▸ ", "dim")
+        line += row(arrow, (name, "mine" if name == "you" else ""))
+    return [*line, (" ─▸ ", "dim"), ("you", "mine")]
+
+
+def done_words(figures: dict[str, Any]) -> str:
+    """What can be said of a reply that has ended."""
+    parts = [plural(len(figures.get("token_ids") or ()), "token")]
+    if figures.get("ttft_s") is not None:
+        parts.append(f"first after {figures['ttft_s']:.1f} s")
+    if figures.get("tokens_per_s") is not None:
+        parts.append(f"{rate(figures['tokens_per_s'])} tok/s")
+    if figures.get("route"):
+        parts.append(plural(len(figures["route"]), "hop"))
+    if figures.get("finish_reason") == "length":
+        parts.append("cut off: the longest reply is reached")
+    if figures.get("stopped"):
+        parts.append("stopped")
+    return " · ".join(parts)
+
+
+def recovery_words(figures: dict[str, Any]) -> str:
+    """What a reply survived."""
+    times = int(figures.get("recoveries") or 0)
+    if not times:
+        return ""
+    gap = figures.get("longest_gap_s")
+    pause = f" · longest pause {gap:.1f} s" if gap else ""
+    return f"▼ {plural(times, 'hop')} failed on the way; the reply went on{pause}"
+
+
+def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], name_of: NameOf) -> str:
+    """What became of the way between two pieces of a reply, as a sentence; empty: nothing was lost."""
+    old, new = {hop["peer"] for hop in before}, {hop["peer"] for hop in after}
+    gone = [hop for hop in before if hop["peer"] not in new]
+    if not gone:
+        return ""
+    lost = ", ".join(clean(name_of(str(hop["peer"]))) for hop in gone)
+    took = [hop for hop in after if hop["peer"] not in old]
+    heirs = ", ".join(f"{clean(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
+    return f"{lost} left the way · {heirs or 'the others took over'}"
+
+
+class ReplyThread:
+    """Reads one reply; what comes is told by a callback, from the thread."""
+
+    def __init__(self, client_of: Callable[[], Client], request: dict[str, Any], tell: Callable[[Any], None]) -> None:
+        self._client_of, self._request, self._tell = client_of, request, tell
+        self._hangup = Hangup()
+        self._thread = threading.Thread(target=self._run, name="reply", daemon=True)
+
+    def start(self) -> None:
+        """Ask."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Hang up; the node frees the session at once."""
+        self._hangup.hang_up()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the person hung up."""
+        return self._hangup.is_over
+
+    def _run(self) -> None:
+        try:
+            for piece in self._client_of().chat(self._request, hangup=self._hangup):
+                if self._hangup.is_over:
+                    break
+                self._tell(piece)
+        except (AppError, ValueError) as error:
+            if not self._hangup.is_over:
+                self._tell({"error": str(error)})
+        if self._hangup.is_over:
+            self._tell({"stopped": True})
+
+
+class Piece(Message):
+    """Something of the reply has come."""
+
+    def __init__(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
+        super().__init__()
+        self.thread, self.piece = thread, piece

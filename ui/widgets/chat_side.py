@@ -1,0 +1,201 @@
+"""Beside the chat: the conversations, the sampling settings, and the windows to change them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import ClassVar
+
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from ui.draw.node import now_ms
+from ui.draw.numbers import count, day_or_time
+from ui.draw.rows import Row, cell, clean, row, wrap
+from ui.state.conversations import Conversation
+from ui.state.reply_stream import BOUNDS, Sampling, sampling_value
+from ui.state.store import Store
+from ui.widgets.dialogs import Dialog, Question
+from ui.widgets.panel import Panel
+
+
+class ConversationList(Panel):
+    """The conversations, the latest first."""
+
+    HELP = "Kept in the home folder, readable by you alone. Enter opens one, delete forgets it."
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("enter", "open", "open", show=False),
+        Binding("delete,backspace", "forget", "forget", show=False),
+    ]
+
+    class Chosen(Message):
+        """One is to be opened."""
+
+        def __init__(self, conversation: int) -> None:
+            super().__init__()
+            self.conversation = conversation
+
+    class Deleted(Chosen):
+        """One is to be forgotten."""
+
+    def __init__(self, store: Store, *, id: str) -> None:
+        super().__init__(store, id=id)
+        self.conversations: list[Conversation] = []
+        self.current: int | None = None
+        self._cursor = 0
+
+    def title(self) -> Row:
+        """How many."""
+        return row("conversations  ", (str(len(self.conversations)), "b"))
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """Title and time; the open one is marked."""
+        first = max(0, min(self._cursor - height + 2, len(self.conversations) - height + 1))
+        rows: list[Row] = []
+        for index, kept in enumerate(self.conversations[first : first + height - 1], first):
+            when = day_or_time(kept.used_ms, now_ms())
+            is_open = kept.id == self.current
+            back = " on cursor" if index == self._cursor and self.has_focus else ""
+            name = cell(clean(kept.title), max(4, width - 2 - len(when)))
+            mark = ("▌", f"b mine{back}") if is_open else (" ", back.strip())
+            rows.append([mark, (name, f"{'b' if is_open else ''}{back}".strip()), (f" {when}", f"dim{back}")])
+        return [*rows, row(("^n new · ^x export", "dim"))] if height > 2 else rows
+
+    def on_focus(self) -> None:
+        """The cursor shows."""
+        self.show()
+
+    def on_blur(self) -> None:
+        """The cursor goes."""
+        self.show()
+
+    def action_move(self, rows: int) -> None:
+        """Move the cursor."""
+        self._cursor = max(0, min(len(self.conversations) - 1, self._cursor + rows))
+        self.show()
+
+    def action_open(self) -> None:
+        """Open what is under the cursor."""
+        if self.conversations:
+            self.post_message(self.Chosen(self.conversations[self._cursor].id))
+
+    def action_forget(self) -> None:
+        """Forget what is under the cursor, once the person is sure."""
+        if not self.conversations:
+            return
+        kept = self.conversations[self._cursor]
+
+        def answered(sure: bool | None) -> None:
+            if sure:
+                self._cursor = max(0, self._cursor - 1)
+                self.post_message(self.Deleted(kept.id))
+
+        self.app.push_screen(Question(f"Forget the conversation “{clean(kept.title)}”?", "Forget it"), answered)
+
+    def on_click(self, event: events.Click) -> None:
+        """A click opens."""
+        offset = event.get_content_offset(self)
+        if offset is not None and offset.y < len(self.conversations):
+            self._cursor = offset.y
+            self.action_open()
+
+
+class SamplingPanel(Panel):
+    """How tokens are chosen."""
+
+    HELP = "Change these with ^s. Hops of the route can read the chat: use a private swarm for private words."
+    sampling = Sampling()
+
+    def title(self) -> Row:
+        """Plain."""
+        return row("sampling")
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """The settings in short."""
+        s = self.sampling
+        known = self.store.snapshot
+        facts = [
+            ("model", clean(known.model) if known is not None and known.model else "—"),
+            ("temp", f"{s.temperature:g}"),
+            ("top-p", f"{s.top_p:g}"),
+            ("max", f"{count(s.max_tokens)} tokens"),
+            ("seed", "random" if s.seed is None else str(s.seed)),
+            ("API", f"{known.api_url.removeprefix('http://')}" if known is not None else "—"),
+        ]
+        rows = [row((name.ljust(7), "dim"), cell(value, max(1, width - 7))) for name, value in facts]
+        private = known is not None and known.private
+        words = "Members that host a hop can read this chat." if private else "Hops can read this chat."
+        return [*rows, [], *wrap(words, width, "dim")][:height]
+
+
+class ConversationPicker(Dialog[int | None]):
+    """The conversations in a window."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
+
+    def __init__(self, conversations: list[Conversation]) -> None:
+        super().__init__()
+        self._conversations = conversations
+
+    def compose(self) -> ComposeResult:
+        """One line each."""
+        with Vertical(classes="dialog") as box:
+            box.border_title = "conversations"
+            options = [Option(Content(clean(kept.title)), id=str(kept.id)) for kept in self._conversations]
+            yield OptionList(*options) if options else Static("None yet.")
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Open it."""
+        self.close(int(event.option_id or 0))
+
+    def action_cancel(self) -> None:
+        """None."""
+        self.close(None)
+
+
+class SamplingForm(Dialog[Sampling | None]):
+    """Every sampling setting with its help; what makes no sense is said at once."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "cancel", "back"),
+        Binding("enter", "save", "save", priority=True),
+    ]
+
+    def __init__(self, sampling: Sampling) -> None:
+        super().__init__()
+        self._sampling = sampling
+
+    def compose(self) -> ComposeResult:
+        """A field for each."""
+        with VerticalScroll(classes="dialog", id="sampling-form") as box:
+            box.border_title = "sampling"
+            for name, value in asdict(self._sampling).items():
+                about = BOUNDS[name][2] if name in BOUNDS else "said to the model before everything else"
+                yield Static(Content.assemble((name.replace("_", " "), "bold"), (f"  {about}", "$dim")))
+                yield Input("" if value is None else str(value), id=f"field-{name}", compact=True)
+            yield Static("", id="wrong")
+            yield Static(Content.assemble(("⏎", "bold $mine"), " save   ", ("esc", "bold $mine"), " back"))
+
+    def action_save(self) -> None:
+        """Take what was typed, where it makes sense."""
+        values = {}
+        for name in asdict(self._sampling):
+            field = self.query_one(f"#field-{name}", Input)
+            try:
+                values[name] = sampling_value(name, field.value)
+            except ValueError as error:
+                self.query_one("#wrong", Static).update(Content.styled(str(error), "$error"))
+                field.focus()
+                return
+        self.close(Sampling(**values))  # type: ignore[arg-type]
+
+    def action_cancel(self) -> None:
+        """As it was."""
+        self.close(None)

@@ -1,0 +1,89 @@
+"""The last line: the keys that work now, as many as the window holds.
+
+One painted line instead of a widget for each key: a footer of widgets costs more than all the rest of a screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from textual.events import Click
+from textual.screen import Screen
+
+from ui.draw.rows import Row, row, spread, width_of
+from ui.state.store import Store
+from ui.widgets.panel import Painted
+
+# Which keys give way first where there is no room for all: `?` tells of them still.
+_LATE = ("theme", "zoom", "jump", "why", "create", "sampling", "cap", "sort", "export", "invite", "list")
+
+
+class Key(NamedTuple):
+    """One key of the line."""
+
+    key: str  # as it is sent
+    shown: str
+    words: str
+
+
+class Keys(Painted):
+    """The keys that work now, and the palette at the right; a click presses one."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, id="keys")
+        self._keys: list[Key] = []
+        self._palette: Key | None = None
+
+    def on_mount(self) -> None:
+        """Follow what works."""
+        super().on_mount()
+        self.screen.bindings_updated_signal.subscribe(self, self._changed)
+
+    def _changed(self, screen: Screen[object]) -> None:
+        if not self.is_attached:
+            return
+        active = screen.active_bindings
+        shown: dict[str, Key] = {}
+        for _, binding, enabled, _ in active.values():
+            if binding.show and enabled:
+                key = Key(binding.key, self.app.get_key_display(binding), binding.description)
+                shown.setdefault(f"{binding.action} {binding.description}", key)
+        self._keys = list(shown.values())
+        palette = active.get(self.app.COMMAND_PALETTE_BINDING)
+        self._palette = None if palette is None else Key(palette.binding.key, "^p", "palette")
+        self.show()
+
+    def rows(self, width: int, height: int) -> list[Row]:
+        """One line."""
+        right = row(("▏", "line"), *_words(self._palette), " ") if self._palette is not None else []
+        left: Row = []
+        for key in fitting(self._keys, width - width_of(right) - 1):
+            left += row("  " if left else "", *_words(key))
+        return [spread(left, right, width)]
+
+    def on_click(self, event: Click) -> None:
+        """Press what was clicked."""
+        line, at = self._rows[0] if self._rows else [], 0
+        pressed = ""
+        known = {key.shown: key for key in (*self._keys, *([self._palette] if self._palette else []))}
+        for text, style in line:
+            at += width_of([(text, style)])
+            pressed = text if text in known and "mine" in style else pressed
+            if event.x < at:
+                if text.strip() and pressed:
+                    self.app.simulate_key(known[pressed].key)
+                return
+
+
+def fitting(keys: Sequence[Key], width: int) -> list[Key]:
+    """As many keys as have room; those that are needed least are left out first."""
+    kept = list(keys)
+    while kept and sum(width_of([*_words(key), ("  ", "")]) for key in kept) - 2 > width:
+        late = next((word for word in _LATE if any(key.words == word for key in kept)), None)
+        kept.remove(next((key for key in kept if key.words == late), kept[-1]))
+    return kept
+
+
+def _words(key: Key) -> Row:
+    return row((key.shown, "b mine"), (f" {key.words}", "dim"))

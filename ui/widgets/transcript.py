@@ -1,0 +1,104 @@
+"""What was said: questions, replies as Markdown while they stream, and a line about each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Markdown, Static
+from textual.widgets.markdown import MarkdownStream
+
+from ui.state.conversations import Message
+from ui.state.reply_stream import done_words, recovery_words
+
+_EMPTY = "Ask something. Your words go to the hops of the route, which can read them; only the ends run here."
+
+
+class Transcript(VerticalScroll, can_focus=True):
+    """The messages of one conversation; follows the end until a person scrolls up."""
+
+    DEFAULT_CLASSES = "panel"
+    HELP = (
+        "Replies come through the hops named below the frame. ^r asks again, ^e edits your last question, ^y copies "
+        "the last reply. Whoever hosts a hop can read what passes through it."
+    )
+
+    def __init__(self, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._stream: MarkdownStream | None = None
+        self._reply: Markdown | None = None
+
+    async def show_messages(self, messages: list[Message]) -> None:
+        """A whole conversation anew."""
+        await self._end_stream()
+        await self.remove_children()
+        parts = [part for message in messages for part in self._parts(message)]
+        await self.mount_all(parts or [Static(Content(_EMPTY), classes="meta")])
+        self._follow()
+
+    async def ask(self, message: Message) -> None:
+        """A question, and room for its reply."""
+        if not self.query(".ask"):
+            await self.remove_children()
+        await self.mount_all(self._parts(message))
+        self._reply = Markdown("", classes="say", open_links=False)
+        await self.mount(self._reply)
+        self._stream = Markdown.get_stream(self._reply)
+        self._follow()
+
+    async def add(self, text: str) -> None:
+        """More of the reply."""
+        if self._stream is not None and text:
+            at_end = self._is_at_end
+            await self._stream.write(text)
+            if at_end:
+                self._follow()
+
+    async def note(self, text: str, kind: str = "warning") -> None:
+        """Something about the reply while it comes."""
+        if text:
+            at_end = self._is_at_end
+            await self.mount(Static(Content(text), classes=f"meta -{kind}"))
+            if at_end:
+                self._follow()
+
+    async def finish(self, figures: dict[str, Any], error: str = "") -> None:
+        """The reply has ended."""
+        await self._end_stream()
+        for text, kind in (
+            (recovery_words(figures), "warning"),
+            (done_words(figures) if figures.get("token_ids") or figures.get("stopped") else "", "figures"),
+            (f"× {error}" if error else "", "error"),
+        ):
+            await self.note(text, kind)
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the person follows: a scroll up stops that, the end takes it up again."""
+        return self.max_scroll_y - self.scroll_y <= 3
+
+    def _follow(self) -> None:
+        self.call_after_refresh(self.scroll_end, animate=False)
+
+    async def _end_stream(self) -> None:
+        if self._stream is not None:
+            await self._stream.stop()
+            self._stream = None
+
+    def _parts(self, message: Message) -> list[Widget]:
+        if message.role == "user":
+            when = time.strftime("%H:%M", time.localtime(message.at_ms / 1000))
+            words = Content.assemble(("you", "bold $mine"), (f" {when}  ", "$dim"), message.content)
+            return [Static(words, classes="ask")]
+        parts: list[Widget] = [Markdown(message.content, classes="say", open_links=False)]
+        for text, kind in (
+            (recovery_words(message.figures), "warning"),
+            (done_words(message.figures) if message.figures else "", "figures"),
+            (f"× {message.figures['error']}" if message.figures.get("error") else "", "error"),
+        ):
+            if text:
+                parts.append(Static(Content(text), classes=f"meta -{kind}"))
+        return parts
