@@ -36,7 +36,7 @@ from p2p.host.identify import Courtesies
 from p2p.host.pruning import LinkUse, surplus
 from p2p.identity import Identity
 from p2p.link.bandwidth import Bandwidth
-from p2p.link.link import RequestHandler, StreamHandler
+from p2p.link.handlers import RequestHandler, StreamHandler
 from p2p.link.quota import Limits
 from p2p.link.streams import MessageStream
 from p2p.link.switchboard import BULK_LANE, LANES, Switchboard

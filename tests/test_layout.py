@@ -21,9 +21,66 @@ FORBIDDEN = {
     "app": ("tests", "transformers", "peft"),
 }
 # `ui` knows the API's client, the values that it speaks of, and nothing else of the application.
-UI_MAY_USE = ("app.api.client", "app.snapshot", "app.core.errors")
+UI_MAY_USE = ("app.api.client", "app.snapshot", "app.core.errors", "app.core.terminal_text")
 # Of the application, only the command line starts the dashboard.
 MAY_USE_UI = "app.cli"
+
+# The level of each room: a room imports rooms of a lower level only, and two rooms of one level know nothing of each
+# other. `docs/architecture.md` says what each room is for.
+LEVELS = {
+    1: ("app.core",),
+    2: ("app.config", "app.manifest", "app.session", "app.snapshot"),
+    3: ("app.courtesy", "app.serving", "app.swarm"),
+    4: ("app.membership", "app.routing", "app.system"),
+    5: ("app.weights",),
+    6: ("app.asker", "app.hosting", "app.joining"),
+    8: ("app.api",),
+    9: ("app.node",),
+    10: ("app.cli",),
+}
+P2P_LEVELS = {
+    1: ("p2p",),  # the modules beside the rooms
+    2: ("p2p.channel", "p2p.link"),
+    3: ("p2p.host",),
+    4: ("p2p.dht", "p2p.discovery", "p2p.memory", "p2p.nat"),
+    5: ("p2p.network",),
+}
+ENGINE_LEVELS = {
+    1: ("engine.budget", "engine.config", "engine.errors", "engine.wire"),
+    2: ("engine.device", "engine.sources"),
+    3: ("engine.model", "engine.text"),
+    4: ("engine",),  # the modules beside the rooms
+}
+UI_LEVELS = {
+    1: ("ui.state",),
+    2: ("ui.draw",),
+    3: ("ui.node_app", "ui.widgets"),
+    4: ("ui.screens",),
+    5: ("ui",),
+}
+LEVEL_OF = {
+    room: level
+    for table in (LEVELS, P2P_LEVELS, ENGINE_LEVELS, UI_LEVELS)
+    for level, rooms in table.items()
+    for room in rooms
+}
+
+
+def room_of(module: str) -> str | None:
+    """The longest listed name that a module lies in; a package itself is in none."""
+    parts = module.split(".")
+    return next((room for n in range(len(parts), 0, -1) if (room := ".".join(parts[:n])) in LEVEL_OF), None)
+
+
+def climbs(module: str, imported: str) -> bool:
+    """True where an import leads to a room of the same or a higher level within one package.
+
+    The base modules of a package, its level 1, may know each other.
+    """
+    here, there = room_of(module), room_of(imported)
+    if here is None or there is None or here == there or module.split(".")[0] != imported.split(".")[0]:
+        return False
+    return LEVEL_OF[there] >= max(LEVEL_OF[here], 2)
 
 
 def modules_of(package: str) -> Iterator[tuple[str, Path]]:
@@ -96,6 +153,97 @@ def test_imports_follow_the_arrows(package: str) -> None:
 )
 def test_a_breach_is_seen(package: str, module: str, source: str, wrong: bool) -> None:
     assert any(breaches(package, module, imported) for _, imported in imports_in(source, module)) is wrong
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_rooms_import_only_rooms_of_a_lower_level(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {imported}"
+        for module, path in modules_of(package)
+        for line, imported in imports_in(path.read_text("utf-8"), module, is_package=path.name == "__init__.py")
+        if climbs(module, imported)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "wrong"),
+    [
+        ("app.routing.search", "app.core.span.Span", False),
+        ("app.routing.search", "app.routing.route.Route", False),
+        ("app.routing.search", "app.asker.asker.Asker", True),
+        ("app.routing.search", "app.membership.table.Table", True),
+        ("app.core.errors", "app.config.home", True),
+        ("app.cli.serve", "app.node.node", False),
+        ("app.node.node", "app.cli.serve", True),
+        ("app.node.node", "p2p.network.LibP2PNetwork", False),
+        ("p2p.link.link", "p2p.errors", False),
+        ("p2p.errors", "p2p.link.link", True),
+        ("p2p.host.host", "p2p.network", True),
+        ("engine.model.block", "engine.hosting", True),
+        ("engine.hosting", "engine.model.block", False),
+        ("engine.sources.gguf", "engine.budget", False),
+        ("ui.widgets.panel", "ui.screens.chat", True),
+        ("ui.app", "ui.screens.chat", False),
+    ],
+)
+def test_a_climb_is_seen(module: str, imported: str, wrong: bool) -> None:
+    assert climbs(module, imported) is wrong
+
+
+def test_every_room_has_a_level_and_says_what_it_is_for() -> None:
+    for package in FORBIDDEN:
+        for init in sorted((ROOT / package).rglob("__init__.py")):
+            room = ".".join(init.parent.relative_to(ROOT).parts)
+            assert ast.get_docstring(ast.parse(init.read_text("utf-8"))), f"{room} has no docstring"
+            assert room in LEVEL_OF or room == "app", f"{room} has no level"
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or by way of others (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        order[module] = lowest[module] = len(order)
+        stack.append(module)
+        for imported in graph[module]:
+            if imported not in order:
+                visit(imported)
+            if imported in stack:
+                lowest[module] = min(lowest[module], lowest[imported])
+        if lowest[module] == order[module]:
+            group = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(group) > 1 or module in graph[module]:
+                found.append(sorted(group))
+
+    for module in graph:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Which module imports which, imports for type checkers and inside functions included."""
+    paths = dict(pair for package in FORBIDDEN for pair in modules_of(package))
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        found = imports_in(path.read_text("utf-8"), module, is_package=path.name == "__init__.py")
+        names = {name if name in paths else name.rpartition(".")[0] for _, name in found}
+        graph[module] = (names & paths.keys()) - {module}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(import_graph()) == []
+
+
+def test_a_circle_is_seen() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
 
 
 def loaded_by(code: str) -> set[str]:

@@ -81,7 +81,7 @@ def test_an_installed_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Pat
 
     assert "doctor" in shoal("--help")
     assert '"installed": false' in shoal("service", "status", "--json")
-    where = "import app, app.system.service_files as files; print(app.__file__, files.template('shoal.plist')[:5])"
+    where = "import app, app.system.service as files; print(app.__file__, files.template('shoal.plist')[:5])"
     told = subprocess.run([str(python), "-P", "-c", where], env=environment, capture_output=True, text=True, check=True)
     assert str(place) in told.stdout
     assert "<?xml" in told.stdout

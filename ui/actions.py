@@ -8,29 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.app import SystemCommand
 from textual.screen import Screen
 from textual.theme import Theme
 from textual.widget import Widget
 
+from app.core.terminal_text import clean
 from ui.draw.node import RULES
 from ui.draw.numbers import duration, plural
-from ui.draw.rows import clean
 from ui.draw.state_line import pill, reason
 from ui.draw.theme import THEMES
+from ui.node_app import NodeApp
 from ui.state.conversations import FILE, Conversations, ConversationsError
-
-if TYPE_CHECKING:
-    from ui.app import Dashboard
 
 PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
 _RESTING = ("paused", "draining")
 _IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "draining")
 
 
-def allowed(app: Dashboard, action: str) -> bool:
+def allowed(app: NodeApp, action: str) -> bool:
     """Whether an action makes sense now; the footer and the palette show only such."""
     known = app.store.snapshot
     if action in ("pause", "drain"):
@@ -52,18 +50,18 @@ def allowed(app: Dashboard, action: str) -> bool:
     return True
 
 
-def pause(app: Dashboard, for_s: float | None = None) -> None:
+def pause(app: NodeApp, for_s: float | None = None) -> None:
     """Let sessions move on, then host nothing."""
     told = "" if for_s is None else f" for {duration(for_s)}"
     app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{told}"))
 
 
-def resume(app: Dashboard) -> None:
+def resume(app: NodeApp) -> None:
     """Host again."""
     app.ask(lambda client: client.post("/api/resume", {}), lambda _: app.say("hosting again, unless a rule applies"))
 
 
-def drain(app: Dashboard) -> None:
+def drain(app: NodeApp) -> None:
     """Let sessions finish, then host nothing, once the person is sure."""
     from ui.widgets.dialogs import Question
 
@@ -77,7 +75,7 @@ def drain(app: Dashboard) -> None:
     app.push_screen(Question(words, "Drain"), answered)
 
 
-def join(app: Dashboard) -> None:
+def join(app: NodeApp) -> None:
     """Ask for a name or an invite, and go there."""
     from ui.widgets.dialogs import Line
 
@@ -90,7 +88,7 @@ def join(app: Dashboard) -> None:
     app.push_screen(Line(words, hint="reading-club, reading-club#1a2b3c4d or shoal:…"), answered)
 
 
-def create(app: Dashboard) -> None:
+def create(app: NodeApp) -> None:
     """Ask for a name and a model, and found a swarm."""
     from ui.widgets.dialogs import Line
 
@@ -112,11 +110,11 @@ def create(app: Dashboard) -> None:
     app.push_screen(Line("How is the swarm to be called?", hint="reading-club"), named)
 
 
-def _joined(app: Dashboard, told: Any) -> None:
+def _joined(app: NodeApp, told: Any) -> None:
     app.say(f"{told['swarm']['name']}: {told['state']}" + (f", {told['reason']}" if told.get("reason") else ""))
 
 
-def leave_swarm(app: Dashboard) -> None:
+def leave_swarm(app: NodeApp) -> None:
     """Forget the active swarm, once the person is sure."""
     from ui.widgets.dialogs import Question
 
@@ -133,7 +131,7 @@ def leave_swarm(app: Dashboard) -> None:
     app.push_screen(Question(words, "Leave it"), answered)
 
 
-def stop_node(app: Dashboard, *, leave: bool = False) -> None:
+def stop_node(app: NodeApp, *, leave: bool = False) -> None:
     """End the node too, once the person is sure; and the dashboard with it where that is wished."""
     from ui.widgets.dialogs import Question
 
@@ -151,7 +149,7 @@ def stop_node(app: Dashboard, *, leave: bool = False) -> None:
     app.push_screen(Question(f"Stop the node? Its sessions are handed over first. {rest}", "Stop"), answered)
 
 
-def why(app: Dashboard) -> None:
+def why(app: NodeApp) -> None:
     """Why the node is as it is, with all that is known of it."""
     from ui.widgets.dialogs import Facts
 
@@ -178,7 +176,7 @@ def _rule(enabled: bool, available: bool, text: str) -> str:
     return text or ("on" if enabled else "off")
 
 
-def cap(app: Dashboard, steps: int) -> None:
+def cap(app: NodeApp, steps: int) -> None:
     """Move the memory cap."""
     from ui.screens.memory_cap import offer_cap
 
@@ -186,7 +184,7 @@ def cap(app: Dashboard, steps: int) -> None:
         offer_cap(app, app.store.snapshot, steps)
 
 
-def _unban(app: Dashboard) -> None:
+def _unban(app: NodeApp) -> None:
     from ui.screens.bans import offer_unban
 
     offer_unban(app)
@@ -201,7 +199,7 @@ def panels_of(screen: Screen[Any]) -> list[Widget]:
     return sorted(seen, key=lambda panel: (panel.region.y, panel.region.x))
 
 
-def help_for(app: Dashboard) -> None:
+def help_for(app: NodeApp) -> None:
     """The focused panel first, then the keys that work now."""
     from ui.widgets.dialogs import Help
 
@@ -218,7 +216,7 @@ def help_for(app: Dashboard) -> None:
     app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), keys))
 
 
-def commands(app: Dashboard) -> Iterable[SystemCommand]:
+def commands(app: NodeApp) -> Iterable[SystemCommand]:
     """The palette: what can be done now, and what can be looked at."""
     from ui.screens.frame import TABS
 

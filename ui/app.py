@@ -19,10 +19,11 @@ from textual.command import CommandPalette
 from textual.message import Message
 from textual.screen import Screen
 
-from app.snapshot.views import Snapshot, snapshot_from
+from app.snapshot.codec import snapshot_from
+from app.snapshot.views import Snapshot
 from ui import actions
 from ui.draw.theme import NIGHT, THEMES
-from ui.node_app import AskingApp
+from ui.node_app import NodeApp
 from ui.screens.frame import TABS
 from ui.screens.registry import make_screen
 from ui.state.follower import NOT_OURS, Door, Follower, Heard, Note, Told
@@ -39,7 +40,7 @@ class News(Message):
         self.heard = heard
 
 
-class Dashboard(AskingApp):
+class Dashboard(NodeApp):
     """The swarm you can see."""
 
     TITLE = "shoal"
@@ -65,9 +66,7 @@ class Dashboard(AskingApp):
     ]
 
     def __init__(self, door: Door | None, *, store: Store | None = None, folder: Path | None = None) -> None:
-        super().__init__(door)
-        self.store = store or Store()
-        self.folder = folder  # where conversations are kept; None: nowhere
+        super().__init__(door, store or Store(), folder)
         self._follower = None if door is None else Follower(door, self._hear)
         self._shown_at = float("-inf")
         self._show_pending = False

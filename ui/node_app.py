@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from textual.app import App
@@ -12,6 +14,7 @@ from textual.message import Message
 from app.api.client import Client
 from app.core.errors import AppError
 from ui.state.follower import Door
+from ui.state.store import Store
 
 
 class Answer(Message):
@@ -22,12 +25,34 @@ class Answer(Message):
         self.handle = handle
 
 
-class AskingApp(App[None]):
-    """The part of the dashboard that speaks with its node and with the person."""
+class NodeApp(App[None]):
+    """The dashboard as its screens and actions know it; `ui.app.Dashboard` is the one implementation."""
 
-    def __init__(self, door: Door | None) -> None:
+    def __init__(self, door: Door | None, store: Store, folder: Path | None) -> None:
         super().__init__()
         self.door = door
+        self.store = store
+        self.folder = folder  # where conversations are kept; None: nowhere
+
+    @abstractmethod
+    async def action_go(self, name: str) -> None:
+        """Show another screen."""
+
+    @abstractmethod
+    def action_invite(self) -> None:
+        """Show the invite."""
+
+    @abstractmethod
+    def action_start_node(self) -> None:
+        """Start a node where none runs."""
+
+    @abstractmethod
+    def choose_theme(self, name: str) -> None:
+        """Use a theme and remember it."""
+
+    @abstractmethod
+    async def say_hello(self, question: str) -> None:
+        """Go to the chat and ask a first question."""
 
     def ask(
         self,

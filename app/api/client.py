@@ -21,7 +21,8 @@ from urllib.parse import quote, urlsplit
 from app.config.home import Home, NodeInfo, api_token, find_node, require_node
 from app.core import errors
 from app.core.errors import AppError, NotRunning, UsageError
-from app.snapshot.views import Snapshot, snapshot_from
+from app.snapshot.codec import snapshot_from
+from app.snapshot.views import Snapshot
 
 TIMEOUT_S = 10.0
 PATIENT_S = 120.0  # for what may look for peers or read a whole model

@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from app.api.control import Control
-from app.snapshot.views import facts
+from app.snapshot.codec import facts
 
 APART_S = 0.2  # between two snapshots to one follower
 SILENCE_S = 15.0  # after which a comment shows that the line is alive

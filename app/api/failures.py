@@ -14,9 +14,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from app.api import openai_errors
-from app.core.errors import AlreadyRunning, AppError, NameConflict, NotRunning, RecordError, UnknownSwarm, UsageError
+from app.core.errors import (
+    AlreadyRunning,
+    AppError,
+    NameConflict,
+    NotRunning,
+    RecordError,
+    UnknownSwarm,
+    UsageError,
+    reason_of,
+)
 from app.core.reasons import Reason, because
-from app.core.troubles import reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
 

@@ -8,10 +8,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from app.asker.asker import PromptTooLong
-from app.core.errors import AppError, RecordError, UsageError
+from app.core.errors import AppError, RecordError, UsageError, reason_of
 from app.core.reasons import Reason, because
-from app.core.troubles import reason_of
-from app.routing.search import NoRoute
+from app.routing.route import NoRoute
 from engine.errors import EngineError
 from p2p.errors import P2PError
 

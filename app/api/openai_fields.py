@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from app.asker.reply_service import ReplyRequest
-from app.routing.search import MAX_PRIVATE_BLOCKS
+from app.routing.route import MAX_PRIVATE_BLOCKS
 
 DEFAULT_MAX_TOKENS = 512
 _MAX_TEXT = 2**19

@@ -18,8 +18,8 @@ from app.api.streaming import Streamed, json_lines
 from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
 from app.courtesy.pause import LONGEST_S
-from app.routing.search import MAX_PRIVATE_BLOCKS
-from app.snapshot.views import coverage, facts, status_facts
+from app.routing.route import MAX_PRIVATE_BLOCKS
+from app.snapshot.codec import coverage, facts, status_facts
 from app.system.logs import RECENT
 
 _MAX_TEXT = 4096

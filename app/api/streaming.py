@@ -15,8 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api import failures
-from app.core.errors import AppError
-from app.core.troubles import reason_of
+from app.core.errors import AppError, reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
 

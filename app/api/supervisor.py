@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable
 from socket import socket
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import trio
 
 from app.api import server
 from app.api.guard import Application
-from app.core.reasons import Reason
-from app.node import self_check as self_probe
+from app.core.reasons import Reason, because
 from p2p.supervise import supervise
 
 if TYPE_CHECKING:
@@ -78,9 +78,34 @@ class NodeApi:
 
     async def _watch(self) -> None:
         while True:
-            await trio.sleep(self_probe.EVERY_S if self._health.trouble is None else TRY_AGAIN_S)
-            trouble = await self_probe.api_trouble(self.url)
+            await trio.sleep(EVERY_S if self._health.trouble is None else TRY_AGAIN_S)
+            trouble = await api_trouble(self.url)
             self._health.note(trouble)
             if trouble is not None and not self._over.is_set():
                 log.error("the API failed its own test and starts anew: %s", trouble.text)
                 self._serving.cancel()
+
+
+EVERY_S = 30.0
+PATIENCE_S = 20.0  # a device under full load takes its time
+
+
+async def api_trouble(url: str) -> Reason | None:
+    """Why the node's own API does not answer, or None."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None, "the API's address is our own"
+    trouble = "the API does not answer as it should"
+    try:
+        with trio.fail_after(PATIENCE_S):
+            stream = await trio.open_tcp_stream(parts.hostname, parts.port or 80)
+            async with stream:
+                await stream.send_all(f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+                answer = await stream.receive_some(64)
+    except trio.TooSlowError:
+        trouble = f"the API did not answer within {PATIENCE_S:.0f} s"
+    except (OSError, trio.BrokenResourceError) as error:
+        trouble = f"the API cannot be reached: {error}"
+    else:
+        if b" 200 " in answer:
+            return None
+    return because("probe_api", f"this node failed its own test: {trouble}")

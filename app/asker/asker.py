@@ -30,9 +30,10 @@ from app.core.compute import Choice, Device, ReplyEnds
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.span import Span
+from app.routing.bans import Bans
 from app.routing.planner import Guidance, Members, PinnedGuide, SessionGuide, Wishes
-from app.routing.search import Bans, Demand, Route
-from app.routing.trust_book import TrustBook
+from app.routing.route import Demand, Route
+from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 
 if TYPE_CHECKING:

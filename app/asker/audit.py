@@ -41,8 +41,9 @@ from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
 from app.core.span import Span
-from app.routing.search import Demand, Known, NoRoute, Route, find_route
-from app.routing.trust_book import TrustBook
+from app.routing.route import Demand, Known, NoRoute, Route
+from app.routing.search import find_route
+from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 from p2p.errors import P2PError
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from app.routing.search import Privacy, Route
+from app.routing.route import Privacy, Route
 from app.session.wire import DTYPE_NAMES, Frame
 
 WINDOW = 8  # answers of a reply that are kept and compared

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import NamedTuple
 
-from app.routing.search import Route
+from app.routing.route import Route
 from app.swarm.records import Announcement
 
 _MOST_LIARS = 2  # beyond it there are too many stories to tell apart

@@ -17,7 +17,7 @@ from app.asker.head_batcher import Chooser
 from app.asker.route_session import RouteSession
 from app.asker.stats import AskedSession, HopFigures
 from app.core.compute import Choice, Piece
-from app.routing.search import LinkSeconds, Route
+from app.routing.route import LinkSeconds, Route
 from app.session.wire import DTYPE_NAMES
 
 _SMOOTH = 0.1

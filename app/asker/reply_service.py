@@ -11,14 +11,14 @@ import trio
 from app.asker.asker import Asker, Outlook
 from app.asker.reply import ReplyFigures
 from app.asker.stats import AskerFigures
-from app.core.compute import DeviceThread
+from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
 from app.membership import Swarm
 from app.routing.planner import Guidance, Wishes
-from app.routing.search import Route
-from app.routing.trust_book import TrustBook
+from app.routing.route import Route
+from app.routing.trust import TrustBook
 from app.weights.extents import WeightsError
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ from typing import Protocol
 import trio
 
 from app.asker.hop_links import HopLink, HopLinks
-from app.asker.overdue import HopFailed
-from app.asker.resume import HopState, Resume
+from app.asker.recovery import HopFailed, HopState, Resume
+from app.core.errors import reason_of
 from app.core.network import Priority
 from app.core.reasons import Reason, because
-from app.core.troubles import reason_of
 from app.routing.reroute import Standing
-from app.routing.search import Route
+from app.routing.route import Route
 from app.session.wire import (
     DTYPES,
     SESSION_BYTES,

@@ -2,8 +2,8 @@
 
 It feeds tokens, waits for the last hop's answer, and mends the route when a hop dies, freezes, leaves or forgets. It
 knows no text: `app.asker.asker` chooses the tokens. How hops are spoken with is in `app.asker.route_hops`, what a late
-answer means in `app.asker.overdue`, who must send what again in `app.asker.resume`; which route to take is a question
-to its `Guide`.
+answer means in `app.asker.recovery`, who must send what again in `app.asker.recovery`; which route to take is a
+question to its `Guide`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import trio
 
 from app.asker.hop_links import HopLinks
-from app.asker.overdue import HopFailed, Progress, overdue_s
-from app.asker.resume import HopState, plan_resume
+from app.asker.recovery import HopFailed, HopState, Progress, overdue_s, plan_resume
 from app.asker.route_hops import Guide, RouteHops, SessionSettings, Shape
 from app.core.errors import AppError
 from app.core.reasons import because
 from app.routing.reroute import Recheck, Standing
-from app.routing.search import NoRoute, Route
+from app.routing.route import NoRoute, Route
 from app.session.wire import DTYPES, KEEP, Frame, row_bytes
 
 log = logging.getLogger("shoal.asker")

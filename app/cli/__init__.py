@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from app.cli.command import Command
-from app.cli.parsing import Parser
+from app.cli.parser import Parser
 from app.cli.registry import all_commands
 
 
@@ -51,7 +51,7 @@ def provide_streams() -> None:
 
 def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
     """Run the chosen command, or the dashboard when none was chosen."""
-    from app.config.places import home_folder
+    from app.config.home import home_folder
 
     arguments.home = home_folder(getattr(arguments, "home", None))
     chosen: Command | None = arguments.command

@@ -9,15 +9,20 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from app.cli.chat_swarm import swarm_conversation
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
-from app.cli.terminal import harmless
 from app.core.errors import UsageError
+from app.core.terminal_text import harmless
 
 if TYPE_CHECKING:
     from engine.local_model import LocalModel, Reply
     from engine.text.reply import ReplySettings
+from typing import TYPE_CHECKING, Any
+
+from app.core.errors import NotRunning
+
+if TYPE_CHECKING:
+    from app.api.client import Client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +83,7 @@ def load_model(name: str, device_name: str | None) -> LocalModel:
     """Open and load a whole model on a device, with progress on stderr."""
     import torch
 
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from engine.device.dtypes import pick_dtype
     from engine.device.probe import find_device, probe_devices
     from engine.local_model import load_local, local_options
@@ -156,3 +161,41 @@ def reply_facts(reply: Reply, text: str, prompt_tokens: int, longest_gap_s: floa
 
 
 COMMANDS = (Command("chat", "talk to a model", run_chat, add_arguments, prints_facts=True),)
+
+
+class SwarmConversation:
+    """The messages so far; the running node's swarm answers."""
+
+    def __init__(self, client: Client, settings: dict[str, Any], system: str | None) -> None:
+        self._client = client
+        self._settings = settings
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str, *, as_json: bool) -> None:
+        """Stream the answer to one message, and remember both."""
+        messages = [*self._messages, {"role": "user", "content": text}]
+        for piece in self._client.chat({"messages": messages, **self._settings}):
+            if "done" in piece:
+                self._messages = [*messages, {"role": "assistant", "content": piece["done"]["text"]}]
+                if as_json:
+                    print_json(piece["done"])
+                else:
+                    print()
+            elif not as_json:
+                print(harmless(piece["text"]), end="", flush=True)
+
+
+def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
+    """A conversation with what the command line says of it; without a node, the ways to have one."""
+    from app.api.client import running_client
+
+    client = running_client(arguments.home)
+    if client is None:
+        raise NotRunning(
+            f"no node runs in {arguments.home}: start one with `shoal serve`, "
+            "or add --local to run the whole model in this process"
+        )
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "private_blocks")
+    settings = {name: getattr(arguments, name) for name in names}
+    settings["seed"] = (time.time_ns() if arguments.seed is None else arguments.seed) % 2**63
+    return SwarmConversation(client, settings, arguments.system)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
-from app.cli.terminal import harmless
 from app.core.errors import UsageError
+from app.core.terminal_text import harmless
 
 if TYPE_CHECKING:
     from app.cli.demo_swarm import DemoSwarm, Place

@@ -197,7 +197,7 @@ def _cover(a: Place, b: Place, blocks: int) -> bool:
 
 def memory_for(model: str, share: float) -> tuple[int, int]:
     """A memory limit under which a node holds this share of a model's blocks, and how many blocks the model has."""
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from engine.hosting import plan_hosting
     from engine.sources.opening import open_source
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.arguments import size_argument
 from app.cli.command import Command, print_json
+from app.cli.parser import size_argument
 
 if TYPE_CHECKING:
     from app.system.doctor import Check
@@ -85,7 +85,7 @@ def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
 
 def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
     """All checks of this machine; the devices that were found are added to `devices`."""
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from app.system.doctor import check_driver, check_python, disk_of
     from engine.device.sensors import driver_version, nvidia_cards
 
@@ -113,7 +113,7 @@ def examine_home(folder: Path) -> Iterator[Check]:
     except AppError as error:
         settings = Settings()
         yield check_settings(path, (), str(error))
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from app.courtesy.watch import look_once
 
     for rule, view in look_once(settings, cache_folder()):
@@ -142,8 +142,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
     from app.config.file import load_config
     from app.config.home import Home, read_sequence
     from app.core.errors import AppError
-    from app.system.doctor import Check
-    from app.system.doctor_network import resting_checks
+    from app.system.doctor import Check, resting_checks
     from p2p.addresses import parse_address
 
     try:
@@ -164,7 +163,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
 def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
     """The shapes of the models to size the devices for: the named one, or every whole one in the cache."""
     from app.cli.models import cached_models
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from engine.errors import SourceError
     from engine.sources.opening import BUILT_IN, open_source
 

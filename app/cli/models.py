@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from app.cli.command import Command, print_json
 from app.cli.progress import ProgressBar
-from app.cli.terminal import harmless
 from app.core.errors import UsageError
+from app.core.terminal_text import harmless
 from app.core.units import format_size
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def verified_models() -> list[ModelFacts]:
     """Every model after all its bytes were read again; whatever is wrong with one is its `error`."""
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from app.weights.verify import bytes_to_read, verify
     from engine.errors import EngineError
     from engine.sources.starter import NAME as STARTER
@@ -112,7 +112,7 @@ def verified_models() -> list[ModelFacts]:
 
 def models_from_peers() -> list[ModelFacts]:
     """The models whose parts came from peers."""
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from app.weights.verify import models_by_manifest
 
     cache = cache_folder()
@@ -136,7 +136,7 @@ def _from_manifest(model: Checked, folder: str) -> ModelFacts:
 
 def run_pull(arguments: argparse.Namespace) -> int:
     """Fetch a model into the cache, unless it is there."""
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from engine.sources.opening import BUILT_IN, fetch_source
 
     name: str = arguments.model
@@ -154,7 +154,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
 
 def cached_models() -> list[tuple[ModelFacts, ModelSource | None]]:
     """The models in the cache, with the opened source of each that is whole."""
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from engine.errors import EngineError
     from engine.sources.opening import list_cached, open_source
     from engine.sources.starter import NAME as STARTER

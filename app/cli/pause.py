@@ -6,8 +6,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from app.cli.arguments import duration_argument
 from app.cli.command import Command, print_json
+from app.cli.parser import duration_argument
 
 if TYPE_CHECKING:
     from app.api.client import Client

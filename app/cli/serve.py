@@ -8,8 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from app.cli.arguments import size_argument
 from app.cli.command import Command
+from app.cli.parser import size_argument
 
 if TYPE_CHECKING:
     from app.config.file import Config
@@ -64,7 +64,7 @@ def live(home: Home, config: Config, target: str | None) -> None:
         log.warning("%s: there is no setting %r; the line is ignored", home.config_file, name)
     import trio
 
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from app.node.node import Node
     from p2p.platform import keep_freed_memory
 

@@ -53,8 +53,7 @@ def add_invite_arguments(parser: argparse.ArgumentParser) -> None:
 def run_create(arguments: argparse.Namespace) -> int:
     """Found a swarm and join it; the model is read here, so that its progress can be shown."""
     from app.api.client import running_client
-    from app.config.home import Home
-    from app.config.places import cache_folder
+    from app.config.home import Home, cache_folder
     from app.joining.create import Wish, found
     from app.swarm.saved import update
 
@@ -82,7 +81,7 @@ def run_join(arguments: argparse.Namespace) -> int:
         _say(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
         return 0
     from app.config.home import Home
-    from app.joining.targets import join_at_rest
+    from app.joining.offline import join_at_rest
 
     swarm = join_at_rest(Home.open(arguments.home), target, os.environ)
     _say_resting(arguments, swarm, f"{swarm} is this node's swarm now: {_BEFORE_START}")
@@ -93,7 +92,7 @@ def run_leave(arguments: argparse.Namespace) -> int:
     """Forget a swarm."""
     from app.api.client import running_client
     from app.config.home import Home
-    from app.joining.targets import leave_at_rest
+    from app.joining.offline import leave_at_rest
 
     client = running_client(arguments.home)
     if client is not None:
@@ -129,7 +128,7 @@ def run_invite(arguments: argparse.Namespace) -> int:
     """Print an invite: on stdout the line alone, so that it can be piped on."""
     from app.api.client import running_client
     from app.config.home import Home
-    from app.joining.targets import invite_at_rest
+    from app.joining.offline import invite_at_rest
     from app.swarm.invite import parse_invite
 
     client = running_client(arguments.home)
@@ -175,7 +174,7 @@ def read_target(argument: str | None) -> str:
 def swarm_facts(swarm: Remembered, *, active: bool) -> dict[str, Any]:
     """A remembered swarm as `--json` shows it."""
     from app.joining.targets import view_of
-    from app.snapshot.views import facts
+    from app.snapshot.codec import facts
 
     return facts(view_of(swarm, active=active))
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_uninstall(arguments: argparse.Namespace) -> int:
     """List what would be removed, and remove it after --yes; the identity cannot be made again."""
     from app.cli.service import plan_here
-    from app.config.places import cache_folder
+    from app.config.home import cache_folder
     from app.system.uninstall import items_in_cache, items_in_home
 
     plan, cache = plan_here(arguments.home), cache_folder()

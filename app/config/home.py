@@ -1,11 +1,11 @@
-"""The home folder of one node: which file is where, the token, and who runs in it.
+"""The folders of a node: which one is its home, which files lie in it, the API's token, and who runs there.
 
     config.toml    settings, for people (`app.config.file`)
     identity.key   the node's key, mode 0600 (`p2p.identity`)
     token          the control API's bearer token, mode 0600
     swarms.json    remembered swarms and their secrets, mode 0600 (`app.swarm.saved`)
     peers.json     addresses of peers that worked (`p2p`)
-    trust.json     what was seen of peers (`app.routing.trust_book`)
+    trust.json     what was seen of peers (`app.routing.trust`)
     sequence       the last number this node gave a statement, so that a clock set back does not silence it
     pause.json     that a person paused this node, for as long as it is so (`app.courtesy.pause`)
     statistics.db  what this node gave and got (`app.node.statistics`)
@@ -13,21 +13,38 @@
     node.json      where that node is reached; without the lock held it is stale and means nothing
     logs/          what the node has to say
 
-Which folder it is, and where the cache lies that all homes share, is for `app.config.places`.
+All homes of a user share one cache of weights, `cache_folder`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from app.config.places import home_folder
+import platformdirs
+
 from app.core.canonical_json import decode_object
 from app.core.errors import AlreadyRunning, HomeError, NotRunning, RecordError
 from p2p.platform import FileLock, create_private, is_locked, private_directory, write_private
+
+
+def home_folder(option: str | os.PathLike[str] | None = None) -> Path:
+    """The node's home: `--home` where given, else `SHOAL_HOME`, else the user's data folder."""
+    return _absolute(option or os.environ.get("SHOAL_HOME") or platformdirs.user_data_path("shoal", appauthor=False))
+
+
+def cache_folder() -> Path:
+    """Where weights live: `SHOAL_CACHE`, else the user's cache folder."""
+    return _absolute(os.environ.get("SHOAL_CACHE") or platformdirs.user_cache_path("shoal", appauthor=False))
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(path).expanduser().absolute()
+
 
 _MAX_FILE_BYTES = 64 * 1024
 # Whoever looks whether the lock is held takes it for a moment; a node that starts just then tries again.

@@ -25,6 +25,19 @@ class AppError(Exception):
         return because(self.code, str(self) or type(self).__doc__ or self.code, *self.peers)
 
 
+def reason_of(error: Exception, *peers: str) -> Reason:
+    """An error as the reason that a person reads, about `peers` where the error does not name its peer itself.
+
+    Errors of `p2p` and `engine` name their code in `reason_code`; anything else is `internal`.
+    """
+    if isinstance(error, AppError):
+        return error.reason
+    code = str(getattr(error, "reason_code", "internal"))
+    peer = getattr(error, "peer", None)
+    text = str(error) or type(error).__doc__ or code
+    return because(code, " ".join(text.split()), *(peers or ((str(peer),) if peer else ())))
+
+
 class UsageError(AppError):
     """The command or a value in it makes no sense as written."""
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from app.core.compute import BlockRunner, DeviceThread
+from app.core.compute import BlockRunner
+from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
 from app.core.network import Network
 from app.core.reasons import Reason, because
@@ -24,7 +25,7 @@ from app.hosting.loader import Loading
 from app.hosting.placement import Candidate, Due, Move, decide, due
 from app.membership import Swarm
 from app.membership.member import Change
-from app.routing.link_times import rtts_to_tell
+from app.routing.estimates import rtts_to_tell
 from app.serving.block_server import DRAIN_S, BlockServer
 from app.snapshot.startup import Steps
 from app.snapshot.views import DeviceView, State

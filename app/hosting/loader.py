@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from app.core.compute import DeviceThread
+from app.core.device_thread import DeviceThread
 from app.core.span import Span
 from app.core.units import format_size
 from app.snapshot.startup import Steps

@@ -18,18 +18,10 @@ from app.core.network import Link, Network
 from app.core.span import Span
 from app.manifest.manifest import Manifest
 from app.membership import fetch_manifest, wire
+from app.routing.cost import HOP_S, believed_seconds, wait_seconds
 from app.routing.planner import Guidance
-from app.routing.search import (
-    HOP_S,
-    Demand,
-    Known,
-    LinkSeconds,
-    NoRoute,
-    Route,
-    believed_seconds,
-    find_route,
-    wait_seconds,
-)
+from app.routing.route import Demand, Known, LinkSeconds, NoRoute, Route
+from app.routing.search import find_route
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
     SWARM_DOMAIN,

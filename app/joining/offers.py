@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.joining.nearby import NearbySwarm
-from app.node.views import model_name
 from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
 from app.swarm.saved import Remembered
 from app.weights.library import Library
-from app.weights.manifest_store import ManifestStore
+from app.weights.manifest_store import ManifestStore, model_name
 from engine.budget import Allowance, Precision, block_bytes, default_headroom, ends_bytes, plan_blocks, workspace_bytes
 
 if TYPE_CHECKING:

@@ -7,19 +7,14 @@ members are asked in passing.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
-from app.config.file import load_config
-from app.config.home import Home, hold
 from app.core.errors import AppError, UnknownSwarm, UsageError
 from app.snapshot.views import SwarmView
 from app.swarm.invite import MAX_ADDRESSES, Invite, is_invite, parse_invite
 from app.swarm.names import SwarmName, pinned
-from app.swarm.records import SwarmRecord, read_record
-from app.swarm.saved import Memberships, Remembered, load, update
-from p2p.addresses import Scope, advertised, parse_address
-from p2p.errors import EnvelopeError
-from p2p.identity import load_or_create
+from app.swarm.saved import Memberships, Remembered
+from p2p.addresses import Scope, parse_address
 
 _OWN_ADDRESSES = 4
 
@@ -28,18 +23,6 @@ def view_of(swarm: Remembered, *, active: bool) -> SwarmView:
     """A remembered swarm without its secret."""
     private = swarm.secret is not None
     return SwarmView(swarm.name, swarm.model_hash, str(swarm), private, active, swarm.joined_at_ms)
-
-
-def record_of(swarm: Remembered) -> SwarmRecord | None:
-    """The signed record that was kept of a swarm, if one was, and is whole."""
-    if swarm.record is None:
-        return None
-    try:
-        # As of a time that no record lies ahead of: a machine that starts with its clock set back knows its swarms.
-        record = read_record(swarm.record, now_ms=2**62)
-    except EnvelopeError:
-        return None
-    return record if record.id == swarm.id else None
 
 
 def remembered_target(known: Memberships, target: str) -> Remembered | SwarmName:
@@ -100,39 +83,3 @@ def _worth_telling(addresses: Iterable[str]) -> list[str]:
     rank = {Scope.PUBLIC: 0, Scope.RELAY: 1, Scope.LAN: 2, Scope.LOOPBACK: 3}
     usable = sorted((address for address in parsed if address.scope in rank), key=lambda one: rank[one.scope])
     return [str(address) for address in usable]
-
-
-# --- where no node runs ----------------------------------------------------------------------------------------------
-
-
-def join_at_rest(home: Home, target: str, environment: Mapping[str, str]) -> Remembered:
-    """Make the swarm that `target` means the active one of a home folder."""
-    meant = remembered_target(load(home), target)
-    if isinstance(meant, SwarmName):
-        from app.joining.name_lookup import resolve_in_passing
-
-        config = load_config(home.config_file, environment)
-        with hold(home):  # the node's identity is used meanwhile
-            meant = resolve_in_passing(home, config, meant)
-    joined: Remembered = meant
-    update(home, lambda known: known.joined(joined))
-    return joined
-
-
-def leave_at_rest(home: Home, name: str) -> Remembered:
-    """Forget a swarm."""
-    swarm = named(load(home), name)
-    update(home, lambda known: known.left(swarm.id))
-    return swarm
-
-
-def invite_at_rest(home: Home, name: str | None, environment: Mapping[str, str]) -> Invite:
-    """An invite with the addresses that a node here would listen on, and those that this one was invited through."""
-    from p2p.sockets import own_ips
-
-    swarm = named(load(home), name)
-    settings = load_config(home.config_file, environment).settings
-    peer = load_or_create(home.key_file).peer_id
-    listening = [address for text in settings.listen if (address := parse_address(text)).port]
-    own = advertised(listening, own_ips(), [parse_address(text) for text in settings.advertise])
-    return invite_to(swarm, [str(address.of(peer)) for address in own], swarm.addresses)

@@ -15,9 +15,9 @@ swarm.py      all of these together: `Swarm`
 
 from __future__ import annotations
 
+from app.membership.failure_detector import Tempo
 from app.membership.member import Change, ChangeKind, Listener, Member, State
 from app.membership.membership import Said, Swarm, SwarmSetup
-from app.membership.prober import Tempo
 from app.membership.query_service import SwarmService
 from app.membership.swarm_search import Found, fetch_manifest, resolve_swarm, value_check
 

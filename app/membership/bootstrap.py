@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import trio
 
 from app.membership.exchange import Outcome, Talk
-from app.membership.prober import Tempo
+from app.membership.failure_detector import Tempo
 from app.swarm.records import SwarmRecord
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, keys_to_provide, record_key
 from p2p.errors import P2PError

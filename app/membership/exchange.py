@@ -1,7 +1,7 @@
 """Conversations between members: asking and answering, and what is made of the statements that are heard.
 
-It keeps no time of its own and starts nothing: when to probe, push or compare tables is for `app.membership.prober`
-and `app.membership.membership`, which hear of what follows through `Hooks`.
+It keeps no time of its own and starts nothing: when to probe, push or compare tables is for
+`app.membership.failure_detector` and `app.membership.membership`, which hear of what follows through `Hooks`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import trio
 
 from app.core.network import Network
 from app.membership import wire
-from app.membership.allowance import Allowance
 from app.membership.gossip_queue import Rumours
 from app.membership.member import Change
 from app.membership.table import GONE, PRESENT, Table
@@ -23,6 +22,7 @@ from app.membership.verification import Terms, check_announcement, check_suspici
 from app.swarm.records import ANNOUNCEMENT_DOMAIN, SUSPICION_DOMAIN
 from p2p.envelope import Envelope
 from p2p.errors import EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
+from p2p.rate_limit import Allowance
 
 log = logging.getLogger("shoal.membership")
 

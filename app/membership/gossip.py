@@ -7,8 +7,8 @@ import random
 import trio
 
 from app.membership.exchange import Outcome, Talk
+from app.membership.failure_detector import Prober
 from app.membership.gossip_queue import targets
-from app.membership.prober import Prober
 
 
 class Pusher:

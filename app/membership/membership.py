@@ -17,12 +17,11 @@ import trio
 
 from app.core.network import Network
 from app.core.span import Span
-from app.membership.allowance import Allowance
 from app.membership.bootstrap import Seeking
 from app.membership.exchange import Outcome, Talk
+from app.membership.failure_detector import Prober, Tempo
 from app.membership.gossip import Pusher
 from app.membership.member import Change, Listener, Member, kind_of_news
-from app.membership.prober import Prober, Tempo
 from app.membership.table import PRESENT, Table
 from app.membership.verification import Terms
 from app.swarm.records import (
@@ -36,7 +35,7 @@ from app.swarm.records import (
 from p2p.envelope import CLOCK_TOLERANCE_MS, Sequence
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity
-from p2p.log_limit import LogLimit
+from p2p.rate_limit import Allowance, LogLimit
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus

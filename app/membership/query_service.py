@@ -15,11 +15,11 @@ from app.core.errors import UsageError
 from app.core.network import Network
 from app.manifest.manifest import Manifest
 from app.membership import wire
-from app.membership.allowance import Allowance
 from app.membership.membership import Swarm
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from p2p.errors import Refused, RemoteError
+from p2p.rate_limit import Allowance
 
 MAX_RECORDS = 8  # of one name
 MAX_KNOWN = 1024

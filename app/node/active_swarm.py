@@ -14,14 +14,12 @@ from typing import Any
 import trio
 
 from app.asker.reply_service import Replying
-from app.core.errors import AppError, UnknownSwarm
+from app.core.errors import AppError, UnknownSwarm, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
-from app.core.troubles import reason_of
 from app.hosting.block_host import Hosting
 from app.hosting.loader import fetching_text, obtain_ends
 from app.joining.network_setup import told_peers
-from app.joining.targets import record_of
 from app.joining.wrong_secret import Refusals
 from app.manifest.manifest import Manifest
 from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
@@ -29,13 +27,13 @@ from app.membership.member import in_words
 from app.node.context import Surroundings
 from app.node.hosting_loop import Tenure
 from app.node.peer_views import peer_views
-from app.routing.neighbours import route_neighbours
+from app.routing.estimates import route_neighbours
 from app.routing.planner import Wishes
 from app.snapshot.startup import Steps
 from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
-from app.swarm.saved import Remembered
+from app.swarm.saved import Remembered, record_of
 from app.weights.disk_space import Room
 from app.weights.model_weights import ENDS, Stock
 from p2p.errors import P2PError, WrongSecret

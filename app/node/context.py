@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from app.api.supervisor import ApiHealth
 from app.config.file import Config
 from app.courtesy.pause import Pausing
-from app.routing.trust_book import TrustBook
+from app.routing.trust import TrustBook
 from app.swarm.saved import Memberships, Remembered
 from app.weights.manifest_store import ManifestStore
 from p2p.envelope import Sequence

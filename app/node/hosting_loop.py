@@ -18,7 +18,7 @@ from app.core.span import Span
 from app.courtesy.pause import Pause
 from app.hosting.block_host import LIMIT_ZERO, CannotHost, Hosting, HostingWish
 from app.membership import Swarm
-from app.node import self_check as self_probe
+from app.node import self_check
 from app.node.context import Surroundings
 from app.serving.block_server import DRAIN_S
 from app.snapshot.startup import Steps
@@ -88,12 +88,12 @@ class Tenure:
     async def _try_blocks(self, hosts: trio.CancelScope) -> None:
         """Send a token through its own blocks now and then; where that fails, withdraw, say why, and host anew."""
         while True:
-            await trio.sleep(self_probe.EVERY_S)
+            await trio.sleep(self_check.EVERY_S)
             hosting = self.hosting
             runner = None if hosting is None or self._told.state != "serving" else hosting.runner
             if hosting is None or runner is None:
                 continue
-            trouble = await self_probe.span_trouble(self._network, hosting.server.attend, runner)
+            trouble = await self_check.span_trouble(self._network, hosting.server.attend, runner)
             if trouble is not None and self._told.state == "serving" and hosting.runner is runner:
                 log.error("%s; hosting starts anew", trouble.text)
                 self._membership.announce(state="loading", span=None)

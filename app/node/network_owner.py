@@ -15,11 +15,10 @@ import trio
 
 from app.config.home import Home
 from app.joining.network_setup import apply_live, network_config
-from app.joining.targets import record_of
 from app.membership import SwarmService, value_check
 from app.node.active_swarm import Stay
 from app.node.context import Surroundings
-from app.swarm.saved import Remembered
+from app.swarm.saved import Remembered, record_of
 from p2p.addresses import advertised
 from p2p.errors import HandshakeError, WrongSecret
 from p2p.host.listening import PortTaken

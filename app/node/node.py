@@ -39,11 +39,10 @@ from app.node.network_owner import Dwelling
 from app.node.swarms import Whereabouts
 from app.node.upkeep import Household, Upkeep
 from app.node.views import Overview
-from app.routing.trust_book import TrustBook
+from app.routing.trust import TrustBook
 from app.snapshot.views import CourtesyView, ProspectsView, Snapshot, State, SwarmView
 from app.swarm.invite import Invite
-from app.system.doctor import Check
-from app.system.doctor_network import running_checks
+from app.system.doctor import Check, running_checks
 from app.weights.manifest_store import ManifestStore
 from p2p import envelope
 from p2p.identity import load_or_create

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from app.core.network import Link
 from app.core.reasons import Reason
 from app.membership import Member
-from app.routing.trust_book import TrustBook
+from app.routing.trust import TrustBook
 from app.snapshot.views import PeerView
 from app.swarm.records import Announcement
 

@@ -6,7 +6,6 @@ It announces itself as serving only while both work. What a failure means is for
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from urllib.parse import urlsplit
 
 import trio
 
@@ -19,7 +18,7 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.reroute import Standing
-from app.routing.search import Hop, NoRoute, Route
+from app.routing.route import Hop, NoRoute, Route
 from app.session.wire import DTYPES, row_bytes
 
 EVERY_S = 30.0
@@ -74,24 +73,3 @@ async def span_trouble(
         await session.close()
         nursery.cancel_scope.cancel()
     return None if trouble is None else because("probe_blocks", f"this node failed its own test: {trouble}")
-
-
-async def api_trouble(url: str) -> Reason | None:
-    """Why the node's own API does not answer, or None."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None, "the API's address is our own"
-    trouble = "the API does not answer as it should"
-    try:
-        with trio.fail_after(PATIENCE_S):
-            stream = await trio.open_tcp_stream(parts.hostname, parts.port or 80)
-            async with stream:
-                await stream.send_all(f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
-                answer = await stream.receive_some(64)
-    except trio.TooSlowError:
-        trouble = f"the API did not answer within {PATIENCE_S:.0f} s"
-    except (OSError, trio.BrokenResourceError) as error:
-        trouble = f"the API cannot be reached: {error}"
-    else:
-        if b" 200 " in answer:
-            return None
-    return because("probe_api", f"this node failed its own test: {trouble}")

@@ -7,7 +7,6 @@ nobody measured stays unknown.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any
 
 import trio
@@ -18,6 +17,7 @@ from app.node.active_swarm import Stay
 from app.node.rates import Counters, Flow, Reading
 from app.serving.stats import ServerFigures
 from app.snapshot.views import HopView, RouteView, SessionView
+from app.weights.manifest_store import model_name
 
 SENSE_S = 10.0  # between two looks at the device's sensors
 
@@ -101,11 +101,6 @@ def route_view(session: AskedSession, kinds: dict[str, Any]) -> RouteView:
     )
     known = None if session.route_s is None or session.ends_s is None else session.route_s + session.ends_s
     return RouteView(session.id, hops, session.return_s, session.ends_s, known)
-
-
-def model_name(source: str | None) -> str:
-    """What a person calls the model, from how its files were named; empty where they are not here."""
-    return "" if source is None else PurePath(source).name.removesuffix(".gguf")
 
 
 def _figures(stay: Stay | None) -> tuple[ServerFigures, AskerFigures]:

@@ -12,23 +12,13 @@ import trio
 from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.routing.link_times import link_seconds
-from app.routing.measured import Measured
+from app.routing.bans import Bans
+from app.routing.cost import believed_seconds
+from app.routing.estimates import Measured, link_seconds
 from app.routing.reroute import Scales, Standing, is_worth_moving
-from app.routing.search import (
-    Bans,
-    Demand,
-    Known,
-    LinkSeconds,
-    NoRoute,
-    Privacy,
-    Route,
-    believed_seconds,
-    find_route,
-    mend_route,
-    why_unused,
-)
-from app.routing.trust_book import TrustBook
+from app.routing.route import Demand, Known, LinkSeconds, NoRoute, Privacy, Route
+from app.routing.search import find_route, mend_route, why_unused
+from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 
 Members = Callable[[], Sequence[Announcement]]

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from app.core.span import Span
-from app.routing.search import HOP_S, Demand, Hop, Known, LinkSeconds, Route, believed_seconds, wait_seconds
+from app.routing.cost import HOP_S, believed_seconds, wait_seconds
+from app.routing.route import Demand, Hop, Known, LinkSeconds, Route
 from app.swarm.records import Announcement
 
 CLEAR_GAIN = 1.3  # so many times as fast must the other route be

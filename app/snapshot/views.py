@@ -6,11 +6,8 @@ their defaults, so that a client and a node of neighbouring versions understand 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Literal, get_args
 
 from app.core.reasons import Reason
 
@@ -19,8 +16,6 @@ State = Literal[
 ]
 STATES: tuple[State, ...] = get_args(State)
 JOINED: frozenset[str] = frozenset({"fetching", "loading", "serving", "client", "paused"})
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -277,93 +272,3 @@ class Snapshot:
     courtesy: CourtesyView = CourtesyView()
     steps: tuple[StepView, ...] = ()
     weights: WeightsView | None = None
-
-
-STATUS_FIELDS = (
-    "peer_id",
-    "name",
-    "state",
-    "reason",
-    "swarm",
-    "manifest",
-    "private",
-    "blocks_total",
-    "start",
-    "stop",
-    "listen_addrs",
-    "api_url",
-    "device",
-    "sessions",
-    "version",
-    "pid",
-    "started_at_ms",
-)
-
-
-def facts(value: Any) -> dict[str, Any]:
-    """A value of this module as JSON has it."""
-    return dataclasses.asdict(value)
-
-
-def status_facts(snapshot: Snapshot) -> dict[str, Any]:
-    """What `shoal status` says: the snapshot without the lists that have commands of their own."""
-    why = None if snapshot.why is None else facts(snapshot.why)
-    given = {"why": why, "today": facts(snapshot.today), "ever": facts(snapshot.ever)}
-    return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
-
-
-def coverage(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """What `shoal blocks` says: for every block who serves it, the fastest first."""
-    serving = [peer for peer in snapshot.peers if peer.state == "serving"]
-    if snapshot.state == "serving":
-        own = PeerView(snapshot.peer_id, start=snapshot.start, stop=snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
-        serving.append(own)
-    serving.sort(key=lambda peer: (-peer.tokens_per_s, peer.peer))
-    return [{"block": block, "holders": _holders(block, serving)} for block in range(snapshot.blocks_total or 0)]
-
-
-def _holders(block: int, serving: Sequence[PeerView]) -> list[dict[str, Any]]:
-    return [
-        {"peer": peer.peer, "tokens_per_s": peer.tokens_per_s}
-        for peer in serving
-        if peer.start is not None and peer.stop is not None and peer.start <= block < peer.stop
-    ]
-
-
-def snapshot_from(values: Mapping[str, Any]) -> Snapshot:
-    """The snapshot in what a node sent."""
-    return _read(Snapshot, values)
-
-
-def prospects_from(values: Mapping[str, Any]) -> ProspectsView:
-    """The prospects in what a node sent."""
-    return _read(ProspectsView, values)
-
-
-@cache
-def _shapes(kind: type) -> tuple[frozenset[str], Mapping[str, tuple[type | None, bool]]]:
-    """The fields; and of those that do not stay as JSON has them, the kind within and whether there are several."""
-    shapes: dict[str, tuple[type | None, bool]] = {}
-    hints = get_type_hints(kind)
-    for name, hint in hints.items():
-        inner = [part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part)]
-        if inner or get_origin(hint) is tuple:
-            shapes[name] = (inner[0] if inner else None, get_origin(hint) is tuple)  # type: ignore[assignment]
-    return frozenset(hints), shapes
-
-
-def _read(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    names, shapes = _shapes(kind)  # type: ignore[arg-type]
-    plain = all(values.get(name) is None and not several for name, (_, several) in shapes.items())
-    if plain and names >= values.keys():
-        return kind(**values)  # most of a snapshot is peers, of which there may be hundreds
-    known = {name: value for name, value in values.items() if name in names}
-    for name in shapes.keys() & known.keys():
-        known[name] = _value(known[name], *shapes[name])
-    return kind(**known)
-
-
-def _value(value: Any, kind: type | None, several: bool) -> Any:
-    if several:
-        return tuple(value if kind is None else (_read(kind, item) for item in value or ()))
-    return value if kind is None or value is None else _read(kind, value)

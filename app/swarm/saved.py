@@ -19,7 +19,8 @@ from app.core.canonical_json import Fields, canonical, check_version, decode_obj
 from app.core.errors import HomeError, RecordError
 from app.swarm.invite import SECRET_BYTES, Invite
 from app.swarm.names import SwarmName, is_model_hash, is_swarm_name, pinned
-from app.swarm.records import SwarmRecord, swarm_id
+from app.swarm.records import SwarmRecord, read_record, swarm_id
+from p2p.errors import EnvelopeError
 from p2p.platform import FileLock, write_private
 
 VERSION = 1
@@ -172,3 +173,15 @@ def _base64(fields: Fields, name: str) -> bytes | None:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         fields.refuse(name, "base64")
+
+
+def record_of(swarm: Remembered) -> SwarmRecord | None:
+    """The signed record that was kept of a swarm, if one was, and is whole."""
+    if swarm.record is None:
+        return None
+    try:
+        # As of a time that no record lies ahead of: a machine that starts with its clock set back knows its swarms.
+        record = read_record(swarm.record, now_ms=2**62)
+    except EnvelopeError:
+        return None
+    return record if record.id == swarm.id else None

@@ -1,23 +1,111 @@
-"""Shoal as a service of the person's own account: a systemd user unit, a launchd agent or a Windows task.
+"""Shoal as a service of the user's own account: a systemd user unit, a launchd agent or a Windows task.
 
-A plan says which file is written and which commands make it known; carrying it out is the same for all systems. What
-stands in the file is for `app.system.service_files`.
+A plan says which file is written from which template, and which commands make it known to the system; carrying it out
+is the same for all systems.
 """
 
 from __future__ import annotations
 
 import getpass
+import hashlib
+import importlib.metadata
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
+from xml.sax.saxutils import escape
 
-from app.config.places import home_folder
+from app.config.home import home_folder
 from app.core.errors import AppError
-from app.system.service_files import CARRIED, Service, launchd_agent, service_name, systemd_unit, template, windows_task
 from p2p.platform import write_private
+
+CARRIED = ("SHOAL_CACHE",)  # variables that a service keeps; settings belong into the configuration file
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is to be started: its name, the command, and the few variables that it needs."""
+
+    name: str
+    command: tuple[str, ...]
+    home: Path
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def service_name(home: Path, default_home: Path) -> str:
+    """`shoal` for the usual home, and a name of its own for every other."""
+    return "shoal" if home == default_home else f"shoal-{hashlib.sha256(str(home).encode()).hexdigest()[:8]}"
+
+
+def template(name: str) -> str:
+    """A template's text: from this checkout, or from where the wheel put it."""
+    beside = Path(__file__).resolve().parents[2] / "packaging" / "service" / name
+    if beside.is_file():
+        return beside.read_text("utf-8")
+    for file in importlib.metadata.files("shoal") or ():
+        if file.parts[-2:] == ("service", name):
+            return Path(str(file.locate())).read_text("utf-8")
+    raise AppError(f"the template {name} is missing from this installation: install Shoal anew")
+
+
+def systemd_unit(service: Service, text: str) -> str:
+    """A user unit."""
+    lines = [f"Environment={_systemd_quoted(f'{name}={value}')}" for name, value in service.environment]
+    return Template(text).substitute(
+        home_text=_systemd_text(str(service.home)),
+        command=" ".join(_systemd_quoted(word, of_command=True) for word in service.command),
+        environment="\n".join(lines) or "# No variables are needed.",
+    )
+
+
+def launchd_agent(service: Service, label: str, text: str) -> str:
+    """An agent's property list."""
+    variables = [
+        f"        <key>{escape(name)}</key>\n        <string>{_xml(value)}</string>"
+        for name, value in service.environment
+    ]
+    return Template(text).substitute(
+        label=_xml(label),
+        arguments="\n".join(f"        <string>{_xml(word)}</string>" for word in service.command),
+        environment="\n".join(variables),
+    )
+
+
+def windows_task(service: Service, user: str, text: str) -> str:
+    """A scheduled task; it has no variables of its own, so that a cache elsewhere must be set for the whole user."""
+    return Template(text).substitute(
+        home_text=_xml(str(service.home)),
+        user=_xml(user),
+        program=_xml(service.command[0]),
+        arguments=_xml(subprocess.list2cmdline(service.command[1:])),
+    )
+
+
+def _systemd_quoted(word: str, *, of_command: bool = False) -> str:
+    """A word between quotes; `%` is always a specifier's beginning there, `$` a variable's in a command."""
+    _demand_printable(word)
+    text = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{text.replace("$", "$$") if of_command else text}"'
+
+
+def _systemd_text(text: str) -> str:
+    _demand_printable(text)
+    # A backslash at the end of a line would join the next one to it.
+    return text.replace("%", "%%").rstrip("\\")
+
+
+def _xml(text: str) -> str:
+    _demand_printable(text)
+    return escape(text, {'"': "&quot;"})
+
+
+def _demand_printable(text: str) -> None:
+    if not text.isprintable():
+        raise AppError(f"the path {text!r} has characters that cannot stand in a service's file: use another --home")
+
 
 _PATIENCE_S = 90.0  # stopping a node lets it drain
 LABEL = "app.shoal"

@@ -12,12 +12,11 @@ from app.core.network import Network, Priority
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaves_from
 from app.weights import wire
+from app.weights.chunk_schedule import Piece, Standing
 from app.weights.chunk_server import Sharing
 from app.weights.chunk_writer import Intake
 from app.weights.extents import chunk_length
 from app.weights.part_store import NewPart
-from app.weights.standing import Standing
-from app.weights.work import Piece
 from p2p.errors import P2PError, Refused, RemoteError
 
 log = logging.getLogger("shoal.weights")

@@ -12,14 +12,13 @@ from app.core.network import Network
 from app.manifest.manifest import Part
 from app.manifest.merkle import leaf_hash
 from app.weights.chunk_client import CHUNK_S, Asking
+from app.weights.chunk_schedule import Piece, Standing, Work
 from app.weights.chunk_server import Sharing
 from app.weights.chunk_writer import Intake
 from app.weights.extents import WeightsError, chunk_length
 from app.weights.library import Library
 from app.weights.part_store import NewPart
-from app.weights.standing import Standing
 from app.weights.wire import MAX_RUN
-from app.weights.work import Piece, Work
 
 MAX_PEERS = 8
 WINDOW = 2  # pieces asked from one peer at once

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from app.core.errors import HomeError, RecordError
 from app.manifest.importing import Survey
@@ -107,3 +107,8 @@ class ManifestStore:
         except OSError:
             return None
         return raw if len(raw) <= max_bytes else None
+
+
+def model_name(source: str | None) -> str:
+    """What a person calls the model, from how its files were named; empty where they are not here."""
+    return "" if source is None else PurePath(source).name.removesuffix(".gguf")

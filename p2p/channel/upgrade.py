@@ -20,7 +20,7 @@ from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from p2p.channel import multistream
 from p2p.channel.noise import OnFailure, security_options
 from p2p.channel.yamux import YamuxConnection
-from p2p.channel.yamux_budget import UnreadBytes
+from p2p.channel.yamux_flow import UnreadBytes
 from p2p.errors import HandshakeError, P2PError, StreamClosed
 from p2p.identity import Identity
 

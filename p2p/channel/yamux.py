@@ -24,8 +24,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from multiaddr import Multiaddr
 
 from p2p.channel.noise_session import NoiseSession
-from p2p.channel.yamux_budget import UnreadBytes
-from p2p.channel.yamux_flow import SendHalf
+from p2p.channel.yamux_flow import SendHalf, UnreadBytes
 from p2p.channel.yamux_sender import Sender
 from p2p.channel.yamux_stream import Buffer, StreamBroken, TooManyStreams, YamuxStream, reset_frame
 from p2p.channel.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S, UNKNOWN_RTT_S, PingBook, StreamTable
@@ -43,8 +42,7 @@ from p2p.channel.yamux_wire import (
     pack_header,
 )
 from p2p.errors import ProtocolError
-from p2p.flood import FloodGuard
-from p2p.log_limit import LogLimit
+from p2p.rate_limit import FloodGuard, LogLimit
 
 logger = logging.getLogger("shoal.p2p.yamux")
 logger.addFilter(LogLimit())  # peers can bring these lines about
@@ -75,7 +73,7 @@ class YamuxConnection(IMuxedConn):
         self.on_close = on_close
         self.event_started = trio.Event()
         self.event_closed = trio.Event()
-        self.table = StreamTable(unread)
+        self.table: StreamTable[YamuxStream] = StreamTable(unread)
         self.now = trio.current_time
         self._is_initiator = secured_conn.is_initiator if is_initiator is None else is_initiator
         self._next_id = 1 if self._is_initiator else 2

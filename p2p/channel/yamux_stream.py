@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol, cast
 
 import trio
-from libp2p.abc import IMuxedStream
+from libp2p.abc import IMuxedConn, IMuxedStream
 from libp2p.stream_muxer.exceptions import MuxedStreamClosed, MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 
 from p2p.channel.yamux_flow import PRIORITIES, ReceiveHalf, SendHalf
+from p2p.channel.yamux_table import StreamTable
 from p2p.channel.yamux_wire import FIN, RST, WINDOW_UPDATE, pack_header
 from p2p.errors import Refused, StreamClosed, StreamReset
-
-if TYPE_CHECKING:
-    from p2p.channel.yamux import YamuxConnection
 
 _BURST_WRITES: Final = 16  # writes that may return without letting other tasks run
 Buffer = bytes | bytearray | memoryview
@@ -40,12 +38,27 @@ class TooManyStreams(MuxedStreamError, Refused):
     """The connection has as many streams as it may have."""
 
 
+class StreamOwner(Protocol):
+    """What a stream needs of its connection."""
+
+    @property
+    def table(self) -> StreamTable[YamuxStream]: ...
+    def now(self) -> float: ...
+    def control(self, frame: bytes) -> None: ...
+    def offer(self, stream: YamuxStream) -> None: ...
+    def send_at_once(self, stream: YamuxStream, parts: Sequence[Buffer]) -> bool: ...
+    def grant_credit(self, stream: YamuxStream) -> None: ...
+    def reset_stream(self, stream: YamuxStream, reason: str) -> None: ...
+    def get_remote_address(self) -> tuple[str, int] | None: ...
+
+
 class YamuxStream(IMuxedStream):
     """A stream; one task reads and any number write, each write whole and in order."""
 
-    def __init__(self, stream_id: int, connection: YamuxConnection, *, is_initiator: bool) -> None:
+    def __init__(self, stream_id: int, connection: StreamOwner, *, is_initiator: bool) -> None:
         self.stream_id = stream_id
-        self.muxed_conn = self._connection = connection
+        self._connection = connection
+        self.muxed_conn = cast(IMuxedConn, connection)
         self.is_initiator = is_initiator
         self.receiving = ReceiveHalf(connection.table.budget)
         self.sending = SendHalf(stream_id)

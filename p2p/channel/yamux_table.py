@@ -6,14 +6,11 @@ Pure values and decisions; the connection does what they say.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import trio
 
-from p2p.channel.yamux_budget import UnreadBytes, WindowBudget
-
-if TYPE_CHECKING:
-    from p2p.channel.yamux_stream import YamuxStream
+from p2p.channel.yamux_flow import ReceiveHalf, UnreadBytes, WindowBudget
 
 MAX_STREAMS: Final = 256  # of both sides together
 MAX_INBOUND: Final = 192  # so that a peer cannot take all of them
@@ -24,12 +21,24 @@ UNKNOWN_RTT_S: Final = 0.1
 _REAP_FROM: Final = 64
 
 
-class StreamTable:
+class TableEntry(Protocol):
+    """What the table needs to know of a stream."""
+
+    stream_id: int
+    is_initiator: bool
+    receiving: ReceiveHalf
+    closed_at: float | None
+
+
+EntryT = TypeVar("EntryT", bound=TableEntry)
+
+
+class StreamTable(Generic[EntryT]):
     """The open streams, within their limits."""
 
     def __init__(self, unread: UnreadBytes | None = None) -> None:
         self.budget = WindowBudget(unread)
-        self.open: dict[int, YamuxStream] = {}
+        self.open: dict[int, EntryT] = {}
         self._inbound = 0
 
     def admit(self, *, inbound: bool) -> bool:
@@ -38,12 +47,12 @@ class StreamTable:
             return False
         return self.budget.admit()
 
-    def add(self, stream: YamuxStream) -> None:
+    def add(self, stream: EntryT) -> None:
         """Keep an admitted stream."""
         self.open[stream.stream_id] = stream
         self._inbound += not stream.is_initiator
 
-    def remove(self, stream: YamuxStream) -> bool:
+    def remove(self, stream: EntryT) -> bool:
         """Let go of a stream that has ended; whether it was known."""
         if self.open.get(stream.stream_id) is not stream:
             return False
@@ -52,7 +61,7 @@ class StreamTable:
         self.budget.release(stream.receiving.window)
         return True
 
-    def overdue(self, now: float) -> list[YamuxStream]:
+    def overdue(self, now: float) -> list[EntryT]:
         """Streams that this side closed long ago and the peer still keeps open, once there are many."""
         if len(self.open) < _REAP_FROM:
             return []

@@ -15,7 +15,7 @@ import trio
 from p2p.addresses import Address, Scope
 from p2p.channel import multistream
 from p2p.errors import P2PError, PeerUnreachable, StreamReset
-from p2p.log_limit import LogLimit
+from p2p.rate_limit import LogLimit
 from p2p.values import Buffer
 
 NEGOTIATION_TIMEOUT_S = 10.0

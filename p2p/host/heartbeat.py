@@ -21,8 +21,8 @@ import trio
 from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, parse_known
 from p2p.channel.multistream import read_some
 from p2p.errors import P2PError, ProtocolError, StreamClosed
-from p2p.flood import FloodGuard
 from p2p.host.connection import Connection, Stream
+from p2p.rate_limit import FloodGuard
 
 PROTOCOL = "/shoal/1/link"
 PERIOD_S = 5.0

@@ -26,7 +26,7 @@ from p2p.host.admission import Admission, ConnectionLimits, DenyList
 from p2p.host.connection import Connection, Stream, StreamHandler
 from p2p.host.listening import open_listeners
 from p2p.identity import Identity
-from p2p.log_limit import LogLimit
+from p2p.rate_limit import LogLimit
 from p2p.supervise import guarded, supervise
 
 if TYPE_CHECKING:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import trio
 
 from p2p.errors import DeadlineExceeded, P2PError, QueueFull, Refused
-from p2p.link.frames import FIRST, WHOLE, Assembler, Frame, Kind
-from p2p.link.handlers import failure_of
-
-if TYPE_CHECKING:
-    from p2p.link.link import PeerLink
+from p2p.link.frames import FIRST, WHOLE, Assembler, Frame, Kind, failure_of
+from p2p.link.handlers import LinkPort
 
 MAX_PENDING_CALLS = 1024
 
@@ -36,7 +31,7 @@ class Pending:
 class Asking:
     """The calls that this node has under way on one link."""
 
-    def __init__(self, link: PeerLink) -> None:
+    def __init__(self, link: LinkPort) -> None:
         self._link = link
         self._pending: dict[int, Pending] = {}
 

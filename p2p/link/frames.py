@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from p2p.errors import ProtocolError
+from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
 from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer
+
+if TYPE_CHECKING:
+    pass
 
 MAJOR, MINOR = 1, 0
 MAGIC = b"shoal\0"
@@ -265,3 +268,12 @@ class Assembler:
             return None
         del self._partials[key]
         return first._replace(flags=first.flags | LAST, body=b"".join(partial.chunks), pieces=())
+
+
+BUSY, MALFORMED = "busy", "malformed"
+
+
+def failure_of(frame: Frame) -> P2PError:
+    """The error that a peer answered with; its words are shown, never trusted."""
+    text = "".join(c if c.isprintable() else "?" for c in frame.body.decode("utf-8", "replace"))
+    return Refused(text) if frame.name == BUSY else RemoteError(text, frame.name)

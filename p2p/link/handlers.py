@@ -8,26 +8,49 @@ peer that asks and does not read has used up its calls soon.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
-from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
-from p2p.link.frames import FIRST, Assembler, Frame, Kind
+from p2p.errors import (
+    P2PError,
+    ProtocolError,
+    Refused,
+    RemoteError,
+)
+from p2p.link.bandwidth import Bandwidth
+from p2p.link.frames import BUSY, FIRST, MALFORMED, Assembler, Frame, Kind
 from p2p.link.outbox import Outgoing, spoken
+from p2p.link.quota import Quota
 from p2p.link.streams import MessageStream
-from p2p.log_limit import LogLimit
-from p2p.values import MAX_NAME_BYTES, buffers_of
-
-if TYPE_CHECKING:
-    from p2p.link.link import PeerLink
+from p2p.rate_limit import LogLimit
+from p2p.values import MAX_NAME_BYTES, Payload, buffers_of
 
 log = logging.getLogger("shoal.p2p.serving")
 log.addFilter(LogLimit())  # peers can bring these lines about
 
-BUSY, MALFORMED = "busy", "malformed"
+
+class LinkPort(Protocol):
+    """What calls and handlers need of their link."""
+
+    services: Services
+    exempt: bool
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def own_parity(self) -> int: ...
+    @property
+    def ended(self) -> bool: ...
+    def post(self, message: Outgoing) -> None: ...
+    def has_room(self, priority: int) -> bool: ...
+    async def written(self) -> None: ...
+    def consumed(self, size: int) -> None: ...
+    def give_up(self, id: int) -> None: ...
+    def refuse(self, kind: int, id: int, why: str, code: str = BUSY) -> None: ...
 
 
 @dataclass(eq=False)
@@ -41,7 +64,7 @@ class _Call:
 class Serving:
     """The calls and streams that one peer has under way here."""
 
-    def __init__(self, link: PeerLink) -> None:
+    def __init__(self, link: LinkPort) -> None:
         self._link = link
         self._calls: dict[int, _Call] = {}
         self.nursery: trio.Nursery | None = None
@@ -178,7 +201,16 @@ class Serving:
             self._link.services.quota.end_call(self._link.peer, call.size, call.answer_size)
 
 
-def failure_of(frame: Frame) -> P2PError:
-    """The error that a peer answered with; its words are shown, never trusted."""
-    text = "".join(c if c.isprintable() else "?" for c in frame.body.decode("utf-8", "replace"))
-    return Refused(text) if frame.name == BUSY else RemoteError(text, frame.name)
+RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
+StreamHandler = Callable[[MessageStream], Awaitable[None]]
+
+
+@dataclass(eq=False)
+class Services:
+    """What all links of a node share: its handlers, what peers may use, and whom to tell of a peer that misbehaves."""
+
+    quota: Quota = field(default_factory=Quota)
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    methods: dict[str, RequestHandler] = field(default_factory=dict)
+    protocols: dict[str, StreamHandler] = field(default_factory=dict)
+    misbehaved: Callable[[str, str], None] = lambda peer, why: None

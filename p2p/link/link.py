@@ -8,22 +8,18 @@ caller that is cancelled never leaves half a frame. Who is linked to whom is for
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import trio
 
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFull, StreamReset
-from p2p.flood import FloodGuard
-from p2p.link.bandwidth import Bandwidth
 from p2p.link.byte_stream import ByteStream
 from p2p.link.calls import Asking
-from p2p.link.frames import FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind
-from p2p.link.handlers import BUSY, Serving, failure_of
+from p2p.link.frames import BUSY, FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind, failure_of
+from p2p.link.handlers import Services, Serving
 from p2p.link.outbox import Outbox, Outgoing, spoken
-from p2p.link.quota import Quota
 from p2p.link.streams import MessageStream
-from p2p.log_limit import LogLimit
+from p2p.rate_limit import FloodGuard, LogLimit
 from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, buffers_of, check_name
 
 READ_BYTES = 256 * 1024
@@ -37,20 +33,6 @@ IDLE_FRAMES_PER_S = 2000
 
 log = logging.getLogger("shoal.p2p.link")
 log.addFilter(LogLimit())  # peers can bring these lines about
-
-RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
-StreamHandler = Callable[[MessageStream], Awaitable[None]]
-
-
-@dataclass(eq=False)
-class Services:
-    """What all links of a node share: its handlers, what peers may use, and whom to tell of a peer that misbehaves."""
-
-    quota: Quota = field(default_factory=Quota)
-    bandwidth: Bandwidth = field(default_factory=Bandwidth)
-    methods: dict[str, RequestHandler] = field(default_factory=dict)
-    protocols: dict[str, StreamHandler] = field(default_factory=dict)
-    misbehaved: Callable[[str, str], None] = lambda peer, why: None
 
 
 class PeerLink:

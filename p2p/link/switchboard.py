@@ -16,10 +16,11 @@ import trio
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable
 from p2p.link.bandwidth import Bandwidth
 from p2p.link.byte_stream import ByteStream
-from p2p.link.link import PeerLink, RequestHandler, Services, StreamHandler
+from p2p.link.handlers import RequestHandler, Services, StreamHandler
+from p2p.link.link import PeerLink
 from p2p.link.quota import Limits, Quota
 from p2p.link.streams import MessageStream
-from p2p.log_limit import LogLimit
+from p2p.rate_limit import LogLimit
 from p2p.values import BULK, CONTROL, Payload, check_name
 
 if TYPE_CHECKING:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import trio
 
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
 from p2p.host.pruning import ENOUGH_LINKS, surplus
+from p2p.memory.directory import Directory
 from p2p.memory.link import MemoryLink, MemoryStream, Pipe, Traffic
 from p2p.values import CONTROL, LinkInfo, Payload, joined
-
-if TYPE_CHECKING:
-    from p2p.memory.fabric import MemoryFabric
 
 log = logging.getLogger("shoal.p2p.memory")
 
@@ -25,10 +23,22 @@ RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
 StreamHandler = Callable[[MemoryStream], Awaitable[None]]
 
 
+class Fabric(Protocol):
+    """What a node needs of the network that it is part of."""
+
+    directory: Directory
+
+    @property
+    def nodes(self) -> dict[str, MemoryNode]: ...
+    async def dial(self, node: MemoryNode, peer: str) -> MemoryLink: ...
+    def unlink(self, a: str, b: str, *, tell: Sequence[str]) -> None: ...
+    def start(self, task: Callable[[MemoryStream], Awaitable[None]], stream: MemoryStream) -> None: ...
+
+
 class MemoryNode:
     """One node of the fabric; satisfies `app.core.network.Network`."""
 
-    def __init__(self, fabric: MemoryFabric, name: str) -> None:
+    def __init__(self, fabric: Fabric, name: str) -> None:
         self.fabric = fabric
         self.traffic = Traffic()
         self.alive, self.frozen = True, False

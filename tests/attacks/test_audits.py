@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from app.asker.asker import Asker, Outlook
-from app.routing.trust_book import TrustBook
+from app.routing.trust import TrustBook
 from engine.model.block import Holding
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner

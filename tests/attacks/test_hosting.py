@@ -27,7 +27,7 @@ from engine.errors import SourceError
 from engine.sources.base import ModelSource
 from p2p.memory.fabric import open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
-from tests.weights.models import WIDE, import_model
+from tests.app.weights.models import WIDE, import_model
 
 
 class Told:

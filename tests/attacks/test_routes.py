@@ -11,7 +11,8 @@ from trio.testing import MockClock
 
 from app.core.errors import AppError
 from app.core.span import Span
-from app.routing.search import Demand, find_route
+from app.routing.route import Demand
+from app.routing.search import find_route
 from app.session.wire import PROTOCOL, Kind, Trouble, decode, encode_trouble
 from app.swarm.records import Announcement
 from p2p.memory.fabric import MemoryStream

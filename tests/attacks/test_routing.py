@@ -9,8 +9,10 @@ import pytest
 
 from app.core.reasons import because
 from app.core.span import Span
-from app.routing.link_times import link_seconds
-from app.routing.search import Bans, Demand, find_route
+from app.routing.bans import Bans
+from app.routing.estimates import link_seconds
+from app.routing.route import Demand
+from app.routing.search import find_route
 from app.swarm.records import Announcement, tail
 
 # --- M-4: bans -------------------------------------------------------------------------------------------------------

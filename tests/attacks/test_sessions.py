@@ -20,7 +20,7 @@ from app.core.network import FrameStream, Payload, Priority
 from app.core.reasons import Reason
 from app.core.span import Span
 from app.routing.reroute import Standing
-from app.routing.search import Hop, Route
+from app.routing.route import Hop, Route
 from app.serving.block_server import BlockServer
 from app.session.wire import KEEP, PROTOCOL, Frame, Kind, Turn, decode, encode_turn, header, plain
 from engine.model.span import SpanOptions, load_span

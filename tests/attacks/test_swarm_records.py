@@ -8,14 +8,15 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.membership import resolve_swarm
-from app.routing.search import Demand, find_route
+from app.routing.route import Demand
+from app.routing.search import find_route
 from app.swarm.names import SwarmName
 from app.swarm.records import Announcement, sign_announcement, sign_record
 from p2p.identity import Identity
 from p2p.memory.fabric import LinkProfile, open_fabric
+from tests.app.membership.test_hostile import told
+from tests.app.membership.test_swarm_search import serve
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, START_S, Sim, SimNode, identity, open_sim, wall_clock
-from tests.app.test_membership_hostile import told
-from tests.app.test_swarm_finding import serve
 from tests.sim.twin import SimHosting
 from tests.sim.world import NodeSpec
 

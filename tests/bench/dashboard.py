@@ -24,7 +24,7 @@ from typing import Any
 
 from textual.events import Key
 
-from app.snapshot.views import facts
+from app.snapshot.codec import facts
 from tests.ui.fixed import five_hundred
 from ui.app import Dashboard, News
 from ui.screens.swarm import PeersTable

@@ -22,8 +22,8 @@ from textual.pilot import Pilot
 
 from app.api.client import client_of
 from app.cli.dashboard import HomeDoor
-from app.config.places import cache_folder
-from tests.app.node_process import LOOPBACK, Place, Serving
+from app.config.home import cache_folder
+from tests.process.node_process import LOOPBACK, Place, Serving
 from tests.ui.rendering import text_of_screen
 from ui.app import Dashboard
 from ui.screens.chat import Chat

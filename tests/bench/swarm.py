@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from app.config.places import cache_folder
+from app.config.home import cache_folder
 from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file

@@ -19,8 +19,8 @@ from typing import Any
 import trio
 
 from app.api.client import Client, client_of
-from tests.app.node_process import Place, Serving, wait_until
 from tests.bench.delay import DelayProxy, delay_proxy
+from tests.process.node_process import Place, Serving, wait_until
 
 MEMORY = "215MB"  # ten of the starter model's 30 blocks, and their cache
 

@@ -34,7 +34,7 @@ import psutil
 import trio
 
 from app.api.client import client_of
-from app.config.places import cache_folder
+from app.config.home import cache_folder
 from app.core.network import Network, Priority
 from app.manifest.importing import survey, tokenizer_bytes
 from app.manifest.merkle import CHUNK_BYTES
@@ -48,10 +48,10 @@ from app.weights.library import Library, remember_source
 from app.weights.manifest_store import ManifestStore
 from p2p.identity import Identity
 from p2p.platform import keep_freed_memory
-from tests.app.node_process import Place, Serving, wait_until
 from tests.app.tiny_source import CONFIG, tiny_source
 from tests.bench import channel
 from tests.p2p.nodes import make_network, until
+from tests.process.node_process import Place, Serving, wait_until
 
 BIG = dataclasses.replace(CONFIG, n_blocks=4, hidden_size=2048, head_dim=64, n_heads=32, intermediate_size=5632)
 TOKENS = 96

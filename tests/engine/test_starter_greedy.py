@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config.places import cache_folder
+from app.config.home import cache_folder
 from engine.errors import SourceError
 from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.opening import open_source

@@ -21,8 +21,7 @@ from multiaddr import Multiaddr
 from p2p.channel.compatibility import install_yamux
 from p2p.channel.noise import security_options
 from p2p.channel.yamux import ACCEPT_BACKLOG, YamuxConnection
-from p2p.channel.yamux_budget import CONNECTION_WINDOW_BYTES
-from p2p.channel.yamux_flow import FIRST_WINDOW_BYTES, MAX_CONTROL_BYTES
+from p2p.channel.yamux_flow import CONNECTION_WINDOW_BYTES, FIRST_WINDOW_BYTES, MAX_CONTROL_BYTES
 from p2p.channel.yamux_table import MAX_INBOUND
 from p2p.channel.yamux_wire import DATA, FIN, PING, RST, SYN, WINDOW_UPDATE, pack_header
 from p2p.errors import WrongSecret

@@ -18,7 +18,7 @@ from libp2p.security.noise.pb import noise_pb2
 
 from p2p.addresses import parse_address
 from p2p.channel.yamux import YamuxConnection
-from p2p.channel.yamux_budget import UnreadBytes, WindowBudget
+from p2p.channel.yamux_flow import UnreadBytes, WindowBudget
 from p2p.channel.yamux_wire import SYN, WINDOW_UPDATE, pack_header
 from p2p.dht.directory import Directory
 from p2p.dht.wire import Answer, Contact

@@ -7,7 +7,7 @@ import logging
 from p2p.channel import yamux
 from p2p.host import connection, host
 from p2p.link import link
-from p2p.log_limit import BURST, PER_S, LogLimit
+from p2p.rate_limit import BURST, PER_S, LogLimit
 
 
 def record(level: int, message: str, *arguments: object) -> logging.LogRecord:

@@ -8,17 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.channel.yamux_budget import CONNECTION_WINDOW_BYTES, GROWN_WINDOW_BYTES, WindowBudget
 from p2p.channel.yamux_flow import (
     BATCH_BYTES,
+    CONNECTION_WINDOW_BYTES,
     FIRST_WINDOW_BYTES,
     FRAME_BYTES,
+    GROWN_WINDOW_BYTES,
     MAX_CONTROL_BYTES,
     MAX_PONGS,
     MAX_WINDOW_BYTES,
     Outbox,
     ReceiveHalf,
     SendHalf,
+    WindowBudget,
 )
 from p2p.channel.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S
 from p2p.channel.yamux_wire import (
@@ -36,7 +38,7 @@ from p2p.channel.yamux_wire import (
     pack_header,
 )
 from p2p.errors import ProtocolError
-from p2p.flood import FloodGuard
+from p2p.rate_limit import FloodGuard
 
 RTT_S = 0.05
 

@@ -9,9 +9,10 @@ from itertools import pairwise
 from statistics import mean
 
 from app.core.span import Span
-from app.routing.link_times import link_seconds
-from app.routing.neighbours import route_neighbours
-from app.routing.search import HOP_S, Demand, LinkSeconds, NoRoute, Route, block_seconds, find_route
+from app.routing.cost import HOP_S, block_seconds
+from app.routing.estimates import link_seconds, route_neighbours
+from app.routing.route import Demand, LinkSeconds, NoRoute, Route
+from app.routing.search import find_route
 from app.swarm.records import Announcement, tail
 from tests.sim.model import Model
 

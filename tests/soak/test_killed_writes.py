@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.app.test_killed_writes import survive
+from tests.process.test_killed_writes import survive
 
 pytestmark = pytest.mark.soak
 

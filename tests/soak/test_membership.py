@@ -14,8 +14,7 @@ from trio.testing import MockClock
 from app.core.span import Span
 from app.membership import Swarm, Tempo
 from p2p.memory.fabric import DirectoryProfile, LinkProfile
-from tests.app.swarms import SimNode, open_sim
-from tests.app.test_swarm_scale import (
+from tests.app.membership.test_scale import (
     MAX_LINKS,
     Record,
     death_s,
@@ -25,6 +24,7 @@ from tests.app.test_swarm_scale import (
     report,
     spread_s,
 )
+from tests.app.swarms import SimNode, open_sim
 
 pytestmark = pytest.mark.soak
 

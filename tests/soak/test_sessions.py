@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.app.node_process import wait_until
-from tests.app.process_swarm import ProcessSwarm, Yardstick, open_process_swarm, prompt_of
+from tests.process.node_process import wait_until
+from tests.process.process_swarm import ProcessSwarm, Yardstick, open_process_swarm, prompt_of
 
 pytestmark = pytest.mark.soak
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from app.config.places import cache_folder
+from app.config.home import cache_folder
 from engine.errors import EngineError
 from engine.sources.opening import open_source
-from tests.app.node_process import wait_until
-from tests.app.process_swarm import Node, ProcessSwarm, Yardstick, open_process_swarm, prompt_of
+from tests.process.node_process import wait_until
+from tests.process.process_swarm import Node, ProcessSwarm, Yardstick, open_process_swarm, prompt_of
 
 pytestmark = pytest.mark.soak
 

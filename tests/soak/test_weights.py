@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from app.api.client import client_of
-from app.config.places import cache_folder
+from app.config.home import cache_folder
 from app.core.errors import NotRunning
 from app.snapshot.views import WeightsView
 from app.weights import download as fetching
@@ -26,8 +26,8 @@ from app.weights.part_store import PartFiles
 from engine.errors import EngineError
 from engine.sources.opening import open_source
 from engine.sources.starter import starter_file
-from tests.app.node_process import Place, Serving, wait_until
 from tests.bench.swarm_nodes import free_port, open_proxies
+from tests.process.node_process import Place, Serving, wait_until
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 

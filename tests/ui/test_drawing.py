@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.core.terminal_text import clean
 from app.snapshot.views import HopView, PeerView, RouteView, Snapshot, StepView
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
-from ui.draw.coverage import coverage_of, strip_rows, weak_sentence
+from ui.draw.coverage import strip_rows, weak_sentence
 from ui.draw.node import gauge_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
 from ui.draw.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
 from ui.draw.route import route_rows, sentence, title_row
-from ui.draw.rows import cell, clean, fit, shorten, text_of, width_of, wrap
+from ui.draw.rows import cell, fit, shorten, text_of, width_of, wrap
 from ui.draw.state_line import pill, state_row
 from ui.screens.invite import qr_rows
 from ui.screens.settings import SettingView, value_text
+from ui.state.coverage import coverage_of
 from ui.state.store import Link
 
 NAMES = {peer.peer: peer.name for peer in PEERS}

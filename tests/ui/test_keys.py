@@ -15,7 +15,8 @@ from textual.pilot import Pilot
 from app.api.client import Client
 from app.core.errors import AppError
 from app.core.reasons import Reason
-from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot, facts
+from app.snapshot.codec import facts
+from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
 from ui.draw.first_run_offers import choice_rows, ordered

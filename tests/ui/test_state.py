@@ -14,22 +14,16 @@ import pytest
 
 from app.api.client import Client, Event, Hangup
 from app.core.errors import NotRunning
-from app.snapshot.views import SessionView, facts
+from app.core.terminal_text import harmless
+from app.snapshot.codec import facts
+from app.snapshot.views import SessionView
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
+from ui.draw.reply import done_words, live_row, lost_hops, prompt_of
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
 from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
 from ui.state.follower import Follower, Heard, Note, Told
-from ui.state.reply_stream import (
-    Progress,
-    Sampling,
-    done_words,
-    harmless,
-    live_row,
-    lost_hops,
-    prompt_of,
-    sampling_value,
-)
+from ui.state.reply_stream import Progress, Sampling, sampling_value
 from ui.state.store import GLOW_S, Link, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------

@@ -6,109 +6,17 @@ A cell that stands for several blocks shows the worst of them, so that a hole ne
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from math import ceil
 
-from app.snapshot.views import PeerView, Snapshot
 from ui.draw.bars import EIGHTHS
 from ui.draw.numbers import plural, rate
-from ui.draw.rows import Row, clean, fit, row
+from ui.draw.rows import Row, fit, row
+from ui.state.coverage import Coverage
 
 _GUTTER = 9
 _WIDEST = 4  # cells a block
 MARGIN = 27  # of the notes beside the strip
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Neighbouring blocks that are equally well held."""
-
-    start: int
-    stop: int
-    holders: int
-    tokens_per_s: float | None
-    names: tuple[str, ...] = ()  # of a few holders
-
-    @property
-    def label(self) -> str:
-        """As people write it."""
-        return f"{self.start}:{self.stop}"
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Each block's holders and their tokens a second together, where they have told them."""
-
-    holders: tuple[int, ...]
-    tokens_per_s: tuple[float, ...]
-    own: tuple[int, int] | None
-    weak: Stretch | None
-    holes: tuple[tuple[int, int], ...]
-
-    @property
-    def held(self) -> int:
-        """How many blocks have a holder."""
-        return sum(1 for number in self.holders if number)
-
-
-def coverage_of(snapshot: Snapshot | None) -> Coverage | None:
-    """The coverage as this node knows it; None before the model is known."""
-    if snapshot is None or not snapshot.blocks_total:
-        return None
-    total = snapshot.blocks_total
-    serving = holders_in(snapshot)
-    counts, speeds = [0] * (total + 1), [0.0] * (total + 1)
-    for peer in serving:
-        start, stop = _bounds(peer, total)
-        counts[start] += 1
-        counts[stop] -= 1
-        speeds[start] += peer.tokens_per_s
-        speeds[stop] -= peer.tokens_per_s
-    holders = tuple(accumulate(counts[:-1]))
-    tokens_per_s = tuple(max(0.0, round(value, 6)) for value in accumulate(speeds[:-1]))
-    own = (snapshot.start, snapshot.stop) if snapshot.start is not None and snapshot.stop is not None else None
-    holes = tuple((s.start, s.stop) for s in _stretches(holders, tokens_per_s) if s.holders == 0)
-    return Coverage(holders, tokens_per_s, own, _weakest(holders, tokens_per_s, serving), holes)
-
-
-def holders_in(snapshot: Snapshot) -> list[PeerView]:
-    """The members that serve blocks now, this node among them as `you`."""
-    known = [p for p in snapshot.peers if p.state == "serving" and p.start is not None and p.stop is not None]
-    if snapshot.state == "serving" and snapshot.start is not None and snapshot.stop is not None:
-        own = PeerView(snapshot.peer_id, "you", snapshot.start, snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
-        known.append(own)
-    return known
-
-
-def _bounds(peer: PeerView, total: int) -> tuple[int, int]:
-    """A peer's span within the model, whatever it claims."""
-    start = max(0, min(total, peer.start or 0))
-    return start, max(start, min(total, peer.stop or 0))
-
-
-def _stretches(holders: tuple[int, ...], speeds: tuple[float, ...]) -> list[Stretch]:
-    found = []
-    for number, group in groupby(range(len(holders)), key=lambda block: holders[block]):
-        blocks = list(group)
-        slowest = min(speeds[block] for block in blocks)
-        found.append(Stretch(blocks[0], blocks[-1] + 1, number, slowest or None))
-    return found
-
-
-def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[PeerView]) -> Stretch | None:
-    """The stretch that needs help most: fewest holders, then slowest; None where all blocks are held alike."""
-    stretches = _stretches(holders, speeds)
-    worst = min(stretches, key=lambda s: (s.holders, s.tokens_per_s or 0.0))
-    if len(stretches) == 1 and worst.holders > 1:
-        return None
-    within = [p for p in serving if (p.start or 0) < worst.stop and (p.stop or 0) > worst.start]
-    names = tuple(dict.fromkeys(clean(p.name) or short_peer(p.peer) for p in within[:4])) if len(within) <= 3 else ()
-    return Stretch(worst.start, worst.stop, worst.holders, worst.tokens_per_s, names)
-
-
-def short_peer(peer: str) -> str:
-    """A peer id as it fits into a table: its last six characters tell ids apart."""
-    return clean(peer)[-6:]
 
 
 # --- the strip -------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from app.core.terminal_text import clean
 from ui.draw.numbers import time_of_day
-from ui.draw.rows import Row, clean, row
+from ui.draw.rows import Row, row
 from ui.state.store import Happening
 
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from app.core.terminal_text import clean
 from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered
 from ui.draw.numbers import count, duration, gigabytes, size
-from ui.draw.rows import Row, clean, fit, row
+from ui.draw.rows import Row, fit, row
 from ui.draw.state_line import pill, running_step
 from ui.state.store import Link
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from app.core.terminal_text import clean
 from app.snapshot.views import FitView, OfferView, ProspectsView
 from ui.draw.numbers import plural, rate, size
-from ui.draw.rows import UNKNOWN, Row, clean, row, width_of
+from ui.draw.rows import UNKNOWN, Row, row, width_of
 
 STARTER = "starter"
 _FOUND = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from app.core.terminal_text import clean
 from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
 from ui.draw.bars import Samples, bar, spark
 from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
-from ui.draw.rows import UNKNOWN, Row, cell, clean, fit, row, width_of, wrap
+from ui.draw.rows import UNKNOWN, Row, cell, fit, row, width_of, wrap
 
 _LABEL = 8
 RULES = {

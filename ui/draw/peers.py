@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from app.core.terminal_text import clean, short_peer
 from app.snapshot.views import PeerView, Snapshot
 from ui.draw.bars import bar
-from ui.draw.coverage import Coverage, short_peer
 from ui.draw.numbers import known_rate, milliseconds
-from ui.draw.rows import UNKNOWN, Row, cell, clean, row
+from ui.draw.rows import UNKNOWN, Row, cell, row
+from ui.state.coverage import Coverage
 from ui.state.store import Change
 
 _MAP = 20

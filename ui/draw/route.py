@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from app.core.terminal_text import clean
 from app.snapshot.views import HopView, RouteView
 from ui.draw.numbers import fine_rate, milliseconds, plural
-from ui.draw.rows import UNKNOWN, Row, clean, fit, row, shorten, width_of
+from ui.draw.rows import UNKNOWN, Row, fit, row, shorten, width_of
 
 NameOf = Callable[[str], str]
 _OVERHEAD = 0.01  # of a token's time: what is less has no place on the scale

@@ -6,26 +6,13 @@ What peers, models and files wrote passes through `clean` before it is drawn.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable
-from functools import lru_cache
 
 from rich.cells import cell_len, set_cell_size
 
 Span = tuple[str, str]
 Row = list[Span]
 UNKNOWN = "—"
-
-_SPACES = dict.fromkeys(map(ord, "\n\r\t\v\f"), " ")
-
-
-@lru_cache(maxsize=4096)
-def clean(text: str) -> str:
-    """The text on one line, without characters that could command a terminal or turn its direction."""
-    if text.isascii() and text.isprintable():
-        return text
-    kinds = [(c, unicodedata.category(c)) for c in text.translate(_SPACES)]
-    return "".join(" " if kind[0] == "Z" else c for c, kind in kinds if kind[0] != "C")
 
 
 def span(text: object, style: str = "") -> Span:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from math import ceil
 
+from app.core.terminal_text import clean
 from app.snapshot.views import Snapshot, StepView
 from ui.draw.numbers import duration, plural
-from ui.draw.rows import Row, clean, row
+from ui.draw.rows import Row, row
 from ui.state.store import Link
 
 _SIGNS = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -13,12 +13,10 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.api.client import Client
+from app.core.terminal_text import clean
 from app.snapshot.views import PeerView
-from ui.draw.rows import clean
+from ui.node_app import NodeApp
 from ui.widgets.dialogs import Dialog, Question
-
-if TYPE_CHECKING:
-    from ui.app import Dashboard
 
 DENY = "deny"
 
@@ -41,7 +39,7 @@ def unban(client: Client, entry: str) -> None:
     client.set_config(DENY, ",".join(kept) if kept else None)
 
 
-def offer_ban(app: Dashboard, peer: PeerView) -> None:
+def offer_ban(app: NodeApp, peer: PeerView) -> None:
     """Ban a peer, once the person is sure."""
     name = clean(peer.name) or peer.peer
 
@@ -52,7 +50,7 @@ def offer_ban(app: Dashboard, peer: PeerView) -> None:
     app.push_screen(Question(f"Never speak with {name} again? The setting `deny` keeps the list.", "Ban"), answered)
 
 
-def offer_unban(app: Dashboard) -> None:
+def offer_unban(app: NodeApp) -> None:
     """Let the person choose whom to speak with again."""
 
     def chosen(entry: str | None) -> None:

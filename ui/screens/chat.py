@@ -11,10 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
-from ui.draw.rows import Row, clean, row
+from app.core.terminal_text import clean
+from ui.draw.reply import lost_hops, way_row
+from ui.draw.rows import Row, row
 from ui.screens.frame import MainScreen
 from ui.state.conversations import Conversation, Conversations, ConversationsError, Message, export_to
-from ui.state.reply_stream import Piece, Progress, ReplyThread, Sampling, lost_hops, way_row
+from ui.state.reply_stream import Piece, Progress, ReplyThread, Sampling
 from ui.state.store import Store
 from ui.widgets.ask_box import AskBox, LiveLine
 from ui.widgets.chat_side import ConversationList, SamplingPanel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from textual import events
 from textual.app import ComposeResult
@@ -10,16 +10,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 
 from app.api.client import PATIENT_S, Client
-from app.snapshot.views import prospects_from
+from app.snapshot.codec import prospects_from
 from ui.draw.first_run import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
 from ui.draw.first_run_offers import STARTER
 from ui.draw.rows import Row
+from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, Line
 from ui.widgets.panel import Painted
-
-if TYPE_CHECKING:
-    from ui.app import Dashboard
 
 LOOK_AGAIN_S = 2.0
 LONGEST_S = 3600.0  # a model may have to be fetched and read
@@ -52,9 +50,9 @@ class FirstRun(Dialog[None]):
         self._looking = False
 
     @property
-    def dashboard(self) -> Dashboard:
+    def dashboard(self) -> NodeApp:
         """The app, by its own type."""
-        return cast("Dashboard", self.app)
+        return cast(NodeApp, self.app)
 
     def compose(self) -> ComposeResult:
         """One page."""

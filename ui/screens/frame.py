@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.events import Click
 from textual.screen import Screen
 from textual.widget import Widget
 
+from app.core.terminal_text import clean
 from ui.draw.numbers import plural
-from ui.draw.rows import Row, clean, fit, row, spread, text_of, width_of, wrap
+from ui.draw.rows import Row, fit, row, spread, text_of, width_of, wrap
 from ui.draw.state_line import state_row, swarm_label
+from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.following_list import FollowingList
 from ui.widgets.footer import Keys
 from ui.widgets.panel import Painted
-
-if TYPE_CHECKING:
-    from ui.app import Dashboard
 
 TABS = ("overview", "swarm", "chat", "logs", "settings")
 NARROW = 100
@@ -104,9 +103,9 @@ class MainScreen(Screen[None]):
         self.store = store
 
     @property
-    def dashboard(self) -> Dashboard:
+    def dashboard(self) -> NodeApp:
         """The app, by its own type."""
-        return cast("Dashboard", self.app)
+        return cast(NodeApp, self.app)
 
     def compose(self) -> ComposeResult:
         """Frame and body."""

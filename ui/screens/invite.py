@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -10,17 +10,15 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from app.core.terminal_text import clean, short_peer
 from app.snapshot.views import PeerView, Snapshot
-from ui.draw.coverage import short_peer
 from ui.draw.node import now_ms
 from ui.draw.numbers import rate
-from ui.draw.rows import Row, clean, row
+from ui.draw.rows import Row, row
+from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog
 from ui.widgets.panel import Painted
-
-if TYPE_CHECKING:
-    from ui.app import Dashboard
 
 _QUIET = 2  # light cells around the code
 
@@ -139,7 +137,7 @@ class InviteScreen(Dialog[None]):
     def on_mount(self) -> None:
         """Ask the node for one."""
         self.query_one(Came).opened_ms = now_ms()
-        dashboard = cast("Dashboard", self.app)
+        dashboard = cast(NodeApp, self.app)
         dashboard.ask(lambda client: client.post("/api/invite", {"name": None}), self.take, self._failed)
 
     def take(self, told: Any) -> None:

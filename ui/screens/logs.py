@@ -10,8 +10,9 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
+from app.core.terminal_text import clean
 from ui.draw.numbers import plural, time_of_day
-from ui.draw.rows import Row, clean, row
+from ui.draw.rows import Row, row
 from ui.screens.frame import MainScreen
 from ui.state.store import LogRow, Store
 from ui.widgets.following_list import FollowingList

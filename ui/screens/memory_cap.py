@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -17,12 +17,10 @@ from app.snapshot.views import DeviceView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.numbers import gigabytes
 from ui.draw.rows import Row, row
+from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog
 from ui.widgets.panel import Painted
-
-if TYPE_CHECKING:
-    from ui.app import Dashboard
 
 STEP_BYTES = 500 * 10**6
 _DRAINED_S = 60.0  # sessions are handed over within half of that
@@ -70,7 +68,7 @@ def change_cap(client: Client, cap_bytes: int | None) -> bool:
     return True
 
 
-def offer_cap(app: Dashboard, known: Snapshot, steps: int) -> None:
+def offer_cap(app: NodeApp, known: Snapshot, steps: int) -> None:
     """Let the person move the cap."""
     device = known.hardware
     if device is None or not device.memory_total_bytes:

@@ -9,11 +9,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
+from app.core.terminal_text import clean
 from ui.draw.bars import ceiling, plot
 from ui.draw.coverage import MARGIN, legend, strip_rows, weak_note
 from ui.draw.node import gauge_rows, given_rows, is_coming_up, now_ms, session_rows, step_rows
 from ui.draw.numbers import fine_rate, megabits
-from ui.draw.rows import UNKNOWN, Row, beside, clean, row, wrap
+from ui.draw.rows import UNKNOWN, Row, beside, row, wrap
 from ui.screens.frame import MainScreen
 from ui.state.store import Store
 from ui.widgets.following_list import EventsPanel

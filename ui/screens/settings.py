@@ -17,7 +17,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from ui.draw.rows import Row, cell, clean, row, shorten, wrap
+from app.core.terminal_text import clean
+from ui.draw.rows import Row, cell, row, shorten, wrap
 from ui.draw.theme import style_of
 from ui.screens.frame import MainScreen
 from ui.state.store import Store

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.snapshot.views import PeerView, Snapshot
-from ui.draw.coverage import Coverage, coverage_of
+from ui.state.coverage import Coverage, coverage_of
 
 KEPT_SAMPLES = 600  # one a second
 KEPT_NOTES = 1000

@@ -10,8 +10,9 @@ from textual.message import Message as TextualMessage
 from textual.widgets import TextArea
 
 from ui.draw.bars import spark
+from ui.draw.reply import live_row, prompt_of
 from ui.draw.rows import Row
-from ui.state.reply_stream import Progress, live_row, prompt_of
+from ui.state.reply_stream import Progress
 from ui.widgets.panel import Painted
 
 

@@ -14,9 +14,10 @@ from textual.message import Message
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from app.core.terminal_text import clean
 from ui.draw.node import now_ms
 from ui.draw.numbers import count, day_or_time
-from ui.draw.rows import Row, cell, clean, row, wrap
+from ui.draw.rows import Row, cell, row, wrap
 from ui.state.conversations import Conversation
 from ui.state.reply_stream import BOUNDS, Sampling, sampling_value
 from ui.state.store import Store

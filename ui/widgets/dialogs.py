@@ -16,7 +16,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Input, Label, Static
 
-from ui.draw.rows import clean
+from app.core.terminal_text import clean
 
 JUMP_KEYS = "asdfghjkl"
 _DIALOG, _DIALOG_FRAME = 76, 8  # how wide a window is, and what its frame and its scrollbar take of that

@@ -11,8 +11,8 @@ from textual.widget import Widget
 from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
+from ui.draw.reply import done_words, recovery_words
 from ui.state.conversations import Message
-from ui.state.reply_stream import done_words, recovery_words
 
 _EMPTY = "Ask something. Your words go to the hops of the route, which can read them; only the ends run here."
 

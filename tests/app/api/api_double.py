@@ -1,0 +1,142 @@
+"""A node that the API's tests command: it remembers what it was asked and answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from app.api.client import Client
+from app.api.control import Joining
+from app.api.event_log import Feed
+from app.api.routes import build_application
+from app.api.server import open_socket, serve, url_of
+from app.asker.asker import PromptTooLong
+from app.asker.reply_service import ReplyRequest
+from app.config.file import Config
+from app.config.settings import Settings, Value
+from app.core.errors import AppError, UnknownSwarm
+from app.routing.route import NoRoute
+from app.snapshot.views import CourtesyView, FitView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
+from app.swarm.invite import Invite
+from app.system.doctor import Check
+
+TOKEN = "a-token-that-is-long-enough"
+HASH = "ab" * 32
+SWARM = SwarmView("home", HASH, "home#abababab", active=True)
+# What a reply of so many tokens at most ends with.
+FAILURES: dict[int, AppError] = {
+    1: AppError("no route: nobody serves block 3"),
+    2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it"),
+    3: NoRoute(3),
+    4: NoRoute(3, busy=True),
+}
+
+
+class DoubleNode:
+    """Satisfies `app.api.control.Control`."""
+
+    def __init__(self) -> None:
+        self.feed = Feed()
+        self.asked: list[tuple[object, ...]] = []
+        self.stopped = trio.Event()
+        self.begun, self.freed = trio.Event(), trio.Event()
+        self.state = "client"
+
+    def snapshot(self) -> Snapshot:
+        peers = (PeerView("12D3other", "box", 0, 4, 0.001, "lan", 1.0, "serving"),)
+        return Snapshot(
+            "12D3me",
+            "client",
+            self.state,
+            "http://127.0.0.1:1",
+            swarm="home",
+            manifest=HASH,
+            peers=peers,
+            swarms=(SWARM,),
+        )
+
+    async def create(self, name: str, model: str, *, private: bool) -> Joining:
+        self.asked.append(("create", name, model, private))
+        return Joining(SWARM, "client", "")
+
+    async def join(self, target: str) -> Joining:
+        self.asked.append(("join", target))
+        if target == "nowhere":
+            raise UnknownSwarm("nobody knows\n the swarm nowhere")
+        if target == "broken":
+            raise ZeroDivisionError("a bug")
+        return Joining(SWARM, "client", "joined")
+
+    async def leave(self, name: str) -> SwarmView:
+        self.asked.append(("leave", name))
+        return SWARM
+
+    async def invite(self, name: str | None) -> Invite:
+        return Invite(name or "home", HASH)
+
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+        self.asked.append(("chat", request))
+        if request.max_tokens in FAILURES:
+            raise FAILURES[request.max_tokens]
+        text = request.messages[-1]["content"] if request.messages else request.prompt
+        words = text.split() if isinstance(text, str) else [str(token_id) for token_id in text or ()]
+        self.begun.set()
+        try:
+            for word in words:
+                if word == "wait" and word is words[0]:
+                    await trio.sleep_forever()
+                yield {"text": word}
+                if word == "break":
+                    raise AppError("block 3 was lost")
+                if word == "wait":
+                    await trio.sleep_forever()
+            figures = {"text": "".join(words), "prompt_tokens": 3, "token_ids": list(range(len(words)))}
+            yield {"done": {"finish_reason": "stop", **figures}}
+        finally:
+            self.freed.set()
+
+    def config(self) -> Config:
+        return Config(Settings(), {})
+
+    async def set_config(self, name: str, text: str | None) -> Value:
+        self.asked.append(("set", name, text))
+        return text
+
+    async def prospects(self) -> ProspectsView:
+        return ProspectsView((OfferView("starter", "small", FitView(3, 3), 12),), None, 34)
+
+    def network_checks(self) -> Sequence[Check]:
+        return [Check("clock", "ok", "fine")]
+
+    async def pause(self, for_s: float | None) -> CourtesyView:
+        self.asked.append(("pause", for_s))
+        return CourtesyView(True, "hand")
+
+    async def drain(self) -> CourtesyView:
+        self.asked.append(("drain",))
+        return CourtesyView(True, "hand")
+
+    async def resume(self) -> CourtesyView:
+        self.asked.append(("resume",))
+        return CourtesyView()
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@asynccontextmanager
+async def running_api(node: DoubleNode) -> AsyncIterator[Client]:
+    """The real server on a free port, and a client with the right token."""
+    sock = open_socket(0, explicit=True)
+    client = Client(url_of(sock), TOKEN)
+    over = trio.Event()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(serve, build_application(node, TOKEN, "0"), sock, over.wait)
+        try:
+            yield client
+        finally:
+            node.feed.close()
+            over.set()

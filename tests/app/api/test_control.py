@@ -1,0 +1,297 @@
+"""The control API over real sockets: who may speak, what routes answer, how failures look, how streams end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import pytest
+import trio
+
+from app.api.client import ApiFailure, Client, Event, WrongToken
+from app.api.guard import MAX_BODY_BYTES
+from app.api.server import PortInUse, open_socket, url_of
+from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
+from app.snapshot.codec import prospects_from
+from app.snapshot.views import FitView
+from tests.app.api.api_double import TOKEN, DoubleNode, running_api
+
+T = TypeVar("T")
+
+
+async def threaded(function: Callable[..., T], *arguments: Any) -> T:
+    """The client blocks, so it runs beside the server's loop."""
+    return await trio.to_thread.run_sync(function, *arguments)
+
+
+async def raw_status(client: Client, head: str, body: bytes = b"") -> int:
+    """The status of a request written by hand."""
+    parts = urlsplit(client.url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    stream = await trio.open_tcp_stream(parts.hostname, parts.port)
+    async with stream:
+        try:
+            await stream.send_all(head.encode() + b"\r\n\r\n" + body)
+        except trio.BrokenResourceError:
+            pass  # refused before all of it was read; the answer is there all the same
+        answer = await stream.receive_some()
+    return int(answer.split()[1])
+
+
+def request_head(path: str, host: str = "127.0.0.1", token: str | None = TOKEN, more: str = "") -> str:
+    authorization = "" if token is None else f"\r\nAuthorization: Bearer {token}"
+    return f"GET {path} HTTP/1.1\r\nHost: {host}{authorization}{more}"
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (request_head("/healthz", token=None), 200),
+        (request_head("/api/status", token=None), 401),
+        (request_head("/api/status", token="wrong"), 401),
+        (request_head("/api/status", token=TOKEN + "x"), 401),
+        (request_head("/docs", token=None), 401),
+        (request_head("/openapi.json", token=None), 401),
+        (request_head("/no/such/path", token=None), 401),
+        (request_head("/no/such/path"), 404),
+        (request_head("/api/status"), 200),
+        (request_head("/api/status", host="localhost:7465"), 200),
+        (request_head("/api/status", host="[::1]:7465"), 200),
+        (request_head("/api/status", host="evil.example"), 403),
+        (request_head("/api/status", host="127.0.0.1.evil.example"), 403),
+        (request_head("/healthz", host="evil.example", token=None), 403),
+        (request_head("/api/status", host="[not-an-address"), 403),
+        (request_head("/api/status", more="\r\nOrigin: http://evil.example"), 403),
+        (request_head("/api/status", more="\r\nOrigin: null"), 403),
+        (request_head("/api/status", more="\r\nOrigin: http://localhost:3000"), 403),
+        (request_head("/api/status", host="localhost:80", more="\r\nOrigin: http://localhost:80"), 200),
+        (request_head("/api/status", host="192.0.2.7:7465"), 403),
+        (request_head("/api/status", host="127.0.0.2"), 200),
+        (request_head("/api/status", host=""), 403),
+        (request_head("/api/events", more="\r\nLast-Event-ID: not-a-number"), 400),
+        (request_head("/api/events", more="\r\nLast-Event-ID: -1"), 400),
+    ],
+)
+async def test_who_may_speak(head: str, status: int) -> None:
+    async with running_api(DoubleNode()) as client:
+        assert await raw_status(client, head) == status
+
+
+async def test_a_long_request_is_refused_whether_or_not_it_says_its_length() -> None:
+    body = b"x" * (MAX_BODY_BYTES + 1)
+    head = (
+        f"POST /api/join HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json"
+    )
+    async with running_api(DoubleNode()) as client:
+        assert await raw_status(client, f"{head}\r\nContent-Length: {len(body)}", body) == 413
+        chunk = f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+        assert await raw_status(client, f"{head}\r\nTransfer-Encoding: chunked", chunk) == 413
+
+
+async def test_looking() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        status = await threaded(client.get, "/api/status")
+        assert {"peer_id", "state", "reason", "swarm", "manifest", "blocks_total", "start", "stop"} <= status.keys()
+        assert {"listen_addrs", "api_url", "device", "sessions"} <= status.keys()
+        [peer] = await threaded(client.get, "/api/peers")
+        assert {"peer", "name", "start", "stop", "rtt_s", "link", "score", "state"} <= peer.keys()
+        assert await threaded(client.get, "/api/id") == {"peer_id": "12D3me"}
+        assert (await threaded(client.get, "/api/swarms"))[0]["pinned"] == "home#abababab"
+        prospects = prospects_from(await threaded(client.get, "/api/prospects"))
+        assert (prospects.offers[0].fit, prospects.disk_free_bytes) == (FitView(3, 3), 34)
+        assert (await threaded(client.get, "/api/doctor"))[0]["name"] == "clock"
+        assert await threaded(client.snapshot) == node.snapshot()
+        assert "paths" in await threaded(client.get, "/openapi.json")
+
+
+async def test_acting() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        made = await threaded(client.post, "/api/create", {"name": "home", "model": "starter", "private": True})
+        assert made["swarm"]["name"] == "home"
+        assert (await threaded(client.post, "/api/join", {"target": "home"}))["state"] == "client"
+        assert (await threaded(client.post, "/api/leave", {"name": "home"}))["name"] == "home"
+        assert (await threaded(client.post, "/api/invite", {}))["invite"].startswith("shoal:")
+        await threaded(client.set_config, "name", "a b/c")
+        assert (await threaded(client.post, "/api/pause", {"for_s": 60}))["paused"]
+        assert (await threaded(client.post, "/api/pause", {"for_s": None}))["by"] == "hand"
+        assert (await threaded(client.post, "/api/drain", {}))["paused"]
+        assert not (await threaded(client.post, "/api/resume", {}))["paused"]
+        await threaded(client.post, "/api/stop", {})
+        assert node.stopped.is_set()
+    assert node.asked == [
+        ("create", "home", "starter", True),
+        ("join", "home"),
+        ("leave", "home"),
+        ("set", "name", "a b/c"),
+        ("pause", 60.0),
+        ("pause", None),
+        ("drain",),
+        ("resume",),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind", "words"),
+    [
+        ("/api/join", {"target": "nowhere"}, UnknownSwarm, "nobody knows the swarm nowhere"),
+        ("/api/join", {"target": "broken"}, ApiFailure, "internal error: ZeroDivisionError; the node's log"),
+        ("/api/join", {}, UsageError, "the request's target is wrong"),
+        ("/api/join", {"target": 5}, UsageError, "the request's target is wrong"),
+        ("/api/join", {"target": "x" * 5000}, UsageError, "the request's target is wrong"),
+        ("/api/join", {"target": "x", "more": 1}, UsageError, "the request's more is wrong"),
+        ("/api/pause", {"for_s": -5}, UsageError, "the request's for_s is wrong"),
+        ("/api/nothing", {}, ApiFailure, "POST /api/nothing: Not Found"),
+    ],
+)
+async def test_a_failure_keeps_its_kind_and_its_line(
+    path: str, body: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    async with running_api(DoubleNode()) as client:
+        with pytest.raises(kind, match=words) as caught:
+            await threaded(client.post, path, body)
+    assert "\n" not in str(caught.value)
+
+
+async def test_a_wrong_token_is_said() -> None:
+    async with running_api(DoubleNode()) as client:
+        with pytest.raises(WrongToken, match="token"):
+            await threaded(Client(client.url, "another-token").get, "/api/status")
+
+
+def test_nobody_there_is_said() -> None:
+    with open_socket(0, explicit=True) as sock:
+        url = url_of(sock)
+    with pytest.raises(NotRunning, match="cannot be reached"):
+        Client(url, TOKEN).get("/api/status")
+
+
+def test_a_url_that_is_none_is_said() -> None:
+    with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:7465"):
+        Client("ftp://x", TOKEN).get("/api/status")
+
+
+async def chat(client: Client, text: str, **more: Any) -> list[dict[str, Any]]:
+    request = {"messages": [{"role": "user", "content": text}], **more}
+    return await threaded(lambda: list(client.chat(request)))
+
+
+async def test_a_reply_comes_piece_by_piece() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        *pieces, last = await chat(client, "a b", temperature=0)
+        assert pieces == [{"text": "a"}, {"text": "b"}]
+        assert last["done"]["finish_reason"] == "stop"
+    assert node.freed.is_set()
+
+
+async def test_a_reply_that_cannot_begin_or_breaks_off_is_said() -> None:
+    async with running_api(DoubleNode()) as client:
+        with pytest.raises(AppError, match="nobody serves block 3"):
+            await chat(client, "a", max_tokens=1)
+        with pytest.raises(AppError, match="block 3 was lost"):
+            await chat(client, "a break b")
+        with pytest.raises(UsageError, match="temperature"):
+            await chat(client, "a", temperature=-1)
+
+
+async def test_whoever_leaves_in_the_middle_frees_the_session_at_once() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+
+        def read_one() -> None:
+            pieces = client.chat({"messages": [{"role": "user", "content": "a wait b"}]})
+            next(pieces)
+            pieces.close()  # type: ignore[attr-defined]
+
+        await threaded(read_one)
+        with trio.fail_after(5):
+            await node.freed.wait()
+
+
+async def collect(client: Client, count: int) -> list[Event]:
+    def read() -> list[Event]:
+        found: list[Event] = []
+        for event in client.events():
+            found.append(event)
+            if len(found) == count:
+                break
+        return found
+
+    return await threaded(read)
+
+
+async def test_events_begin_with_the_state_and_tell_changes() -> None:
+    node = DoubleNode()
+    node.feed.note("state", "starting")
+    async with running_api(node) as client:
+        first = await collect(client, 2)
+        assert [event.name for event in first] == ["note", "snapshot"]
+        assert first[0].data["text"] == "starting"
+        assert first[1].data["peer_id"] == "12D3me"
+
+        async def keep_changing() -> None:
+            for number in count():
+                node.state = f"state {number}"
+                node.feed.touch()
+                await trio.sleep(0.01)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(keep_changing)
+            events = await collect(client, 3)
+            nursery.cancel_scope.cancel()
+        before, after = (int(event.data["reason"].split()[-1]) for event in events[1:])
+        assert after - before > 1, "changes that come quickly are told together"
+
+
+async def test_a_closing_feed_ends_the_streams_and_the_server_at_once() -> None:
+    node = DoubleNode()
+    ended: list[int] = []
+    following = trio.Event()
+
+    async def follow(client: Client) -> None:
+        def read() -> int:
+            count = 0
+            for _ in client.events():
+                count += 1
+                trio.from_thread.run_sync(following.set)
+            return count
+
+        ended.append(await threaded(read))
+
+    with trio.fail_after(5):  # hypercorn's grace and trio's threads would take longer
+        async with trio.open_nursery() as nursery:
+            async with running_api(node) as client:
+                nursery.start_soon(follow, client)
+                await following.wait()
+                began = trio.current_time()
+            assert trio.current_time() - began < 1.5
+    assert len(ended) == 1
+
+
+async def test_a_follower_that_leaves_frees_its_stream() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        for _ in range(5):
+            await collect(client, 1)
+        assert (await threaded(client.get, "/api/status"))["peer_id"] == "12D3me"
+
+
+def test_a_taken_port_gives_way_only_where_nobody_chose_it() -> None:
+    with open_socket(0, explicit=True) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUse, match=f"port {port} is taken"):
+            open_socket(port, explicit=True)
+        with open_socket(port, explicit=False) as other:
+            assert other.getsockname()[1] not in (0, port)
+
+
+def test_the_port_is_on_loopback_alone() -> None:
+    with open_socket(0, explicit=True) as sock:
+        assert sock.getsockname()[0] == "127.0.0.1"
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

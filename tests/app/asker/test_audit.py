@@ -1,0 +1,246 @@
+"""Lying hops among honest ones, with a real small model: found out within the share of audits, and used no more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from app.asker.asker import Asker, Outlook
+from app.asker.audit import SHARE
+from app.asker.reply import ReplyFigures
+from app.core.compute import Choice, StepWork
+from app.routing.planner import Wishes
+from app.routing.trust import TrustBook
+from engine.errors import SessionError
+from engine.model.block import Holding
+from engine.model.span import SpanOptions, load_span
+from engine.session_runner import Output, SessionRunner
+from engine.sources.base import ModelSource
+from engine.sources.opening import open_source
+from engine.swarm_ends import SwarmEnds, load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
+from engine.wire import to_bytes, to_tensor
+from p2p.memory.fabric import LinkProfile, open_fabric
+from tests.app.hash_model import InlineDevice
+from tests.app.session_swarm import SessionSwarm, no_leaks
+
+CPU = torch.device("cpu")
+THIRDS = ((0, 3), (3, 6), (6, 8))
+REQUESTS = 100
+REPLY_TOKENS = 3
+
+Lie = Callable[[torch.Tensor, dict[bytes, torch.Tensor], bytes], torch.Tensor]
+
+
+def random_numbers(rows: torch.Tensor, memory: dict[bytes, torch.Tensor], session: bytes) -> torch.Tensor:
+    return torch.randn_like(rows) * rows.std()
+
+
+def scaled(rows: torch.Tensor, memory: dict[bytes, torch.Tensor], session: bytes) -> torch.Tensor:
+    return rows * 1.05
+
+
+def stale(rows: torch.Tensor, memory: dict[bytes, torch.Tensor], session: bytes) -> torch.Tensor:
+    """What came out behind the prompt, again and again."""
+    if session in memory:
+        return memory[session].expand_as(rows)
+    memory[session] = rows[-1:].clone()
+    return rows
+
+
+class LyingRunner(SessionRunner):
+    """Computes well, and says something else."""
+
+    def __init__(self, honest: SessionRunner, lie: Lie) -> None:
+        super().__init__(honest._span)
+        self._lie, self._memory = lie, dict[bytes, torch.Tensor]()
+
+    def step(self, work: Sequence[Any]) -> list[Output]:
+        return [self._falsified(item, output) for item, output in zip(work, super().step(work), strict=True)]
+
+    def _falsified(self, item: StepWork, output: Output) -> Output:
+        rows = to_tensor([memoryview(output.data)], output.dtype, self.hidden_size)
+        lie = self._lie(rows, self._memory, item.session)
+        return Output(bytes(to_bytes(lie, output.dtype)), output.dtype)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return open_source("tiny-random", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def ends(source: ModelSource) -> SwarmEnds:
+    return load_swarm_ends(source, Holding(CPU, torch.float32))
+
+
+def runner(source: ModelSource, start: int, stop: int, quantisation: Literal["none", "int8"] = "none") -> SessionRunner:
+    return SessionRunner(
+        load_span(source, start, stop, SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22))
+    )
+
+
+class AuditSwarm(SessionSwarm):
+    """Three thirds of a real model, each held several times."""
+
+    async def hold(self, source: ModelSource, name: str, third: int, lie: Lie | None = None, **how: Any) -> None:
+        speed = how.pop("speed", 100.0)
+        held = runner(source, *THIRDS[third], **how)
+        await self.serve(name, held if lie is None else LyingRunner(held, lie), speed=speed)
+        quantisation = how.get("quantisation", "none")
+        self.announcements[name] = replace(self.announcements[name], quantisation=quantisation)
+
+    async def audited(self, ends: SwarmEnds, seed: int, wishes: Wishes | None = None) -> Asker:
+        outlook = Outlook(
+            dice=random.Random(seed), wishes=lambda: wishes or Wishes(), book=TrustBook(clock=trio.current_time)
+        )
+        members = lambda: list(self.announcements.values())  # noqa: E731
+        asker = Asker(self.fabric.node("asker"), ends, InlineDevice(), members, outlook=outlook)
+        await self.nursery.start(asker.run)
+        return asker
+
+
+@asynccontextmanager
+async def audit_swarm() -> AsyncIterator[AuditSwarm]:
+    async with open_fabric(profile=LinkProfile(delay_s=0.005)) as fabric, trio.open_nursery() as nursery:
+        yield AuditSwarm(fabric, nursery)
+        nursery.cancel_scope.cancel()
+
+
+PROMPTS = [random.Random(number).choices(range(20, 200), k=6) for number in range(REQUESTS + 10)]
+SETTINGS = ReplySettings(REPLY_TOKENS, Sampling(temperature=0.0))
+
+
+async def request(asker: Asker, number: int) -> ReplyFigures:
+    async with asker.reply(PROMPTS[number], SETTINGS, max_tokens=REPLY_TOKENS) as reply:
+        async for _ in reply:
+            pass
+    if asker.figures().replies % 20 == 0:  # one more session may be an audit
+        await trio.sleep(40)
+    return reply.figures
+
+
+class Truth:
+    """What one honest process replies."""
+
+    def __init__(self, source: ModelSource, ends: SwarmEnds) -> None:
+        self._runner, self._ends = runner(source, 0, 8), ends
+
+    def reply(self, number: int) -> list[int]:
+        session, tokens = b"truth", list[int]()
+        text = self._ends.begin(PROMPTS[number], SETTINGS)
+        self._runner.open(session, 64)
+        new, position = PROMPTS[number], 0
+        while text.finish_reason is None:
+            work = StepWork(session, 0, 8, position, len(new), memoryview(self._ends.embed(new)), "f32", "")
+            output = self._runner.step([work])[0]
+            position += len(new)
+            new = [self._ends.choose([Choice(text, memoryview(output.data), output.dtype)])[0].token_id]
+            tokens += new
+        self._runner.close(session)
+        return tokens
+
+
+@pytest.fixture(scope="module")
+def truth(source: ModelSource, ends: SwarmEnds) -> Truth:
+    return Truth(source, ends)
+
+
+def check_share(asker: Asker) -> None:
+    """Audits took no more than their share of tokens and of sessions."""
+    figures = asker.figures()
+    assert figures.audits.tokens <= SHARE * (figures.asked_tokens + figures.prompt_tokens)
+    assert figures.audits.sessions <= SHARE * figures.replies
+
+
+async def until_found(asker: Asker, *liars: str) -> int:
+    """Requests until all these are distrusted."""
+    for number in range(REQUESTS):
+        if not any(asker.guidance.book.standing(liar).trusted for liar in liars):
+            return number
+        await request(asker, number)
+        check_share(asker)
+    raise AssertionError({p: asker.guidance.book.standing(p) for p in liars})
+
+
+def distrusted(asker: Asker) -> set[str]:
+    return {m.peer for m in asker.guidance.members() if not asker.guidance.book.standing(m.peer).trusted}
+
+
+@pytest.mark.parametrize(("lie", "third"), [(random_numbers, 0), (scaled, 1), (stale, 2)])
+async def test_a_lying_node_is_found_out_and_used_no_more(
+    source: ModelSource, ends: SwarmEnds, truth: Truth, lie: Lie, third: int, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        for index in range(3):
+            for copy in "ab":
+                await swarm.hold(source, f"{copy}{index}", index)
+        # It claims to be the fastest, so that all replies come through it.
+        await swarm.hold(source, "liar", third, lie, speed=500.0)
+        asker = await swarm.audited(ends, seed=third)
+        first = await request(asker, 0)
+        assert "liar" in {hop.peer for hop in first.route}
+        asked = 1 + await until_found(asker, "liar")
+        assert asked <= REQUESTS
+        assert distrusted(asker) == {"liar"}
+        assert "wrong activations" in asker.guidance.book.standing("liar").why
+        for number in range(3):
+            figures = await request(asker, number)
+            assert "liar" not in {hop.peer for hop in figures.route}
+            assert figures.token_ids == truth.reply(number)
+        await no_leaks(swarm)
+
+
+async def test_honest_nodes_that_round_or_fail_are_not_accused(
+    source: ModelSource, ends: SwarmEnds, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        for index in range(3):
+            await swarm.hold(source, f"exact{index}", index)
+            await swarm.hold(source, f"rounds{index}", index, quantisation="int8", speed=200.0)
+        await swarm.hold(source, "flaky", 1, _fails_now_and_then(), speed=500.0)
+        asker = await swarm.audited(ends, seed=5)
+        for number in range(40):
+            await request(asker, number)
+            check_share(asker)
+        audits = asker.figures().audits
+        assert audits.passed >= 2
+        assert audits.failed == 0
+        assert distrusted(asker) == set()
+        flaky = asker.guidance.book.standing("flaky")
+        assert flaky.score == 1 or flaky.why.startswith("failed: ")
+
+
+def _fails_now_and_then() -> Lie:
+    dice = random.Random(7)
+
+    def fail(rows: torch.Tensor, memory: dict[bytes, torch.Tensor], session: bytes) -> torch.Tensor:
+        if dice.random() < 0.05:
+            raise SessionError("out of luck")
+        return rows
+
+    return fail
+
+
+async def test_a_node_that_holds_the_blocks_itself_needs_no_third(
+    source: ModelSource, ends: SwarmEnds, autojump_clock: MockClock
+) -> None:
+    """Two liars who tell the same lie are a majority, but not against a peer that the person trusts."""
+    async with audit_swarm() as swarm:
+        for index in range(3):
+            await swarm.hold(source, f"friend{index}", index, speed=20.0)
+        await swarm.hold(source, "liar", 1, scaled, speed=500.0)
+        await swarm.hold(source, "accomplice", 1, scaled, speed=500.0)
+        friends = Wishes(trusted=frozenset({"friend0", "friend1", "friend2"}))
+        asker = await swarm.audited(ends, 3, friends)
+        await until_found(asker, "liar")
+        assert distrusted(asker) <= {"liar", "accomplice"}

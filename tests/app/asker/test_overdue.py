@@ -1,0 +1,64 @@
+"""What a late answer means, case by case."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.asker.recovery import Loss, Progress, overdue_s
+from app.core.span import Span
+from app.routing.route import Hop
+from app.session.wire import Frame, Kind
+
+ROUTE = (Hop("a", Span(0, 4)), Hop("b", Span(4, 8)))
+FED = 10
+EPOCH = 3
+
+
+def state(cached: int, received: int, epoch: int = EPOCH) -> Frame:
+    return Frame(b"", epoch, cached, Kind.STATE, 0, received, 0, memoryview(b""))
+
+
+def loss(a: Frame, b: Frame, *, quiet_s: float) -> Loss | None:
+    """What is made of these two states when nothing has moved for so long."""
+    progress = Progress(0.0, row_bytes=1000, stuck_s=30.0)
+    progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, 0.0)
+    return progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, quiet_s)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "quiet_s", "peer", "sender", "blameless"),
+    [
+        (state(10, 10), state(0, 0, epoch=0), 1.0, "b", "", True),  # it came back without its sessions
+        (state(9, 9), state(9, 9), 1.0, "a", "", True),  # the asker's own frame is lost
+        (state(10, 10), state(9, 9), 1.0, "b", "a", True),  # between two hops
+        (state(10, 10), state(10, 10), 1.0, "b", "", True),  # only the answer is missing
+        (state(10, 10), state(9, 10), 31.0, "b", "", False),  # it has all it needs and does nothing
+    ],
+)
+def test_who_is_at_fault(a: Frame, b: Frame, quiet_s: float, peer: str, sender: str, blameless: bool) -> None:
+    found = loss(a, b, quiet_s=quiet_s)
+    assert found is not None
+    assert (found.failure.peer, found.sender, found.failure.blameless) == (peer, sender, blameless)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "quiet_s"),
+    [
+        (state(9, 10), state(9, 9), 29.0),  # the device is at work
+        (state(10, 10), state(0, 0), 0.03),  # ten rows of 1000 bytes may still be under way
+    ],
+)
+def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
+    assert loss(a, b, quiet_s=quiet_s) is None
+
+
+def test_progress_gives_more_time() -> None:
+    progress = Progress(0.0, row_bytes=1000, stuck_s=30.0)
+    for cached, now in ((1, 0.0), (2, 20.0), (3, 40.0)):
+        states = {"a": state(cached, 10), "b": state(0, 0)}
+        assert progress.loss(ROUTE, states, EPOCH, FED, now) is None
+    assert progress.loss(ROUTE, states, EPOCH, FED, 71.0) is not None
+
+
+def test_a_step_is_late_after_a_second_or_eight_times_its_usual() -> None:
+    assert [overdue_s(usual) for usual in (0.0, 0.01, 0.5)] == [1.0, 1.0, 4.0]

@@ -1,0 +1,117 @@
+"""A node that rests and works again: its memory, those who ask it, and what it says when it starts paused."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import trio
+
+from app.asker.reply_service import ReplyRequest
+from app.cli.serve import say_ready
+from app.config.file import load_config
+from app.config.home import Home
+from app.config.settings import Value
+from app.core.reasons import Reason
+from app.courtesy.pause import Pausing
+from app.node.node import Node
+from app.routing.route import NoRoute
+from tests.app.node.test_node import QUIET, cache, found_swarm, living, until
+
+__all__ = ["cache"]
+
+
+def hosted_runner(node: Node) -> weakref.ref[object]:
+    """The loaded blocks, without keeping them alive."""
+    stay = node._dwelling.stay
+    assert stay is not None
+    assert stay.hosting is not None
+    assert stay.hosting._hosted is not None
+    return weakref.ref(stay.hosting._hosted.runner)
+
+
+async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            blocks = hosted_runner(a)
+            assert [step.state for step in a.snapshot().steps] == ["done"] * 7
+            hardware = a.snapshot().hardware
+            assert hardware is not None
+            assert (hardware.id, hardware.weights_bytes > 0, hardware.limit_bytes) == ("cpu", True, 10**9)
+            assert (await a.pause(None)).by == "hand"
+            await until(a, lambda: a.snapshot().state == "paused")
+            assert blocks() is None, "the blocks are still in memory"
+            shown = a.snapshot()
+            assert (shown.start, shown.why and shown.why.code) == (None, "pause_by_hand")
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
+            a._pausing.by_rule(Reason("pause_battery", "on battery"))
+            a._pausing.rule_over()
+            assert a.snapshot().courtesy.by == "hand", "no rule undoes a person's pause"
+            a._pausing.by_rule(Reason("pause_battery", "on battery"))
+            assert (await a.resume()).by == "rule"
+            await until(a, lambda: a.snapshot().reason == "on battery")
+            a._pausing.rule_over()
+            await until(a, lambda: a.snapshot().state == "serving")
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+        await a.drain()
+        await until(a, lambda: a.snapshot().state == "paused")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().state == "paused")  # a restart does not end a person's pause
+        await a.resume()
+        await until(a, lambda: a.snapshot().state == "client")
+
+
+@pytest.mark.parametrize("by", ["hand", "rule"])
+async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_it_does_not_host(
+    tmp_path: Path, cache: Path, by: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found_swarm(tmp_path, cache, "home")
+    flags: dict[str, Value] = {**QUIET, "max_vram": 10**9, "device": "cpu"}
+    if by == "hand":
+        await Pausing(Home(tmp_path).pause_file, lambda: None).by_hand(None)
+    else:
+        flags["pause_times"] = "mon-sun 00:00-24:00"
+    node = Node(Home(tmp_path), load_config(Home(tmp_path).config_file, {}).with_flags(flags), cache, say_ready)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(node.run)
+        await until(node, lambda: node.snapshot().state == "paused")
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("ready paused swarm=home#")
+        assert line.endswith({"hand": "(paused by hand)", "rule": "(the timetable says so)"}[by])
+        assert node.snapshot().start is None
+        assert ("up and hosts nothing for now: paused by hand; `shoal resume`" in caplog.text) is (by == "hand")
+        node.stop()
+
+
+async def ask(node: Node) -> int:
+    """How many tokens a question brings."""
+    request = ReplyRequest(prompt=(1, 2, 3), max_tokens=3, temperature=0.0)
+    return len([piece async for piece in node.reply(request) if "text" in piece])
+
+
+async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not_after_it(
+    tmp_path: Path, cache: Path
+) -> None:
+    """An asker keeps its streams to hops: they must not lead to blocks that are gone."""
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8") as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        async with living(tmp_path / "b", cache, str(await a.invite(None))) as b:
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            assert (await ask(a), await ask(b)) == (3, 3)
+            await a.pause(None)
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
+            unused = b.snapshot().peers[0].unused
+            assert unused is not None
+            assert (unused.code, unused.peers) == ("peer_paused", (a.snapshot().peer_id,))
+            with pytest.raises(NoRoute) as refused:
+                await ask(a)
+            assert refused.value.reason.code == "no_route"
+            await a.resume()
+            await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
+            assert (await ask(a), await ask(b)) == (3, 3)
+            assert b.snapshot().peers[0].unused is None

@@ -1,0 +1,109 @@
+"""What can be seen of a node's work: rates from counters that restart, steps that stay failed, routes, names."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.asker.stats import AskedSession, AskerFigures, HopFigures
+from app.node.rates import WINDOW_S, Counters, Flow, Reading
+from app.node.views import reading_of, route_view
+from app.serving.stats import ServerFigures
+from app.snapshot.startup import Steps
+from app.weights.manifest_store import model_name
+
+
+def test_rates_are_of_the_last_seconds_and_survive_counters_that_start_anew() -> None:
+    flow = Flow()
+    assert flow.view(queued=3).queued == 3
+    for second in range(60):
+        served = 100 * (second + 1) if second < 50 else 100 * (second - 49)  # another server took over
+        links = {"a": (1000 * second, 0)} | ({"b": (500, 500)} if second > 52 else {})
+        flow.note(float(second), Reading(Counters(served, 0, second, second, 3 * second), links, {"s": 10 * second}))
+    view = flow.view()
+    assert view.served_tokens_per_s == pytest.approx(100)
+    assert view.up_bytes_per_s == pytest.approx(1000 + 500 / WINDOW_S)
+    assert view.down_bytes_per_s == pytest.approx(500 / WINDOW_S)
+    assert (view.steps_per_s, view.batch_rows) == (1.0, 3.0)
+    assert flow.session_rate("s") == pytest.approx(10)
+    assert flow.session_rate("another") == 0
+
+
+def test_nothing_that_happens_is_no_rate() -> None:
+    flow = Flow()
+    for second in range(5):
+        flow.note(float(second), Reading(Counters(7, 7, 7, 7, 7)))
+    assert flow.view() == flow.view(0)
+    assert (flow.view().served_tokens_per_s, flow.view().batch_rows) == (0, 0)
+
+
+def test_what_a_node_computes_for_itself_is_served_to_nobody() -> None:
+    served = ServerFigures(served={"me": 40, "other": 2}, steps=5)
+    reading = reading_of("me", served, AskerFigures(asked_tokens=9), {})
+    assert (reading.counters.served_tokens, reading.counters.asked_tokens, reading.counters.steps) == (2, 9, 5)
+
+
+def test_a_route_tells_where_a_tokens_time_goes() -> None:
+    hops = (HopFigures("a", 0, 4, 0.001, 0.01, 0.002), HopFigures("me", 4, 8, None))
+    view = route_view(AskedSession("s", route=hops, return_s=0.003, route_s=0.02, ends_s=0.005), {"a": "lan"})
+    assert [hop.link for hop in view.hops] == ["lan", None]
+    assert view.token_s == pytest.approx(0.025)
+    assert route_view(AskedSession("s"), {}).token_s is None
+
+
+def test_a_models_name_is_what_its_files_are_called() -> None:
+    assert [model_name(name) for name in ("starter", "/models/Llama-8B/", "/m/x.gguf", None)] == [
+        "starter",
+        "Llama-8B",
+        "x",
+        "",
+    ]
+
+
+def states(steps: Steps) -> dict[str, str]:
+    return {view.key: view.state for view in steps.views()}
+
+
+def test_steps_are_one_list_in_which_a_failure_stays() -> None:
+    now = [0.0]
+    steps = Steps(lambda: None, lambda: now[0])
+    assert set(states(steps).values()) == {"pending"}
+    steps.done("identity")
+    steps.begin("peers")
+    steps.done("peers")
+    steps.begin("load")
+    now[0] = 10.0
+    steps.progress("load", 2, 8)
+    [load] = [view for view in steps.views() if view.key == "load"]
+    assert (load.done, load.total, load.seconds_left) == (2, 8, 30.0)
+    steps.failed("out of memory")
+    steps.failed("again")  # nothing is under way any more
+    [load] = [view for view in steps.views() if view.key == "load"]
+    assert (load.state, load.detail) == ("failed", "out of memory")
+    steps.leave_out_hosting()
+    assert "load" in states(steps)
+    assert "weights" not in states(steps)
+    steps.begin("weights")
+    assert list(states(steps)) == ["identity", "peers", "manifest", "weights", "load", "measure", "announce"]
+    assert states(steps)["load"] == "pending"
+
+
+def test_a_step_beside_the_others_leaves_them_as_they_are() -> None:
+    steps = Steps(lambda: None)
+    steps.begin("manifest")
+    steps.begin_aside("ends", "from members")
+    steps.leave_out_hosting()  # a client
+    steps.progress("ends", 1, 4)
+    steps.failed("of the manifest")
+    assert states(steps) == {
+        "identity": "pending",
+        "peers": "pending",
+        "manifest": "failed",
+        "announce": "pending",
+        "ends": "running",
+    }
+    steps.begin("peers")  # another try
+    assert states(steps)["ends"] == "running"
+    steps.done("ends")
+    assert [(view.done, view.total) for view in steps.views() if view.key == "ends"] == [(1, 4)]
+    steps.leave_out("ends")
+    assert "ends" not in states(steps)

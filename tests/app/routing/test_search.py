@@ -1,0 +1,221 @@
+"""Routes: the cheapest of all that are possible, missing blocks by name, mended with as little change as can be."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.reasons import because
+from app.core.span import Span
+from app.routing.bans import Bans
+from app.routing.cost import HOP_S, believed_seconds, block_seconds
+from app.routing.route import Demand, Hop, Known, NoRoute, Privacy, Route
+from app.routing.search import find_route, mend_route
+from app.swarm.records import Announcement
+
+BLOCKS = 6
+WHOLE = Demand(Span(0, BLOCKS), tokens=100)
+
+
+def member(
+    peer: str, start: int, stop: int, speed: float = 10.0, kv: int = 1000, state: str = "serving"
+) -> Announcement:
+    return Announcement(peer, 1, 0, "", state, Span(start, stop), speed, 10 * speed, kv)
+
+
+def near(a: str, b: str) -> float:
+    return 0.0 if a == b else 0.01
+
+
+def shape(route: Route) -> list[tuple[str, int, int]]:
+    return [(hop.peer, hop.span.start, hop.span.stop) for hop in route]
+
+
+def cost_s(route: Route, members: list[Announcement]) -> float:
+    by_peer = {m.peer: m for m in members}
+    links = [near(a, b) for a, b in itertools.pairwise(["", *(hop.peer for hop in route), ""])]
+    block_s = believed_seconds(list(by_peer.values()), WHOLE, Known())
+    compute = sum(len(hop.span) * block_s[hop.peer] for hop in route)
+    return sum(links) + HOP_S * len(route) + compute
+
+
+def all_routes(
+    members: list[Announcement], block: int = 0, used: tuple[str, ...] = ()
+) -> list[list[tuple[str, int, int]]]:
+    if block == BLOCKS:
+        return [[]]
+    routes = []
+    for m in members:
+        assert m.span is not None
+        if block in m.span and m.peer not in used:
+            for stop in range(block + 1, m.span.stop + 1):
+                rest = all_routes(members, stop, (*used, m.peer))
+                routes += [[(m.peer, block, stop), *tail] for tail in rest]
+    return routes
+
+
+spans = st.tuples(st.integers(0, BLOCKS - 1), st.integers(1, BLOCKS), st.floats(1, 200))
+
+
+@given(st.lists(spans, min_size=1, max_size=4))
+def test_the_cheapest_route_is_found_or_the_missing_block_named(drawn: list[tuple[int, int, float]]) -> None:
+    members = [
+        member(f"p{index}", start, min(start + length, BLOCKS), speed)
+        for index, (start, length, speed) in enumerate(drawn)
+    ]
+    possible = all_routes(members)
+    covered = {block for m in members if m.span for block in m.span.blocks()}
+    if len(covered) < BLOCKS:
+        with pytest.raises(NoRoute) as missing:
+            find_route(members, WHOLE, near)
+        assert missing.value.block not in covered
+        assert f"block {missing.value.block} " in str(missing.value)
+        return
+    route = find_route(members, WHOLE, near)
+    assert shape(route) in possible
+    as_routes = [tuple(Hop(peer, Span(start, stop)) for peer, start, stop in hops) for hops in possible]
+    best_s = min(cost_s(other, members) for other in as_routes)
+    # A peer cannot appear twice, which the search learns only afterwards: it then runs what lies between, too.
+    twice = any(m.span is not None and len(m.span) > 2 for m in members)
+    assert cost_s(route, members) <= best_s * (1.5 if twice else 1) + 1e-9
+
+
+def test_a_node_that_serves_no_longer_is_not_used() -> None:
+    members = [member("a", 0, 6, 1000, state="draining"), member("b", 0, 6, 1)]
+    assert shape(find_route(members, WHOLE, near)) == [("b", 0, 6)]
+    assert shape(find_route(members, WHOLE, near, avoid=["x"])) == [("b", 0, 6)]
+    with pytest.raises(NoRoute, match="block 0 "):
+        find_route(members, WHOLE, near, avoid=["b"])
+
+
+def test_a_full_node_is_the_last_resort() -> None:
+    members = [member("full", 0, 6, 1000, kv=10), member("roomy", 0, 6, 1)]
+    assert shape(find_route(members, WHOLE, near)) == [("roomy", 0, 6)]
+    assert shape(find_route(members[:1], WHOLE, near)) == [("full", 0, 6)]
+
+
+def test_a_far_node_loses_to_a_slower_one_nearby() -> None:
+    members = [member("far", 0, 6, 20), member("slow", 0, 6, 12)]
+
+    def link_s(a: str, b: str) -> float:
+        return 0.2 if "far" in (a, b) else 0.001
+
+    assert shape(find_route(members, WHOLE, link_s)) == [("slow", 0, 6)]
+
+
+def test_a_long_prompt_prefers_who_reads_fast() -> None:
+    reader = Announcement("reader", 1, 0, "", "serving", Span(0, 6), 10.0, 10_000.0, 10_000)
+    writer = Announcement("writer", 1, 0, "", "serving", Span(0, 6), 12.0, 12.0, 10_000)
+    assert shape(find_route([reader, writer], Demand(Span(0, 6), 100), near)) == [("writer", 0, 6)]
+    assert shape(find_route([reader, writer], Demand(Span(0, 6), 1000, 900), near)) == [("reader", 0, 6)]
+
+
+def test_mending_keeps_the_hops_that_live() -> None:
+    members = [member("a", 0, 2), member("b", 2, 4), member("c", 4, 6), member("d", 1, 5), member("e", 0, 6, 1000)]
+    route = find_route(members[:3], WHOLE, near)
+    assert shape(mend_route(route, members[:4], WHOLE, near, avoid=["b"])) == [("a", 0, 2), ("d", 2, 4), ("c", 4, 6)]
+    # Two neighbours that die are one gap, which one node may fill.
+    assert shape(mend_route(route, members, WHOLE, near, avoid=["b", "c"])) == [("a", 0, 2), ("e", 2, 6)]
+    assert shape(mend_route(route, [*members[:3], members[4]], WHOLE, near, avoid=["a", "b", "c"])) == [("e", 0, 6)]
+
+
+def test_mending_gives_up_the_old_route_where_only_a_new_one_will_do() -> None:
+    # b's blocks are held by nobody but a and c, who are in the route already, with other shares.
+    members = [member("a", 0, 3), member("b", 2, 4), member("c", 3, 6)]
+    route = find_route([member("a", 0, 2), member("b", 2, 4), member("c", 4, 6)], WHOLE, near)
+    assert shape(mend_route(route, members, WHOLE, near, avoid=["b"])) == [("a", 0, 3), ("c", 3, 6)]
+
+
+def test_bans_grow_and_are_forgiven() -> None:
+    bans = Bans(first_s=5, longest_s=15)
+    frozen = because("hop_silent", "frozen", "a")
+    bans.ban("a", 0.0, frozen)
+    assert bans.active(4.9) == {"a": frozen}
+    assert bans.active(5.1) == {}
+    bans.ban("a", 10.0, frozen)
+    assert "a" in bans.active(19.9)
+    bans.ban("a", 20.0, frozen)
+    assert "a" in bans.active(34.9)
+    assert "a" not in bans.active(35.1)
+    bans.forgive("a")
+    bans.ban("a", 40.0, because("hop_busy", "busy", "a"), brief=True)
+    assert "a" in bans.active(42.4)
+    assert "a" not in bans.active(42.6)
+
+
+def test_what_was_measured_counts_and_what_is_claimed_is_doubted() -> None:
+    braggart, honest = member("braggart", 0, 6, 1e9), member("honest", 0, 6, 10)
+    believed = believed_seconds([braggart, honest, member("other", 0, 6, 10)], WHOLE, Known())
+    assert believed["braggart"] == pytest.approx(believed["honest"] / 8)
+    # One who was seen to be slow is passed over, whatever it claims.
+    slow = Known({"braggart": 2 * block_seconds(honest)})
+    assert shape(find_route([braggart, honest], WHOLE, near)) == [("braggart", 0, 6)]
+    assert shape(find_route([braggart, honest], WHOLE, near, known=slow)) == [("honest", 0, 6)]
+    # And one who was seen to be fast is used, though it claims little.
+    fast = Known({"honest": 1e-6})
+    assert shape(find_route([member("a", 0, 6, 12), honest], WHOLE, near, known=fast)) == [("honest", 0, 6)]
+
+
+def test_a_busy_node_loses_to_an_idle_one_that_is_not_much_slower() -> None:
+    busy, idle = replace(member("busy", 0, 6, 20), busy=0.9), member("idle", 0, 6, 15)
+    assert shape(find_route([busy, idle], WHOLE, near)) == [("idle", 0, 6)]
+    assert shape(find_route([busy, member("idle", 0, 6, 1)], WHOLE, near)) == [("busy", 0, 6)]
+
+
+def test_a_doubted_peer_is_used_only_where_the_others_cost_more() -> None:
+    members = [member("doubted", 0, 6, 12), member("other", 0, 6, 10)]
+    assert shape(find_route(members, WHOLE, near, known=Known(penalty_s={"doubted": 0.1}))) == [("other", 0, 6)]
+    assert shape(find_route(members[:1], WHOLE, near, known=Known(penalty_s={"doubted": 9.0}))) == [("doubted", 0, 6)]
+
+
+def test_private_blocks_run_on_trusted_peers_alone() -> None:
+    members = [member("fast", 0, 6, 1000), member("mine", 0, 2, 1), member("friend", 4, 6, 1)]
+
+    def private(edge: int, *trusted: str) -> Demand:
+        return Demand(Span(0, BLOCKS), 100, privacy=Privacy(edge, BLOCKS, frozenset(trusted)))
+
+    assert shape(find_route(members, private(0), near)) == [("fast", 0, 6)]
+    assert shape(find_route(members, private(1, "mine", "friend"), near)) == [
+        ("mine", 0, 1),
+        ("fast", 1, 5),
+        ("friend", 5, 6),
+    ]
+    with pytest.raises(NoRoute, match=r"block 5 that is trusted.*`shoal config set trusted`"):
+        find_route(members, private(1, "mine"), near)
+    with pytest.raises(NoRoute, match=r"block 2 that is trusted.*last 3 blocks"):
+        find_route(members, private(3, "mine", "friend"), near)
+
+
+@given(
+    st.lists(spans, min_size=1, max_size=5),
+    st.integers(1, BLOCKS),
+    st.sets(st.sampled_from([f"p{index}" for index in range(5)])),
+    st.sets(st.sampled_from([f"p{index}" for index in range(5)]), max_size=2),
+)
+def test_no_route_and_no_mended_route_shows_private_blocks_to_strangers(
+    drawn: list[tuple[int, int, float]], edge: int, trusted: set[str], dead: set[str]
+) -> None:
+    members = [
+        member(f"p{index}", start, min(start + length, BLOCKS), speed)
+        for index, (start, length, speed) in enumerate(drawn)
+    ]
+    privacy = Privacy(edge, BLOCKS, frozenset(trusted))
+    demand = Demand(Span(0, BLOCKS), 100, privacy=privacy)
+
+    def held(block: int, avoid: set[str]) -> bool:
+        return any(m.span and block in m.span and privacy.allows(m.peer, block) for m in members if m.peer not in avoid)
+
+    missing: int | None = None
+    try:
+        route = find_route(members, demand, near)
+        assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
+        route = mend_route(route, members, demand, near, avoid=dead)
+        assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
+        assert not dead & {hop.peer for hop in route}
+    except NoRoute as error:
+        missing = error.block
+    assert missing is None or not held(missing, dead)

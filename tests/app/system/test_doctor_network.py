@@ -1,0 +1,132 @@
+"""The doctor's lines about the network, from facts."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from app.cli.doctor import examine_network
+from app.config.home import Home, write_sequence
+from app.core.reasons import because
+from app.snapshot.views import NetworkView, PeerView, Snapshot
+from app.system.doctor import check_addresses, check_clock, check_nat, check_peer, check_peers, is_free, running_checks
+
+NOW_MS = 1_800_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("last_said_s", "heard_s", "status"),
+    [
+        (-3600, [], "ok"),
+        (0, [-20, -500, -3], "ok"),
+        (0, [30, -20], "ok"),
+        (0, [90, 80, 100], "warn"),
+        (0, [900, 800, -5000], "fail"),
+        (0, [9000], "fail"),
+        (300, [], "warn"),
+        (300, [-10], "warn"),
+    ],
+)
+def test_the_clock_is_judged_by_what_others_say(last_said_s: int, heard_s: list[int], status: str) -> None:
+    heard_ms = [NOW_MS + seconds * 1000 for seconds in heard_s]
+    check = check_clock(NOW_MS, NOW_MS + last_said_s * 1000, heard_ms)
+    assert check.status == status
+    assert bool(check.mend) == (status != "ok")
+
+
+def test_a_clock_long_past_is_wrong() -> None:
+    assert check_clock(10**12, 0, []).status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("reach", "relayed", "status"),
+    [("verified", False, "ok"), ("unverified", True, "ok"), ("unverified", False, "warn"), ("unknown", False, "ok")],
+)
+def test_nat(reach: str, relayed: bool, status: str) -> None:
+    assert check_nat(reach, relayed=relayed, relaying=False).status == status
+
+
+def test_a_verified_address_is_marked() -> None:
+    check = check_addresses(
+        ["/ip4/1.2.3.4/tcp/1/p2p/x", "/ip4/1.2.3.45/tcp/1/p2p/x"], ["/ip4/1.2.3.4/tcp/1"], "verified"
+    )
+    assert check.detail.startswith("/ip4/1.2.3.4/tcp/1/p2p/x (verified) /ip4/1.2.3.45/tcp/1/p2p/x (unverified);")
+
+
+@pytest.mark.parametrize(("links", "members", "status"), [(0, 0, "warn"), (1, 0, "ok"), (0, 3, "ok")])
+def test_company(links: int, members: int, status: str) -> None:
+    assert check_peers(links, members, "home", ("dht",)).status == status
+
+
+def test_a_running_node_has_every_line() -> None:
+    network = NetworkView(advertised=("/ip4/1.2.3.4/tcp/1",), links=1)
+    snapshot = Snapshot(
+        "12D3",
+        "client",
+        "",
+        "",
+        swarm="home",
+        listen_addrs=("/ip4/0.0.0.0/tcp/1",),
+        network=network,
+        peers=(PeerView("a"),),
+    )
+    checks = list(running_checks(snapshot, now_ms=NOW_MS, last_said_ms=0, heard_ms=[]))
+    assert [check.name for check in checks] == ["state", "listen", "addresses", "nat", "clock", "peers", "peer a"]
+    assert {check.status for check in checks} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("peer", "status", "detail"),
+    [
+        (
+            PeerView("12D3abcdefgh", rtt_s=0.0123, link="relayed", state="serving"),
+            "ok",
+            "relayed, 12.3 ms",
+        ),
+        (PeerView("12D3abcdefgh", rtt_s=0.001, link="direct", state="client"), "ok", "direct, 1.0 ms"),
+        (PeerView("12D3abcdefgh", state="client"), "ok", "no link is open; client"),
+        (
+            PeerView("12D3abcdefgh", state="dead", unused=because("peer_dead", "it has not answered for a while")),
+            "warn",
+            "no link is open; dead; not used: it has not answered for a while",
+        ),
+        (
+            PeerView("12D3abcdefgh", state="paused", unused=because("peer_paused", "its owner has paused it")),
+            "ok",
+            "no link is open; paused; not used: its owner has paused it",
+        ),
+    ],
+)
+def test_how_each_peer_is_reached(peer: PeerView, status: str, detail: str) -> None:
+    check = check_peer(peer)
+    assert (check.name, check.status) == ("peer abcdefgh", status)
+    assert check.detail.startswith(detail)
+
+
+def test_a_taken_port_is_seen() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        assert not is_free("127.0.0.1", port)
+    assert is_free("127.0.0.1", port)
+
+
+def test_without_a_node_ports_and_clock_are_looked_at(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        (tmp_path / "config.toml").write_text(f"version = 1\napi_port = {taken.getsockname()[1]}\n")
+        write_sequence(Home(tmp_path), 2**52)
+        checks = {check.name: check for check in examine_network(tmp_path)}
+    assert checks["api"].status == "warn"
+    assert checks["clock"].status == "warn"
+    assert "no node runs here" in checks["peers"].detail
+
+
+def test_a_broken_configuration_is_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("this is no TOML")
+    [check] = examine_network(tmp_path)
+    assert (check.name, check.status) == ("network", "fail")

@@ -1,0 +1,37 @@
+"""Which chunks are asked for together, and what becomes of those that did not come."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.weights.chunk_schedule import Piece, Work, runs
+
+
+@given(st.sets(st.integers(0, 60)), st.integers(1, 6))
+def test_pieces_are_all_that_is_missing_and_cut_where_everybody_cuts(missing: set[int], most: int) -> None:
+    pieces = runs("block.0", sorted(missing), most)
+    assert [index for piece in pieces for index in range(piece.index, piece.index + piece.count)] == sorted(missing)
+    assert all(piece.count >= 1 and piece.index // most == (piece.index + piece.count - 1) // most for piece in pieces)
+
+
+def test_what_did_not_come_is_asked_for_again() -> None:
+    work = Work(random.Random(1), 4)
+    work.add("block.0", range(4))
+    assert work.waiting == 4
+    piece = work.take("a", {"block.0"}, late_before=0.0, now=1.0)
+    assert piece == Piece("block.0", 0, 4)
+    assert [work.is_coming("block.0", index) for index in (0, 3, 4)] == [True, True, False]
+    assert work.came(piece, 1)
+    assert (work.waiting, work.is_over("block.0")) == (3, False)
+    rest = work.take("b", {"block.0"}, late_before=0.0, now=1.0)
+    assert rest == Piece("block.0", 1, 3)
+    work.failed(rest, "b")
+    assert work.take("a", {"block.0"}, late_before=0.0, now=2.0) == rest
+    assert work.take("b", {"block.0"}, late_before=1.5, now=3.0) is None  # it is not late yet
+    assert work.take("b", {"block.0"}, late_before=2.5, now=3.0) == rest
+    assert work.came(rest, 3)
+    assert not work.came(rest, 3)  # the slower of the two
+    assert work.is_over("block.0")

@@ -1,0 +1,367 @@
+"""Parts between peers: from several at once, past liars and the dead, each chunk out of the first node about once."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+
+from app.core.network import Payload
+from app.manifest.importing import Survey
+from app.manifest.merkle import CHUNK_BYTES
+from app.weights import chunk_server as sharing
+from app.weights import download as fetching
+from app.weights import part_store as part_files
+from app.weights import wire
+from app.weights.chunk_server import Sharing
+from app.weights.download import Fetching
+from app.weights.extents import WeightsError
+from app.weights.library import ENDS, Library, span_parts
+from app.weights.part_store import NewPart
+from p2p.errors import P2PError, Refused, RemoteError
+from p2p.memory.fabric import MemoryFabric, MemoryNode, open_fabric
+from tests.app.weights.models import empty_library, import_model
+
+ALL = (*ENDS, *span_parts(0, 4))
+Answer = Callable[[str, bytes], Payload]
+
+
+@dataclass
+class Peer:
+    """One node that has, gives and gets."""
+
+    network: MemoryNode
+    library: Library
+    sharing: Sharing
+    fetching: Fetching
+
+
+@dataclass
+class World:
+    """A seed with the whole model, and others."""
+
+    fabric: MemoryFabric
+    folder: Path
+    studied: Survey
+    seed: Peer
+    holders: dict[str, set[str]]  # peer -> parts
+
+    def peer(self, name: str, library: Library | None = None) -> Peer:
+        """One more node, with nothing."""
+        network = self.fabric.node(name)
+        if library is None:
+            library = empty_library(self.folder / name, self.studied)
+        return make_peer(network, library, self.holders)
+
+    def liar(self, name: str, answer: Answer) -> MemoryNode:
+        """A node that says it has everything, and answers requests for chunks in its own way."""
+        network = self.fabric.node(name)
+
+        async def on_leaves(peer: str, body: bytes) -> Payload:
+            part = self.seed.library.part(body)
+            assert part is not None
+            return b"".join(self.studied.leaves[part.name])
+
+        async def on_chunk(peer: str, body: bytes) -> Payload:
+            return answer(peer, body)
+
+        network.serve(wire.LEAVES, on_leaves)
+        network.serve(wire.CHUNK, on_chunk)
+        self.holders[name] = set(ALL)
+        return network
+
+
+def make_peer(network: MemoryNode, library: Library, holders: dict[str, set[str]]) -> Peer:
+    giving = Sharing(library, lambda peer: True)
+    giving.serve(network)
+
+    def who_has(part: str) -> list[str]:
+        return [peer for peer, parts in holders.items() if part in parts and peer != network.peer_id]
+
+    return Peer(network, library, giving, Fetching(network, library, giving, who_has))
+
+
+@asynccontextmanager
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    studied = import_model(tmp_path / "model", tmp_path / "seed")
+    async with open_fabric() as fabric:
+        holders = {"seed": set(ALL)}
+        seed = make_peer(fabric.node("seed"), Library(tmp_path / "seed", studied.manifest), holders)
+        yield World(fabric, tmp_path, studied, seed, holders)
+
+
+async def test_a_node_with_nothing_gets_the_parts_it_asks_for(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        peer = here.peer("newcomer")
+        heard: list[str] = []
+        with trio.fail_after(30):
+            await peer.fetching.fetch(["tokenizer", "block.1", "block.2"], heard.append)
+        assert sorted(heard) == ["block.1", "block.2", "tokenizer"]
+        assert peer.library.held() == set(heard)
+        assert peer.library.check(heard, again=True) == []
+        progress = peer.fetching.progress
+        assert progress.bytes_done == progress.bytes_total == sum(progress.from_peers.values())
+        assert (progress.parts_done, progress.parts_total) == (3, 3)
+        source = peer.library.source(["tokenizer", "block.1"])
+        assert source.tokenizer.tokenizer_json
+
+
+async def test_what_is_here_is_not_fetched_again(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        peer = here.peer("newcomer")
+        await peer.fetching.fetch(["block.1"])
+        given = here.seed.sharing.total_bytes
+        await peer.fetching.fetch(["block.1", "block.2"])
+        assert here.seed.sharing.total_bytes - given == here.studied.manifest.by_name["block.2"].size_bytes
+
+
+async def test_five_newcomers_pass_on_what_they_get(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        peers = [here.peer(f"newcomer-{number}") for number in range(5)]
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                for peer in peers:
+                    nursery.start_soon(peer.fetching.fetch, ALL)
+        assert all(peer.library.held() == set(ALL) for peer in peers)
+        size = here.studied.manifest.size_bytes
+        assert here.seed.sharing.total_bytes <= 1.5 * size
+        assert sum(peer.sharing.total_bytes for peer in peers) >= 3.5 * size
+
+
+def wrong_bytes(peer: str, body: bytes) -> Payload:
+    return wire.chunk_answer(bytes(CHUNK_BYTES))
+
+
+def truncated(peer: str, body: bytes) -> Payload:
+    return wire.chunk_answer(b"short")
+
+
+def nothing(peer: str, body: bytes) -> Payload:
+    return b""
+
+
+def garbage(peer: str, body: bytes) -> Payload:
+    return b"\x07" * 100
+
+
+def too_long(peer: str, body: bytes) -> Payload:
+    return b"\x00" * (2 * CHUNK_BYTES)
+
+
+def points_at_nobody(peer: str, body: bytes) -> Payload:
+    return wire.elsewhere_answer("nobody")
+
+
+def refuses(peer: str, body: bytes) -> Payload:
+    raise Refused("busy")
+
+
+def fails(peer: str, body: bytes) -> Payload:
+    raise RemoteError("not here", wire.ABSENT)
+
+
+@pytest.mark.parametrize(
+    "answer", [wrong_bytes, truncated, nothing, garbage, too_long, points_at_nobody, refuses, fails]
+)
+async def test_a_bad_peer_is_found_out_at_the_chunk_and_the_rest_comes_from_others(
+    tmp_path: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "LOOK_AGAIN_S", 0.05)
+    async with world(tmp_path) as here:
+        asked: list[str] = []
+
+        def count(peer: str, body: bytes) -> Payload:
+            asked.append(peer)
+            return answer(peer, body)
+
+        here.liar("bad", count)
+        peer = here.peer("newcomer")
+        with trio.fail_after(30):
+            await peer.fetching.fetch(ALL)
+        assert asked  # it was believed at first
+        assert peer.library.held() == set(ALL)
+        assert "bad" not in peer.fetching.progress.from_peers
+        assert peer.library.check(ALL, again=True) == []
+        if answer is not refuses:
+            assert len(asked) <= 2 * fetching.WINDOW
+
+
+async def test_the_wrong_part_is_the_wrong_bytes(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        other = here.studied.manifest.by_name["block.3"]
+
+        def swaps(peer: str, body: bytes) -> Payload:
+            chunk = here.seed.library.chunk(other, 0)
+            assert chunk is not None
+            return wire.chunk_answer(chunk)
+
+        here.liar("bad", swaps)
+        peer = here.peer("newcomer")
+        with trio.fail_after(30):
+            await peer.fetching.fetch(["block.0", "block.1"])
+        assert "bad" not in peer.fetching.progress.from_peers
+
+
+async def test_wrong_hashes_of_chunks_are_refused(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        bad = here.fabric.node("a-liar")
+
+        async def on_leaves(peer: str, body: bytes) -> Payload:
+            return bytes(32 * 4)
+
+        bad.serve(wire.LEAVES, on_leaves)
+        here.holders = {"a-liar": set(ALL), **here.holders}
+        peer = here.peer("newcomer")
+        with trio.fail_after(30):
+            await peer.fetching.fetch(["block.0"])
+        assert set(peer.fetching.progress.from_peers) == {"seed"}
+
+
+async def test_a_giver_that_has_only_some_of_the_chunks_gives_those_before_the_first_it_lacks(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        giver, asker = here.peer("giver"), here.fabric.node("asker")
+        part = here.studied.manifest.by_name["block.0"]
+        new = giver.library.open_new(part, here.studied.leaves["block.0"])
+        chunks = [here.seed.library.chunk(part, index) or b"" for index in range(4)]
+        for index in (0, 1, 3):
+            assert new.take(index, chunks[index])
+        for first, count, given in ((0, 4, chunks[:2]), (1, 1, chunks[1:2]), (3, 4, chunks[3:])):
+            request = wire.ChunkRequest(part.root, first, count, tried=True)
+            raw = await asker.call("giver", wire.CHUNK, request.encode(), timeout_s=5)
+            assert raw == b"\0" + b"".join(given)
+        with pytest.raises(RemoteError, match="chunk 2 of"):
+            await asker.call("giver", wire.CHUNK, wire.ChunkRequest(part.root, 2, 2, True).encode(), timeout_s=5)
+        giver.library.abandon(new)
+
+
+async def test_of_a_long_answer_only_what_is_right_is_kept(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+
+        def half_right(peer: str, body: bytes) -> Payload:
+            request = wire.ChunkRequest.decode(body)
+            part = here.seed.library.part(request.root)
+            assert part is not None
+            return wire.chunk_answer(here.seed.library.chunk(part, request.index) or b"", bytes(CHUNK_BYTES))
+
+        here.liar("bad", half_right)
+        peer = here.peer("newcomer")
+        with trio.fail_after(30):
+            await peer.fetching.fetch(ALL)
+        assert peer.library.check(ALL, again=True) == []
+        assert "bad" not in peer.fetching.progress.from_peers
+
+
+async def test_a_part_that_nobody_has_is_waited_for_and_named(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.holders["seed"].remove("block.3")
+        peer = here.peer("newcomer")
+        came = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(peer.fetching.fetch, ["block.3", "block.0"], lambda name: came.set())
+            with trio.fail_after(30):
+                await came.wait()
+                assert peer.fetching.progress.wanted == "block.3"
+                here.holders["seed"].add("block.3")
+        assert peer.library.held() == {"block.0", "block.3"}
+
+
+async def test_the_giver_dies_in_the_middle_and_another_goes_on(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        second = here.peer("second", Library(tmp_path / "seed", here.studied.manifest))
+        peer = here.peer("newcomer")
+        async with trio.open_nursery() as nursery:
+
+            def kill_once(name: str) -> None:
+                if here.holders.pop("seed", None):
+                    here.fabric.kill("seed")
+                    here.holders["second"] = set(ALL)
+
+            nursery.start_soon(peer.fetching.fetch, ALL, kill_once)
+        assert peer.library.held() == set(ALL)
+        assert second.sharing.total_bytes > 0
+
+
+async def test_a_fetch_that_is_cancelled_goes_on_later_with_the_chunks_it_had(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        peer = here.peer("newcomer")
+        with trio.CancelScope() as scope:
+            await peer.fetching.fetch(ALL, lambda name: scope.cancel())
+        had = here.seed.sharing.total_bytes
+        again = here.peer("newcomer-again", empty_library(tmp_path / "newcomer", here.studied))
+        with trio.fail_after(30):
+            await again.fetching.fetch(ALL)
+        in_flight = fetching.WINDOW * wire.MAX_RUN * CHUNK_BYTES
+        assert here.seed.sharing.total_bytes <= here.studied.manifest.size_bytes + in_flight
+        assert had > 0
+
+
+async def test_a_full_disk_ends_the_fetch_in_plain_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with world(tmp_path) as here:
+        peer = here.peer("newcomer")
+
+        def full(path: Path, data: bytes, *, durable: bool = True) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(part_files, "write_private", full)
+        with pytest.raises(WeightsError, match="the disk is full"):
+            await peer.fetching.fetch(ALL)
+        monkeypatch.undo()
+        original = part_files.NewPart.write
+
+        def full_later(new: NewPart, index: int, chunk: bytes | memoryview) -> None:
+            if index == 1:
+                with part_files.writing(new.part.name):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+            original(new, index, chunk)
+
+        monkeypatch.setattr(part_files.NewPart, "write", full_later)
+        with pytest.raises(WeightsError, match="the disk is full"):
+            await peer.fetching.fetch(ALL)
+        monkeypatch.undo()
+        with trio.fail_after(30):
+            await peer.fetching.fetch(ALL)  # somebody made room
+        assert peer.library.check(ALL, again=True) == []
+
+
+async def test_strangers_get_nothing(tmp_path: Path) -> None:
+    async with world(tmp_path) as here:
+        here.seed.sharing.is_member = lambda peer: False
+        stranger = here.fabric.node("stranger")
+        request = wire.ChunkRequest(here.studied.manifest.by_name["block.0"].root, 0)
+        for method, body in ((wire.CHUNK, request.encode()), (wire.LEAVES, request.root)):
+            with pytest.raises(Refused):
+                await stranger.call("seed", method, body, timeout_s=5)
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * 37, b"x" * 38, b"x" * 1000])
+async def test_senseless_requests_are_refused(tmp_path: Path, body: bytes) -> None:
+    async with world(tmp_path) as here:
+        peer = here.fabric.node("odd")
+        for method in (wire.CHUNK, wire.LEAVES):
+            with pytest.raises(P2PError):
+                await peer.call("seed", method, body, timeout_s=5)
+
+
+async def test_one_peer_cannot_take_all_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Library, "chunk_at_hand", lambda library, part, index: None)  # as on a disk
+    async with world(tmp_path) as here:
+        greedy = here.fabric.node("greedy")
+        root = here.studied.manifest.by_name["block.0"].root
+        refused = 0
+
+        async def ask() -> None:
+            nonlocal refused
+            try:
+                await greedy.call("seed", wire.CHUNK, wire.ChunkRequest(root, 0, tried=True).encode(), timeout_s=10)
+            except Refused:
+                refused += 1
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(sharing.SLOTS_PER_PEER * 3):
+                nursery.start_soon(ask)
+        assert refused >= sharing.SLOTS_PER_PEER

@@ -1,0 +1,254 @@
+"""Real nodes in real processes on loopback: coming up, finding each other, being refused, dying and coming back."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.api.client import Client, client_of
+from app.config.home import Home
+from app.core.errors import AppError
+from app.swarm.invite import new_secret, parse_invite
+from app.swarm.saved import load
+from tests.process.node_process import Place, Serving, wait_until
+
+# Nothing but what a test names: no stray node of the same machine takes part.
+ALONE = "--discovery=invite"
+STATUS_FIELDS = {
+    *("peer_id", "state", "reason", "swarm", "manifest", "blocks_total", "start", "stop"),
+    *("listen_addrs", "api_url", "device", "sessions"),
+}
+PEER_FIELDS = {"peer", "name", "start", "stop", "rtt_s", "link", "score", "state"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nodes")
+
+
+def place(folder: Path, name: str) -> Place:
+    return Place(folder / name, folder / "cache")
+
+
+@pytest.fixture(scope="module")
+def founder(folder: Path) -> Iterator[Serving]:
+    """A node that founded the public swarm `home`."""
+    here = place(folder, "founder")
+    assert here.shoal("create", "home", "--model", "tiny-random").status == 0
+    with Serving(here, ALONE, SHOAL_NAME="attic") as node:
+        assert node.ready().startswith("ready client swarm=home#")
+        yield node
+
+
+@pytest.fixture(scope="module")
+def private_founder(folder: Path) -> Iterator[Serving]:
+    """A node that founded the private swarm `den`."""
+    here = place(folder, "private")
+    assert here.shoal("create", "den", "--model", "tiny-random", "--private").status == 0
+    with Serving(here, ALONE) as node:
+        node.ready()
+        yield node
+
+
+@pytest.fixture(scope="module")
+def guest(folder: Path) -> Iterator[Serving]:
+    """A node that is in no swarm yet."""
+    with Serving(place(folder, "guest"), ALONE) as node:
+        node.up()
+        yield node
+
+
+def client(node: Serving) -> Client:
+    return client_of(node.place.home)
+
+
+def knows(node: Serving, other: Serving) -> bool:
+    peer_id = other.place.node_file()["peer_id"]
+    return any(peer.peer == peer_id and peer.link is not None for peer in client(node).snapshot().peers)
+
+
+def test_status_and_node_file(founder: Serving) -> None:
+    status = founder.place.facts("status")
+    assert STATUS_FIELDS <= status.keys()
+    assert (status["state"], status["swarm"], status["name"]) == ("client", "home", "attic")
+    assert status["blocks_total"] > 0
+    node = founder.place.node_file()
+    assert node == {
+        "pid": founder.process.pid,
+        "api_url": status["api_url"],
+        "peer_id": status["peer_id"],
+        "listen_addrs": status["listen_addrs"],
+    }
+    assert node["listen_addrs"][0].startswith("/ip4/127.0.0.1/tcp/")
+    assert node["listen_addrs"][0].endswith(f"/p2p/{node['peer_id']}")
+    [swarm] = founder.place.facts("swarms")
+    assert (swarm["name"], swarm["manifest"], swarm["active"]) == ("home", status["manifest"], True)
+    assert founder.place.facts("id") == {"peer_id": node["peer_id"]}
+    assert {check["status"] for check in client(founder).get("/api/doctor")} <= {"ok", "warn"}
+
+
+def test_a_joiner_by_invite_meets_the_founder_dies_and_comes_back(founder: Serving, folder: Path) -> None:
+    here = place(folder, "invited")
+    invite = founder.place.shoal("invite").out.strip()
+    with Serving(here, ALONE, SHOAL_INVITE=invite) as node:
+        node.ready()
+        wait_until(lambda: knows(node, founder) and knows(founder, node), "both know each other")
+        [peer] = here.facts("peers")
+        assert PEER_FIELDS <= peer.keys()
+        assert (peer["name"], peer["state"], peer["link"], peer["start"]) == ("attic", "client", "lan", None)
+        node.end(signal.SIGKILL)
+    assert (here.home / "node.json").exists()  # nobody was left to remove it
+    answer = here.shoal("status")
+    assert (answer.status, answer.err.count("\n")) == (1, 1)
+    assert "no node runs in" in answer.err
+    with Serving(here, ALONE) as node:
+        node.ready()
+        wait_until(lambda: knows(node, founder), "it finds its way back")
+        assert node.end() == 0
+    assert not (here.home / "node.json").exists()
+
+
+def test_a_joiner_by_name_finds_the_swarm_through_a_peer(founder: Serving, folder: Path) -> None:
+    here = place(folder, "named")
+    address = founder.place.node_file()["listen_addrs"][0]
+    with Serving(here, "--discovery=", f"--peer={address}", "--join=home") as node:
+        node.ready()
+        wait_until(lambda: knows(node, founder), "it knows the founder")
+        assert here.facts("swarms")[0]["pinned"] == founder.place.facts("swarms")[0]["pinned"]
+        assert here.shoal("stop").out == "stopped\n"
+        assert node.ended() == 0
+
+
+def test_an_unknown_name_is_one_line(founder: Serving, folder: Path) -> None:
+    here = place(folder, "lost")
+    address = founder.place.node_file()["listen_addrs"][0]
+    with Serving(here, "--discovery=", f"--peer={address}", "--join=nowhere") as node:
+        assert node.ended() == 1
+    assert len(node.errors) == 1
+    assert node.errors[0].startswith("shoal: nobody that could be asked knows the swarm nowhere")
+    assert load(Home(here.home)).swarms == ()
+
+
+def test_a_wrong_secret_is_refused_at_once(private_founder: Serving, guest: Serving) -> None:
+    wrong = replace(parse_invite(private_founder.place.shoal("invite").out), secret=new_secret())
+    api = client(guest)
+    began = time.monotonic()
+    with pytest.raises(AppError, match="holds another secret, or none: this needs an invite from a member"):
+        api.post("/api/join", {"target": str(wrong)})
+    assert time.monotonic() - began < 2.0
+    snapshot = api.snapshot()
+    assert (snapshot.state, snapshot.swarms) == ("idle", ())
+
+
+def test_a_running_node_is_sent_around(founder: Serving, private_founder: Serving, guest: Serving) -> None:
+    here = guest.place
+    assert here.facts("status")["state"] == "idle"
+    # A wrong secret is refused at once, by name, and leaves nothing behind.
+    right = parse_invite(private_founder.place.shoal("invite").out)
+    wrong = replace(right, secret=new_secret())
+    refused = here.shoal("join", "-", text=str(wrong))
+    assert refused.status == 1
+    assert "secret" in refused.err
+    assert refused.err.count("\n") == 1
+    assert here.facts("status")["state"] == "idle"
+    assert here.facts("swarms") == []
+    # So is no secret at all.
+    public = here.shoal("join", str(replace(right, secret=None)))
+    assert (public.status, "secret" in public.err) == (1, True)
+    # The right one is let in, over another network on the same port.
+    before = here.facts("status")["listen_addrs"]
+    assert here.shoal("join", "-", "--json", text=str(right)).facts["state"] == "client"
+    wait_until(lambda: knows(guest, private_founder), "it knows the private swarm's founder")
+    status = here.facts("status")
+    assert (status["swarm"], status["private"], status["listen_addrs"]) == ("den", True, before)
+    # And on to another swarm, out of it, and back by its name.
+    invite = founder.place.shoal("invite").out.strip()
+    assert here.shoal("join", invite).status == 0
+    wait_until(lambda: knows(guest, founder), "it knows the public swarm's founder")
+    assert [swarm["active"] for swarm in here.facts("swarms")] == [False, True]
+    assert here.shoal("leave", "home").status == 0
+    assert here.facts("status")["state"] == "idle"
+    assert here.shoal("join", "den").status == 0
+    wait_until(lambda: knows(guest, private_founder), "it knows the private swarm's founder again")
+
+
+def test_settings_of_a_running_node(guest: Serving) -> None:
+    here = guest.place
+    assert "name = cellar" in here.shoal("config", "set", "name", "cellar").out
+    assert here.facts("status")["name"] == "cellar"
+    assert "next start" in here.shoal("config", "set", "device", "cpu").out
+    assert "the flag goes before it" in here.shoal("config", "set", "api_port", "7000").out
+    assert here.shoal("config", "set", "api_port", "x").status == 1
+    deny = here.shoal("config", "set", "deny", "192.0.2.0/24,198.51.100.7")
+    assert (deny.status, "192.0.2.0/24,198.51.100.7/32" in deny.out) == (0, True)
+
+
+def test_a_second_node_in_the_same_home_is_refused(guest: Serving) -> None:
+    second = guest.place.shoal("serve")
+    assert second.status == 1
+    assert "a node already runs in" in second.err
+    assert str(guest.process.pid) in second.err
+    assert second.err.count("\n") == 1
+
+
+def test_a_wrong_token_is_said(guest: Serving) -> None:
+    answer = guest.place.shoal("status", SHOAL_TOKEN="not-the-token-of-this-node")
+    assert (answer.status, "token" in answer.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"), [("--api-port={}", "the API's port"), ("--listen=/ip4/127.0.0.1/tcp/{}", "is in use")]
+)
+def test_a_chosen_port_that_is_taken_fails(flag: str, words: str, folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        answer = place(folder, "no-port").shoal("serve", ALONE, flag.format(taken.getsockname()[1]))
+    assert answer.status == 1
+    assert words in answer.err
+    assert answer.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--join", "shoal:nonsense"], 1, "the invite is mistyped"),
+        (["--join", "not a name"], 2, "is not a swarm's name"),
+        (["--discovery", "carrier-pigeon"], 1, "none of mdns, dht, invite, remembered"),
+        (["--listen", "here"], 1, "the setting listen cannot be"),
+        (["--api-port", "70000"], 1, "0 to 65535"),
+    ],
+)
+def test_bad_usage_is_said_before_anything_starts(arguments: list[str], status: int, words: str, folder: Path) -> None:
+    answer = place(folder, "misused").shoal("serve", *arguments)
+    assert answer.status == status
+    assert words in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_follower_is_told_and_released_when_the_node_ends(guest: Serving) -> None:
+    api = client(guest)
+    states: list[str] = []
+    following = threading.Event()
+
+    def follow() -> None:
+        for event in api.events():
+            if event.name == "snapshot":
+                states.append(event.data["state"])
+                following.set()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    assert following.wait(30)
+    assert guest.end() == 0
+    follower.join(10)
+    assert not follower.is_alive()
+    assert states[-1] == "stopping"
+    assert guest.errors == [line for line in guest.errors if "WARNING" in line]

@@ -1,0 +1,35 @@
+"""Uninstalling removes what a node left, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from tests.process.node_process import Place, Serving
+
+
+def test_uninstall_lists_then_removes_what_a_node_left_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    for name, value in {**place.environment(), "XDG_CONFIG_HOME": str(tmp_path / "config")}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["create", "reef", "--model", "tiny-random", "--private"]) == 0
+    with Serving(place) as node:
+        node.ready()
+        assert node.end() == 0
+    (place.home / "holiday.jpg").write_bytes(b"mine")
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    assert main(["uninstall", "--json"]) == 0
+    dry = json.loads(capsys.readouterr().out)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not dry["removed"]
+    listed = {Path(item["path"]).name for item in dry["items"]}
+    assert listed >= {"identity.key", "token", "swarms.json", "config.toml", "models", "manifests", "statistics.db"}
+    assert main(["uninstall", "--yes"]) == 0
+    assert "pip uninstall shoal" in capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == [place.home, place.home / "holiday.jpg"]

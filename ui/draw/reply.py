@@ -1,0 +1,85 @@
+"""Rows about a reply: its route while it is written, and its figures once it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from app.core.terminal_text import clean
+from app.snapshot.views import Snapshot
+from ui.draw.numbers import count, duration, fine_rate, plural, rate
+from ui.draw.rows import Row, row
+from ui.state.reply_stream import Progress
+
+NameOf = Callable[[str], str]
+
+
+def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
+    """How many tokens of the prompt went through all blocks, and of how many; None where that is not known."""
+    sessions = () if snapshot is None else snapshot.active_sessions
+    found = [(s.prompt_done, s.tokens) for s in sessions if s.role == "asking" and s.prompt_done is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def live_row(progress: Progress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
+    """The line under the transcript while a reply comes."""
+    waited = now - progress.began_at
+    if progress.tokens == 0:
+        if prompt is not None:
+            read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
+            return row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))
+        return row(" ", ("◌", "success"), " waiting for the first token", (f" · {duration(waited)}", "dim"))
+    speed = progress.speed(now)
+    tail = f" {plural(progress.tokens, 'token')} · {duration(waited)}"
+    return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
+
+
+def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:
+    """A reply's way from hop to hop and back."""
+    if not route:
+        return []
+    relays = {peer.peer for peer in snapshot.peers if peer.link == "relayed"} if snapshot is not None else set()
+    line = row(("you", "mine"))
+    for hop in route:
+        name = clean(name_of(str(hop["peer"])))
+        arrow = (" ╍▸ ", "warning") if hop["peer"] in relays else (" ─▸ ", "dim")
+        line += row(arrow, (name, "mine" if name == "you" else ""))
+    return [*line, (" ─▸ ", "dim"), ("you", "mine")]
+
+
+def done_words(figures: dict[str, Any]) -> str:
+    """What can be said of a reply that has ended."""
+    parts = [plural(len(figures.get("token_ids") or ()), "token")]
+    if figures.get("ttft_s") is not None:
+        parts.append(f"first after {figures['ttft_s']:.1f} s")
+    if figures.get("tokens_per_s") is not None:
+        parts.append(f"{rate(figures['tokens_per_s'])} tok/s")
+    if figures.get("route"):
+        parts.append(plural(len(figures["route"]), "hop"))
+    if figures.get("finish_reason") == "length":
+        parts.append("cut off: the longest reply is reached")
+    if figures.get("stopped"):
+        parts.append("stopped")
+    return " · ".join(parts)
+
+
+def recovery_words(figures: dict[str, Any]) -> str:
+    """What a reply survived."""
+    times = int(figures.get("recoveries") or 0)
+    if not times:
+        return ""
+    gap = figures.get("longest_gap_s")
+    pause = f" · longest pause {gap:.1f} s" if gap else ""
+    return f"▼ {plural(times, 'hop')} failed on the way; the reply went on{pause}"
+
+
+def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], name_of: NameOf) -> str:
+    """What became of the way between two pieces of a reply, as a sentence; empty: nothing was lost."""
+    old, new = {hop["peer"] for hop in before}, {hop["peer"] for hop in after}
+    gone = [hop for hop in before if hop["peer"] not in new]
+    if not gone:
+        return ""
+    lost = ", ".join(clean(name_of(str(hop["peer"]))) for hop in gone)
+    took = [hop for hop in after if hop["peer"] not in old]
+    heirs = ", ".join(f"{clean(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
+    return f"{lost} left the way · {heirs or 'the others took over'}"
