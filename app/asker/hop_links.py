@@ -39,7 +39,7 @@ class HopLink:
 
     async def send(self, session: bytes, *parts: bytes, priority: Priority = Priority.CONTROL) -> None:
         """Send one frame; what cannot be sent shows as a lost hop."""
-        await self.outlet.push(Parcel(session, parts, priority))
+        await self.outlet.push(Parcel(parts, priority))
 
     async def read(self) -> None:
         """Hand out frames until the stream ends."""

@@ -36,6 +36,7 @@ from p2p.envelope import CLOCK_TOLERANCE_MS, Sequence
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity
 from p2p.rate_limit import Allowance, LogLimit
+from p2p.supervise import guarded
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -105,6 +106,7 @@ class Swarm:
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
         self._outbids = Allowance(burst=2, per_s=0.2)
+        self._hanging_up: set[str] = set()
         self._bereaved = trio.Event()
         self._own_raw = b""
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
@@ -219,11 +221,17 @@ class Swarm:
             self._talk.said(self._own_raw, urgent=True)
 
     def misbehaved(self, peer: str, why: str) -> None:
-        """Give up a peer that sends what no member would."""
+        """Drop a peer that sends what no member would, and hang up on it; once until it is gone.
+
+        What it still says meanwhile counts for nothing: hundreds of its calls may be under way.
+        """
+        if peer in self._hanging_up:
+            return
         log.warning("%s misbehaves: %s", peer, why)
         self._talk.drop(peer)
         if self._nursery is not None:
-            self._nursery.start_soon(self._hang_up, peer)
+            self._hanging_up.add(peer)
+            self._nursery.start_soon(guarded, f"hanging up on {peer}", self._hang_up, peer)
 
     # --- within ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +265,10 @@ class Swarm:
             self._prober.lost_link(peer)
 
     async def _hang_up(self, peer: str) -> None:
-        await self._network.disconnect(peer, misbehaved=True)
+        try:
+            await self._network.disconnect(peer, misbehaved=True)
+        finally:
+            self._hanging_up.discard(peer)
 
     async def _keep_up(self) -> None:
         """Compare tables with one member a minute, and renew the own announcement before it expires.

@@ -241,7 +241,7 @@ class BlockServer:
         if frame.epoch <= known_epoch or (session is not None and session.asker != peer) or answers.broken:
             self._stepper.account.dropped_frames += 1
             return
-        if session is not None and (session.turn.span != turn.span or session.turn.tokens != turn.tokens):
+        if session is not None and not session.goes_on_with(turn):
             self._end(session.id, known_epoch)
             session = None
         if session is None:

@@ -5,12 +5,24 @@ Knows streams and sessions, not the device. Where no way leads to a successor, o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import trio
 
 from app.core.network import Network, Priority
 from app.serving.hop_session import HopSession
 from app.session.outbound import Outlet, Outlets, Parcel
-from app.session.wire import DTYPES, PROTOCOL, Kind, Trouble, decode, encode_trouble, header
+from app.session.wire import DTYPES, PROTOCOL, Kind, Trouble, encode_trouble, header
+
+
+class HopParcel(NamedTuple):
+    """A DATA or RELAY frame, with what is needed to send its body another way."""
+
+    session: bytes
+    parts: tuple[bytes, ...]  # header, body
+    priority: Priority
+    epoch: int
+    position: int
 
 
 class HopSender:
@@ -18,7 +30,9 @@ class HopSender:
 
     def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
         self._nursery, self._chunk_rows = nursery, chunk_rows
-        self._outlets = Outlets(network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable)
+        self._outlets: Outlets[HopParcel] = Outlets(
+            network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
+        )
         self._sessions: dict[bytes, HopSession] = {}
         self._askers: dict[bytes, Outlet] = {}  # the stream of each session's asker
         self.width = 0
@@ -55,37 +69,34 @@ class HopSender:
     async def send(self, session: HopSession, position: int, data: bytes) -> None:
         """Send outputs downstream: to the successor, or to the asker at the end of the route or where no way leads."""
         turn = session.turn
-        rows = len(data) // session.row_bytes
         urgent = position >= turn.urgent_from or not turn.after
         priority = Priority.DECODE if urgent else Priority.PREFILL
-        parcel = self._data_parcel(session, Kind.DATA, position, rows, data, priority)
+        parcel = self._data_parcel(session, Kind.DATA, position, data, priority)
         if not turn.after:
             await self._askers[session.id].push(parcel)
         elif turn.relay or not await self._outlets.push(turn.after, parcel):
             await self._relay(session, parcel)
 
     def _data_parcel(
-        self, session: HopSession, kind: Kind, position: int, rows: int, data: bytes, priority: Priority
-    ) -> Parcel:
-        dtype = DTYPES[session.dtype]
-        width = self.width
-        head = header(kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
+        self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority
+    ) -> HopParcel:
+        rows, dtype = len(data) // session.row_bytes, DTYPES[session.dtype]
+        head = header(
+            kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=self.width, length=len(data)
+        )
         session.account.bytes_out += len(head) + len(data)
-        return Parcel(session.id, (head, data), priority)
+        return HopParcel(session.id, (head, data), priority, session.epoch, position)
 
-    async def _relay(self, session: HopSession, parcel: Parcel) -> None:
-        """Send through the asker what was meant for the successor."""
-        frame = decode(b"".join(parcel.parts))
-        if frame.epoch == session.epoch:
-            again = self._data_parcel(
-                session, Kind.RELAY, frame.position, frame.rows, bytes(frame.body), parcel.priority
-            )
+    async def _relay(self, session: HopSession, parcel: HopParcel) -> None:
+        """Send through the asker what was meant for the successor, unless the session went on in another epoch."""
+        if parcel.epoch == session.epoch:
+            again = self._data_parcel(session, Kind.RELAY, parcel.position, parcel.parts[1], parcel.priority)
             await self._askers[session.id].push(again)
 
-    def _undeliverable(self, peer: str, parcels: list[Parcel]) -> None:
+    def _undeliverable(self, peer: str, parcels: list[HopParcel]) -> None:
         self._nursery.start_soon(self._relay_all, parcels)
 
-    async def _relay_all(self, parcels: list[Parcel]) -> None:
+    async def _relay_all(self, parcels: list[HopParcel]) -> None:
         for parcel in parcels:
             session = self._sessions.get(parcel.session)
             if session is not None:
@@ -109,4 +120,4 @@ class HopSender:
 
 def order(message: bytes) -> Parcel:
     """A message that goes before all data."""
-    return Parcel(b"", (message,), Priority.CONTROL)
+    return Parcel((message,), Priority.CONTROL)

@@ -43,6 +43,14 @@ class HopSession:
         self.heard_at = heard_at
         self.account = SessionAccount(heard_at)
 
+    def goes_on_with(self, turn: Turn) -> bool:
+        """True where a new order keeps what the session holds: its cache room, its blocks and the form of its outputs.
+
+        Outputs of two formats must never lie in `kept` together: their rows differ in size.
+        """
+        old = self.turn
+        return (old.span, old.tokens, old.wire) == (turn.span, turn.tokens, turn.wire)
+
     def begin_epoch(self, epoch: int, cut_to: int, turn: Turn) -> None:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
         assert epoch > self.epoch, "an epoch begins once"

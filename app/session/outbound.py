@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import trio
 
@@ -22,12 +22,23 @@ OPEN_TIMEOUT_S = 5.0
 UNREACHABLE_S = 30.0  # for so long a peer that could not be reached is not dialled again
 
 
-class Parcel(NamedTuple):
-    """One message of one session."""
+class Sendable(Protocol):
+    """One message on its way out; whoever made it may keep more beside what is sent."""
 
-    session: bytes
+    @property
+    def parts(self) -> tuple[bytes, ...]: ...
+    @property
+    def priority(self) -> Priority: ...
+
+
+class Parcel(NamedTuple):
+    """A message and nothing else."""
+
     parts: tuple[bytes, ...]
     priority: Priority
+
+
+SendableT = TypeVar("SendableT", bound=Sendable)
 
 
 class Outlet:
@@ -37,9 +48,9 @@ class Outlet:
         self.stream = stream
         self.broken = False
         self._nursery = nursery
-        self._pending: deque[Parcel] = deque()
+        self._pending: deque[Sendable] = deque()
 
-    async def push(self, parcel: Parcel) -> None:
+    async def push(self, parcel: Sendable) -> None:
         """Send a message; never waits and never raises what the network did."""
         if self.broken:
             return
@@ -69,7 +80,7 @@ class Outlet:
             self._pending.clear()
 
 
-class Outlets:
+class Outlets(Generic[SendableT]):
     """One stream to each successor, opened when it is first needed and kept."""
 
     def __init__(
@@ -79,12 +90,12 @@ class Outlets:
         nursery: trio.Nursery,
         *,
         lost: Callable[[str], None],
-        undeliverable: Callable[[str, list[Parcel]], None],
+        undeliverable: Callable[[str, list[SendableT]], None],
     ) -> None:
         self._network, self._protocol, self._nursery = network, protocol, nursery
         self._lost, self._undeliverable = lost, undeliverable
         self._open: dict[str, Outlet] = {}
-        self._opening: dict[str, list[Parcel]] = {}
+        self._opening: dict[str, list[SendableT]] = {}
         self._unreachable: dict[str, float] = {}  # peer -> until when
 
     def prepare(self, peer: str) -> None:
@@ -93,7 +104,7 @@ class Outlets:
             self._opening[peer] = []
             self._nursery.start_soon(self._connect, peer)
 
-    async def push(self, peer: str, parcel: Parcel) -> bool:
+    async def push(self, peer: str, parcel: SendableT) -> bool:
         """Send a message, now or once the stream is open; False where the peer cannot be reached for the time being."""
         outlet = self._open.get(peer)
         if outlet is not None and not outlet.broken:

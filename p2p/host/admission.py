@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from p2p.addresses import IPAddress, plain_ip
 
 MAX_TRACKED = 4096
+MAX_STRIKES = 32  # doubling further would change nothing but overflow a float
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Admission:
         """Hold `peer` off, twice as long as the last time; returns for how many seconds."""
         holdoff = self._holdoffs.pop(peer, None)
         forgiven = holdoff is None or now > holdoff.until + self.limits.longest_holdoff_s
-        strikes = 1 if forgiven or holdoff is None else holdoff.strikes + 1
+        strikes = 1 if forgiven or holdoff is None else min(holdoff.strikes + 1, MAX_STRIKES)
         seconds = min(self.limits.first_holdoff_s * 2.0 ** (strikes - 1), self.limits.longest_holdoff_s)
         self._holdoffs[peer] = _Holdoff(strikes, now + seconds)
         if len(self._holdoffs) > MAX_TRACKED:

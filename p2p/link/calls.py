@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 
 from p2p.errors import DeadlineExceeded, P2PError, QueueFull, Refused
-from p2p.link.frames import FIRST, WHOLE, Assembler, Frame, Kind, failure_of
+from p2p.link.frames import WHOLE, Assembler, Frame, Kind, body_bytes, failure_of
 from p2p.link.handlers import LinkPort
 
 MAX_PENDING_CALLS = 1024
@@ -70,7 +70,7 @@ class Asking:
             return False
         if frame.kind == Kind.ERROR:
             pending.fail(failure_of(frame))
-        elif frame.flags & WHOLE == FIRST and not self._hold(pending, frame.total):
+        elif frame.flags & WHOLE != WHOLE and not self._hold(pending, body_bytes(frame)):
             pending.fail(Refused(f"the answer of {self._link.peer} has {frame.total} bytes, too many to keep now"))
             self._link.give_up(frame.id)
         elif (whole := assembler.add(frame)) is not None:
@@ -79,9 +79,9 @@ class Asking:
         return True
 
     def _hold(self, pending: Pending, size: int) -> bool:
-        if pending.held or not self._link.services.quota.hold(self._link.peer, size, trio.current_time()):
+        if not self._link.services.quota.hold(self._link.peer, size):
             return False
-        pending.held = size
+        pending.held += size
         return True
 
     def end(self, failure: P2PError) -> None:

@@ -208,17 +208,22 @@ def _parse(data: bytes, start: int, end: int) -> Frame | None:
     return Frame(kind, flags, id, total, arg, name, data[body_at:end])
 
 
+def body_bytes(frame: Frame) -> int:
+    """How many bytes of its message this frame carries."""
+    return sum(len(piece) for piece in frame.pieces) if frame.pieces else len(frame.body)
+
+
 class _Partial:
-    __slots__ = ("chunks", "first", "received")
+    __slots__ = ("chunks", "first", "received", "received_before")
 
     def __init__(self, first: Frame) -> None:
         self.first, self.received = first, 0
+        self.received_before = -1  # at the last call of `Assembler.stalled`
         self.chunks: list[Buffer] = []
 
     def add(self, frame: Frame) -> None:
-        pieces = frame.pieces or (frame.body,)
-        self.chunks += pieces
-        self.received += sum(len(piece) for piece in pieces)
+        self.chunks += frame.pieces or (frame.body,)
+        self.received += body_bytes(frame)
 
 
 class Assembler:
@@ -229,6 +234,10 @@ class Assembler:
 
     def __len__(self) -> int:
         return len(self._partials)
+
+    def expects(self, frame: Frame) -> bool:
+        """True where the message that this chunk continues was begun and not dropped."""
+        return (frame.id, frame.flags & PRIORITY_MASK) in self._partials
 
     def add(self, frame: Frame) -> Frame | None:
         """The whole message as one frame when this chunk completes it.
@@ -257,6 +266,13 @@ class Assembler:
         """Forget what has arrived of the messages with this id."""
         for key in [key for key in self._partials if key[0] == id]:
             del self._partials[key]
+
+    def stalled(self) -> list[Frame]:
+        """The first frames of all messages of which nothing has arrived since the last call."""
+        found = [partial.first for partial in self._partials.values() if partial.received == partial.received_before]
+        for partial in self._partials.values():
+            partial.received_before = partial.received
+        return found
 
     def _extend(self, key: tuple[int, int], partial: _Partial, frame: Frame) -> Frame | None:
         first = partial.first

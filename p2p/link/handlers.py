@@ -1,8 +1,9 @@
 """The answering half of a link: runs the handlers of what a peer asks, each at its own risk.
 
 An exception in a handler costs that call or stream alone. A call that is over a limit, or names an unknown method, is
-refused at its first chunk, before its body is read. A call counts until its answer has gone to the writer, so that a
-peer that asks and does not read has used up its calls soon.
+refused at its first chunk, before its body is read; the bytes of a body count as they arrive, and a body that does not
+fit ends its call. A call counts until its answer has gone to the writer, so that a peer that asks and does not read has
+used up its calls soon.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from p2p.errors import (
     RemoteError,
 )
 from p2p.link.bandwidth import Bandwidth
-from p2p.link.frames import BUSY, FIRST, MALFORMED, Assembler, Frame, Kind
+from p2p.link.frames import BUSY, FIRST, MALFORMED, Assembler, Frame, Kind, body_bytes
 from p2p.link.outbox import Outgoing, spoken
 from p2p.link.quota import Quota
 from p2p.link.streams import MessageStream
@@ -55,7 +56,7 @@ class LinkPort(Protocol):
 
 @dataclass(eq=False)
 class _Call:
-    size: int
+    size: int  # bytes of its body that have arrived
     scope: trio.CancelScope
     running: bool = False  # its handler is
     answer_size: int = 0
@@ -76,9 +77,20 @@ class Serving:
 
     def on_request(self, frame: Frame, assembler: Assembler) -> Frame | None:
         """Take a chunk of a request; the whole of it once it is complete and admitted."""
-        if frame.flags & FIRST and not self._admit(frame):
+        if frame.flags & FIRST:
+            if not self._admit(frame):
+                return None
+        elif frame.id in self._calls and not self._hold(frame):
+            assembler.drop(frame.id)
             return None
         return assembler.add(frame) if frame.id in self._calls else None
+
+    def give_up(self, id: int, why: str) -> None:
+        """Refuse a call whose request has not arrived whole."""
+        call = self._calls.get(id)
+        if call is not None and not call.running:
+            self._link.refuse(Kind.ERROR, id, why)
+            self._finished(id, call)
 
     def start(self, request: Frame) -> None:
         """Run the handler of a complete request."""
@@ -117,7 +129,7 @@ class Serving:
         if handler is None:
             link.post(spoken(Kind.RESET, stream.id, "unknown_protocol", f"this node does not accept {protocol}"))
             return False
-        refusal = link.services.quota.begin_stream(link.peer, trio.current_time())
+        refusal = link.services.quota.begin_stream(link.peer)
         if refusal is not None:
             link.refuse(Kind.RESET, stream.id, refusal)
             return False
@@ -149,16 +161,26 @@ class Serving:
         if frame.id in self._calls or frame.id % 2 == link.own_parity:
             raise ProtocolError(f"request {frame.id} is not the peer's to make")
         now = trio.current_time()
-        refusal = link.services.quota.begin_call(link.peer, frame.total, now)
+        size = body_bytes(frame)
+        refusal = link.services.quota.begin_call(link.peer, size, now)
         if refusal is not None:
             link.refuse(Kind.ERROR, frame.id, refusal)
             return False
-        call = self._calls[frame.id] = _Call(frame.total, trio.CancelScope(deadline=now + frame.arg / 1000))
+        call = self._calls[frame.id] = _Call(size, trio.CancelScope(deadline=now + frame.arg / 1000))
         if frame.name not in link.services.methods:
             link.post(spoken(Kind.ERROR, frame.id, "unknown_method", f"this node does not serve {frame.name}"))
             self._finished(frame.id, call)
             return False
         return True
+
+    def _hold(self, frame: Frame) -> bool:
+        """Count one more chunk of a request, or refuse the call."""
+        call, size = self._calls[frame.id], body_bytes(frame)
+        if call.running or self._link.services.quota.hold(self._link.peer, size):
+            call.size += 0 if call.running else size
+            return True
+        self.give_up(frame.id, "too many bytes in flight")
+        return False
 
     async def _answer(self, request: Frame, call: _Call) -> None:
         link, method, queued = self._link, request.name, False

@@ -15,7 +15,7 @@ import trio
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFull, StreamReset
 from p2p.link.byte_stream import ByteStream
 from p2p.link.calls import Asking
-from p2p.link.frames import BUSY, FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind, failure_of
+from p2p.link.frames import BUSY, FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind, body_bytes, failure_of
 from p2p.link.handlers import Services, Serving
 from p2p.link.outbox import Outbox, Outgoing, spoken
 from p2p.link.streams import MessageStream
@@ -25,6 +25,7 @@ from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, bu
 READ_BYTES = 256 * 1024
 FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
+UNFINISHED_S = 120.0  # without a byte: then a request or message that was begun is given up
 STALLED_S = 60.0  # for one chunk to be taken: a peer that lives and does not read must not keep what waits for it
 # Frames about calls and streams that are not known (any more). A window of tiny messages may cross a reset, so many are
 # forgiven; who sends nothing else only means to keep this node busy.
@@ -54,6 +55,7 @@ class PeerLink:
         self._streams: dict[int, MessageStream] = {}
         self._asking, self._serving = Asking(self), Serving(self)
         self._scope = trio.CancelScope()
+        self._sweeping = False
         self._wake = trio.Event()
         self._written = trio.Event()
         self._flood = FloodGuard(IDLE_FRAMES, IDLE_FRAMES_PER_S, trio.current_time())
@@ -77,7 +79,7 @@ class PeerLink:
                     self._serving.nursery = nursery
                     nursery.start_soon(self._write)
                     try:
-                        await self._read()
+                        await self._read(nursery)
                     finally:
                         self._end()  # before handlers are waited for: some shield themselves
                         nursery.cancel_scope.cancel()
@@ -234,7 +236,7 @@ class PeerLink:
 
     # --- the reader ---
 
-    async def _read(self) -> None:
+    async def _read(self, nursery: trio.Nursery) -> None:
         decoder, down = FrameDecoder(), self.services.bandwidth.down
         try:
             while True:
@@ -250,12 +252,27 @@ class PeerLink:
                     self._dispatch(frame)
                     if self._condemned:
                         return
+                    if self._assembler and not self._sweeping:
+                        self._sweeping = True
+                        nursery.start_soon(self._sweep_unfinished)
                     if number % FRAMES_A_TURN == 0:  # a flood of tiny frames must not hold up everybody else
                         await trio.lowlevel.checkpoint()
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
         except ProtocolError as error:
             self.misbehaved(str(error))
+
+    async def _sweep_unfinished(self) -> None:
+        """Give up requests and messages that were begun and of which nothing more arrives; ends when none is left."""
+        while self._assembler:
+            await trio.sleep(UNFINISHED_S)
+            for first in self._assembler.stalled():
+                if first.kind == Kind.REQUEST:
+                    self._assembler.drop(first.id)
+                    self._serving.give_up(first.id, "the request was begun and not finished")
+                elif first.kind == Kind.MESSAGE and (stream := self._streams.get(first.id)) is not None:
+                    stream.abort(BUSY, "a message was begun and not finished")
+        self._sweeping = False
 
     async def _pace(self) -> None:
         down = self.services.bandwidth.down
@@ -293,10 +310,15 @@ class PeerLink:
             cost = frame.total + MESSAGE_COST_BYTES
             if not stream.fits(cost):
                 raise ProtocolError(f"stream {frame.id} was sent more than its window")
-            if not self.services.quota.hold(self._peer, cost, trio.current_time()):
-                stream.abort("busy", "too many bytes in flight")
-                return
             stream.arrive(cost)
+        elif not self._assembler.expects(frame):
+            self._flood.count(trio.current_time())
+            return
+        size = body_bytes(frame) + (MESSAGE_COST_BYTES if frame.flags & FIRST else 0)
+        if not self.services.quota.hold(self._peer, size):
+            stream.abort("busy", "too many bytes in flight")
+            return
+        stream.hold(size)
         whole = self._assembler.add(frame)
         if whole is not None:
             stream.deliver(whole.body)

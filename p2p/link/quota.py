@@ -1,7 +1,11 @@
-"""What one peer, and all peers together, may ask of this node; and what becomes of those who ask for more. Pure.
+"""How much of this node peers may use at once: calls, streams and bytes held for them. Pure; the clock is passed in.
+
+Each of the three is a `SharedLimit`: every peer has a small floor that nobody else can take, and above it draws from a
+pool that all share fairly. So strangers who use all they can get leave room for the others, however many they are.
+Only bytes that arrived count, never what a message declares.
 
 Over a limit means a `busy` answer and no handler run. A peer that keeps on is reported as misbehaving; how long it is
-then held off, and who may connect at all, is for `p2p.host.admission`.
+then held off, and who may connect at all, is decided by `p2p.host.admission`.
 """
 
 from __future__ import annotations
@@ -12,14 +16,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what peers may have under way here."""
+    """Bounds on what peers may have under way here.
+
+    A peer may always have its floor; the pool (`calls`, `streams`, `bytes`) holds what peers have above their floors.
+    With 256 connections the floors add up to 1024 calls, 1024 streams and 256 MiB.
+    """
 
     calls_per_peer: int = 64
     calls: int = 1024
+    calls_floor: int = 4
     streams_per_peer: int = 64
     streams: int = 1024
+    streams_floor: int = 4
     bytes_per_peer: int = 256 * 2**20  # bodies received and not yet consumed
-    bytes: int = 1024 * 2**20
+    bytes: int = 768 * 2**20
+    bytes_floor: int = 2**20
     # Answers that wait for the peer to read them; one alone may be larger. More than an honest peer asks for at once.
     answer_bytes_per_peer: int = 24 * 2**20
     requests_per_s: float = 2000.0
@@ -29,23 +40,65 @@ class Limits:
     refusals_forgiven_per_s: float = 10.0
 
 
+class SharedLimit:
+    """Divides one resource among peers.
+
+    Up to its floor a peer is always served. Above, it draws from the pool: freely while the pool is less than half
+    used, and up to an equal share of the pool after that.
+    """
+
+    def __init__(self, per_peer: int, pool: int, floor: int) -> None:
+        self._per_peer, self._pool, self._floor = per_peer, pool, floor
+        self._used: dict[str, int] = {}
+        self._pool_used = 0
+        self._pool_peers = 0  # that use more than their floor
+
+    def used(self, peer: str) -> int:
+        """How much this peer has now."""
+        return self._used.get(peer, 0)
+
+    def take(self, peer: str, amount: int) -> bool:
+        """Count `amount` more for a peer; False, and nothing counted, where it may not have it."""
+        before = self._used.get(peer, 0)
+        after = before + amount
+        if after > self._per_peer:
+            return False
+        above_before, above_after = max(before - self._floor, 0), max(after - self._floor, 0)
+        pool_used = self._pool_used + above_after - above_before
+        if above_after:
+            peers = self._pool_peers + (not above_before)
+            if pool_used > self._pool or (2 * pool_used > self._pool and above_after * (peers + 1) > self._pool):
+                return False
+        self._set(peer, after)
+        return True
+
+    def give_back(self, peer: str, amount: int) -> None:
+        """Count `amount` less for a peer."""
+        left = self._used.get(peer, 0) - amount
+        assert left >= 0, "nobody gives back more than was taken"
+        self._set(peer, left)
+
+    def _set(self, peer: str, amount: int) -> None:
+        above_before = max(self._used.get(peer, 0) - self._floor, 0)
+        above = max(amount - self._floor, 0)
+        self._pool_used += above - above_before
+        self._pool_peers += bool(above) - bool(above_before)
+        if amount:
+            self._used[peer] = amount
+        else:
+            self._used.pop(peer, None)
+
+
 MAX_REMEMBERED = 4096  # peers that are gone, of whom it is still known how much they asked for
 
 
 @dataclass
-class _Use:
-    calls: int = 0
-    streams: int = 0
-    bytes: int = 0
-    answer_bytes: int = 0
-
-
-@dataclass
-class _Peer(_Use):
+class _Peer:
     tokens: float = 0.0
     tokens_at: float = 0.0
     refusals: float = 0.0
     refusals_at: float = 0.0
+    answer_bytes: int = 0
 
 
 class Quota:
@@ -53,7 +106,9 @@ class Quota:
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._all = _Use()
+        self._calls = SharedLimit(self.limits.calls_per_peer, self.limits.calls, self.limits.calls_floor)
+        self._streams = SharedLimit(self.limits.streams_per_peer, self.limits.streams, self.limits.streams_floor)
+        self._bytes = SharedLimit(self.limits.bytes_per_peer, self.limits.bytes, self.limits.bytes_floor)
         self._peers: dict[str, _Peer] = {}
         self._gone: OrderedDict[str, _Peer] = OrderedDict()
 
@@ -68,17 +123,15 @@ class Quota:
         return None
 
     def begin_call(self, peer: str, size: int, now: float) -> str | None:
-        """Take on a call with a body of this size, or the reason why not."""
+        """Take on a call of whose body `size` bytes have arrived, or the reason why not."""
         refusal = self.request(peer, now)
         if refusal is not None:
             return refusal
-        use = self._peer(peer, now)
-        if use.calls >= self.limits.calls_per_peer or self._all.calls >= self.limits.calls:
+        if not self._calls.take(peer, 1):
             return "too many calls at once"
-        if not self.hold(peer, size, now):
+        if not self._bytes.take(peer, size):
+            self._calls.give_back(peer, 1)
             return "too many bytes in flight"
-        use.calls += 1
-        self._all.calls += 1
         return None
 
     def hold_answer(self, peer: str, size: int, now: float) -> bool:
@@ -86,46 +139,32 @@ class Quota:
         use = self._peer(peer, now)
         if use.answer_bytes and use.answer_bytes + size > self.limits.answer_bytes_per_peer:
             return False
-        if not self.hold(peer, size, now):
+        if not self._bytes.take(peer, size):
             return False
         use.answer_bytes += size
         return True
 
     def end_call(self, peer: str, size: int, answer_size: int = 0) -> None:
-        """A call that began has ended."""
-        self._peers[peer].calls -= 1
+        """A call that began has ended; `size` bytes of its body were held."""
         self._peers[peer].answer_bytes -= answer_size
-        self._all.calls -= 1
-        self.release(peer, size + answer_size)
+        self._calls.give_back(peer, 1)
+        self._bytes.give_back(peer, size + answer_size)
 
-    def begin_stream(self, peer: str, now: float) -> str | None:
+    def begin_stream(self, peer: str) -> str | None:
         """Take on a stream, or the reason why not."""
-        use = self._peer(peer, now)
-        if use.streams >= self.limits.streams_per_peer or self._all.streams >= self.limits.streams:
-            return "too many streams at once"
-        use.streams += 1
-        self._all.streams += 1
-        return None
+        return None if self._streams.take(peer, 1) else "too many streams at once"
 
     def end_stream(self, peer: str) -> None:
         """A stream that began has ended."""
-        self._peers[peer].streams -= 1
-        self._all.streams -= 1
+        self._streams.give_back(peer, 1)
 
-    def hold(self, peer: str, size: int, now: float) -> bool:
+    def hold(self, peer: str, size: int) -> bool:
         """Account for bytes kept for a peer; False where they do not fit."""
-        use = self._peer(peer, now)
-        if use.bytes + size > self.limits.bytes_per_peer or self._all.bytes + size > self.limits.bytes:
-            return False
-        use.bytes += size
-        self._all.bytes += size
-        return True
+        return self._bytes.take(peer, size)
 
     def release(self, peer: str, size: int) -> None:
         """Bytes that were held are gone."""
-        if size:
-            self._peers[peer].bytes -= size
-            self._all.bytes -= size
+        self._bytes.give_back(peer, size)
 
     def refused(self, peer: str, now: float) -> bool:
         """Note that a peer was told no; True once it has been told too often."""
@@ -142,16 +181,14 @@ class Quota:
 
         Its rate and its refusals are remembered for a while: a new link must not buy it a new start.
         """
-        use = self._peers.get(peer)
-        if use is not None and not (use.calls or use.streams or use.bytes):
+        if peer in self._peers and self.under_way(peer) == (0, 0, 0):
             self._gone[peer] = self._peers.pop(peer)
             if len(self._gone) > MAX_REMEMBERED:
                 self._gone.popitem(last=False)
 
     def under_way(self, peer: str) -> tuple[int, int, int]:
         """Calls, streams and bytes of one peer."""
-        use = self._peers.get(peer) or _Peer()
-        return use.calls, use.streams, use.bytes
+        return self._calls.used(peer), self._streams.used(peer), self._bytes.used(peer)
 
     def _peer(self, peer: str, now: float) -> _Peer:
         use = self._peers.get(peer)

@@ -41,6 +41,7 @@ class MessageStream:
         self._outstanding = 0  # sent and not credited
         self._arrived = 0  # arrived and not credited
         self._eaten = 0  # consumed and not credited
+        self._held = 0  # bytes that the node's quota counts for this stream
         self._lowest_priority = 0
         self._sent_close = self._got_close = False
         self._failure: P2PError | None = None
@@ -128,6 +129,10 @@ class MessageStream:
         """Account for a message that begins to arrive."""
         self._arrived += cost
 
+    def hold(self, size: int) -> None:
+        """Bytes of a message have arrived, and the node's quota counts them until they are consumed."""
+        self._held += size
+
     def deliver(self, message: bytes) -> None:
         """Hand over a whole message that arrived."""
         if self.handler_done:  # nobody will read it
@@ -163,7 +168,8 @@ class MessageStream:
         if self._failure is None:
             self._failure = failure
             self._inbox.clear()
-            self._carrier.consumed(self._arrived - self._eaten)
+            self._carrier.consumed(self._held)
+            self._held = 0
             self._readable.set()
             self._writable.set()
             self.opened.set()
@@ -171,6 +177,7 @@ class MessageStream:
 
     def _consume(self, cost: int) -> None:
         self._eaten += cost
+        self._held -= cost
         self._carrier.consumed(cost)
         if self._eaten >= WINDOW_BYTES // 2 and not self._got_close:
             self._arrived -= self._eaten

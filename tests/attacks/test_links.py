@@ -67,8 +67,8 @@ async def test_an_outlet_behind_a_full_queue_waits_without_using_the_processor()
         busy, quiet = await peer.accept_streams(node, 2)
         await busy.send(bytes(2 * QUEUE_BYTES), Priority.PREFILL)
         outlet = Outlet(quiet, nursery)
-        await outlet.push(Parcel(b"session", (b"a turn",), Priority.CONTROL))
-        await outlet.push(Parcel(b"session", (b"a prefill",), Priority.PREFILL))
+        await outlet.push(Parcel((b"a turn",), Priority.CONTROL))
+        await outlet.push(Parcel((b"a prefill",), Priority.PREFILL))
         with trio.move_on_after(1) as scope:
             await trio.testing.wait_all_tasks_blocked()
         assert not scope.cancelled_caught, "a task runs all the time"

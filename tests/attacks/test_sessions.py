@@ -86,11 +86,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="H-1: a TURN that changes the wire format leaves outputs of two row sizes in a session, and the frame that "
-    "the hop makes of them crashes its server, or its successor closes the stream",
-)
 @pytest.mark.parametrize("successor", ["unreachable", "listening"])
 async def test_a_wire_format_that_changes_within_a_session_harms_nobody(
     cache: Path, successor: str, autojump_clock: MockClock

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p.link.bandwidth import BURST_S, RECHECK_S, Bandwidth, TokenBucket
-from p2p.link.quota import Limits, Quota
+from p2p.link.quota import Limits, Quota, SharedLimit
 
 TIGHT = Limits(
-    calls_per_peer=2, calls=3, streams_per_peer=1, streams=2, bytes_per_peer=100, bytes=150, requests_per_s=10,
-    request_burst=5, refusals=3, refusals_forgiven_per_s=1,
+    calls_per_peer=2, calls=4, calls_floor=0, streams_per_peer=1, streams=2, streams_floor=0, bytes_per_peer=100,
+    bytes=200, bytes_floor=0, requests_per_s=10, request_burst=5, refusals=3, refusals_forgiven_per_s=1,
 )  # fmt: skip
 
 
@@ -19,30 +19,75 @@ def test_calls_are_bounded_for_one_peer_and_for_all() -> None:
     quota = Quota(TIGHT)
     assert [quota.begin_call("a", 1, 0.0) for _ in range(3)] == [None, None, "too many calls at once"]
     assert quota.begin_call("b", 1, 0.0) is None
-    assert quota.begin_call("c", 1, 0.0) == "too many calls at once"
-    quota.end_call("a", 1)
     assert quota.begin_call("c", 1, 0.0) is None
+    assert quota.begin_call("d", 1, 0.0) == "too many calls at once"
+    quota.end_call("a", 1)
+    assert quota.begin_call("d", 1, 0.0) == "too many calls at once"  # a fifth of four calls is none
+    quota.end_call("b", 1)
+    assert quota.begin_call("d", 1, 0.0) is None
 
 
 def test_bytes_are_bounded_for_one_peer_and_for_all() -> None:
     quota = Quota(TIGHT)
-    assert quota.hold("a", 100, 0.0)
-    assert not quota.hold("a", 1, 0.0)
-    assert quota.begin_call("b", 51, 0.0) == "too many bytes in flight"
+    assert quota.hold("a", 100)
+    assert not quota.hold("a", 1)
+    assert quota.begin_call("b", 67, 0.0) == "too many bytes in flight"  # a third of the pool is 66
     assert quota.under_way("b") == (0, 0, 0)
-    assert quota.begin_call("b", 50, 0.0) is None
+    assert quota.begin_call("b", 66, 0.0) is None
     quota.release("a", 100)
-    assert quota.hold("a", 100, 0.0)
+    assert quota.hold("a", 66)
 
 
 def test_streams_are_bounded() -> None:
     quota = Quota(TIGHT)
-    assert quota.begin_stream("a", 0.0) is None
-    assert quota.begin_stream("a", 0.0) is not None
-    assert quota.begin_stream("b", 0.0) is None
-    assert quota.begin_stream("c", 0.0) is not None
+    assert quota.begin_stream("a") is None
+    assert quota.begin_stream("a") is not None
+    assert quota.begin_stream("b") is not None  # half of the pool is used, and a third of it is no whole stream
     quota.end_stream("a")
-    assert quota.begin_stream("c", 0.0) is None
+    assert quota.begin_stream("b") is None
+
+
+def test_a_floor_is_left_for_each_peer_whatever_others_use() -> None:
+    limit = SharedLimit(per_peer=64, pool=128, floor=4)
+    for stranger in range(200):
+        while limit.take(f"stranger {stranger}", 1):
+            pass
+    assert limit.take("honest", 4)
+    assert not limit.take("honest", 1)
+    limit.give_back("honest", 4)
+    assert limit.used("honest") == 0
+
+
+def test_late_comers_get_their_share_of_a_pool_that_early_ones_would_fill() -> None:
+    limit = SharedLimit(per_peer=64, pool=128, floor=0)
+    while limit.take("early", 1):
+        pass
+    assert limit.used("early") == 64
+    for late in ("b", "c"):
+        while limit.take(late, 1):
+            pass
+        assert limit.used(late) >= 10, late
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(-40, 40)), max_size=80), st.integers(0, 8))
+def test_a_shared_limit_never_gives_more_than_it_has_and_always_gives_the_floor(
+    steps: list[tuple[str, int]], floor: int
+) -> None:
+    limit, per_peer, pool = SharedLimit(32, 48, floor), 32, 48
+    for peer, amount in steps:
+        if amount < 0:
+            limit.give_back(peer, min(-amount, limit.used(peer)))
+        else:
+            before = limit.used(peer)
+            took = limit.take(peer, amount)
+            assert limit.used(peer) == before + amount * took
+            assert took or before + amount > floor
+        used = [limit.used(peer) for peer in "abcdef"]
+        assert max(used) <= per_peer
+        assert sum(max(0, amount - floor) for amount in used) <= pool
+    for peer in "abcdef":
+        limit.give_back(peer, limit.used(peer))
+    assert limit.take("g", 24 + floor if 24 + floor <= per_peer else per_peer)
 
 
 def test_requests_a_second_are_bounded_and_recover() -> None:

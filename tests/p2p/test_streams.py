@@ -266,7 +266,7 @@ async def test_a_request_cancelled_half_way_frees_what_had_arrived() -> None:
         half = Frame(Kind.REQUEST, FIRST, 1, 2 * CHUNK_BYTES, 60_000, "echo", bytes(CHUNK_BYTES))
         await pipe.send_all(PREFACE + encode(half))
         await trio.testing.wait_all_tasks_blocked()
-        assert b.services.quota.under_way("stranger") == (1, 0, 2 * CHUNK_BYTES)
+        assert b.services.quota.under_way("stranger") == (1, 0, CHUNK_BYTES)
         rest = Frame(Kind.REQUEST, LAST, 1, 2 * CHUNK_BYTES, 0, "", bytes(CHUNK_BYTES))
         await pipe.send_all(encode(Frame(Kind.CANCEL, WHOLE, 1, 0, 0, "", b"")) + encode(rest) + request(3, b"next"))
         (answer,) = await frames_of(pipe, 1)
