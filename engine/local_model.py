@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.budget import Precision, block_bytes
 from engine.model.attention import Segment
-from engine.model.ends import Ends, load_ends
+from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.model.kv_cache import KVLease, token_bytes
 from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
@@ -23,7 +23,7 @@ KV_SHARE = 0.25  # of the free memory, at most, for the cache of one conversatio
 
 
 @dataclass(frozen=True)
-class Figures:
+class LocalStats:
     """How a reply went."""
 
     ttft_s: float
@@ -33,7 +33,7 @@ class Figures:
 class LocalModel:
     """Embedding, all blocks, head and tokenizer of one model on one device."""
 
-    def __init__(self, source: ModelSource, ends: Ends, span: SpanRunner) -> None:
+    def __init__(self, source: ModelSource, ends: EmbeddingAndHead, span: SpanRunner) -> None:
         self.config = source.config
         self._text = ModelText(source)
         self.ends = ends
@@ -50,18 +50,18 @@ class LocalModel:
             hidden = self.span.step(self.ends.embed(chunk), [Segment(lease, lease.length, len(chunk))])
         return self.ends.logits(hidden[-1:])[0]
 
-    def reply(self, prompt_ids: Sequence[int], settings: ReplySettings) -> Reply:
+    def reply(self, prompt_ids: Sequence[int], settings: ReplySettings) -> LocalReply:
         """Begin a reply; iterate over it to get its text as it is written."""
-        return Reply(self, list(prompt_ids), self._text.begin(prompt_ids, settings))
+        return LocalReply(self, list(prompt_ids), self._text.begin(prompt_ids, settings))
 
 
-class Reply:
+class LocalReply:
     """An iterator over the pieces of one reply's text; its figures are there when it ends."""
 
     def __init__(self, model: LocalModel, prompt_ids: list[int], writer: ReplyWriter) -> None:
         self._model, self._prompt_ids = model, prompt_ids
         self.writer = writer
-        self.figures: Figures | None = None
+        self.stats: LocalStats | None = None
 
     def __iter__(self) -> Iterator[str]:
         model, writer = self._model, self.writer
@@ -73,7 +73,7 @@ class Reply:
             while writer.finish_reason is None:
                 yield writer.choose(model.logits_after(lease, [writer.last_token]))
             decoded, seconds = len(writer.token_ids) - 1, time.perf_counter() - first
-            self.figures = Figures(first - begin, decoded / seconds if decoded else None)
+            self.stats = LocalStats(first - begin, decoded / seconds if decoded else None)
         finally:
             lease.close()
 

@@ -18,7 +18,7 @@ from engine.model.span import SpanRunner
 from engine.wire import to_bytes, to_tensor, wire_name
 
 
-class Work(Protocol):
+class StepInput(Protocol):
     """One session's share of a step: `rows` tokens at `position` through blocks `start` to `stop`."""
 
     @property
@@ -39,7 +39,7 @@ class Work(Protocol):
     def wire(self) -> str: ...
 
 
-class Output(NamedTuple):
+class StepResult(NamedTuple):
     """What one session's rows became."""
 
     data: bytes
@@ -87,12 +87,12 @@ class SessionRunner:
         """Forget tokens from `length` on."""
         self._lease(session).truncate(length)
 
-    def step(self, work: Sequence[Work]) -> list[Output]:
+    def step(self, work: Sequence[StepInput]) -> list[StepResult]:
         """Advance sessions: those that use the same blocks go through them together."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(work):
             groups.setdefault((item.start, item.stop), []).append(index)
-        outputs: dict[int, Output] = {}
+        outputs: dict[int, StepResult] = {}
         advanced: list[Segment] = []
         try:
             for blocks, indices in groups.items():
@@ -113,19 +113,19 @@ class SessionRunner:
             raise SessionError(f"there is no session {session.hex()[:8]} here; open it again")
         return lease
 
-    def _joined(self, items: list[Work]) -> Tensor:
+    def _joined(self, items: list[StepInput]) -> Tensor:
         dtype = items[0].dtype
         if all(item.dtype == dtype for item in items):
             return to_tensor([item.data for item in items], dtype, self.hidden_size)
         compute = self._span.options.dtype
         return torch.cat([to_tensor([item.data], item.dtype, self.hidden_size).to(compute) for item in items])
 
-    def _split(self, hidden: Tensor, items: list[Work]) -> list[Output]:
+    def _split(self, hidden: Tensor, items: list[StepInput]) -> list[StepResult]:
         wires = [item.wire or self._native for item in items]
         views = {wire: to_bytes(hidden, wire) for wire in set(wires)}
         outputs, row = [], 0
         for item, wire in zip(items, wires, strict=True):
             size = len(views[wire]) // hidden.shape[0]
-            outputs.append(Output(bytes(views[wire][row * size : (row + item.rows) * size]), wire))
+            outputs.append(StepResult(bytes(views[wire][row * size : (row + item.rows) * size]), wire))
             row += item.rows
         return outputs

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from engine.errors import EngineError
-from engine.model.block import Holding
-from engine.model.ends import Ends, load_ends
+from engine.model.block import WeightOptions
+from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.sources.base import ModelSource
 from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
@@ -25,7 +25,7 @@ class Token(NamedTuple):
     embedding: bytes
 
 
-class Choice(Protocol):
+class TokenChoice(Protocol):
     """A reply that waits for its next token, with the last block's output."""
 
     @property
@@ -48,7 +48,7 @@ class HiddenState(Protocol):
 class SwarmEnds:
     """What an asker holds of a model that others run."""
 
-    def __init__(self, source: ModelSource, ends: Ends, dtype: torch.dtype) -> None:
+    def __init__(self, source: ModelSource, ends: EmbeddingAndHead, dtype: torch.dtype) -> None:
         self.config = source.config
         self.n_blocks = source.config.n_blocks
         self.hidden_size = source.config.hidden_size
@@ -77,7 +77,7 @@ class SwarmEnds:
         """A new reply; raises `EngineError` where the prompt is empty or leaves no room in the context."""
         return self._text.begin(prompt_ids, settings)
 
-    def choose(self, choices: Sequence[Choice]) -> list[Token]:
+    def choose(self, choices: Sequence[TokenChoice]) -> list[Token]:
         """The next token of each reply, behind the last row of its hidden states."""
         dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
         rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-1:] for choice in choices]
@@ -101,6 +101,6 @@ class SwarmEnds:
         return float(distance.mean()), float((a * b).sum() / (b * b).sum()) - 1
 
 
-def load_swarm_ends(source: ModelSource, how: Holding) -> SwarmEnds:
+def load_swarm_ends(source: ModelSource, how: WeightOptions) -> SwarmEnds:
     """Read the embedding and the head of a model, and nothing else."""
     return SwarmEnds(source, load_ends(source, how), how.dtype)

@@ -21,8 +21,8 @@ from p2p.channel.compatibility import check_libp2p
 from p2p.channel.upgrade import channel_of
 from p2p.dht import directory as dht
 from p2p.dht.directory import Directory
-from p2p.dht.host_view import HostSurroundings
-from p2p.discovery.known_peers import PeerMemory
+from p2p.dht.host_view import LiveHostView
+from p2p.discovery.known_peers import KnownPeers
 from p2p.discovery.mdns import LocalNetwork
 from p2p.discovery.seeker import MEANS, Means, Seeker
 from p2p.errors import HandshakeError, P2PError, Refused
@@ -32,7 +32,7 @@ from p2p.host.admission import ConnectionLimits
 from p2p.host.connection import Connection, Stream
 from p2p.host.heartbeat import Heartbeat, Hello
 from p2p.host.host import Host, HostConfig
-from p2p.host.identify import Courtesies
+from p2p.host.identify import StandardProtocols
 from p2p.host.pruning import LinkUse, surplus
 from p2p.identity import Identity
 from p2p.link.bandwidth import Bandwidth
@@ -100,9 +100,9 @@ class Libp2pNetwork:
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay)
         self.traversal.say_hello = self._heartbeat.say_hello
         self.traversal.renew_link = self._board.renew
-        self._courtesies = Courtesies(self.host, identity)
+        self._courtesies = StandardProtocols(self.host, identity)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
-        self._memory = PeerMemory(config.remember_at if "remembered" in config.discovery else None, self.host)
+        self._memory = KnownPeers(config.remember_at if "remembered" in config.discovery else None, self.host)
         self._kept: frozenset[str] = frozenset()
         self._nursery: trio.Nursery | None = None
         self._scope: trio.CancelScope | None = None
@@ -116,7 +116,7 @@ class Libp2pNetwork:
         self.host.accompany(self._heartbeat.accompany)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
-            self._directory = Directory(self.peer_id, self._ask, HostSurroundings(self.host), is_valid_value)
+            self._directory = Directory(self.peer_id, self._ask, LiveHostView(self.host), is_valid_value)
             self._board.serve(dht.METHOD, self._directory.handle)
 
     # --- what `app.core.network.Network` asks -------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class FloodGuard:
             raise ProtocolError("floods this node with frames that do nothing")
 
 
-class Allowance:
+class PeerRateLimit:
     """`burst` tokens each, refilled at `per_s`; the peer that was longest silent is forgotten first."""
 
     def __init__(self, burst: float, per_s: float, max_peers: int = 4096) -> None:

@@ -15,7 +15,7 @@ from textual.screen import Screen
 from textual.theme import Theme
 from textual.widget import Widget
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.node import RULES
 from ui.draw.numbers import duration, plural
 from ui.draw.state_line import pill, reason
@@ -77,25 +77,25 @@ def drain(app: NodeApp) -> None:
 
 def join(app: NodeApp) -> None:
     """Ask for a name or an invite, and go there."""
-    from ui.widgets.dialogs import Line
+    from ui.widgets.dialogs import TextDialog
 
     def answered(target: str | None) -> None:
         if target:
-            app.say(f"joining {clean(target)[:60]}")
+            app.say(f"joining {one_line(target)[:60]}")
             app.ask(lambda client: client.post("/api/join", {"target": target}), lambda told: _joined(app, told))
 
     words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
-    app.push_screen(Line(words, hint="reading-club, reading-club#1a2b3c4d or shoal:…"), answered)
+    app.push_screen(TextDialog(words, hint="reading-club, reading-club#1a2b3c4d or shoal:…"), answered)
 
 
 def create(app: NodeApp) -> None:
     """Ask for a name and a model, and found a swarm."""
-    from ui.widgets.dialogs import Line
+    from ui.widgets.dialogs import TextDialog
 
     def named(name: str | None) -> None:
         if name:
             app.push_screen(
-                Line(words, value="starter", hint="starter, tiny-random, a folder or a GGUF file"), modelled
+                TextDialog(words, value="starter", hint="starter, tiny-random, a folder or a GGUF file"), modelled
             )
             made["name"] = name
 
@@ -107,7 +107,7 @@ def create(app: NodeApp) -> None:
 
     made: dict[str, str] = {}
     words = "Which model? `starter` is a small one; else a folder or file on the node's machine."
-    app.push_screen(Line("How is the swarm to be called?", hint="reading-club"), named)
+    app.push_screen(TextDialog("How is the swarm to be called?", hint="reading-club"), named)
 
 
 def _joined(app: NodeApp, told: Any) -> None:
@@ -127,7 +127,9 @@ def leave_swarm(app: NodeApp) -> None:
         if sure:
             app.ask(lambda client: client.post("/api/leave", {"name": name}), lambda _: app.say(f"left {name}"))
 
-    words = f"Leave {clean(name)}? Sessions move to other members; you need an invite to come back to a private swarm."
+    words = (
+        f"Leave {one_line(name)}? Sessions move to other members; you need an invite to come back to a private swarm."
+    )
     app.push_screen(Question(words, "Leave it"), answered)
 
 
@@ -162,7 +164,7 @@ def why(app: NodeApp) -> None:
             facts += [("who", ", ".join(store.peer_name(peer) for peer in known.why.peers))] if known.why.peers else []
             facts += [("you can", known.why.next_step)] if known.why.next_step else []
         for rule in known.courtesy.rules:
-            label = RULES.get(rule.code, clean(rule.label))
+            label = RULES.get(rule.code, one_line(rule.label))
             facts.append((f"pause: {label}", _rule(rule.enabled, rule.available, rule.text)))
         facts += [("reach", known.network.reach), ("links", str(known.network.links))]
         facts += [("address", address) for address in known.listen_addrs[:6]]

@@ -26,13 +26,13 @@ from ui.draw.theme import NIGHT, THEMES
 from ui.node_app import NodeApp
 from ui.screens.frame import TABS
 from ui.screens.registry import make_screen
-from ui.state.follower import NOT_OURS, Door, Follower, Heard, Note, Told
-from ui.state.store import Link, LogRow, Store
+from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnector, RawSnapshot
+from ui.state.store import ConnectionState, LogRow, Store
 
 APART_S = 0.2  # between two looks at a store that changes quickly
 
 
-class News(Message):
+class NodeMessage(Message):
     """Something came from the node."""
 
     def __init__(self, heard: Heard) -> None:
@@ -65,12 +65,12 @@ class Dashboard(NodeApp):
         Binding("q", "leave", "leave"),
     ]
 
-    def __init__(self, door: Door | None, *, store: Store | None = None, folder: Path | None = None) -> None:
+    def __init__(self, door: NodeConnector | None, *, store: Store | None = None, folder: Path | None = None) -> None:
         super().__init__(door, store or Store(), folder)
         self._follower = None if door is None else Follower(door, self._hear)
         self._shown_at = float("-inf")
         self._show_pending = False
-        self._latest: Told | None = None
+        self._latest: RawSnapshot | None = None
         self._footer_of: tuple[str, str | None] = ("", None)
         self.asked_first_run = False
         self._modes = {name: partial(make_screen, name, self.store) for name in TABS}
@@ -79,7 +79,7 @@ class Dashboard(NodeApp):
         self.theme = self._kept_theme = actions.kept_theme(folder)
 
     def _hear(self, heard: Heard) -> None:
-        self.post_message(News(heard))
+        self.post_message(NodeMessage(heard))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
         """Our own names, for themes that do not have them."""
@@ -116,18 +116,18 @@ class Dashboard(NodeApp):
 
     # --- what comes from the node ------------------------------------------------------------------------------------
 
-    def on_news(self, message: News) -> None:
+    def on_news(self, message: NodeMessage) -> None:
         """Take it into the store, and show it with what comes right after."""
         message.stop()
         match message.heard:
-            case Link() as link:
+            case ConnectionState() as link:
                 self._latest = None
                 self.store.connected(link)
                 self.show_now()  # all of the screen at once: nothing of a node that is away may linger
                 return
-            case Told() as told:
+            case RawSnapshot() as told:
                 self._latest = told
-            case Note() as note:
+            case EventNote() as note:
                 self.store.note(note.data)
         self.show_soon()
 
@@ -162,11 +162,11 @@ class Dashboard(NodeApp):
             self._footer_of = (self.store.link.kind, state)
             self.refresh_bindings()
 
-    def _take(self, told: Told) -> None:
+    def _take(self, told: RawSnapshot) -> None:
         try:
             snapshot = snapshot_from(json.loads(told.text))
         except (ValueError, TypeError):
-            self.store.connected(Link("away", NOT_OURS))
+            self.store.connected(ConnectionState("away", NOT_OURS))
         else:
             self.store.take(snapshot)
 

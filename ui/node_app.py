@@ -13,7 +13,7 @@ from textual.message import Message
 
 from app.api.client import Client
 from app.core.errors import AppError
-from ui.state.follower import Door
+from ui.state.follower import NodeConnector
 from ui.state.store import Store
 
 
@@ -28,7 +28,7 @@ class Answer(Message):
 class NodeApp(App[None]):
     """The dashboard as its screens and actions know it; `ui.app.Dashboard` is the one implementation."""
 
-    def __init__(self, door: Door | None, store: Store, folder: Path | None) -> None:
+    def __init__(self, door: NodeConnector | None, store: Store, folder: Path | None) -> None:
         super().__init__()
         self.door = door
         self.store = store

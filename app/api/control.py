@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.api.event_log import Feed
+from app.api.event_log import EventLog
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Value
@@ -28,7 +28,7 @@ class Control(Protocol):
     """A running node as the API commands it; failures are `AppError`, `P2PError` or `EngineError`."""
 
     @property
-    def feed(self) -> Feed:
+    def event_log(self) -> EventLog:
         """What changes."""
 
     def snapshot(self) -> Snapshot:

@@ -16,7 +16,7 @@ KEPT_NOTES = 500
 
 
 @dataclass(frozen=True)
-class Note:
+class LoggedEvent:
     """One thing that happened, numbered from 1 in this run of the node."""
 
     number: int
@@ -25,12 +25,12 @@ class Note:
     text: str
 
 
-class Feed:
+class EventLog:
     """The node's notes, and waiting for the next change."""
 
     def __init__(self, now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6) -> None:
         self._now_ms = now_ms
-        self._notes: deque[Note] = deque(maxlen=KEPT_NOTES)
+        self._notes: deque[LoggedEvent] = deque(maxlen=KEPT_NOTES)
         self._numbers = 0
         self._changed = trio.Event()
         self.version = 0
@@ -45,10 +45,10 @@ class Feed:
     def note(self, kind: str, text: str) -> None:
         """Write down what happened, and wake the followers."""
         self._numbers += 1
-        self._notes.append(Note(self._numbers, self._now_ms(), kind, text))
+        self._notes.append(LoggedEvent(self._numbers, self._now_ms(), kind, text))
         self.touch()
 
-    def notes_after(self, number: int) -> list[Note]:
+    def notes_after(self, number: int) -> list[LoggedEvent]:
         """The kept notes that a follower who saw `number` has not seen."""
         return [note for note in self._notes if note.number > number]
 

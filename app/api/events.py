@@ -22,27 +22,27 @@ SILENCE_S = 15.0  # after which a comment shows that the line is alive
 
 async def stream(control: Control, last_note: int) -> AsyncGenerator[bytes, None]:
     """The bytes of one follower's stream; `last_note` is the number it saw before it lost the line."""
-    feed = control.feed
+    event_log = control.event_log
     while True:
-        seen, is_last = feed.version, feed.closed
-        for note in feed.notes_after(last_note):
+        seen, is_last = event_log.version, event_log.closed
+        for note in event_log.notes_after(last_note):
             last_note = note.number
             yield _event("note", dataclasses.asdict(note), note.number)
         yield _event("snapshot", facts(control.snapshot()))
         if is_last:
             return
-        while feed.version <= seen and not feed.closed:
+        while event_log.version <= seen and not event_log.closed:
             with trio.move_on_after(SILENCE_S):
-                await feed.wait_beyond(seen)
-            if feed.version <= seen:
+                await event_log.wait_beyond(seen)
+            if event_log.version <= seen:
                 yield b": still here\n\n"
         with trio.move_on_after(APART_S):
             await _closed(control)
 
 
 async def _closed(control: Control) -> None:
-    while not control.feed.closed:
-        await control.feed.wait_beyond(control.feed.version)
+    while not control.event_log.closed:
+        await control.event_log.wait_beyond(control.event_log.version)
 
 
 def _event(name: str, data: dict[str, Any], number: int | None = None) -> bytes:

@@ -17,9 +17,9 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from app.api.control import Control
-from app.api.openai_errors import PREFIX, Refusal, status_and_body, told
+from app.api.openai_errors import PREFIX, OpenAIError, status_and_body, told
 from app.api.openai_fields import ChatCompletion, TextCompletion
-from app.api.streaming import OURS, Streamed
+from app.api.streaming import OURS, EventStream
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot
 
@@ -58,8 +58,8 @@ def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: R
     shape = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
     pieces = control.reply(request)
     if asked.stream:
-        return Streamed(_events(pieces, shape, usage=asked.wants_usage), "text/event-stream", told)
-    return Streamed(_whole(pieces, shape), "application/json", told)
+        return EventStream(_events(pieces, shape, usage=asked.wants_usage), "text/event-stream", told)
+    return EventStream(_whole(pieces, shape), "application/json", told)
 
 
 def _model(snapshot: Snapshot) -> dict[str, Any]:
@@ -70,11 +70,11 @@ def _model(snapshot: Snapshot) -> dict[str, Any]:
 def _check_model(snapshot: Snapshot, wanted: str) -> None:
     if snapshot.swarm is None:
         why = "this node is in no swarm: go to one with `shoal join`, or found one with `shoal create`"
-        raise Refusal(why, status=503, code="no_swarm")
+        raise OpenAIError(why, status=503, code="no_swarm")
     pinned = {swarm.pinned for swarm in snapshot.swarms if swarm.active}
     if wanted not in {snapshot.swarm, snapshot.model, *pinned} or not wanted:
         why = f"the model {wanted[:80]!r} is not here: this node's swarm is {snapshot.swarm!r}"
-        raise Refusal(why, status=404, param="model", code="model_not_found")
+        raise OpenAIError(why, status=404, param="model", code="model_not_found")
 
 
 @dataclass(frozen=True)

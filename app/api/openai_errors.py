@@ -25,7 +25,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first that fits coun
 )
 
 
-class Refusal(AppError):
+class OpenAIError(AppError):
     """A request that the endpoint understands and does not serve, with what OpenAI's clients look at."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "bad_request") -> None:
@@ -54,7 +54,7 @@ def failure(status: int, why: Reason, *, param: str | None = None) -> JSONRespon
 def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """An error of ours."""
     why = reason_of(error)
-    if isinstance(error, Refusal):
+    if isinstance(error, OpenAIError):
         return error.status, body(error.status, why, param=error.param)
     if isinstance(error, NoRoute) and error.busy:
         return 429, body(429, why)

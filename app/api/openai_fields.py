@@ -69,11 +69,11 @@ def _served(values: Any, unserved: Unserved) -> Any:
     return {name: value for name, value in values.items() if name not in unserved}
 
 
-class _Body(BaseModel):
+class _OpenAIBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(_Body):
+class TextPart(_OpenAIBody):
     """A piece of a message's text."""
 
     type: Literal["text"]
@@ -90,7 +90,7 @@ def _only_text(parts: Any) -> Any:
     return parts
 
 
-class OpenAIMessage(_Body):
+class OpenAIMessage(_OpenAIBody):
     """One message of a conversation."""
 
     @model_validator(mode="before")
@@ -111,7 +111,7 @@ class OpenAIMessage(_Body):
         return {"role": _ROLES[self.role], "content": text}
 
 
-class StreamOptions(_Body):
+class StreamOptions(_OpenAIBody):
     """What a stream holds besides the reply."""
 
     include_usage: bool = False
@@ -122,7 +122,7 @@ class StreamOptions(_Body):
         return _served(values, {"include_obfuscation": (False,)})
 
 
-class _Asked(_Body):
+class _Asked(_OpenAIBody):
     """What both kinds of completion share."""
 
     unserved: ClassVar[Unserved] = {}

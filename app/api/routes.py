@@ -14,7 +14,7 @@ from app.api.control import Control, Joining
 from app.api.events import stream
 from app.api.guard import Application, Guard
 from app.api.metrics import MEDIA_TYPE, exposition
-from app.api.streaming import Streamed, json_lines
+from app.api.streaming import EventStream, json_lines
 from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
 from app.courtesy.pause import LONGEST_S
@@ -126,7 +126,7 @@ def _looking(control: Control) -> APIRouter:
 
     @router.get("/events", response_class=Response)
     async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> Response:
-        return Streamed(stream(control, last_event_id), "text/event-stream", failures.told)
+        return EventStream(stream(control, last_event_id), "text/event-stream", failures.told)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _acting(control: Control) -> APIRouter:
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:
-        return Streamed(json_lines(control.reply(request.request())), "application/x-ndjson", failures.told)
+        return EventStream(json_lines(control.reply(request.request())), "application/x-ndjson", failures.told)
 
     @router.post("/pause")
     async def pause(request: PauseRequest) -> dict[str, Any]:

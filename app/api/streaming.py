@@ -23,7 +23,7 @@ OURS = (AppError, P2PError, EngineError)
 Refuse = Callable[[Exception], Response]
 
 
-class Streamed(Response):
+class EventStream(Response):
     """Sends what an async generator yields; the generator is always run to its end or closed, whoever leaves first."""
 
     def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, refuse: Refuse) -> None:

@@ -45,7 +45,7 @@ class ApiHealth:
             news.set()
 
 
-class NodeApi:
+class ApiSupervisor:
     """The API on one socket; `run` ends after `end`."""
 
     def __init__(self, sock: socket, build: Callable[[], Application], health: ApiHealth) -> None:

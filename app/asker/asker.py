@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from app.asker.audit import Auditor
-from app.asker.audit_sample import Exchange, Recording, State, last_state
+from app.asker.audit_sample import AuditSample, AuditSampler, HiddenStates, last_state
 from app.asker.evidence import Deviation, precisions
-from app.asker.head_batcher import Chooser
+from app.asker.head_batcher import HeadBatcher
 from app.asker.hop_links import HopLinks
 from app.asker.reply import Reply
-from app.asker.route_hops import Guide, SessionSettings, Shape
+from app.asker.route_hops import RouteSource, SessionSettings, SessionShape
 from app.asker.route_session import RouteSession
-from app.asker.stats import AskedSession, AskerFigures
-from app.core.compute import Choice, Device, ReplyEnds
+from app.asker.stats import AskedSession, AskerStats
+from app.core.compute import Device, ReplyEnds, TokenChoice
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.span import Span
 from app.routing.bans import Bans
-from app.routing.planner import Guidance, Members, PinnedGuide, SessionGuide, Wishes
-from app.routing.route import Demand, Route
+from app.routing.planner import Members, PinnedRoute, PrivacyPreferences, RoutePlanner, SessionRoutes
+from app.routing.route import Route, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 
@@ -47,13 +47,13 @@ class PromptTooLong(AppError):
 
 
 @dataclass(frozen=True)
-class Outlook:
+class AskerOptions:
     """What an asker takes from its node besides the network: settings of sessions, the person's wishes, and trust."""
 
     session: SessionSettings = field(default_factory=SessionSettings)
-    wishes: Callable[[], Wishes] = Wishes
+    preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences
     book: TrustBook = field(default_factory=TrustBook)
-    dice: random.Random = field(default_factory=random.SystemRandom)
+    rng: random.Random = field(default_factory=random.SystemRandom)
 
 
 class Asker:
@@ -67,14 +67,14 @@ class Asker:
         members: Members,
         *,
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
-        outlook: Outlook | None = None,
+        outlook: AskerOptions | None = None,
     ) -> None:
-        outlook = outlook or Outlook()
+        outlook = outlook or AskerOptions()
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
-        self._chooser = Chooser(ends, device)
-        self._settings, self._dice = outlook.session, outlook.dice
-        self.guidance = Guidance(network, members, outlook.wishes, outlook.book)
-        self._auditor = Auditor(_Bench(self), outlook.book, outlook.dice)
+        self._head_batcher = HeadBatcher(ends, device)
+        self._settings, self._rng = outlook.session, outlook.rng
+        self.planner = RoutePlanner(network, members, outlook.preferences, outlook.book)
+        self._auditor = Auditor(_AuditContext(self), outlook.book, outlook.rng)
         self._links: HopLinks | None = None
         self._replies: dict[bytes, Reply] = {}
         self._latest: AskedSession | None = None
@@ -84,7 +84,7 @@ class Asker:
     @property
     def bans(self) -> Bans:
         """Who is avoided for a while."""
-        return self.guidance.bans
+        return self.planner.bans
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the streams to hops until cancelled."""
@@ -106,8 +106,10 @@ class Asker:
             )
         text = self._ends.begin(prompt_ids, settings)
         demand = self._demand(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
-        async with self._counted(SessionGuide(self.guidance, demand), demand.tokens) as session:
-            reply = self._replies[session.id] = Reply(session, text, self._chooser, prompt_ids, Recording(self._dice))
+        async with self._counted(SessionRoutes(self.planner, demand), demand.tokens) as session:
+            reply = self._replies[session.id] = Reply(
+                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng)
+            )
             self._begun += 1
             try:
                 yield reply
@@ -117,43 +119,43 @@ class Asker:
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
         """A session of at most `tokens` tokens, for those who choose them themselves."""
-        async with self._counted(SessionGuide(self.guidance, self._demand(tokens, prompt_tokens)), tokens) as session:
+        async with self._counted(SessionRoutes(self.planner, self._demand(tokens, prompt_tokens)), tokens) as session:
             yield session
 
-    def figures(self) -> AskerFigures:
+    def stats(self) -> AskerStats:
         """What this asker does and did."""
-        link_s, now = self.guidance.link_s(), trio.current_time()
+        link_s, now = self.planner.link_s(), trio.current_time()
         replies = list(self._replies.values())
-        return AskerFigures(
+        return AskerStats(
             sessions=tuple(reply.seen(link_s, now) for reply in replies),
             latest=self._latest,
             replies=self._begun,
-            asked_tokens=self._asked_tokens + sum(len(reply.figures.token_ids) for reply in replies),
-            prompt_tokens=self._prompt_tokens + sum(reply.figures.prompt_tokens for reply in replies),
+            asked_tokens=self._asked_tokens + sum(len(reply.stats.token_ids) for reply in replies),
+            prompt_tokens=self._prompt_tokens + sum(reply.stats.prompt_tokens for reply in replies),
             audits=self._auditor.counts,
         )
 
-    def _demand(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> Demand:
+    def _demand(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
         blocks = self._ends.n_blocks
-        privacy = self.guidance.privacy(blocks, private_blocks)
-        return Demand(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
+        privacy = self.planner.privacy(blocks, private_blocks)
+        return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
 
-    def _ended(self, reply: Reply, demand: Demand, settings: Any) -> None:
+    def _ended(self, reply: Reply, demand: RouteRequest, settings: Any) -> None:
         """Count a reply, learn from it how fast its hops are, and keep something to audit."""
-        figures = reply.figures
-        self._latest = seen = reply.seen(self.guidance.link_s(), trio.current_time())
-        self._asked_tokens += len(figures.token_ids)
-        self._prompt_tokens += figures.prompt_tokens
-        if seen.route_s is not None and not figures.recoveries:
-            self.guidance.took(figures.route, seen.route_s, demand)
+        stats = reply.stats
+        self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
+        self._asked_tokens += len(stats.token_ids)
+        self._prompt_tokens += stats.prompt_tokens
+        if seen.route_s is not None and not stats.recoveries:
+            self.planner.record_token_time(stats.route, seen.route_s, demand)
         exchange = None
-        if reply.recording.answers:
-            exchange = Exchange(
+        if reply.sampler.answers:
+            exchange = AuditSample(
                 reply.tokens,
-                figures.prompt_tokens + reply.recording.first,
-                tuple(reply.recording.answers),
-                frozenset(reply.recording.peers),
-                precisions(figures.route, self.guidance.members()),
+                stats.prompt_tokens + reply.sampler.first,
+                tuple(reply.sampler.answers),
+                frozenset(reply.sampler.peers),
+                precisions(stats.route, self.planner.members()),
                 demand.tokens,
                 demand.privacy,
                 settings,
@@ -161,7 +163,7 @@ class Asker:
         self._auditor.ended(exchange, len(reply.tokens))
 
     @asynccontextmanager
-    async def _counted(self, guide: Guide, tokens: int) -> AsyncIterator[RouteSession]:
+    async def _counted(self, guide: RouteSource, tokens: int) -> AsyncIterator[RouteSession]:
         self.active += 1
         try:
             async with self.open(guide, tokens, self._settings) as session:
@@ -170,10 +172,10 @@ class Asker:
             self.active -= 1
 
     @asynccontextmanager
-    async def open(self, guide: Guide, tokens: int, settings: SessionSettings) -> AsyncIterator[RouteSession]:
+    async def open(self, guide: RouteSource, tokens: int, settings: SessionSettings) -> AsyncIterator[RouteSession]:
         """A session that takes the ways its guide shows, freed at the end."""
         assert self._links is not None, "the asker is not running"
-        shape = Shape(tokens, self._ends.hidden_size, self._ends.dtype)
+        shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype)
         session = RouteSession(self._links, guide, self._embed, shape, settings)
         try:
             yield session
@@ -184,37 +186,37 @@ class Asker:
         return await self._device.run(self._ends.embed, token_ids)
 
 
-class _Bench:
-    """What auditing needs of an asker; see `app.asker.audit.Bench`."""
+class _AuditContext:
+    """What auditing needs of an asker; see `app.asker.audit.AuditContext`."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
 
     def members(self) -> Sequence[Announcement]:
-        return self._asker.guidance.members()
+        return self._asker.planner.members()
 
-    def innocent(self) -> frozenset[str]:
-        return self._asker.guidance.innocent()
+    def not_accused(self) -> frozenset[str]:
+        return self._asker.planner.not_accused()
 
-    def shunned(self) -> frozenset[str]:
-        return frozenset(self._asker.guidance.shunned())
+    def avoided(self) -> frozenset[str]:
+        return frozenset(self._asker.planner.avoided())
 
     @asynccontextmanager
     async def pinned(self, route: Route, room: int) -> AsyncIterator[RouteSession]:
         asker = self._asker
-        guide = PinnedGuide(asker.guidance, asker._demand(room, 0), route)
+        guide = PinnedRoute(asker.planner, asker._demand(room, 0), route)
         # A route that breaks is no longer the one that is asked about.
         settings = replace(asker._settings, first_route_s=0.0, new_route_s=0.0)
         async with asker.open(guide, room, settings) as session:
             yield session
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> State:
+    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenStates:
         return last_state(await session.advance(tokens))
 
-    async def think(self, answer: State, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(self, answer: HiddenStates, tokens: Sequence[int], settings: Any) -> None:
         text = self._asker._ends.begin(tokens, settings)
-        await self._asker._chooser.choose(Choice(text, memoryview(answer.data), answer.dtype))
+        await self._asker._head_batcher.choose(TokenChoice(text, memoryview(answer.data), answer.dtype))
 
-    async def deviation(self, one: Sequence[State], other: Sequence[State]) -> Deviation:
+    async def deviation(self, one: Sequence[HiddenStates], other: Sequence[HiddenStates]) -> Deviation:
         ends = self._asker._ends
         return Deviation(*await self._asker._device.run(ends.deviation, one, other))

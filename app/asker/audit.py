@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import trio
 
-from app.asker.audit_sample import Exchange, State
+from app.asker.audit_sample import AuditSample, HiddenStates
 from app.asker.evidence import (
     Deviation,
     Explanation,
@@ -41,7 +41,7 @@ from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
 from app.core.span import Span
-from app.routing.route import Demand, Known, NoRoute, Route
+from app.routing.route import KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
 from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
@@ -59,40 +59,40 @@ TRIES = 12  # random routes, of which the most telling is taken
 _SHUN_S = 100.0  # more than any route costs
 
 
-class Bench(Protocol):
+class AuditContext(Protocol):
     """What auditing needs of its asker."""
 
     def members(self) -> Sequence[Announcement]: ...
-    def innocent(self) -> frozenset[str]:
+    def not_accused(self) -> frozenset[str]:
         """Peers that are never suspected: this node, and those that the person trusts."""
 
-    def shunned(self) -> frozenset[str]:
+    def avoided(self) -> frozenset[str]:
         """Peers that cannot be used now."""
 
     def pinned(self, route: Route, room: int) -> AbstractAsyncContextManager[RouteSession]:
         """A session on this route and no other."""
 
-    async def think(self, answer: State, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(self, answer: HiddenStates, tokens: Sequence[int], settings: Any) -> None:
         """Take as long as it takes to choose a token."""
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> State: ...
-    async def deviation(self, one: Sequence[State], other: Sequence[State]) -> Deviation: ...
+    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenStates: ...
+    async def deviation(self, one: Sequence[HiddenStates], other: Sequence[HiddenStates]) -> Deviation: ...
 
 
 @dataclass
-class _Answered:
+class _AuditAnswer:
     route: Route | None  # None: the reply itself
-    answers: tuple[State, ...]
+    answers: tuple[HiddenStates, ...]
     precisions: tuple[str, ...]
     seen: Observation
 
 
 @dataclass
-class _Inquiry:
+class _AuditRun:
     """One exchange, and all answers to it so far."""
 
-    exchange: Exchange
-    answered: list[_Answered] = field(default_factory=list)
+    exchange: AuditSample
+    answered: list[_AuditAnswer] = field(default_factory=list)
     broken: int = 0  # sessions that did not come to their end
 
     @property
@@ -103,10 +103,10 @@ class _Inquiry:
 class Auditor:
     """Audits replies within its share of the traffic; `run` must be running."""
 
-    def __init__(self, bench: Bench, book: TrustBook, dice: random.Random) -> None:
-        self._bench, self._book, self._dice = bench, book, dice
-        self._kept: list[Exchange] = []
-        self._inquiry: _Inquiry | None = None
+    def __init__(self, bench: AuditContext, book: TrustBook, rng: random.Random) -> None:
+        self._context, self._book, self._rng = bench, book, rng
+        self._kept: list[AuditSample] = []
+        self._inquiry: _AuditRun | None = None
         self._asked_tokens = self._replies = 0
         self._wake = trio.Event()
         self._tokens = self._sessions = self._passed = self._failed = 0
@@ -116,7 +116,7 @@ class Auditor:
         """How much was audited."""
         return AuditCounts(self._sessions, self._tokens, self._passed, self._failed)
 
-    def ended(self, exchange: Exchange | None, tokens: int) -> None:
+    def ended(self, exchange: AuditSample | None, tokens: int) -> None:
         """A reply of so many tokens has ended; None: nothing of it can be audited."""
         self._asked_tokens += tokens
         self._replies += 1
@@ -129,7 +129,7 @@ class Auditor:
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
-            await trio.sleep(min(self._dice.expovariate(1 / MEAN_DELAY_S), 8 * MEAN_DELAY_S))
+            await trio.sleep(min(self._rng.expovariate(1 / MEAN_DELAY_S), 8 * MEAN_DELAY_S))
             while await self._next():
                 pass
             document = self._book.unsaved()
@@ -154,15 +154,15 @@ class Auditor:
                 self._conclude(inquiry)
             return False
         await self._weigh(inquiry, route, answers)
-        if self._inquiry is inquiry and len(explanations(inquiry.seen, self._bench.innocent())[0]) < 2:
+        if self._inquiry is inquiry and len(explanations(inquiry.seen, self._context.not_accused())[0]) < 2:
             self._conclude(inquiry)  # at once, though the share may be spent
         return True
 
-    def _affordable(self, exchange: Exchange) -> bool:
+    def _affordable(self, exchange: AuditSample) -> bool:
         tokens_fit = self._tokens + exchange.cost <= SHARE * self._asked_tokens
         return tokens_fit and self._sessions + 1 <= SHARE * self._replies
 
-    def _choose(self) -> _Inquiry | None:
+    def _choose(self) -> _AuditRun | None:
         """The kept reply whose hops were audited least; its own answer is the first."""
         # Replies of a peer that is known to lie teach nothing new.
         self._kept = [one for one in self._kept if all(self._book.standing(peer).trusted for peer in one.peers)]
@@ -170,32 +170,32 @@ class Auditor:
         if not fresh:
             return None
 
-        def audited(exchange: Exchange) -> tuple[int, float]:
-            return min(self._book.agreed(peer) for peer in self._suspects(exchange.peers)), self._dice.random()
+        def audited(exchange: AuditSample) -> tuple[int, float]:
+            return min(self._book.agreed(peer) for peer in self._suspects(exchange.peers)), self._rng.random()
 
         exchange = min(fresh, key=audited)
         self._kept.remove(exchange)
-        own = _Answered(None, exchange.answers, exchange.precisions, Observation(exchange.peers, 0))
-        return _Inquiry(exchange, [own])
+        own = _AuditAnswer(None, exchange.answers, exchange.precisions, Observation(exchange.peers, 0))
+        return _AuditRun(exchange, [own])
 
     def _suspects(self, peers: frozenset[str]) -> frozenset[str]:
-        return peers - self._bench.innocent()
+        return peers - self._context.not_accused()
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
-    async def _next_route(self, inquiry: _Inquiry) -> Route | None:
+    async def _next_route(self, inquiry: _AuditRun) -> Route | None:
         """The route whose answer would tell most, or None where no route tells anything more."""
         if len(inquiry.answered) == 1:
             route = self._random_route(inquiry.exchange, shun=inquiry.exchange.peers)
             others = frozenset() if route is None else frozenset(hop.peer for hop in route)
             return route if others - inquiry.exchange.peers else None
-        stories, _ = explanations(inquiry.seen, self._bench.innocent())
+        stories, _ = explanations(inquiry.seen, self._context.not_accused())
         if len(stories) < 2 or len(inquiry.answered) >= MOST_ROUTES:
             return None
         suspects = sorted(blame(stories))
         best: tuple[int, Route | None] = (len(stories), None)
         for _ in range(TRIES):
-            shun = self._dice.sample(suspects, self._dice.randint(0, len(suspects)))
+            shun = self._rng.sample(suspects, self._rng.randint(0, len(suspects)))
             route = self._random_route(inquiry.exchange, shun)
             if route is not None:
                 left = undecided([hop.peer for hop in route], stories, inquiry.seen)
@@ -203,51 +203,51 @@ class Auditor:
             await trio.lowlevel.checkpoint()
         return best[1]
 
-    def _random_route(self, exchange: Exchange, shun: Sequence[str] | frozenset[str]) -> Route | None:
+    def _random_route(self, exchange: AuditSample, shun: Sequence[str] | frozenset[str]) -> Route | None:
         """Any route, with the peers to shun only where there are no others."""
-        members = self._bench.members()
-        costs = {m.peer: self._dice.random() * _SHUN_S / 100 for m in members}
+        members = self._context.members()
+        costs = {m.peer: self._rng.random() * _SHUN_S / 100 for m in members}
         costs |= {peer: _SHUN_S for peer in shun}
-        demand = Demand(Span(0, len(exchange.precisions)), exchange.room, privacy=exchange.privacy)
+        demand = RouteRequest(Span(0, len(exchange.precisions)), exchange.room, privacy=exchange.privacy)
         try:
             return find_route(
-                members, demand, lambda a, b: 0.0, avoid=self._bench.shunned(), known=Known(penalty_s=costs)
+                members, demand, lambda a, b: 0.0, avoid=self._context.avoided(), known=KnownCosts(penalty_s=costs)
             )
         except NoRoute:
             return None
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def _compute(self, exchange: Exchange, route: Route) -> tuple[State, ...] | None:
+    async def _compute(self, exchange: AuditSample, route: Route) -> tuple[HiddenStates, ...] | None:
         """What this route answers; None where it breaks before the end."""
-        answers: list[State] = []
+        answers: list[HiddenStates] = []
         fed, until = 0, exchange.first
         self._sessions += 1
         try:
             with trio.fail_after(AUDIT_S):
-                async with self._bench.pinned(route, exchange.room) as session:
+                async with self._context.pinned(route, exchange.room) as session:
                     while len(answers) < len(exchange.answers):
                         new = exchange.tokens[fed:until]
                         self._tokens += len(new)
-                        answers.append(await self._bench.answer_of(session, new))
-                        await self._bench.think(answers[-1], exchange.tokens[:until], exchange.settings)
+                        answers.append(await self._context.answer_of(session, new))
+                        await self._context.sample_and_discard(answers[-1], exchange.tokens[:until], exchange.settings)
                         fed, until = until, until + 1
         except (AppError, P2PError, trio.TooSlowError) as error:
             log.info("an audit did not come to its end: %s", error)
             return None
         return tuple(answers)
 
-    async def _weigh(self, inquiry: _Inquiry, route: Route, answers: tuple[State, ...]) -> None:
+    async def _weigh(self, inquiry: _AuditRun, route: Route, answers: tuple[HiddenStates, ...]) -> None:
         """Add an answer to those that it agrees with; when the first two agree, the audit is over."""
-        numbers = precisions(route, self._bench.members())
+        numbers = precisions(route, self._context.members())
         group = 1 + max(one.seen.group for one in inquiry.answered)
         for one in inquiry.answered:
-            apart = await self._bench.deviation(answers, one.answers)
+            apart = await self._context.deviation(answers, one.answers)
             if apart.within(tolerance(numbers, one.precisions)):
                 group = one.seen.group
                 break
         peers = frozenset(hop.peer for hop in route)
-        inquiry.answered.append(_Answered(route, answers, numbers, Observation(peers, group)))
+        inquiry.answered.append(_AuditAnswer(route, answers, numbers, Observation(peers, group)))
         if len(inquiry.answered) == 2 and group == 0:
             self._passed += 1
             self._inquiry = None
@@ -257,12 +257,12 @@ class Auditor:
             self._failed += 1
             log.warning("an audit of %s disagrees with what %s answered", sorted(peers), sorted(inquiry.exchange.peers))
 
-    def _conclude(self, inquiry: _Inquiry) -> None:
+    def _conclude(self, inquiry: _AuditRun) -> None:
         """Nothing more can be learnt about these answers: draw the conclusion."""
         self._inquiry = None
         if len(inquiry.answered) < 2:
             return  # nobody else holds these blocks
-        stories, always = explanations(inquiry.seen, self._bench.innocent())
+        stories, always = explanations(inquiry.seen, self._context.not_accused())
         routes = len(inquiry.answered)
         if len(stories) == 1 and always:
             for peer in stories[0]:
@@ -276,7 +276,7 @@ class Auditor:
             self._book.note(peer, "agreed", "agreed with others")
 
 
-def _against(inquiry: _Inquiry, liars: Explanation) -> str:
+def _against(inquiry: _AuditRun, liars: Explanation) -> str:
     with_them = sum(not one.peers.isdisjoint(liars) for one in inquiry.seen)
     agree = len(inquiry.answered) - with_them
     return f"wrong in {with_them} of {with_them} answers, while {agree} without it agree"

@@ -12,7 +12,7 @@ from app.session.wire import DTYPE_NAMES, Frame
 WINDOW = 8  # answers of a reply that are kept and compared
 
 
-class State(NamedTuple):
+class HiddenStates(NamedTuple):
     """One hidden state as it came from the wire."""
 
     data: bytes
@@ -20,12 +20,12 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class AuditSample:
     """What is kept of a reply: its tokens, who took part, and the answers behind some of them."""
 
     tokens: tuple[int, ...]
     first: int  # so many tokens lie before the first answer that is kept
-    answers: tuple[State, ...]  # one token further each
+    answers: tuple[HiddenStates, ...]  # one token further each
     peers: frozenset[str]
     precisions: tuple[str, ...]  # of the blocks
     room: int  # tokens that the session had room for
@@ -38,28 +38,28 @@ class Exchange:
         return self.first + len(self.answers) - 1
 
 
-class Recording:
+class AuditSampler:
     """Keeps the answers of one stretch of a reply, each stretch being as likely to be the one."""
 
-    def __init__(self, dice: random.Random) -> None:
-        self._dice = dice
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
         self._count = 0
         self.first = 0  # the number of the first answer that is kept
-        self.answers: list[State] = []
+        self.answers: list[HiddenStates] = []
         self.peers: set[str] = set()
 
-    def note(self, answer: State, route: Route) -> None:
+    def note(self, answer: HiddenStates, route: Route) -> None:
         """The reply's next answer came over this route."""
         self.peers.update(hop.peer for hop in route)
         stretch, at = divmod(self._count, WINDOW)
-        if at == 0 and self._dice.random() < 1 / (stretch + 1):
+        if at == 0 and self._rng.random() < 1 / (stretch + 1):
             self.first, self.answers = self._count, []
         if self._count < self.first + WINDOW:
             self.answers.append(answer)
         self._count += 1
 
 
-def last_state(frame: Frame) -> State:
+def last_state(frame: Frame) -> HiddenStates:
     """The hidden state behind the last token of a frame."""
     size = len(frame.body) // frame.rows
-    return State(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])
+    return HiddenStates(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])

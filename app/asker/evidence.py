@@ -66,9 +66,9 @@ class Observation:
 Explanation = frozenset[str]
 
 
-def explanations(seen: Sequence[Observation], innocent: Collection[str]) -> tuple[list[Explanation], bool]:
+def explanations(seen: Sequence[Observation], not_accused: Collection[str]) -> tuple[list[Explanation], bool]:
     """The smallest sets of liars that explain all answers, and whether they then lied every time."""
-    peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(innocent))
+    peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(not_accused))
     for size in range(1, _MOST_LIARS + 1):
         for always in (True, False):
             found = [frozenset(liars) for liars in combinations(peers, size) if _explains(liars, seen, always)]

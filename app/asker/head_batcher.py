@@ -11,37 +11,37 @@ from weakref import WeakSet
 
 import trio
 
-from app.core.compute import Choice, Device, Piece, ReplyEnds
+from app.core.compute import Device, ReplyEnds, TextPiece, TokenChoice
 
 _SMOOTH = 0.25
 
 
-class _Ticket:
+class _HeadRequest:
     """One reply's place in the queue."""
 
     __slots__ = ("choice", "failure", "piece", "woken")
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: TokenChoice) -> None:
         self.choice = choice
-        self.piece: Piece | None = None
+        self.piece: TextPiece | None = None
         self.failure: BaseException | None = None
         self.woken = trio.Event()
 
 
-class Chooser:
+class HeadBatcher:
     """Chooses tokens for many replies at a time."""
 
     def __init__(self, ends: ReplyEnds, device: Device) -> None:
         self._ends, self._device = ends, device
-        self._waiting: list[_Ticket] = []
+        self._waiting: list[_HeadRequest] = []
         self._busy = False
         self._gathering: trio.Event | None = None
         self._away: WeakSet[Any] = WeakSet()  # replies whose last token was chosen and that have not come back
         self._pass_s = 0.0
 
-    async def choose(self, choice: Choice) -> Piece:
+    async def choose(self, choice: TokenChoice) -> TextPiece:
         """The next token of one reply; raises what the ends raise."""
-        ticket = _Ticket(choice)
+        ticket = _HeadRequest(choice)
         self._waiting.append(ticket)
         self._away.discard(choice.reply)
         if self._gathering is not None:
@@ -65,7 +65,7 @@ class Chooser:
     async def _lead(self) -> None:
         """Choose for all that wait now; the task that found the device free does it for the others."""
         self._busy = True
-        tickets: list[_Ticket] = []
+        tickets: list[_HeadRequest] = []
         try:
             await self._gather()
             tickets, self._waiting = self._waiting, []

@@ -13,7 +13,7 @@ import trio
 
 from app.core.errors import RecordError
 from app.core.network import FrameStream, Network, Payload, Priority
-from app.session.outbound import Outlet, Parcel
+from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import PROTOCOL, Frame, decode
 from p2p.errors import P2PError, QueueFull, StreamClosed
 
@@ -34,28 +34,28 @@ class HopLink:
 
     def __init__(self, stream: FrameStream, nursery: trio.Nursery) -> None:
         self.peer = stream.peer
-        self.outlet = Outlet(stream, nursery)
+        self.outbox = PeerOutbox(stream, nursery)
         self.listeners: dict[bytes, Listener] = {}
 
     async def send(self, session: bytes, *parts: bytes, priority: Priority = Priority.CONTROL) -> None:
         """Send one frame; what cannot be sent shows as a lost hop."""
-        await self.outlet.push(Parcel(parts, priority))
+        await self.outbox.push(OutboundFrame(parts, priority))
 
     async def read(self) -> None:
         """Hand out frames until the stream ends."""
         try:
             while True:
-                frame = decode(await self.outlet.stream.receive())
+                frame = decode(await self.outbox.stream.receive())
                 listener = self.listeners.get(frame.session)
                 if listener is not None:
                     await listener.heard(self.peer, frame)
         except RecordError as error:
             log.warning("%s sent a bad frame, its stream is closed: %s", self.peer, error)
-            await self.outlet.stream.reset()
+            await self.outbox.stream.reset()
         except P2PError:
             pass
         finally:
-            self.outlet.broken = True
+            self.outbox.broken = True
             for listener in list(self.listeners.values()):
                 listener.lost(self.peer)
 
@@ -73,11 +73,11 @@ class HopLinks:
     async def to(self, peer: str, *, timeout_s: float) -> HopLink:
         """The open link to a peer; raises `P2PError` where it cannot be had."""
         link = self._links.get(peer)
-        if link is not None and not link.outlet.broken:
+        if link is not None and not link.outbox.broken:
             return link
         async with self._opening.setdefault(peer, trio.Lock()):
             link = self._links.get(peer)
-            if link is None or link.outlet.broken:
+            if link is None or link.outbox.broken:
                 link = self._links[peer] = HopLink(await self._open(peer, timeout_s), self._nursery)
                 self._nursery.start_soon(link.read)
             return link
@@ -85,7 +85,7 @@ class HopLinks:
     def is_open(self, peer: str) -> bool:
         """Whether there is a link that needs no opening."""
         link = self._links.get(peer)
-        return link is not None and not link.outlet.broken
+        return link is not None and not link.outbox.broken
 
     def prepare(self, peer: str, *, timeout_s: float) -> None:
         """Open a link for later, while nobody waits for it."""

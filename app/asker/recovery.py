@@ -22,7 +22,7 @@ class HopFailed(Exception):
         self.peer, self.why, self.busy, self.blameless = peer, why, busy, blameless
 
 
-class Loss(NamedTuple):
+class HopLoss(NamedTuple):
     """What went missing on a route, and the hop that sent it where another hop did."""
 
     failure: HopFailed
@@ -34,14 +34,14 @@ def overdue_s(usual_s: float) -> float:
     return max(MIN_OVERDUE_S, OVERDUE_TIMES * usual_s)
 
 
-class Progress:
+class HopProgress:
     """How far the hops of a route have come since an answer is awaited, as their STATE frames tell."""
 
     def __init__(self, now: float, row_bytes: int, stuck_s: float) -> None:
         self._row_bytes, self._stuck_s = row_bytes, stuck_s
         self._advanced_at, self._sum = now, -1
 
-    def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> Loss | None:
+    def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> HopLoss | None:
         """What went missing between hops that all answer; None while somebody is at work or may still receive."""
         progress = sum(state.position + state.rows for state in states.values())
         if progress > self._sum:
@@ -52,17 +52,17 @@ class Progress:
             state = states[hop.peer]
             if state.epoch != epoch:
                 why = because("hop_forgot", "it has forgotten the session", hop.peer)
-                return Loss(HopFailed(hop.peer, why, blameless=True))
+                return HopLoss(HopFailed(hop.peer, why, blameless=True))
             if state.rows < fed:
                 if quiet_s < (fed - state.rows) * self._row_bytes / SLOW_LINK_BYTES_PER_S:
                     return None
                 why = because("tokens_lost", "what was sent to it is lost", hop.peer)
-                return Loss(HopFailed(hop.peer, why, blameless=True), before)
+                return HopLoss(HopFailed(hop.peer, why, blameless=True), before)
             if state.position < fed:
                 why = because("hop_stuck", "it answers but does not advance", hop.peer)
-                return Loss(HopFailed(hop.peer, why)) if quiet_s > self._stuck_s else None
+                return HopLoss(HopFailed(hop.peer, why)) if quiet_s > self._stuck_s else None
             before = hop.peer
-        return Loss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
+        return HopLoss(HopFailed(before, because("answer_lost", "its answer is lost", before), blameless=True))
 
 
 class HopState(NamedTuple):
@@ -72,7 +72,7 @@ class HopState(NamedTuple):
     kept_from: int
 
 
-class Resume(NamedTuple):
+class ResumePlan(NamedTuple):
     """What each hop must do, and from where the asker feeds the first."""
 
     lengths: tuple[int, ...]  # cached tokens that each hop may keep; less than it has: cut
@@ -80,7 +80,7 @@ class Resume(NamedTuple):
     feed_from: int
 
 
-def plan_resume(states: Sequence[HopState], fed: int) -> Resume:
+def plan_resume(states: Sequence[HopState], fed: int) -> ResumePlan:
     """The least work after which the output of token `fed - 1` reaches the asker and every hop has cached all tokens.
 
     A hop that is ahead of its successor replays what it kept; where it kept too little, it is cut back so that it
@@ -95,4 +95,4 @@ def plan_resume(states: Sequence[HopState], fed: int) -> Resume:
         lengths.append(length)
         send_from.append(needed)
         needed = length
-    return Resume(tuple(reversed(lengths)), tuple(reversed(send_from)), needed)
+    return ResumePlan(tuple(reversed(lengths)), tuple(reversed(send_from)), needed)

@@ -12,11 +12,11 @@ from typing import Any
 
 import trio
 
-from app.asker.audit_sample import Recording, last_state
-from app.asker.head_batcher import Chooser
+from app.asker.audit_sample import AuditSampler, last_state
+from app.asker.head_batcher import HeadBatcher
 from app.asker.route_session import RouteSession
-from app.asker.stats import AskedSession, HopFigures
-from app.core.compute import Choice, Piece
+from app.asker.stats import AskedSession, HopStats
+from app.core.compute import TextPiece, TokenChoice
 from app.routing.route import LinkSeconds, Route
 from app.session.wire import DTYPE_NAMES
 
@@ -24,7 +24,7 @@ _SMOOTH = 0.1
 
 
 @dataclass
-class ReplyFigures:
+class ReplyStats:
     """How a reply goes; complete when it has ended."""
 
     prompt_tokens: int
@@ -42,35 +42,35 @@ class Reply:
     """An iterator over the pieces of one reply."""
 
     def __init__(
-        self, session: RouteSession, text: Any, chooser: Chooser, prompt_ids: Sequence[int], recording: Recording
+        self, session: RouteSession, text: Any, chooser: HeadBatcher, prompt_ids: Sequence[int], sampler: AuditSampler
     ) -> None:
-        self._session, self._text, self._chooser, self.recording = session, text, chooser, recording
+        self._session, self._text, self._head_batcher, self.sampler = session, text, chooser, sampler
         self._prompt_ids = tuple(prompt_ids)
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
         self._begin = self._last_at = trio.current_time()
         self._first_at = 0.0
         self._route_s: float | None = None  # of a usual token, on its way through the hops
         self._ends_s: float | None = None  # and here
-        self.figures = ReplyFigures(len(prompt_ids))
+        self.stats = ReplyStats(len(prompt_ids))
 
     def __aiter__(self) -> Reply:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> TextPiece:
         """The next token; raises `NoRoute` or `SessionLost` where the swarm cannot go on."""
-        if self.figures.finish_reason is not None:
+        if self.stats.finish_reason is not None:
             raise StopAsyncIteration
         token_ids, embedded = self._next
         begin = trio.current_time()
         frame = await self._session.advance(token_ids, embedded)
         answered = trio.current_time()
-        self.recording.note(last_state(frame), self._session.route)
-        piece = await self._chooser.choose(Choice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
+        self.sampler.note(last_state(frame), self._session.route)
+        piece = await self._head_batcher.choose(TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
         self._next = ([piece.token_id], piece.embedding)
         now = trio.current_time()
-        if self.figures.route != self._session.route:
+        if self.stats.route != self._session.route:
             self._route_s = None
-        elif self.figures.token_ids and self._session.recoveries == self.figures.recoveries:
+        elif self.stats.token_ids and self._session.recoveries == self.stats.recoveries:
             self._route_s = _smoothed(self._route_s, answered - begin)
             self._ends_s = _smoothed(self._ends_s, now - answered)
         self._note(piece, now)
@@ -79,23 +79,23 @@ class Reply:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The prompt and the reply so far."""
-        return (*self._prompt_ids, *self.figures.token_ids)
+        return (*self._prompt_ids, *self.stats.token_ids)
 
     def seen(self, link_s: LinkSeconds, now: float) -> AskedSession:
         """How it stands."""
-        figures, route, paces = self.figures, self._session.route, self._session.paces
+        stats, route, paces = self.stats, self._session.route, self._session.paces
         before = ["", *(hop.peer for hop in route)]
         return AskedSession(
             self._session.id.hex(),
-            figures.prompt_tokens,
-            len(figures.token_ids),
-            None if figures.token_ids else self._session.reached,
+            stats.prompt_tokens,
+            len(stats.token_ids),
+            None if stats.token_ids else self._session.reached,
             now - self._begin,
-            figures.tokens_per_s or 0.0,
+            stats.tokens_per_s or 0.0,
             self._session.recoveries,
-            figures.longest_gap_s,
+            stats.longest_gap_s,
             tuple(
-                HopFigures(
+                HopStats(
                     hop.peer, hop.span.start, hop.span.stop, link_s(here, hop.peer), *paces.get(hop.peer, (None, None))
                 )
                 for here, hop in zip(before, route, strict=False)
@@ -105,17 +105,17 @@ class Reply:
             self._ends_s,
         )
 
-    def _note(self, piece: Piece, now: float) -> None:
-        figures = self.figures
-        figures.token_ids.append(piece.token_id)
-        figures.finish_reason = piece.finish_reason
-        figures.recoveries, figures.moves = self._session.recoveries, self._session.moves
-        figures.route = self._session.route
-        if figures.ttft_s is None:
-            figures.ttft_s, self._first_at = now - self._begin, now
+    def _note(self, piece: TextPiece, now: float) -> None:
+        stats = self.stats
+        stats.token_ids.append(piece.token_id)
+        stats.finish_reason = piece.finish_reason
+        stats.recoveries, stats.moves = self._session.recoveries, self._session.moves
+        stats.route = self._session.route
+        if stats.ttft_s is None:
+            stats.ttft_s, self._first_at = now - self._begin, now
         else:
-            figures.longest_gap_s = max(figures.longest_gap_s, now - self._last_at)
-            figures.tokens_per_s = (len(figures.token_ids) - 1) / max(now - self._first_at, 1e-9)
+            stats.longest_gap_s = max(stats.longest_gap_s, now - self._last_at)
+            stats.tokens_per_s = (len(stats.token_ids) - 1) / max(now - self._first_at, 1e-9)
         self._last_at = now
 
 

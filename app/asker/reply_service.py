@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from app.asker.asker import Asker, Outlook
-from app.asker.reply import ReplyFigures
-from app.asker.stats import AskerFigures
+from app.asker.asker import Asker, AskerOptions
+from app.asker.reply import ReplyStats
+from app.asker.stats import AskerStats
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
-from app.membership import Swarm
-from app.routing.planner import Guidance, Wishes
+from app.membership import Membership
+from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import Route
 from app.routing.trust import TrustBook
 from app.weights.extents import WeightsError
@@ -56,21 +56,21 @@ class NoModelHere(AppError):
     code = "model_not_here"
 
 
-class Replying:
+class ReplyService:
     """Asks the swarm; the ends are loaded when the first question comes."""
 
     def __init__(
         self,
         network: Network,
-        membership: Swarm,
+        membership: Membership,
         ends: Callable[[], Awaitable[ModelSource]],
         describe: Callable[[], str],
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
         *,
-        wishes: Callable[[], Wishes] = Wishes,
+        preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences,
         book: TrustBook | None = None,
     ) -> None:
-        self._outlook = Outlook(wishes=wishes, book=book or TrustBook())
+        self._options = AskerOptions(preferences=preferences, book=book or TrustBook())
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
         self._source: ModelSource | None = None
         self._problem = ""
@@ -87,15 +87,15 @@ class Replying:
         """How many replies are being written."""
         return 0 if self._asker is None else self._asker.active
 
-    def figures(self) -> AskerFigures:
+    def stats(self) -> AskerStats:
         """What this node's asker does and did."""
-        return AskerFigures() if self._asker is None else self._asker.figures()
+        return AskerStats() if self._asker is None else self._asker.stats()
 
     def unused(self) -> dict[str, Reason]:
         """Which members no reply goes through now, and why."""
-        outlook = self._outlook
-        guidance = Guidance(self._network, self._announcements, outlook.wishes, outlook.book)
-        return (guidance if self._asker is None else self._asker.guidance).unused(self._membership.n_blocks)
+        outlook = self._options
+        planner = RoutePlanner(self._network, self._announcements, outlook.preferences, outlook.book)
+        return (planner if self._asker is None else self._asker.planner).unused(self._membership.n_blocks)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Be ready to ask until cancelled."""
@@ -129,9 +129,9 @@ class Replying:
         async with asked as reply:
             async for piece in reply:
                 pieces.append(piece.text)
-                told, route = route, reply.figures.route
+                told, route = route, reply.stats.route
                 yield {"text": piece.text} if told == route else {"text": piece.text, "route": _hops(route)}
-            yield {"done": _facts("".join(pieces), reply.figures)}
+            yield {"done": _facts("".join(pieces), reply.stats)}
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:
@@ -150,7 +150,7 @@ class Replying:
                     self._thread,
                     self._announcements,
                     own_server=self._own_server,
-                    outlook=self._outlook,
+                    outlook=self._options,
                 )
                 assert self._nursery is not None, "replies need a running node"
                 await self._nursery.start(self._asker.run)
@@ -163,10 +163,10 @@ class Replying:
 def _load_ends(source: ModelSource) -> SwarmEnds:
     import torch
 
-    from engine.model.block import Holding
+    from engine.model.block import WeightOptions
     from engine.swarm_ends import load_swarm_ends
 
-    return load_swarm_ends(source, Holding(torch.device("cpu"), torch.float32))
+    return load_swarm_ends(source, WeightOptions(torch.device("cpu"), torch.float32))
 
 
 def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:
@@ -182,8 +182,8 @@ def _settings(request: ReplyRequest) -> ReplySettings:
     return ReplySettings(r.max_tokens, sampling, r.stop)
 
 
-def _facts(text: str, figures: ReplyFigures) -> dict[str, Any]:
-    return {"text": text, **asdict(figures), "route": _hops(figures.route)}
+def _facts(text: str, stats: ReplyStats) -> dict[str, Any]:
+    return {"text": text, **asdict(stats), "route": _hops(stats.route)}
 
 
 def _hops(route: Route) -> list[dict[str, Any]]:

@@ -15,19 +15,19 @@ from typing import Protocol
 import trio
 
 from app.asker.hop_links import HopLink, HopLinks
-from app.asker.recovery import HopFailed, HopState, Resume
+from app.asker.recovery import HopFailed, HopState, ResumePlan
 from app.core.errors import reason_of
 from app.core.network import Priority
 from app.core.reasons import Reason, because
-from app.routing.reroute import Standing
+from app.routing.reroute import RunningRoute
 from app.routing.route import Route
 from app.session.wire import (
     DTYPES,
     SESSION_BYTES,
+    EpochOrder,
     Frame,
+    HopError,
     Kind,
-    Trouble,
-    Turn,
     decode_pace,
     decode_trouble,
     encode_turn,
@@ -55,7 +55,7 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
-class Shape:
+class SessionShape:
     """What a session needs room for: tokens, and the hidden state of each."""
 
     tokens: int
@@ -63,7 +63,7 @@ class Shape:
     dtype: str
 
 
-class Guide(Protocol):
+class RouteSource(Protocol):
     """What a session asks about the swarm."""
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
@@ -75,14 +75,14 @@ class Guide(Protocol):
     def worked(self, peer: str) -> None:
         """A hop did its part."""
 
-    def better(self, standing: Standing) -> Route | None:
+    def better(self, standing: RunningRoute) -> Route | None:
         """A route for which a session that runs well should leave its own, if there is one."""
 
 
 class RouteHops:
     """The hops of one session; satisfies `app.asker.hop_links.Listener`."""
 
-    def __init__(self, links: HopLinks, guide: Guide, shape: Shape, settings: SessionSettings) -> None:
+    def __init__(self, links: HopLinks, guide: RouteSource, shape: SessionShape, settings: SessionSettings) -> None:
         self.id = secrets.token_bytes(SESSION_BYTES)
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
@@ -136,7 +136,7 @@ class RouteHops:
         else:
             self._open.pop(peer, None)
 
-    def _complained(self, peer: str, trouble: Trouble) -> None:
+    def _complained(self, peer: str, trouble: HopError) -> None:
         log.info("session %s: %s says %s: %s", self.id.hex()[:8], peer, trouble.code, trouble.text)
         if trouble.code == "evicted":
             return
@@ -223,7 +223,7 @@ class RouteHops:
         async with trio.open_nursery() as nursery:
             for hop in route:
                 link = self._open.get(hop.peer)
-                if link is None or link.outlet.broken:
+                if link is None or link.outbox.broken:
                     if link is not None:
                         link.listeners.pop(self.id, None)  # its late end is not the end of the link that follows
                     nursery.start_soon(reach, hop.peer)
@@ -236,7 +236,7 @@ class RouteHops:
         if failures:
             raise failures[0]
 
-    async def turn(self, cuts: Sequence[int], known: Resume | None) -> list[HopState]:
+    async def turn(self, cuts: Sequence[int], known: ResumePlan | None) -> list[HopState]:
         """Begin an epoch at every hop: what each of them holds; raises `HopFailed`."""
         self.epoch += 1
         self._ready.clear()
@@ -246,7 +246,7 @@ class RouteHops:
             before, after = peers[index], peers[index + 2]
             send_from = known.send_from[index] if known is not None else None
             relay = (hop.peer, after) in self._relayed
-            turn = Turn(hop.span, before, after, self._shape.tokens, self.urgent_from, send_from, relay)
+            turn = EpochOrder(hop.span, before, after, self._shape.tokens, self.urgent_from, send_from, relay)
             await self._open[hop.peer].send(self.id, encode_turn(self.id, self.epoch, cuts[index], turn))
         with trio.move_on_after(self._settings.ready_s):
             while self.trouble is None and len(self._ready) < len(self.route):
@@ -258,7 +258,7 @@ class RouteHops:
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
 
-    async def go(self, plan: Resume) -> None:
+    async def go(self, plan: ResumePlan) -> None:
         """Tell every hop from where its successor needs outputs."""
         for hop, send_from in zip(self.route, plan.send_from, strict=True):
             await self._open[hop.peer].send(self.id, plain(Kind.GO, self.id, self.epoch, send_from))

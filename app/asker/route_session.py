@@ -3,7 +3,7 @@
 It feeds tokens, waits for the last hop's answer, and mends the route when a hop dies, freezes, leaves or forgets. It
 knows no text: `app.asker.asker` chooses the tokens. How hops are spoken with is in `app.asker.route_hops`, what a late
 answer means in `app.asker.recovery`, who must send what again in `app.asker.recovery`; which route to take is a
-question to its `Guide`.
+question to its `RouteSource`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import trio
 
 from app.asker.hop_links import HopLinks
-from app.asker.recovery import HopFailed, HopState, Progress, overdue_s, plan_resume
-from app.asker.route_hops import Guide, RouteHops, SessionSettings, Shape
+from app.asker.recovery import HopFailed, HopProgress, HopState, overdue_s, plan_resume
+from app.asker.route_hops import RouteHops, RouteSource, SessionSettings, SessionShape
 from app.core.errors import AppError
 from app.core.reasons import because
-from app.routing.reroute import Recheck, Standing
+from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
 from app.session.wire import DTYPES, KEEP, Frame, row_bytes
 
@@ -43,9 +43,9 @@ class RouteSession:
     def __init__(
         self,
         links: HopLinks,
-        guide: Guide,
+        guide: RouteSource,
         embed: Callable[[Sequence[int]], Awaitable[bytes]],
-        shape: Shape,
+        shape: SessionShape,
         settings: SessionSettings,
     ) -> None:
         self._hops = RouteHops(links, guide, shape, settings)
@@ -58,7 +58,7 @@ class RouteSession:
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for somebody to take over from hops that leave
         self._links = links
-        self._recheck = Recheck(trio.current_time())
+        self._recheck = RerouteTimer(trio.current_time())
         self._better: Route = ()  # to be taken once its hops are linked
         self._better_until = 0.0
         self.recoveries = 0
@@ -105,7 +105,7 @@ class RouteSession:
         for _ in range(self._settings.attempts_without_progress):
             if hops.trouble is not None or not self._flowing:
                 smooth = False
-                await self._mend()
+                await self._repair()
             answer = await self._wait_answer()
             if answer is not None:
                 for hop in () if smooth else self.route:
@@ -145,7 +145,7 @@ class RouteSession:
     async def _wait_answer(self) -> Frame | None:
         """The awaited frame, or None where the route needs mending."""
         hops = self._hops
-        progress = Progress(trio.current_time(), self._row_bytes, self._settings.stuck_s)
+        progress = HopProgress(trio.current_time(), self._row_bytes, self._settings.stuck_s)
         while True:
             await hops.settle(overdue_s(self._usual_s))
             if hops.answer is None and hops.trouble is None:
@@ -155,7 +155,7 @@ class RouteSession:
             if hops.trouble is not None:
                 return None
 
-    async def _probe(self, progress: Progress) -> None:
+    async def _probe(self, progress: HopProgress) -> None:
         """Find out why nothing comes: whoever is silent, or a link that lost something, is the trouble."""
         hops = self._hops
         await hops.probe()
@@ -177,7 +177,7 @@ class RouteSession:
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
-    async def _mend(self) -> None:
+    async def _repair(self) -> None:
         """Set up a route on which all tokens so far are cached or under way."""
         begin, hops = trio.current_time(), self._hops
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
@@ -227,7 +227,7 @@ class RouteSession:
             if now >= self._better_until:
                 self._better = ()
         elif self._usual_s and self._recheck.is_due(now):
-            standing = Standing(self.route, self._usual_s, len(self._history))
+            standing = RunningRoute(self.route, self._usual_s, len(self._history))
             self._better = self._guide.better(standing) or ()
             self._better_until = now + self._settings.open_s
             for hop in self._better:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class HopFigures:
+class HopStats:
     """One hop of a reply's route, and where a token's time goes there."""
 
     peer: str
@@ -32,7 +32,7 @@ class AskedSession:
     tokens_per_s: float = 0.0
     recoveries: int = 0
     longest_gap_s: float = 0.0
-    route: tuple[HopFigures, ...] = ()
+    route: tuple[HopStats, ...] = ()
     return_s: float | None = None  # one way from the last hop back
     route_s: float | None = None  # a usual token's time on the route, measured
     ends_s: float | None = None  # and at this end: embedding, head and sampling
@@ -49,7 +49,7 @@ class AuditCounts:
 
 
 @dataclass(frozen=True)
-class AskerFigures:
+class AskerStats:
     """All of it."""
 
     sessions: tuple[AskedSession, ...] = ()  # being written now

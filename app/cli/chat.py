@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
 from app.core.errors import UsageError
-from app.core.terminal_text import harmless
+from app.core.terminal_text import without_controls
 
 if TYPE_CHECKING:
-    from engine.local_model import LocalModel, Reply
+    from engine.local_model import LocalModel, LocalReply
     from engine.text.reply import ReplySettings
 from typing import TYPE_CHECKING, Any
 
@@ -135,7 +135,7 @@ class Conversation:
             last = now
             pieces.append(piece)
             if not as_json:
-                print(harmless(piece), end="", flush=True)
+                print(without_controls(piece), end="", flush=True)
         answer = "".join(pieces)
         self._messages.append({"role": "assistant", "content": answer})
         if as_json:
@@ -144,15 +144,17 @@ class Conversation:
             print()
 
 
-def reply_facts(reply: Reply, text: str, prompt_tokens: int, longest_gap_s: float, blocks: int) -> dict[str, object]:
+def reply_facts(
+    reply: LocalReply, text: str, prompt_tokens: int, longest_gap_s: float, blocks: int
+) -> dict[str, object]:
     """The fields of `chat --json` for a reply that this process wrote alone."""
-    assert reply.figures is not None  # it was read to its end
+    assert reply.stats is not None  # it was read to its end
     return {
         "text": text,
         "token_ids": reply.writer.token_ids,
         "prompt_tokens": prompt_tokens,
         "finish_reason": reply.writer.finish_reason,
-        **dataclasses.asdict(reply.figures),
+        **dataclasses.asdict(reply.stats),
         "recoveries": 0,
         "moves": 0,
         "longest_gap_s": longest_gap_s,
@@ -182,7 +184,7 @@ class SwarmConversation:
                 else:
                     print()
             elif not as_json:
-                print(harmless(piece["text"]), end="", flush=True)
+                print(without_controls(piece["text"]), end="", flush=True)
 
 
 def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:

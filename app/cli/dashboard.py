@@ -32,7 +32,7 @@ def run_dashboard(arguments: argparse.Namespace) -> int:
         return _serve(arguments.home)
     from ui.app import Dashboard
 
-    door = HomeDoor(arguments.home) if elsewhere is None else UrlDoor(elsewhere, arguments.home)
+    door = HomeConnector(arguments.home) if elsewhere is None else UrlConnector(elsewhere, arguments.home)
     dashboard = Dashboard(door, folder=arguments.home)
     gc.freeze()  # what is loaded stays: to look through it for garbage again and again would hold up keys
     dashboard.run()
@@ -49,8 +49,8 @@ def _serve(home: Path) -> int:
     return serve.run_serve(chosen)
 
 
-class HomeDoor:
-    """The node of a home folder; satisfies `ui.state.follower.Door`."""
+class HomeConnector:
+    """The node of a home folder; satisfies `ui.state.follower.NodeConnector`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,8 +110,8 @@ class HomeDoor:
         return self.folder / "logs" / START_LOG
 
 
-class UrlDoor:
-    """A node elsewhere; satisfies `ui.state.follower.Door`."""
+class UrlConnector:
+    """A node elsewhere; satisfies `ui.state.follower.NodeConnector`."""
 
     def __init__(self, url: str, home: Path) -> None:
         self._url, self._home = url, home

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.core.errors import UsageError
-from app.core.terminal_text import harmless
+from app.core.terminal_text import without_controls
 
 if TYPE_CHECKING:
     from app.cli.demo_swarm import DemoSwarm, Place
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DemoResult:
     """What was seen."""
 
     done: dict[str, Any]  # the reply's figures
@@ -46,7 +46,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
 
     if arguments.max_tokens < MIN_TOKENS:
         raise UsageError(f"--max-tokens: at least {MIN_TOKENS} are needed to see anything happen")
-    stage = Stage(quiet=arguments.json)
+    stage = DemoOutput(quiet=arguments.json)
     with open_demo() as swarm:
         model, blocks = set_up(swarm, arguments.model, stage)
         places = swarm.places()
@@ -60,7 +60,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def set_up(swarm: DemoSwarm, model: str, stage: Stage) -> tuple[str, int]:
+def set_up(swarm: DemoSwarm, model: str, stage: DemoOutput) -> tuple[str, int]:
     """Found the swarm and start its nodes: the model that it became, and how many blocks that has."""
     from app.cli.demo_swarm import DemoFailed, memory_for
 
@@ -82,7 +82,7 @@ def set_up(swarm: DemoSwarm, model: str, stage: Stage) -> tuple[str, int]:
     return model, blocks
 
 
-def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, stage: Stage) -> Outcome:
+def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, stage: DemoOutput) -> DemoResult:
     """Ask, kill a hop of the reply's route in the middle, and ask again for comparison."""
     stage.begin_reply(asker, prompt)
     kill_at = max(2, min(max_tokens // 4, 24))
@@ -104,10 +104,12 @@ def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, stage: S
     done = piece["done"]
     stage.say("Asking the same again, undisturbed, for comparison ...")
     again = next(piece["done"] for piece in swarm.ask(asker, prompt, max_tokens) if "done" in piece)
-    return Outcome(done, asker, victim, kill_at, route_before or done["route"], again["token_ids"] == done["token_ids"])
+    return DemoResult(
+        done, asker, victim, kill_at, route_before or done["route"], again["token_ids"] == done["token_ids"]
+    )
 
 
-def facts(outcome: Outcome, places: Sequence[Place], model: str, blocks: int) -> dict[str, Any]:
+def facts(outcome: DemoResult, places: Sequence[Place], model: str, blocks: int) -> dict[str, Any]:
     """What `--json` prints: the fields of `chat --json`, and what happened around the reply."""
     return {
         **outcome.done,
@@ -122,7 +124,7 @@ def facts(outcome: Outcome, places: Sequence[Place], model: str, blocks: int) ->
     }
 
 
-class Stage:
+class DemoOutput:
     """Where it is shown: in colour on a terminal, plainly elsewhere, and not at all for programs."""
 
     def __init__(self, *, quiet: bool) -> None:
@@ -134,7 +136,7 @@ class Stage:
     def say(self, text: str) -> None:
         """One line about what happens."""
         if not self._quiet:
-            print(self._style("2", harmless(text)), flush=True)
+            print(self._style("2", without_controls(text)), flush=True)
 
     def show_map(self, places: Sequence[Place], blocks: int, asker: int) -> None:
         """Who holds which blocks."""
@@ -150,12 +152,12 @@ class Stage:
     def begin_reply(self, asker: int, prompt: str) -> None:
         """The question."""
         if not self._quiet:
-            print(f"\n{self._style('1', f'node {asker} asks:')} {harmless(prompt)}\n", flush=True)
+            print(f"\n{self._style('1', f'node {asker} asks:')} {without_controls(prompt)}\n", flush=True)
 
     def stream(self, text: str) -> None:
         """A piece of the reply."""
         if not self._quiet:
-            print(harmless(text), end="", flush=True)
+            print(without_controls(text), end="", flush=True)
 
     def killed(self, victim: int, count: int) -> None:
         """Between two tokens, a node died."""
@@ -168,7 +170,7 @@ class Stage:
         if not self._quiet:
             print("\n", flush=True)
 
-    def show_figures(self, outcome: Outcome, places: Sequence[Place]) -> None:
+    def show_figures(self, outcome: DemoResult, places: Sequence[Place]) -> None:
         """What the reply was like."""
         done = outcome.done
         numbers = {place.peer: place.number for place in places}

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 from app.cli.progress import ProgressBar
 from app.core.errors import UsageError
-from app.core.terminal_text import harmless
+from app.core.terminal_text import without_controls
 from app.core.units import format_size
 
 if TYPE_CHECKING:
-    from app.weights.verify import Checked
+    from app.weights.verify import VerifiedPart
     from engine.sources.base import ModelSource
 
 
@@ -119,7 +119,7 @@ def models_from_peers() -> list[ModelFacts]:
     return [_from_manifest(model, str(cache / "parts")) for model in models_by_manifest(cache) if model.source is None]
 
 
-def _from_manifest(model: Checked, folder: str) -> ModelFacts:
+def _from_manifest(model: VerifiedPart, folder: str) -> ModelFacts:
     wrong = f"{', '.join(model.wrong[:4])}{', …' if len(model.wrong) > 4 else ''}"
     mend = "a node fetches them anew" if model.source is None else f"look at {model.source}, or pull it again"
     return ModelFacts(
@@ -178,7 +178,7 @@ def describe(model: ModelFacts) -> str:
     """A model in one line."""
     if model.error is not None:
         return f"{model.name}: damaged: {model.error}"
-    licence = harmless(model.licence or "licence unknown")
+    licence = without_controls(model.licence or "licence unknown")
     parts = "" if model.parts_total is None else f"{model.parts_held} of {model.parts_total} parts, "
     return f"{model.name}: {model.blocks} blocks, {parts}{format_size(model.size_bytes)}, {licence}, {model.path}"
 

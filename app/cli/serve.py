@@ -41,7 +41,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """Run the node until it is asked to stop."""
     from app.cli.swarms import INVITE_VARIABLE, read_target
     from app.config.home import Home, hold
-    from app.joining.targets import remembered_target
+    from app.joining.targets import target_swarm
     from app.swarm.saved import load
     from app.system.logs import start_logging
 
@@ -51,7 +51,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with hold(home):
         config = configure(home, arguments)
         if target is not None:
-            remembered_target(load(home), target)  # what makes no sense is said before anything heavy is loaded
+            target_swarm(load(home), target)  # what makes no sense is said before anything heavy is loaded
         start_logging(home.log_folder, arguments.log_level, as_json=config.settings.log_json)
         live(home, config, target)
     return 0

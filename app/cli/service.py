@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 
 if TYPE_CHECKING:
-    from app.system.service import Plan
+    from app.system.service import ServicePlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run_service(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def plan_here(home: Path) -> Plan:
+def plan_here(home: Path) -> ServicePlan:
     """How this system would start this home's node."""
     from app.system.service import plan_for, service_of
 

@@ -18,7 +18,7 @@ from app.core.errors import UsageError
 
 if TYPE_CHECKING:
     from app.api.client import Client
-    from app.swarm.saved import Remembered
+    from app.swarm.saved import SavedSwarm
 
 INVITE_VARIABLE = "SHOAL_INVITE"
 _MAX_INPUT = 8192
@@ -54,11 +54,11 @@ def run_create(arguments: argparse.Namespace) -> int:
     """Found a swarm and join it; the model is read here, so that its progress can be shown."""
     from app.api.client import running_client
     from app.config.home import Home, cache_folder
-    from app.joining.create import Wish, found
+    from app.joining.create import SwarmSpec, found
     from app.swarm.saved import update
 
     home = Home.open(arguments.home)
-    wish = Wish(arguments.name, arguments.model, arguments.private)
+    wish = SwarmSpec(arguments.name, arguments.model, arguments.private)
     with progress_on_stderr(arguments.model) as fetching, progress_on_stderr("reading the model") as reading:
         swarm = found(home, cache_folder(), wish, fetching, reading)
     update(home, lambda known: known.joined(swarm))
@@ -81,9 +81,9 @@ def run_join(arguments: argparse.Namespace) -> int:
         _say(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
         return 0
     from app.config.home import Home
-    from app.joining.offline import join_at_rest
+    from app.joining.offline import join_offline
 
-    swarm = join_at_rest(Home.open(arguments.home), target, os.environ)
+    swarm = join_offline(Home.open(arguments.home), target, os.environ)
     _say_resting(arguments, swarm, f"{swarm} is this node's swarm now: {_BEFORE_START}")
     return 0
 
@@ -92,13 +92,13 @@ def run_leave(arguments: argparse.Namespace) -> int:
     """Forget a swarm."""
     from app.api.client import running_client
     from app.config.home import Home
-    from app.joining.offline import leave_at_rest
+    from app.joining.offline import leave_offline
 
     client = running_client(arguments.home)
     if client is not None:
         left = client.post("/api/leave", {"name": arguments.name})
     else:
-        left = swarm_facts(leave_at_rest(Home.open(arguments.home), arguments.name), active=False)
+        left = swarm_facts(leave_offline(Home.open(arguments.home), arguments.name), active=False)
     if arguments.json:
         print_json(left)
     else:
@@ -128,14 +128,14 @@ def run_invite(arguments: argparse.Namespace) -> int:
     """Print an invite: on stdout the line alone, so that it can be piped on."""
     from app.api.client import running_client
     from app.config.home import Home
-    from app.joining.offline import invite_at_rest
+    from app.joining.offline import invite_offline
     from app.swarm.invite import parse_invite
 
     client = running_client(arguments.home)
     if client is not None:
         invite = parse_invite(client.post("/api/invite", {"name": arguments.name})["invite"])
     else:
-        invite = invite_at_rest(Home.open(arguments.home), arguments.name, os.environ)
+        invite = invite_offline(Home.open(arguments.home), arguments.name, os.environ)
         print("shoal: no node runs here: the invite leads to this machine once one does", file=sys.stderr)
     if arguments.json:
         addresses = list(invite.addresses)
@@ -171,7 +171,7 @@ def read_target(argument: str | None) -> str:
     return argument
 
 
-def swarm_facts(swarm: Remembered, *, active: bool) -> dict[str, Any]:
+def swarm_facts(swarm: SavedSwarm, *, active: bool) -> dict[str, Any]:
     """A remembered swarm as `--json` shows it."""
     from app.joining.targets import view_of
     from app.snapshot.codec import facts
@@ -208,7 +208,7 @@ def _say(arguments: argparse.Namespace, outcome: dict[str, Any], done: str) -> N
         print(f"{done} {outcome['swarm']['pinned']}: {outcome['reason'] or outcome['state']}")
 
 
-def _say_resting(arguments: argparse.Namespace, swarm: Remembered, words: str) -> None:
+def _say_resting(arguments: argparse.Namespace, swarm: SavedSwarm, words: str) -> None:
     if arguments.json:
         print_json({"swarm": swarm_facts(swarm, active=True), "state": "idle", "reason": "no node runs"})
     else:

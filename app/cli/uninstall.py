@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from app.cli.command import Command, print_json
 
 if TYPE_CHECKING:
-    from app.system.service import Plan
-    from app.system.uninstall import Item
+    from app.system.service import ServicePlan
+    from app.system.uninstall import RemovableItem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +46,13 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _line(item: Item) -> str:
+def _line(item: RemovableItem) -> str:
     from app.core.units import format_size
 
     return f"{item.path}  {format_size(item.size_bytes)}"
 
 
-def _stop(home: Path, plan: Plan) -> None:
+def _stop(home: Path, plan: ServicePlan) -> None:
     """A running node is asked to drain and end first; a service's would be started again by the system."""
     from app.api.client import running_client
     from app.cli.pause import run_stop
@@ -63,7 +63,7 @@ def _stop(home: Path, plan: Plan) -> None:
         run_stop(argparse.Namespace(home=home, json=True))
 
 
-def _remove(items: list[Item], folders: list[Path]) -> list[Path]:
+def _remove(items: list[RemovableItem], folders: list[Path]) -> list[Path]:
     """Take all of it away; returns the folders in which something is left."""
     from app.system.uninstall import remove, remove_if_empty
 

@@ -62,7 +62,7 @@ class BlockRunner(Protocol):
         """Advance all these sessions, or raise `engine.errors.EngineError` and advance none."""
 
 
-class Piece(Protocol):
+class TextPiece(Protocol):
     """One more token of a reply: the text that it completes (maybe none), and its embedding unless it is the last."""
 
     @property
@@ -75,7 +75,7 @@ class Piece(Protocol):
     def embedding(self) -> bytes: ...
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """A reply that waits for its next token, with the last block's output behind its last one."""
 
     reply: Any  # what `ReplyEnds.begin` gave
@@ -100,7 +100,7 @@ class ReplyEnds(Protocol):
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
         """A new reply to this prompt."""
 
-    def choose(self, choices: Sequence[Choice]) -> Sequence[Piece]:
+    def choose(self, choices: Sequence[TokenChoice]) -> Sequence[TextPiece]:
         """The next token of each of these replies; they share one pass through the head."""
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:

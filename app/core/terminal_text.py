@@ -9,7 +9,7 @@ _SPACES = dict.fromkeys(map(ord, "\n\r\t\v\f"), " ")
 
 
 @lru_cache(maxsize=4096)
-def clean(text: str) -> str:
+def one_line(text: str) -> str:
     """The text on one line, without characters that could command a terminal or turn its direction."""
     if text.isascii() and text.isprintable():
         return text
@@ -19,7 +19,7 @@ def clean(text: str) -> str:
 
 def short_peer(peer: str) -> str:
     """A peer id as it fits into a table: its last six characters tell ids apart."""
-    return clean(peer)[-6:]
+    return one_line(peer)[-6:]
 
 
 _KEPT = (ord("\n"), ord("\t"))
@@ -27,6 +27,6 @@ _KEPT = (ord("\n"), ord("\t"))
 _CONTROLS = dict.fromkeys(code for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000)) if code not in _KEPT)
 
 
-def harmless(text: str) -> str:
+def without_controls(text: str) -> str:
     """The text without control characters and lone surrogates; new lines and tabs stay."""
     return text.translate(_CONTROLS)

@@ -48,7 +48,7 @@ def pause_by_hand(until_ms: int | None, *, patient: bool = False) -> Pause:
     return Pause("hand", because("pause_by_hand", f"paused by hand{end}"), until_ms)
 
 
-class Pausing:
+class PauseControl:
     """The node's wish to rest; `run` ends pauses that have an end."""
 
     def __init__(

@@ -61,7 +61,7 @@ def _is_within(value: object, low: float, high: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Finding:
+class RuleReading:
     """What a rule says of one moment: whether it holds, and the figures behind it."""
 
     holds: bool
@@ -69,7 +69,7 @@ class Finding:
     detail: str  # with figures that may change at every look
 
 
-Judge = Callable[[Settings, Readings, bool], Finding]  # the bool: whether the rule applies already
+Judge = Callable[[Settings, Readings, bool], RuleReading]  # the bool: whether the rule applies already
 
 
 @dataclass(frozen=True)
@@ -97,55 +97,55 @@ class Rule:
         return f"shoal config set {self.setting} {off}"
 
 
-def _busy(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _busy(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     load, limit = readings.others_load or 0.0, settings.pause_busy / 100
     detail = f"other programs use {load:.0%} of the {readings.device}; the limit is {limit:.0%}"
-    return Finding(load >= limit, f"another program uses the {readings.device}", detail)
+    return RuleReading(load >= limit, f"another program uses the {readings.device}", detail)
 
 
-def _crowded(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _crowded(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     held, limit = readings.others_bytes or 0, settings.pause_busy_memory or 0
     detail = f"other programs hold {format_size(held)} of the device's memory; the limit is {format_size(limit)}"
-    return Finding(held >= limit, f"another program holds the {readings.device}'s memory", detail)
+    return RuleReading(held >= limit, f"another program holds the {readings.device}'s memory", detail)
 
 
-def _active(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _active(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     idle_s, limit_s = readings.idle_s or 0.0, settings.pause_active * 60
     detail = f"unused for {idle_s / 60:.0f} min; the limit is {settings.pause_active} min"
-    return Finding(idle_s < limit_s, "somebody is using this machine", detail)
+    return RuleReading(idle_s < limit_s, "somebody is using this machine", detail)
 
 
-def _battery(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _battery(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     on_battery = bool(readings.on_battery)
-    return Finding(on_battery, "this machine runs on battery", "on battery" if on_battery else "on mains")
+    return RuleReading(on_battery, "this machine runs on battery", "on battery" if on_battery else "on mains")
 
 
-def _hot(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _hot(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     heat, limit = readings.temperature_c or 0.0, float(settings.pause_above)
     hot = heat >= (limit - COOLER_C if applies else limit)
-    return Finding(hot, f"the {readings.device} is hot", f"{heat:.0f} °C; the limit is {limit:.0f} °C")
+    return RuleReading(hot, f"the {readings.device} is hot", f"{heat:.0f} °C; the limit is {limit:.0f} °C")
 
 
-def _program(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _program(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     running = sorted(set(settings.pause_programs) & (readings.programs or frozenset()))
     named = ", ".join(running)
     detail = f"running: {named}" if running else f"none of {', '.join(settings.pause_programs)} runs"
-    return Finding(bool(running), f"{named} is running", detail)
+    return RuleReading(bool(running), f"{named} is running", detail)
 
 
-def _scheduled(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _scheduled(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     schedule = parse_schedule(settings.pause_times)
     if schedule.covers(readings.now):
         until = schedule.until(readings.now)
         when = f" until {until}" if until else ""
-        return Finding(True, f"the timetable says so{when}", settings.pause_times)
-    return Finding(False, "the timetable says so", f"begins {schedule.next_start(readings.now) or 'never'}")
+        return RuleReading(True, f"the timetable says so{when}", settings.pause_times)
+    return RuleReading(False, "the timetable says so", f"begins {schedule.next_start(readings.now) or 'never'}")
 
 
-def _disk(settings: Settings, readings: Readings, applies: bool) -> Finding:
+def _disk(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     free, floor = readings.disk_free_bytes or 0, settings.disk_floor or 0
     detail = f"{format_size(free)} of the disk is free; at least {format_size(floor)} stay so"
-    return Finding(free < floor, "the disk is nearly full, so nothing is fetched", detail)
+    return RuleReading(free < floor, "the disk is nearly full, so nothing is fetched", detail)
 
 
 RULES = (
@@ -161,44 +161,44 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class RuleState:
     """How a rule stands: whether it applies, since when the readings speak against that, and its last finding."""
 
     applies: bool = False
     contrary_since: float | None = None
-    finding: Finding | None = None  # None: off, or its sensor does not say
+    finding: RuleReading | None = None  # None: off, or its sensor does not say
     reason: str = ""  # of the last finding that held
 
 
-def stand(rule: Rule, before: Standing, settings: Settings, readings: Readings, now_s: float) -> Standing:
+def advance_rules(rule: Rule, before: RuleState, settings: Settings, readings: Readings, now_s: float) -> RuleState:
     """How a rule stands after another look."""
     if not rule.is_on(settings):
-        return Standing()
+        return RuleState()
     known = getattr(readings, rule.needs) is not None
     finding = rule.judge(settings, readings, before.applies) if known else None
     holds = finding is not None and finding.holds
     reason = finding.reason if finding is not None and finding.holds else before.reason
     if holds == before.applies:
-        return Standing(holds, None, finding, reason)
+        return RuleState(holds, None, finding, reason)
     since = now_s if before.contrary_since is None else before.contrary_since
     if now_s - since < (rule.after_s if holds else rule.release_s):
-        return Standing(before.applies, since, finding, reason)
-    return Standing(holds, None, finding, reason)
+        return RuleState(before.applies, since, finding, reason)
+    return RuleState(holds, None, finding, reason)
 
 
-def why_rest(rules: Sequence[Rule], standings: Mapping[str, Standing]) -> Reason | None:
+def why_pause(rules: Sequence[Rule], states: Mapping[str, RuleState]) -> Reason | None:
     """Why hosting should rest now: the first rule that applies; None: it should not."""
     for rule in rules:
-        standing = standings[rule.code]
-        if rule.pauses and standing.applies:
-            return because(rule.code, standing.reason, next_step=f"`{rule.way_out}` drops this rule")
+        state = states[rule.code]
+        if rule.pauses and state.applies:
+            return because(rule.code, state.reason, next_step=f"`{rule.way_out}` drops this rule")
     return None
 
 
-def rule_view(rule: Rule, standing: Standing, settings: Settings, trouble: str | None) -> RuleView:
+def rule_view(rule: Rule, state: RuleState, settings: Settings, trouble: str | None) -> RuleView:
     """A rule as a person sees it; `trouble` is why its sensor does not say anything."""
-    text = trouble or ("" if standing.finding is None else standing.finding.detail)
-    return RuleView(rule.code, rule.label, rule.is_on(settings), standing.applies, available=trouble is None, text=text)
+    text = trouble or ("" if state.finding is None else state.finding.detail)
+    return RuleView(rule.code, rule.label, rule.is_on(settings), state.applies, available=trouble is None, text=text)
 
 
 def limits_at(settings: Settings, now: datetime) -> tuple[int | None, int | None]:

@@ -16,7 +16,17 @@ import trio
 
 from app.config.settings import Settings
 from app.core.reasons import Reason
-from app.courtesy.rules import RULES, Rule, Standing, believable, limits_at, next_pause, rule_view, stand, why_rest
+from app.courtesy.rules import (
+    RULES,
+    Rule,
+    RuleState,
+    advance_rules,
+    believable,
+    limits_at,
+    next_pause,
+    rule_view,
+    why_pause,
+)
 from app.courtesy.sensors import Sensors, machine_sources
 from app.snapshot.views import CourtesyView, RuleView
 
@@ -26,7 +36,7 @@ ONLY_HOLDER_S = 60.0
 log = logging.getLogger("shoal.courtesy")
 
 
-class Courteous(Protocol):
+class PauseTarget(Protocol):
     """What the watch needs of a node."""
 
     def pause_by_rule(self, reason: Reason) -> None:
@@ -50,19 +60,19 @@ def local_now() -> datetime:
     return datetime.now()
 
 
-class Watch:
+class CourtesyWatch:
     """Carries the rules out; `run` until cancelled."""
 
     def __init__(
         self,
-        node: Courteous,
+        node: PauseTarget,
         settings: Callable[[], Settings],
         sensors: Sensors,
         now: Callable[[], datetime] = local_now,
         rules: Sequence[Rule] = RULES,
     ) -> None:
         self._node, self._settings, self._sensors, self._now, self._rules = node, settings, sensors, now, rules
-        self._standings = {rule.code: Standing() for rule in rules}
+        self._states = {rule.code: RuleState() for rule in rules}
         self._asked: Reason | None = None  # what the node was asked to rest for
         self._waiting: Reason | None = None  # what it will be asked for unless it passes
         self._waiting_since = 0.0
@@ -85,9 +95,7 @@ class Watch:
         """The rules as they stand, and what is going to happen; whether the node rests by hand is the node's."""
         settings = self._settings()
         views = tuple(
-            rule_view(
-                rule, self._standings.get(rule.code, Standing()), settings, self._sensors.troubles.get(rule.needs)
-            )
+            rule_view(rule, self._states.get(rule.code, RuleState()), settings, self._sensors.troubles.get(rule.needs))
             for rule in RULES
         )
         resting = self._asked is not None
@@ -107,11 +115,13 @@ class Watch:
         wanted = {rule.needs for rule in self._rules if rule.is_on(settings)}
         readings = believable(await self._sensors.read(wanted, self._now()))
         at = trio.current_time()
-        before = self._standings
-        self._standings = {rule.code: stand(rule, before[rule.code], settings, readings, at) for rule in self._rules}
+        before = self._states
+        self._states = {
+            rule.code: advance_rules(rule, before[rule.code], settings, readings, at) for rule in self._rules
+        }
         self._tell_changes(before)
         self._follow_limits(limits_at(settings, readings.now))
-        self._act(why_rest(self._rules, self._standings), at)
+        self._act(why_pause(self._rules, self._states), at)
 
     def _act(self, reason: Reason | None, at: float) -> None:
         if reason is None:
@@ -142,10 +152,10 @@ class Watch:
             self._limits = limits
             self._node.set_limits(*limits)
 
-    def _tell_changes(self, before: dict[str, Standing]) -> None:
+    def _tell_changes(self, before: dict[str, RuleState]) -> None:
         """Rules that pause are told of by the node; the others here."""
         for rule in self._rules:
-            now, then = self._standings[rule.code], before[rule.code]
+            now, then = self._states[rule.code], before[rule.code]
             if not rule.pauses and now.applies and not then.applies and now.finding is not None:
                 self._node.note("problem", f"{now.finding.reason}: {now.finding.detail}")
 
@@ -162,5 +172,5 @@ def look_once(settings: Settings, disk: Path) -> list[tuple[Rule, RuleView]]:
         finding = rule.judge(settings, readings, False) if known else None
         applies = finding is not None and finding.holds and rule.is_on(settings)
         trouble = sensors.troubles.get(rule.needs)
-        views.append((rule, rule_view(rule, Standing(applies, None, finding), settings, trouble)))
+        views.append((rule, rule_view(rule, RuleState(applies, None, finding), settings, trouble)))
     return views

@@ -21,16 +21,16 @@ from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.hosting.device_view import device_view
-from app.hosting.loader import Loading
-from app.hosting.placement import Candidate, Due, Move, decide, due
-from app.membership import Swarm
+from app.hosting.loader import BlockLoader
+from app.hosting.placement import Candidate, Move, MoveTimer, decide, due
+from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rtts_to_tell
 from app.serving.block_server import DRAIN_S, BlockServer
-from app.snapshot.startup import Steps
+from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
 from app.weights.library import span_parts
-from app.weights.model_weights import Stock
+from app.weights.model_weights import ModelWeights
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ HOLE_DRAIN_S = 1.0  # while a block is served by nobody no session gets further,
 
 
 @dataclass(frozen=True)
-class HostingWish:
+class HostingOptions:
     """What the person wants of this node's hosting."""
 
     device: str | None = None
@@ -67,20 +67,20 @@ Say = Callable[[State, Reason], None]
 LIMIT_ZERO = because("limit_zero", "the memory limit is 0, so this node hosts nothing")
 
 
-class Hosting:
+class BlockHost:
     """Hosts blocks in one swarm; `run` until cancelled."""
 
     def __init__(
         self,
         network: Network,
-        swarm: Swarm,
-        stock: Stock,
-        wish: HostingWish,
+        swarm: Membership,
+        weights: ModelWeights,
+        options: HostingOptions,
         say: Say,
-        steps: Steps | None = None,
+        steps: StartupSteps | None = None,
     ) -> None:
-        self._network, self._swarm, self._stock, self._wish, self._say = network, swarm, stock, wish, say
-        self._steps = steps or Steps(lambda: None)
+        self._network, self._swarm, self._weights, self._options, self._say = network, swarm, weights, options, say
+        self._steps = steps or StartupSteps(lambda: None)
         self._device = DeviceThread()
         self.server = BlockServer(network, None, self._device)
         self._plan: HostingPlan | None = None
@@ -89,7 +89,7 @@ class Hosting:
         self._span: Span | None = None
         self._settled_at = self._announced_at = self._busy_s = 0.0
         self._news = trio.Event()
-        self._due: Due | None = None
+        self._move_timer: MoveTimer | None = None
         self._withdrawn = False
         self._choosing = trio.CancelScope()
         self._chosen = trio.Event()  # no other place will be chosen
@@ -118,7 +118,7 @@ class Hosting:
         """What computes here, and what it is doing."""
         if self._plan is None:
             return None
-        return device_view(self._seen or self._plan.device, self._plan, self._hosted, self.server.figures, self._wish)
+        return device_view(self._seen or self._plan.device, self._plan, self._hosted, self.server.stats, self._options)
 
     async def look_at_device(self) -> None:
         """Read the device's sensors anew."""
@@ -207,15 +207,15 @@ class Hosting:
         """What fits here, or None where this node stays a client."""
         from engine.hosting import plan_hosting
 
-        wish, config = self._wish, self._stock.manifest.config
-        if wish.max_vram_bytes == 0:
+        options, config = self._options, self._weights.manifest.config
+        if options.max_vram_bytes == 0:
             self._say("client", LIMIT_ZERO)
             return None
-        if wish.blocks is not None and wish.blocks.stop > config.n_blocks:
-            raise CannotHost(f"blocks {wish.blocks} were asked for, but the model has {config.n_blocks} blocks")
-        plan = await self._device.run_apart(plan_hosting, config, wish.device, wish.max_vram_bytes)
-        if wish.blocks is not None and plan.blocks < len(wish.blocks):
-            raise CannotHost(f"blocks {wish.blocks} do not fit here: {plan.budget.reason}")
+        if options.blocks is not None and options.blocks.stop > config.n_blocks:
+            raise CannotHost(f"blocks {options.blocks} were asked for, but the model has {config.n_blocks} blocks")
+        plan = await self._device.run_apart(plan_hosting, config, options.device, options.max_vram_bytes)
+        if options.blocks is not None and plan.blocks < len(options.blocks):
+            raise CannotHost(f"blocks {options.blocks} do not fit here: {plan.budget.reason}")
         if plan.blocks == 0:
             self._steps.begin("load")
             self._steps.failed(plan.budget.reason)
@@ -225,8 +225,8 @@ class Hosting:
         return plan
 
     def _decide(self, plan: HostingPlan) -> Move | None:
-        if self._wish.blocks is not None:
-            wished = Move(self._wish.blocks, 0.0, because("asked_for", "these blocks were asked for"))
+        if self._options.blocks is not None:
+            wished = Move(self._options.blocks, 0.0, because("asked_for", "these blocks were asked for"))
             return None if self._span is not None else wished
         settled_s = trio.current_time() - self._settled_at
         me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
@@ -239,15 +239,15 @@ class Hosting:
         is_hole = move is not None and move.why.code in ("hole", "make_way")
         if move is not None and is_hole:
             move = replace(move, after_s=max(move.after_s, HOLE_CERTAIN_S))
-        self._due = due(self._due, move, now)
-        if self._due is None or self._due.at > now:
-            with trio.move_on_at(now + REFRESH_S if self._due is None else self._due.at):
+        self._move_timer = due(self._move_timer, move, now)
+        if self._move_timer is None or self._move_timer.at > now:
+            with trio.move_on_at(now + REFRESH_S if self._move_timer is None else self._move_timer.at):
                 await self._news.wait()
                 await trio.sleep(NEWS_S)
             if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
                 self._announce()
             return
-        move, self._due = self._due.move, None
+        move, self._move_timer = self._move_timer.move, None
         if self._span is not None:
             self._say("loading", replace(move.why, text=f"moving to {move.span}: {move.why.text}"))
             await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
@@ -258,15 +258,15 @@ class Hosting:
     async def _load(self, plan: HostingPlan, move: Move) -> None:
         span = move.span
         parts = span_parts(span.start, span.stop)
-        here = not await trio.to_thread.run_sync(self._stock.library.missing, parts)
+        here = not await trio.to_thread.run_sync(self._weights.library.missing, parts)
         state: State = "loading" if here else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
         self._swarm.announce(state=state, span=span, growing=None, device=plan.device.name)
         await self.server.host(None)
         if self._span is not None:
-            self._stock.release(span_parts(self._span.start, self._span.stop))
+            self._weights.release(span_parts(self._span.start, self._span.stop))
         self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
-        hosted = await Loading(self._stock, self._device, plan, self._steps).load(
+        hosted = await BlockLoader(self._weights, self._device, plan, self._steps).load(
             span, partial(self._serve_part, span, move)
         )
         self._steps.done("load", f"blocks {span}")
@@ -310,7 +310,7 @@ class Hosting:
 
     def _busy_lately(self) -> float:
         """The share of the time since the last announcement that the device computed; begins to count anew."""
-        now, busy_s = trio.current_time(), self.server.figures.busy_s
+        now, busy_s = trio.current_time(), self.server.stats.busy_s
         share = (busy_s - self._busy_s) / max(now - self._announced_at, 1.0)
         self._announced_at, self._busy_s = now, busy_s
         return min(max(share, 0.0), 1.0)

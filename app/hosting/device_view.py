@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from app.serving.stats import ServerFigures
+from app.serving.stats import ServerStats
 from app.snapshot.views import DeviceView
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.hosting import Hosted, HostingPlan
 
 
-class Limit(Protocol):
+class MemoryCap(Protocol):
     """The person's cap."""
 
     @property
@@ -20,11 +20,11 @@ class Limit(Protocol):
 
 
 def device_view(
-    device: Device, plan: HostingPlan, hosted: Hosted | None, figures: ServerFigures, limit: Limit
+    device: Device, plan: HostingPlan, hosted: Hosted | None, stats: ServerStats, limit: MemoryCap
 ) -> DeviceView:
     """The device at this moment; what no sensor tells is None."""
-    used_tokens = figures.kv_total_tokens - figures.kv_free_tokens
-    share = used_tokens / figures.kv_total_tokens if figures.kv_total_tokens else 0.0
+    used_tokens = stats.kv_total_tokens - stats.kv_free_tokens
+    share = used_tokens / stats.kv_total_tokens if stats.kv_total_tokens else 0.0
     cache_bytes = plan.budget.kv_bytes if hosted is not None else 0
     return DeviceView(
         id=device.id,
@@ -38,6 +38,6 @@ def device_view(
         load=device.utilisation,
         temperature_c=device.temperature_c,
         power_w=device.power_w,
-        step_s=figures.usual_step_s or None,
+        step_s=stats.usual_step_s or None,
         quantisation="int8" if plan.quantised else "none",
     )

@@ -15,10 +15,10 @@ import trio
 from app.core.device_thread import DeviceThread
 from app.core.span import Span
 from app.core.units import format_size
-from app.snapshot.startup import Steps
+from app.snapshot.startup import StartupSteps
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, span_parts
-from app.weights.model_weights import Stock
+from app.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
     from engine.hosting import Hosted, HostingPlan
@@ -30,11 +30,11 @@ LOOK_S = 0.5
 Grown = Callable[["Hosted", Span], Awaitable[None]]
 
 
-class Loading:
+class BlockLoader:
     """One span on its way onto the device."""
 
-    def __init__(self, stock: Stock, device: DeviceThread, plan: HostingPlan, steps: Steps) -> None:
-        self._stock, self._device, self._plan, self._steps = stock, device, plan, steps
+    def __init__(self, weights: ModelWeights, device: DeviceThread, plan: HostingPlan, steps: StartupSteps) -> None:
+        self._weights, self._device, self._plan, self._steps = weights, device, plan, steps
         self._failure: WeightsError | None = None
 
     async def load(self, span: Span, grown: Grown) -> Hosted:
@@ -42,7 +42,7 @@ class Loading:
 
         Raises `WeightsError` where its parts cannot be had, `engine.errors.EngineError` where they cannot be loaded.
         """
-        if not await trio.to_thread.run_sync(self._stock.library.missing, span_parts(span.start, span.stop)):
+        if not await trio.to_thread.run_sync(self._weights.library.missing, span_parts(span.start, span.stop)):
             self._steps.done("weights")
             return await self._first(span, span)
         hosted: Hosted | None = None
@@ -66,7 +66,7 @@ class Loading:
         """Load what can be loaded of the blocks up to `ready`, one more at a time once some are there."""
         if hosted is not None:
             if hosted.runner.stop < ready:
-                source = await self._stock.need(span_parts(hosted.runner.stop, hosted.runner.stop + 1))
+                source = await self._weights.need(span_parts(hosted.runner.stop, hosted.runner.stop + 1))
                 await self._device.run(hosted.grow, source)
                 self._loaded(hosted.runner.stop - span.start, len(span))
             return hosted
@@ -77,7 +77,7 @@ class Loading:
         from engine.hosting import load_blocks, measured_host
 
         self._steps.begin("load", f"blocks {span}")
-        source = await self._stock.need(span_parts(part.start, part.stop), hosted=True)
+        source = await self._weights.need(span_parts(part.start, part.stop), hosted=True)
         load = partial(
             load_blocks, source, part.start, part.stop, self._plan, self._loaded_of(span), grows_to=span.stop
         )
@@ -87,20 +87,20 @@ class Loading:
         """Have the parts on the disk; how far that is shows in the steps."""
         self._steps.begin("weights", f"blocks {span} from members")
         try:
-            await self._stock.need(span_parts(span.start, span.stop), lambda name: self._told(span), hosted=True)
+            await self._weights.need(span_parts(span.start, span.stop), lambda name: self._told(span), hosted=True)
             self._steps.done("weights")
         except WeightsError as error:
             self._failure = error
             self._steps.failed(str(error))
 
     def _told(self, span: Span) -> None:
-        progress = self._stock.progress(span_parts(span.start, span.stop))
+        progress = self._weights.progress(span_parts(span.start, span.stop))
         if progress is not None:
             self._steps.progress("weights", progress.bytes_done, progress.bytes_total)
 
     def _ready(self, span: Span) -> int:
         """Behind the last of the blocks that are here without a gap."""
-        held = self._stock.library.held()
+        held = self._weights.library.held()
         stop = span.start
         while stop < span.stop and span_parts(stop, stop + 1)[0] in held:
             stop += 1
@@ -114,20 +114,20 @@ class Loading:
         self._steps.progress("load", done, total)
 
 
-async def obtain_ends(stock: Stock, steps: Steps) -> ModelSource:
+async def obtain_ends(weights: ModelWeights, steps: StartupSteps) -> ModelSource:
     """Tokenizer, embedding and head, from members where they are not here; how far they are shows in the steps.
 
     Raises `WeightsError` where they cannot be kept.
     """
     steps.begin_aside("ends", "from members")
-    if not await trio.to_thread.run_sync(stock.library.missing, ENDS):
+    if not await trio.to_thread.run_sync(weights.library.missing, ENDS):
         steps.leave_out("ends")
-        return await stock.need(ENDS)
+        return await weights.need(ENDS)
     obtained: ModelSource | WeightsError
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_tell_ends, stock, steps)
+        nursery.start_soon(_tell_ends, weights, steps)
         try:
-            obtained = await stock.need(ENDS)
+            obtained = await weights.need(ENDS)
         except WeightsError as error:
             obtained = error
         nursery.cancel_scope.cancel()
@@ -138,17 +138,17 @@ async def obtain_ends(stock: Stock, steps: Steps) -> ModelSource:
     return obtained
 
 
-async def _tell_ends(stock: Stock, steps: Steps) -> None:
+async def _tell_ends(weights: ModelWeights, steps: StartupSteps) -> None:
     while True:
-        progress = stock.progress(ENDS)
+        progress = weights.progress(ENDS)
         if progress is not None:
             steps.progress("ends", progress.bytes_done, progress.bytes_total)
         await trio.sleep(LOOK_S)
 
 
-def fetching_text(stock: Stock, names: Iterable[str]) -> str:
+def fetching_text(weights: ModelWeights, names: Iterable[str]) -> str:
     """How far a fetch of these parts is, in words; empty where none is under way."""
-    progress = stock.progress(names)
+    progress = weights.progress(names)
     if progress is None:
         return ""
     if progress.wanted:

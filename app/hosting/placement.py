@@ -52,21 +52,21 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Due:
+class MoveTimer:
     """A move that waits for its time."""
 
     move: Move
     at: float
 
 
-def due(waiting: Due | None, move: Move | None, now: float) -> Due | None:
+def due(waiting: MoveTimer | None, move: Move | None, now: float) -> MoveTimer | None:
     """What a new decision makes of the move that waits: without reason none; for the same reason, it comes no later."""
     if move is None:
         return None
     at = now + move.after_s
     if waiting is not None and waiting.move.why.code == move.why.code:
         at = min(at, waiting.at)
-    return Due(move, at)
+    return MoveTimer(move, at)
 
 
 def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:

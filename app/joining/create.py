@@ -13,7 +13,7 @@ from app.manifest.importing import in_order, survey, tokenizer_bytes
 from app.swarm.invite import new_secret
 from app.swarm.names import SwarmName
 from app.swarm.records import sign_record
-from app.swarm.saved import Remembered, load
+from app.swarm.saved import SavedSwarm, load
 from app.weights.library import remember_source
 from app.weights.manifest_store import ManifestStore
 from engine.sources.base import ModelSource
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Wish:
+class SwarmSpec:
     """The swarm that somebody wants to found."""
 
     name: str
@@ -34,7 +34,7 @@ class Wish:
     private: bool = False
 
 
-def found(home: Home, cache: Path, wish: Wish, fetching: Progress, reading: Progress) -> Remembered:
+def found(home: Home, cache: Path, wish: SwarmSpec, fetching: Progress, reading: Progress) -> SavedSwarm:
     """Read the whole model, keep its manifest, and sign the swarm's record; the caller remembers the swarm."""
     name = new_name(home, wish.name)
     source = open_source(wish.model, cache, fetching)
@@ -52,7 +52,7 @@ def found(home: Home, cache: Path, wish: Wish, fetching: Progress, reading: Prog
     now_ms = time.time_ns() // 10**6
     identity = load_or_create(home.key_file)
     record = sign_record(identity, name, studied.manifest.hash, now_ms=now_ms, private=wish.private)
-    return Remembered.from_record(record, now_ms=now_ms, secret=new_secret() if wish.private else None)
+    return SavedSwarm.from_record(record, now_ms=now_ms, secret=new_secret() if wish.private else None)
 
 
 def new_name(home: Home, text: str) -> str:

@@ -13,11 +13,11 @@ from app.config.file import Config
 from app.config.home import Home
 from app.core.errors import AppError, UnknownSwarm
 from app.joining.network_setup import network_config, told_peers
-from app.joining.wrong_secret import Refusals
+from app.joining.wrong_secret import SecretCheck
 from app.membership import resolve_swarm, value_check
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
-from app.swarm.saved import Remembered
+from app.swarm.saved import SavedSwarm
 from p2p.errors import HandshakeError, WrongSecret
 from p2p.identity import load_or_create
 from p2p.network import Libp2pNetwork
@@ -29,12 +29,12 @@ RefusalsTo = Callable[[Callable[[WrongSecret], None]], AbstractContextManager[No
 
 async def resolve_name(
     network: Libp2pNetwork, config: Config, wanted: SwarmName, refusals_to: RefusalsTo
-) -> Remembered:
+) -> SavedSwarm:
     """The swarm that members say a name means; raises `UnknownSwarm`, `NameConflict` or `WrongSecret`."""
     told = told_peers(config, None)
     for peer, addresses in told.items():
         network.learn(peer, addresses)
-    refusals = Refusals(told)
+    refusals = SecretCheck(told)
     answer: list[SwarmRecord] = []
     failure: list[Exception] = []
 
@@ -56,7 +56,7 @@ async def resolve_name(
     if record.private:
         words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
         raise AppError(words, code="private_swarm")
-    return Remembered.from_record(record, now_ms=time.time_ns() // 10**6)
+    return SavedSwarm.from_record(record, now_ms=time.time_ns() // 10**6)
 
 
 async def _ask(network: Libp2pNetwork, wanted: SwarmName, told: dict[str, list[str]]) -> SwarmRecord:
@@ -69,7 +69,7 @@ async def _ask(network: Libp2pNetwork, wanted: SwarmName, told: dict[str, list[s
     raise AssertionError("there is at least one round")
 
 
-async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> Remembered:
+async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:
     """The same over a public network that lives for this question alone, on any free port."""
     heard: list[Callable[[WrongSecret], None]] = []
 
@@ -90,6 +90,6 @@ async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> Rememb
         return await resolve_name(network, config, wanted, refusals_to)
 
 
-def resolve_in_passing(home: Home, config: Config, wanted: SwarmName) -> Remembered:
+def resolve_in_passing(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:
     """The same for a command, where no node runs."""
     return trio.run(resolve_aside, home, config, wanted)

@@ -19,8 +19,8 @@ from app.core.span import Span
 from app.manifest.manifest import Manifest
 from app.membership import fetch_manifest, wire
 from app.routing.cost import HOP_S, believed_seconds, wait_seconds
-from app.routing.planner import Guidance
-from app.routing.route import Demand, Known, LinkSeconds, NoRoute, Route
+from app.routing.planner import RoutePlanner
+from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
@@ -44,7 +44,7 @@ _NEAREST = ("lan", "direct", "relayed")
 
 
 @dataclass(frozen=True)
-class Expectation:
+class ExpectedSpeed:
     """What a reply through a swarm as it stands would take: seconds a token on the way, or the block that lacks."""
 
     token_s: float | None = None
@@ -59,7 +59,7 @@ class NearbySwarm:
     link: str  # of the nearest neighbour that told of it: lan, direct, relayed
     members: tuple[Announcement, ...] = ()
     manifest: Manifest | None = None
-    expectation: Expectation = Expectation()
+    expectation: ExpectedSpeed = ExpectedSpeed()
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _Heard:
     members: dict[str, Announcement] = field(default_factory=dict)
 
 
-class Neighbourhood:
+class NearbySwarms:
     """Looks around; manifests that were fetched are kept."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
@@ -94,7 +94,7 @@ class Neighbourhood:
             members = tuple(one.members.values())
             near = NearbySwarm(one.record, one.link, members, manifest)
             if manifest is not None:
-                way = Guidance(network, lambda members=members: members).link_s()  # type: ignore[misc]
+                way = RoutePlanner(network, lambda members=members: members).link_s()  # type: ignore[misc]
                 near = replace(near, expectation=expectation_of(members, manifest.config.n_blocks, way))
             found.append(near)
         return found
@@ -139,19 +139,19 @@ class Neighbourhood:
             del self._manifests[oldest]
 
 
-def expectation_of(members: Sequence[Announcement], n_blocks: int, link_s: LinkSeconds) -> Expectation:
+def expectation_of(members: Sequence[Announcement], n_blocks: int, link_s: LinkSeconds) -> ExpectedSpeed:
     """What one token would take over the cheapest route, by what members claim and what links were measured."""
-    demand = Demand(Span(0, n_blocks), TOKENS)
+    demand = RouteRequest(Span(0, n_blocks), TOKENS)
     fitting = [member for member in members if member.serves]
     try:
         route = find_route(fitting, demand, link_s)
     except NoRoute as error:
-        return Expectation(missing_block=error.block)
-    return Expectation(_route_seconds(route, fitting, demand, link_s))
+        return ExpectedSpeed(missing_block=error.block)
+    return ExpectedSpeed(_route_seconds(route, fitting, demand, link_s))
 
 
-def _route_seconds(route: Route, members: Sequence[Announcement], demand: Demand, link_s: LinkSeconds) -> float:
-    block_s, by_peer = believed_seconds(members, demand, Known()), {member.peer: member for member in members}
+def _route_seconds(route: Route, members: Sequence[Announcement], demand: RouteRequest, link_s: LinkSeconds) -> float:
+    block_s, by_peer = believed_seconds(members, demand, KnownCosts()), {member.peer: member for member in members}
     ends = ["", *(hop.peer for hop in route), ""]
     links_s = sum(link_s(a, b) for a, b in pairwise(ends))
     return links_s + sum(HOP_S + wait_seconds(by_peer[hop.peer]) + block_s[hop.peer] * len(hop.span) for hop in route)

@@ -10,7 +10,7 @@ from app.config.home import Home
 from app.courtesy.rules import limits_at
 from app.courtesy.watch import local_now
 from app.snapshot.views import NetworkView
-from app.swarm.saved import Remembered
+from app.swarm.saved import SavedSwarm
 from p2p.addresses import parse_address
 from p2p.host.admission import DenyList
 from p2p.network import Libp2pNetwork, NetworkConfig
@@ -19,7 +19,7 @@ Means = Literal["mdns", "dht", "invite", "remembered"]
 MAX_STRANGERS = 16
 
 
-def network_config(home: Home, config: Config, swarm: Remembered | None, bound: Sequence[str] = ()) -> NetworkConfig:
+def network_config(home: Home, config: Config, swarm: SavedSwarm | None, bound: Sequence[str] = ()) -> NetworkConfig:
     """The network of a node that is in `swarm`; `bound` is where it listened before, to be found there again.
 
     An empty listen means the usual port, or any free one where that is taken; a port that somebody chose is insisted
@@ -40,7 +40,7 @@ def network_config(home: Home, config: Config, swarm: Remembered | None, bound: 
     )
 
 
-def told_peers(config: Config, swarm: Remembered | None) -> dict[str, list[str]]:
+def told_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]:
     """Whom this node was told to look for, by settings and by its swarm's invite: peer id to addresses."""
     texts = list(config.settings.peers)
     if swarm is not None and "invite" in config.settings.discovery:

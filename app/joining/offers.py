@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from app.joining.nearby import NearbySwarm
 from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
-from app.swarm.saved import Remembered
+from app.swarm.saved import SavedSwarm
 from app.weights.library import Library
 from app.weights.manifest_store import ManifestStore, model_name
 from engine.budget import Allowance, Precision, block_bytes, default_headroom, ends_bytes, plan_blocks, workspace_bytes
@@ -79,7 +79,7 @@ def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
 
 
 def look_around(
-    machine: Machine, cache: Path, swarms: Sequence[Remembered], nearby: Sequence[NearbySwarm] = ()
+    machine: Machine, cache: Path, swarms: Sequence[SavedSwarm], nearby: Sequence[NearbySwarm] = ()
 ) -> ProspectsView:
     """Every choice with its figures: the starter model, what is nearby, what is remembered; reads the disk."""
     from engine.sources import starter

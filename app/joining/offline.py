@@ -6,36 +6,36 @@ from collections.abc import Mapping
 
 from app.config.file import load_config
 from app.config.home import Home, hold
-from app.joining.targets import invite_to, named, remembered_target
+from app.joining.targets import invite_to, named, target_swarm
 from app.swarm.invite import Invite
 from app.swarm.names import SwarmName
-from app.swarm.saved import Remembered, load, update
+from app.swarm.saved import SavedSwarm, load, update
 from p2p.addresses import advertised, parse_address
 from p2p.identity import load_or_create
 
 
-def join_at_rest(home: Home, target: str, environment: Mapping[str, str]) -> Remembered:
+def join_offline(home: Home, target: str, environment: Mapping[str, str]) -> SavedSwarm:
     """Make the swarm that `target` means the active one of a home folder."""
-    meant = remembered_target(load(home), target)
+    meant = target_swarm(load(home), target)
     if isinstance(meant, SwarmName):
         from app.joining.name_lookup import resolve_in_passing
 
         config = load_config(home.config_file, environment)
         with hold(home):  # the node's identity is used meanwhile
             meant = resolve_in_passing(home, config, meant)
-    joined: Remembered = meant
+    joined: SavedSwarm = meant
     update(home, lambda known: known.joined(joined))
     return joined
 
 
-def leave_at_rest(home: Home, name: str) -> Remembered:
+def leave_offline(home: Home, name: str) -> SavedSwarm:
     """Forget a swarm."""
     swarm = named(load(home), name)
     update(home, lambda known: known.left(swarm.id))
     return swarm
 
 
-def invite_at_rest(home: Home, name: str | None, environment: Mapping[str, str]) -> Invite:
+def invite_offline(home: Home, name: str | None, environment: Mapping[str, str]) -> Invite:
     """An invite with the addresses that a node here would listen on, and those that this one was invited through."""
     from p2p.sockets import own_ips
 

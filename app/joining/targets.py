@@ -13,19 +13,19 @@ from app.core.errors import AppError, UnknownSwarm, UsageError
 from app.snapshot.views import SwarmView
 from app.swarm.invite import MAX_ADDRESSES, Invite, is_invite, parse_invite
 from app.swarm.names import SwarmName, pinned
-from app.swarm.saved import Memberships, Remembered
+from app.swarm.saved import SavedSwarm, SavedSwarms
 from p2p.addresses import Scope, parse_address
 
 _OWN_ADDRESSES = 4
 
 
-def view_of(swarm: Remembered, *, active: bool) -> SwarmView:
+def view_of(swarm: SavedSwarm, *, active: bool) -> SwarmView:
     """A remembered swarm without its secret."""
     private = swarm.secret is not None
     return SwarmView(swarm.name, swarm.model_hash, str(swarm), private, active, swarm.joined_at_ms)
 
 
-def remembered_target(known: Memberships, target: str) -> Remembered | SwarmName:
+def target_swarm(known: SavedSwarms, target: str) -> SavedSwarm | SwarmName:
     """The swarm that a person means, or the name that members have to be asked about."""
     if is_invite(target):
         return _invited(known, parse_invite(target))
@@ -36,9 +36,9 @@ def remembered_target(known: Memberships, target: str) -> Remembered | SwarmName
     return _only(found, wanted)
 
 
-def _invited(known: Memberships, invite: Invite) -> Remembered:
+def _invited(known: SavedSwarms, invite: Invite) -> SavedSwarm:
     """The swarm of an invite; one with another secret must not undo what this node knows and may be right."""
-    swarm = Remembered.from_invite(invite, now_ms=time.time_ns() // 10**6)
+    swarm = SavedSwarm.from_invite(invite, now_ms=time.time_ns() // 10**6)
     old = next((one for one in known.swarms if one.id == swarm.id), None)
     if old is not None and old.secret != swarm.secret:
         raise AppError(
@@ -49,7 +49,7 @@ def _invited(known: Memberships, invite: Invite) -> Remembered:
     return swarm
 
 
-def named(known: Memberships, name: str | None) -> Remembered:
+def named(known: SavedSwarms, name: str | None) -> SavedSwarm:
     """One remembered swarm by its name, or the active one."""
     if name is None:
         if known.active is None:
@@ -62,7 +62,7 @@ def named(known: Memberships, name: str | None) -> Remembered:
     return _only(found, wanted)
 
 
-def _only(found: tuple[Remembered, ...], wanted: SwarmName) -> Remembered:
+def _only(found: tuple[SavedSwarm, ...], wanted: SwarmName) -> SavedSwarm:
     if len(found) > 1:
         hashes = tuple(swarm.model_hash for swarm in found)
         names = ", ".join(pinned(swarm.name, swarm.model_hash, hashes) for swarm in found)
@@ -70,7 +70,7 @@ def _only(found: tuple[Remembered, ...], wanted: SwarmName) -> Remembered:
     return found[0]
 
 
-def invite_to(swarm: Remembered, own: Iterable[str], others: Iterable[str] = ()) -> Invite:
+def invite_to(swarm: SavedSwarm, own: Iterable[str], others: Iterable[str] = ()) -> Invite:
     """The invite to a swarm through this node, and through other members where there is room."""
     first = _worth_telling(own)[:_OWN_ADDRESSES]
     rest = [address for address in dict.fromkeys(others) if address not in first]

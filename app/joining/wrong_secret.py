@@ -13,7 +13,7 @@ from p2p.errors import WrongSecret
 SECOND_OPINION_S = 0.7
 
 
-class Refusals:
+class SecretCheck:
     """What the peers that this node was told of say of its secret; strangers' words do not count."""
 
     def __init__(self, told: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from engine.sources.layout import expected_shapes, part_names
 
 
 @dataclass(frozen=True)
-class Survey:
+class SourceSurvey:
     """A source's manifest and, for each part, the hashes of its chunks."""
 
     manifest: Manifest
@@ -26,7 +26,7 @@ def manifest_of(source: ModelSource) -> Manifest:
     return survey(source).manifest
 
 
-def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: None) -> Survey:
+def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: None) -> SourceSurvey:
     """Read the whole source; `on_bytes` hears of every piece read and may raise to stop."""
     leaves: dict[str, tuple[bytes, ...]] = {}
     parts: list[Part] = []
@@ -41,7 +41,7 @@ def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: 
     spec = source.tokenizer
     variables = canonical(dict(spec.template_variables)).decode()
     text = TextRules(spec.chat_template, spec.bos_token, spec.eos_token, spec.add_bos, variables)
-    return Survey(build(source.config, text, source.licence, tuple(parts)), leaves)
+    return SourceSurvey(build(source.config, text, source.licence, tuple(parts)), leaves)
 
 
 def in_order(source: ModelSource, part: str) -> tuple[TensorEntry, ...]:

@@ -10,29 +10,29 @@ talk.py       asking, answering, hearing
 prober.py     who is looked at, and when
 pusher.py     pushes changes
 seeking.py    how a node and its swarm find each other
-swarm.py      all of these together: `Swarm`
+swarm.py      all of these together: `Membership`
 """
 
 from __future__ import annotations
 
-from app.membership.failure_detector import Tempo
+from app.membership.failure_detector import Timing
 from app.membership.member import Change, ChangeKind, Listener, Member, State
-from app.membership.membership import Said, Swarm, SwarmSetup
-from app.membership.query_service import SwarmService
-from app.membership.swarm_search import Found, fetch_manifest, resolve_swarm, value_check
+from app.membership.membership import AnnouncementFields, Membership, MembershipSetup
+from app.membership.query_service import QueryService
+from app.membership.swarm_search import FoundSwarm, fetch_manifest, resolve_swarm, value_check
 
 __all__ = [
+    "AnnouncementFields",
     "Change",
     "ChangeKind",
-    "Found",
+    "FoundSwarm",
     "Listener",
     "Member",
-    "Said",
+    "Membership",
+    "MembershipSetup",
+    "QueryService",
     "State",
-    "Swarm",
-    "SwarmService",
-    "SwarmSetup",
-    "Tempo",
+    "Timing",
     "fetch_manifest",
     "resolve_swarm",
     "value_check",

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 
 import trio
 
-from app.membership.exchange import Outcome, Talk
-from app.membership.failure_detector import Tempo
+from app.membership.exchange import MembershipExchange, ProbeOutcome
+from app.membership.failure_detector import Timing
 from app.swarm.records import SwarmRecord
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, keys_to_provide, record_key
 from p2p.errors import P2PError
@@ -35,20 +35,20 @@ _MAX_TOLD = 256
 _MAX_ASKED = 4096
 
 
-class Seeking:
+class Bootstrap:
     """Looks for other members of one swarm, and lets them find this one."""
 
     def __init__(
         self,
-        talk: Talk,
+        talk: MembershipExchange,
         record: SwarmRecord,
         secret: bytes | None,
         wall: Callable[[], float],
-        tempo: Tempo,
+        timing: Timing,
         rng: random.Random,
     ) -> None:
-        self._talk, self._record, self._secret, self._wall = talk, record, secret, wall
-        self._tempo, self._rng = tempo, rng
+        self._exchange, self._record, self._secret, self._wall = talk, record, secret, wall
+        self._timing, self._rng = timing, rng
         self.met = trio.Event()
         self._told: dict[str, None] = {}
         self._hurry = trio.Event()
@@ -82,12 +82,12 @@ class Seeking:
         """Ask those at hand, often while this node is alone."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            alone = not self._talk.table.present()
+            alone = not self._exchange.table.present()
             if not alone:
                 self._ask_again_s = ASK_AGAIN_S
-            at_hand = [link.peer for link in self._talk.network.links() if link.peer not in self._talk.table]
+            at_hand = [link.peer for link in self._exchange.network.links() if link.peer not in self._exchange.table]
             await self._ask_all([*(self._told if alone else ()), *at_hand])
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if self._talk.table.present() else _FIRST_PAUSE_S
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if self._exchange.table.present() else _FIRST_PAUSE_S
             self._hurry = trio.Event()
             with trio.move_on_after(pause_s):
                 await self._hurry.wait()
@@ -96,36 +96,36 @@ class Seeking:
         """Ask the directory: often at first and while this node is alone, then every few minutes."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            if not self._talk.table.present():
+            if not self._exchange.table.present():
                 pause_s = min(pause_s, _LONGEST_PAUSE_S / 2)
             await self._look_up()
-            pause_s = min(2 * pause_s, self._tempo.provide_s)
+            pause_s = min(2 * pause_s, self._timing.provide_s)
             await trio.sleep(pause_s * self._rng.uniform(0.7, 1.0))
 
     async def _look_up(self) -> None:
         """Ask everywhere while few are known: nodes that start together may have met in small groups."""
-        keys = keys_to_ask(self._record.name, self._talk.network.peer_id, self._wall(), self._secret)
-        was_alone = not self._talk.table.present()
-        if len(self._talk.table.present()) >= _COMPANY:
+        keys = keys_to_ask(self._record.name, self._exchange.network.peer_id, self._wall(), self._secret)
+        was_alone = not self._exchange.table.present()
+        if len(self._exchange.table.present()) >= _COMPANY:
             await self._ask_providers([self._rng.choice(keys)])
             return
         for start in range(0, len(keys), ASK_AT_ONCE):
             await self._ask_providers(keys[start : start + ASK_AT_ONCE])
-            if was_alone and self._talk.table.present():
+            if was_alone and self._exchange.table.present():
                 return
 
     async def _ask_providers(self, keys: Iterable[bytes]) -> None:
         """Look up all of these keys and ask whom they lead to; while alone, the first answer is enough."""
-        alone = not self._talk.table.present()
+        alone = not self._exchange.table.present()
 
         async def look(key: bytes) -> None:
             try:
-                found = await self._talk.network.find_providers(key, timeout_s=LOOK_UP_TIMEOUT_S)
+                found = await self._exchange.network.find_providers(key, timeout_s=LOOK_UP_TIMEOUT_S)
             except P2PError as error:
                 log.debug("the directory gave no answer: %s", error)
                 return
-            await self._ask_all([peer for peer in found if peer not in self._talk.table])
-            if alone and self._talk.table.present():
+            await self._ask_all([peer for peer in found if peer not in self._exchange.table])
+            if alone and self._exchange.table.present():
                 nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
@@ -135,17 +135,17 @@ class Seeking:
     async def _ask_all(self, peers: Iterable[str]) -> None:
         """Compare tables with all of these that were not asked lately; while alone, the first answer is enough."""
         due = self._due(peers)
-        alone = not self._talk.table.present()
+        alone = not self._exchange.table.present()
 
         async def ask(peer: str) -> None:
             async with self._slots:
-                if await self._talk.compare(peer, ASK_TIMEOUT_S) is Outcome.ALIVE and alone:
+                if await self._exchange.compare(peer, ASK_TIMEOUT_S) is ProbeOutcome.ALIVE and alone:
                     nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for peer in due:
                 nursery.start_soon(ask, peer)
-        if due and not self._talk.table.present():
+        if due and not self._exchange.table.present():
             self._ask_again_s = min(2 * self._ask_again_s, ASK_AGAIN_AT_MOST_S)
 
     def _due(self, peers: Iterable[str]) -> list[str]:
@@ -153,7 +153,7 @@ class Seeking:
         due = [
             peer
             for peer in dict.fromkeys(peers)
-            if peer != self._talk.network.peer_id and now - self._asked_at.get(peer, -math.inf) >= self._ask_again_s
+            if peer != self._exchange.network.peer_id and now - self._asked_at.get(peer, -math.inf) >= self._ask_again_s
         ]
         for peer in due:
             self._asked_at.pop(peer, None)
@@ -164,7 +164,7 @@ class Seeking:
 
     async def _provide(self) -> None:
         """Be findable, and keep the swarm's record in the directory."""
-        network, record = self._talk.network, self._record
+        network, record = self._exchange.network, self._record
         while True:
             keys = self._own_keys()
             try:
@@ -174,10 +174,10 @@ class Seeking:
                     await network.put_value(record_key(record.name, pin, self._secret), record.raw)
             except P2PError as error:
                 log.info("the directory cannot be told of %s now: %s", record, error)
-            again_at = trio.current_time() + self._tempo.provide_s * self._rng.uniform(0.8, 1.0)
+            again_at = trio.current_time() + self._timing.provide_s * self._rng.uniform(0.8, 1.0)
             # A machine that slept wakes in another hour, under whose keys nobody finds it yet.
             while trio.current_time() < again_at and self._own_keys()[0] in keys:  # noqa: ASYNC110 - a clock tells nobody
                 await trio.sleep(min(LOOK_AT_CLOCK_S, again_at - trio.current_time()))
 
     def _own_keys(self) -> tuple[bytes, ...]:
-        return keys_to_provide(self._record.name, self._talk.network.peer_id, self._wall(), self._secret)
+        return keys_to_provide(self._record.name, self._exchange.network.peer_id, self._wall(), self._secret)

@@ -1,7 +1,8 @@
 """Conversations between members: asking and answering, and what is made of the statements that are heard.
 
 It keeps no time of its own and starts nothing: when to probe, push or compare tables is for
-`app.membership.failure_detector` and `app.membership.membership`, which hear of what follows through `Hooks`.
+`app.membership.failure_detector` and `app.membership.membership`, which hear of what follows through
+`MembershipEvents`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import trio
 
 from app.core.network import Network
 from app.membership import wire
-from app.membership.gossip_queue import Rumours
+from app.membership.gossip_queue import GossipQueue
 from app.membership.member import Change
 from app.membership.table import GONE, PRESENT, Table
-from app.membership.verification import Terms, check_announcement, check_suspicion, statement
+from app.membership.verification import SwarmTerms, check_announcement, check_suspicion, statement
 from app.swarm.records import ANNOUNCEMENT_DOMAIN, SUSPICION_DOMAIN
 from p2p.envelope import Envelope
 from p2p.errors import EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
-from p2p.rate_limit import Allowance
+from p2p.rate_limit import PeerRateLimit
 
 log = logging.getLogger("shoal.membership")
 
@@ -38,7 +39,7 @@ _STATEMENTS_AT_ONCE = 32  # verified between two checkpoints
 Request = TypeVar("Request", wire.Tell, wire.ProbeRequest, wire.TableRequest)
 
 
-class Outcome(Enum):
+class ProbeOutcome(Enum):
     """What came of an attempt to reach a member."""
 
     ALIVE = "alive"
@@ -47,40 +48,40 @@ class Outcome(Enum):
     NO_MEMBER = "no member"
 
 
-class Hooks(Protocol):
+class MembershipEvents(Protocol):
     """Who is told of what a conversation brought."""
 
     def changed(self, change: Change) -> None: ...
     def look_at(self, peer: str, accusation: bytes | None = None) -> None:
         """Somebody says that a member is gone, or that one held for dead is not: see for yourself."""
 
-    def outbid(self, number: int) -> None:
+    def refute(self, number: int) -> None:
         """This node is doubted, or was heard, under a number as high as its present one: say something newer."""
 
     def misbehaved(self, peer: str, why: str) -> None: ...
 
 
-class Talk:
+class MembershipExchange:
     """Everything that this node says to, and hears from, other members of one swarm."""
 
     def __init__(
         self,
         network: Network,
-        terms: Terms,
+        terms: SwarmTerms,
         table: Table,
-        hooks: Hooks,
+        hooks: MembershipEvents,
         own: Callable[[], bytes],
         now_ms: Callable[[], int],
     ) -> None:
-        self.network, self.table, self.rumours = network, table, Rumours()
-        self._terms, self._hooks, self._own, self._now_ms = terms, hooks, own, now_ms
+        self.network, self.table, self.gossip_queue = network, table, GossipQueue()
+        self._terms, self._events, self._own, self._now_ms = terms, hooks, own, now_ms
         self._id = bytes.fromhex(terms.swarm)
         self.listening = False
         self.pressing = trio.Event()  # set while there is something to push
         # A table of 2048 at once, then some; and what is heard in vain before a peer counts as misbehaving.
-        self._news = Allowance(burst=2 * 2048, per_s=64)
-        self._changes = Allowance(burst=5, per_s=0.5)
-        self._errors = Allowance(burst=512, per_s=8)
+        self._news = PeerRateLimit(burst=2 * 2048, per_s=64)
+        self._changes = PeerRateLimit(burst=5, per_s=0.5)
+        self._errors = PeerRateLimit(burst=512, per_s=8)
         self._untold: set[str] = set()  # strangers whose coming is news, once this node has met them
 
     def serve(self) -> None:
@@ -92,12 +93,12 @@ class Talk:
 
     # --- asking ------------------------------------------------------------------------------------------------------
 
-    async def probe(self, peer: str) -> Outcome:
+    async def probe(self, peer: str) -> ProbeOutcome:
         """See whether a member answers, and swap news with it."""
         known = self.table.get(peer)
         # Strangers are met in crowds, and may be nobody: no news is spent on them.
         is_stranger = known is None or not known.proven
-        riders = [] if is_stranger else self.rumours.take_riders()
+        riders = [] if is_stranger else self.gossip_queue.take_piggyback()
         lost = known if known is not None and not known.present else None
         # Its own word under which it was lost: it may have forgotten it.
         reminder = [] if lost is None else [lost.raw]
@@ -110,7 +111,7 @@ class Talk:
         except P2PError as error:
             return self._outcome_of(peer, error)
         self._met(peer, rtt_s)
-        return Outcome.ALIVE
+        return ProbeOutcome.ALIVE
 
     async def _ask(self, peer: str, body: bytes, timeout_s: float) -> tuple[bytes, float]:
         """The answer to a probe, and how long it took; a link that ends is dialled once more.
@@ -132,16 +133,16 @@ class Talk:
         """The body that passes these statements on."""
         return wire.Tell(self._id, statements).encode()
 
-    async def tell(self, peer: str, body: bytes) -> Outcome:
+    async def tell(self, peer: str, body: bytes) -> ProbeOutcome:
         """Pass statements on, as `telling` wrote them."""
         try:
             await self.network.call(peer, wire.TELL, body, timeout_s=CALL_TIMEOUT_S)
         except P2PError as error:
             return self._outcome_of(peer, error)
         self._met(peer)
-        return Outcome.ALIVE
+        return ProbeOutcome.ALIVE
 
-    async def compare(self, peer: str, timeout_s: float = TABLE_TIMEOUT_S) -> Outcome:
+    async def compare(self, peer: str, timeout_s: float = TABLE_TIMEOUT_S) -> ProbeOutcome:
         """Compare tables with a peer, so that both know what either knew; works for a newcomer too."""
         request = wire.TableRequest(self._id, self.table.vector(), [self._own()])
         try:
@@ -155,18 +156,18 @@ class Talk:
         while wanted:
             batch = wire.fitting(wanted, wire.MAX_BATCH_BYTES)
             wanted = wanted[len(batch) :]
-            if await self.tell(peer, self.telling(batch)) is not Outcome.ALIVE:
+            if await self.tell(peer, self.telling(batch)) is not ProbeOutcome.ALIVE:
                 break
-        return Outcome.ALIVE
+        return ProbeOutcome.ALIVE
 
-    def _outcome_of(self, peer: str, error: P2PError) -> Outcome:
+    def _outcome_of(self, peer: str, error: P2PError) -> ProbeOutcome:
         log.debug("%s gave no answer: %s", peer, error)
         if isinstance(error, ProtocolError):
-            self._hooks.misbehaved(peer, str(error))
-            return Outcome.FAILED
+            self._events.misbehaved(peer, str(error))
+            return ProbeOutcome.FAILED
         if isinstance(error, RemoteError):
-            return Outcome.NO_MEMBER if error.code in (wire.NOT_MEMBER, "unknown_method") else Outcome.UNCLEAR
-        return Outcome.UNCLEAR if isinstance(error, Refused | QueueFull) else Outcome.FAILED
+            return ProbeOutcome.NO_MEMBER if error.code in (wire.NOT_MEMBER, "unknown_method") else ProbeOutcome.UNCLEAR
+        return ProbeOutcome.UNCLEAR if isinstance(error, Refused | QueueFull) else ProbeOutcome.FAILED
 
     # --- answering ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +183,7 @@ class Talk:
         is_known = self.table.seen_at(peer) is not None
         await self._hear_all(request.statements, peer)
         self._met(peer)
-        riders = self.rumours.take_riders() if is_known else []
+        riders = self.gossip_queue.take_piggyback() if is_known else []
         return wire.pack(wire.fitting([self._own(), *riders], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
@@ -191,7 +192,7 @@ class Talk:
         self._met(peer)
         if peer in self.table:
             for name in self._disputed(request.vector):
-                self._hooks.look_at(name)
+                self._events.look_at(name)
         newer = wire.fitting([self._own(), *self.table.newer_than(request.vector)], wire.MAX_TABLE_BYTES)
         return wire.TableAnswer(list(self.table.wanted_from(request.vector)), newer).encode()
 
@@ -205,7 +206,7 @@ class Talk:
         try:
             request = decode(body)
         except ProtocolError as error:
-            self._hooks.misbehaved(peer, str(error))
+            self._events.misbehaved(peer, str(error))
             raise RemoteError(str(error), code=wire.MALFORMED) from error
         if request.swarm != self._id or not self.listening:
             raise RemoteError("this node is no member of that swarm", code=wire.NOT_MEMBER)
@@ -231,7 +232,7 @@ class Talk:
         except EnvelopeError as error:
             log.debug("a statement from %s was refused: %s", sender, error)
             if not self._errors.take(sender, now):
-                self._hooks.misbehaved(sender, f"too many worthless statements, the last: {error}")
+                self._events.misbehaved(sender, f"too many worthless statements, the last: {error}")
 
     def _hear_announcement(self, envelope: Envelope, sender: str, now: float, asked: bool) -> None:
         peer = envelope.peer
@@ -240,7 +241,7 @@ class Talk:
             return
         if envelope.sequence <= self.table.number(peer):
             if self.table.state(peer) == "dead" and sender != peer and sender in self.table:
-                self._hooks.look_at(peer)
+                self._events.look_at(peer)
             return
         if not self._news.take(sender, now):
             return
@@ -256,12 +257,12 @@ class Talk:
     def _hear_of_self(self, envelope: Envelope) -> None:
         """An announcement of this node's own: newer ones than it remembers were made before its memory was lost."""
         if envelope.raw != self._own():
-            self._hooks.outbid(check_announcement(envelope.raw, self._terms, self._now_ms()).sequence)
+            self._events.refute(check_announcement(envelope.raw, self._terms, self._now_ms()).sequence)
 
     def _doubted(self, number: int) -> None:
         """Somebody lost this node under a number; one that it does not remember must be shown with its signature."""
         if number == statement(self._own()).sequence:
-            self._hooks.outbid(number)
+            self._events.refute(number)
 
     def _hear_suspicion(self, envelope: Envelope, now: float) -> None:
         if self.table.state(envelope.peer) not in PRESENT:  # the word of members counts, and of nobody else
@@ -272,7 +273,7 @@ class Talk:
         elif said.number >= self.table.number(said.accused) and self.table.state(said.accused) in PRESENT:
             seen_at = self.table.seen_at(said.accused)
             if seen_at is not None and now - seen_at > FRESH_S:
-                self._hooks.look_at(said.accused, envelope.raw)
+                self._events.look_at(said.accused, envelope.raw)
 
     def _met(self, peer: str, rtt_s: float | None = None) -> None:
         now = trio.current_time()
@@ -289,7 +290,7 @@ class Talk:
         if member.proven and is_news:
             urgent = change.kind != "updated" and self._changes.take(member.peer, now)
             self._pass_on(ANNOUNCEMENT_DOMAIN, member.peer, member.raw, urgent)
-        self._hooks.changed(change)
+        self._events.changed(change)
 
     def failed(self, peer: str) -> Change | None:
         """This node could not reach a member."""
@@ -304,12 +305,12 @@ class Talk:
         change = self.table.drop(peer, now)
         if change is not None:
             self._untold.discard(peer)
-            self._hooks.changed(change)
+            self._events.changed(change)
 
     def expire(self) -> None:
         """Forget what is too old."""
         for change in self.table.expire(trio.current_time(), self._now_ms()):
-            self._hooks.changed(change)
+            self._events.changed(change)
 
     def said(self, raw: bytes, *, urgent: bool) -> None:
         """Pass on what this node itself announced."""
@@ -320,6 +321,6 @@ class Talk:
         self._pass_on(SUSPICION_DOMAIN, accused, accusation, urgent=True)
 
     def _pass_on(self, domain: str, about: str, raw: bytes, urgent: bool) -> None:
-        self.rumours.add((domain, about), raw, urgent=urgent)
+        self.gossip_queue.add((domain, about), raw, urgent=urgent)
         if urgent:
             self.pressing.set()

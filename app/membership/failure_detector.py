@@ -18,13 +18,13 @@ from hashlib import blake2b
 
 import trio
 
-from app.membership.exchange import Outcome, Talk
+from app.membership.exchange import MembershipExchange, ProbeOutcome
 from app.membership.table import PRESENT
-from p2p.rate_limit import Allowance
+from p2p.rate_limit import PeerRateLimit
 
 
 @dataclass(frozen=True)
-class Tempo:
+class Timing:
     """How often things happen, in seconds."""
 
     period_s: float = 2.0
@@ -44,24 +44,24 @@ class Tempo:
 Sign = Callable[[str, int], bytes]  # (accused, number) -> a suspicion of this node's own
 
 
-class Prober:
+class FailureDetector:
     """Keeps looking after the members of a table; `run` does."""
 
-    def __init__(self, talk: Talk, tempo: Tempo, rng: random.Random, sign: Sign) -> None:
-        self._talk, self._table, self._tempo, self._rng, self._sign = talk, talk.table, tempo, rng, sign
+    def __init__(self, talk: MembershipExchange, timing: Timing, rng: random.Random, sign: Sign) -> None:
+        self._exchange, self._table, self._timing, self._rng, self._sign = talk, talk.table, timing, rng, sign
         self.neighbours: frozenset[str] = frozenset()
-        self._watch = Watch(talk.network.peer_id, rng)
+        self._watch = WatchSet(talk.network.peer_id, rng)
         self._held: tuple[frozenset[str], tuple[str, ...]] = (frozenset(), ())
         self._nursery: trio.Nursery | None = None
         self._looking: dict[str, bytes | None] = {}  # who is being looked at, and another's suspicion of it
         self._meeting: dict[str, None] = {}
         self._round: list[str] = []
-        self._stirred = trio.Event()
-        self._prompted = Allowance(burst=1, per_s=0.2)  # looks at one member that others can bring about
+        self._woken = trio.Event()
+        self._prompted = PeerRateLimit(burst=1, per_s=0.2)  # looks at one member that others can bring about
         # On a link that loses much, suspicions must not breed suspicions.
-        self._accusations = Allowance(burst=2, per_s=0.02)
-        self._reunions = Allowance(burst=1, per_s=0.2)
-        self._slots = trio.CapacityLimiter(tempo.looks_at_once)
+        self._accusations = PeerRateLimit(burst=2, per_s=0.02)
+        self._reunions = PeerRateLimit(burst=1, per_s=0.2)
+        self._slots = trio.CapacityLimiter(timing.looks_at_once)
 
     async def run(self) -> None:
         """Probe for ever."""
@@ -79,7 +79,7 @@ class Prober:
 
     def company(self) -> list[str]:
         """The members at hand: those that are watched, and those that there is a link to anyway."""
-        linked = (link.peer for link in self._talk.network.links())
+        linked = (link.peer for link in self._exchange.network.links())
         at_hand = dict.fromkeys((*self.watched(), *linked))
         return [peer for peer in at_hand if self._table.state(peer) in PRESENT]
 
@@ -99,36 +99,36 @@ class Prober:
             self._looking[peer] = accusation
             self._nursery.start_soon(self._look, peer)
 
-    def stir(self) -> None:
+    def wake(self) -> None:
         """There may be strangers to meet."""
-        self._stirred.set()
+        self._woken.set()
 
     async def _beat(self) -> None:
         dead_due_at = stray_due_at = trio.current_time()
-        await trio.sleep(self._rng.uniform(0, self._tempo.period_s))
+        await trio.sleep(self._rng.uniform(0, self._timing.period_s))
         while True:
             now = trio.current_time()
             due = {peer: None for peer in (*self.neighbours, *self._next_members())}
             if now >= dead_due_at and (dead := self._table.dead()):
                 due[self._rng.choice(dead)] = None
-                dead_due_at = now + self._tempo.dead_retry_s * self._rng.uniform(0.7, 1.3)
+                dead_due_at = now + self._timing.dead_retry_s * self._rng.uniform(0.7, 1.3)
             if now >= stray_due_at and len(self._table.present()) > len(self.watched()):
                 due[self._rng.choice(self._table.present())] = None
-                stray_due_at = now + self._tempo.stray_s * self._rng.uniform(0.7, 1.3)
+                stray_due_at = now + self._timing.stray_s * self._rng.uniform(0.7, 1.3)
             self._hold_links()
             for peer in due:
                 self.probe(peer)
-            await trio.sleep(self._tempo.period_s * self._rng.uniform(0.9, 1.1))
+            await trio.sleep(self._timing.period_s * self._rng.uniform(0.9, 1.1))
 
     def _hold_links(self) -> None:
         held = (self.neighbours, self.watched())
         if held != self._held:
             self._held = held
-            self._talk.network.keep_links({*self.neighbours, *self.watched()})
+            self._exchange.network.keep_links({*self.neighbours, *self.watched()})
 
     def _next_members(self) -> Iterable[str]:
         chosen: list[str] = []
-        for _ in range(self._tempo.probes_per_period):
+        for _ in range(self._timing.probes_per_period):
             if not self._round:
                 self._round = list(self.watched())
                 self._rng.shuffle(self._round)
@@ -141,7 +141,7 @@ class Prober:
             async with self._slots:
                 if await self._attempt(peer):
                     return
-            await trio.sleep(self._tempo.retry_s * self._rng.uniform(0.8, 1.2))
+            await trio.sleep(self._timing.retry_s * self._rng.uniform(0.8, 1.2))
             if self._table.state(peer) == "suspect":
                 async with self._slots:
                     await self._attempt(peer)
@@ -151,42 +151,42 @@ class Prober:
     async def _attempt(self, peer: str) -> bool:
         """Probe once; False where the member has become suspect."""
         was_dead = self._table.state(peer) == "dead"
-        outcome = await self._talk.probe(peer)
-        if outcome is Outcome.NO_MEMBER:
-            self._talk.drop(peer)
-        elif outcome is Outcome.ALIVE and was_dead and self._reunions.take("", trio.current_time()):
-            await self._talk.compare(peer)  # it may come from the other side of a partition, and know others there
-        elif outcome is Outcome.FAILED:
+        outcome = await self._exchange.probe(peer)
+        if outcome is ProbeOutcome.NO_MEMBER:
+            self._exchange.drop(peer)
+        elif outcome is ProbeOutcome.ALIVE and was_dead and self._reunions.take("", trio.current_time()):
+            await self._exchange.compare(peer)  # it may come from the other side of a partition, and know others there
+        elif outcome is ProbeOutcome.FAILED:
             number = self._table.number(peer)
-            change = self._talk.failed(peer)
+            change = self._exchange.failed(peer)
             if change is not None and change.kind == "suspected":
                 if self._accusations.take(peer, trio.current_time()):
-                    self._talk.accuse(peer, self._looking[peer] or self._sign(peer, number))
+                    self._exchange.accuse(peer, self._looking[peer] or self._sign(peer, number))
                 return False
         return True
 
     async def _meet_strangers(self) -> None:
         async with trio.open_nursery() as nursery:
             while True:
-                while len(self._meeting) < self._tempo.strangers_at_once:
+                while len(self._meeting) < self._timing.strangers_at_once:
                     stranger = self._table.next_stranger(self._meeting)
                     if stranger is None:
                         break
                     self._meeting[stranger] = None
                     nursery.start_soon(self._meet, stranger)
-                await self._stirred.wait()
-                self._stirred = trio.Event()
+                await self._woken.wait()
+                self._woken = trio.Event()
 
     async def _meet(self, peer: str) -> None:
         try:
-            outcome = await self._talk.probe(peer)
-            if outcome is Outcome.NO_MEMBER:
-                self._talk.drop(peer)
-            elif outcome is not Outcome.ALIVE:  # a stranger too busy to answer will be told of again
-                self._talk.failed(peer)
+            outcome = await self._exchange.probe(peer)
+            if outcome is ProbeOutcome.NO_MEMBER:
+                self._exchange.drop(peer)
+            elif outcome is not ProbeOutcome.ALIVE:  # a stranger too busy to answer will be told of again
+                self._exchange.failed(peer)
         finally:
             del self._meeting[peer]
-            self.stir()
+            self.wake()
 
 
 WATCH_ALL = 32
@@ -194,7 +194,7 @@ BY_COMMON_HASH = 5
 BY_PRIVATE_HASH = 5
 
 
-class Watch:
+class WatchSet:
     """The members that one node watches, chosen anew only where the members have changed."""
 
     def __init__(self, own_peer: str, rng: random.Random) -> None:

@@ -6,22 +6,22 @@ import random
 
 import trio
 
-from app.membership.exchange import Outcome, Talk
-from app.membership.failure_detector import Prober
+from app.membership.exchange import MembershipExchange, ProbeOutcome
+from app.membership.failure_detector import FailureDetector
 from app.membership.gossip_queue import targets
 
 
-class Pusher:
+class Gossip:
     """Sends out what presses; `run` does, and `farewell` at the end."""
 
-    def __init__(self, talk: Talk, delay_s: float, rng: random.Random, prober: Prober) -> None:
-        self._talk, self._delay_s, self._rng, self._prober = talk, delay_s, rng, prober
+    def __init__(self, talk: MembershipExchange, delay_s: float, rng: random.Random, prober: FailureDetector) -> None:
+        self._exchange, self._delay_s, self._rng, self._detector = talk, delay_s, rng, prober
 
     async def run(self) -> None:
         """Push for ever."""
         async with trio.open_nursery() as nursery:
             while True:
-                await self._talk.pressing.wait()
+                await self._exchange.pressing.wait()
                 await trio.sleep(self._delay_s)  # what happens together travels together
                 self._start_batches(nursery)
 
@@ -29,21 +29,25 @@ class Pusher:
         """Tell all at hand at once: they lose their links to this node, and should know why."""
         async with trio.open_nursery() as nursery:
             self._start_batches(nursery)
-            for peer in self._prober.company():
-                nursery.start_soon(self._talk.tell, peer, self._talk.telling([raw]))
+            for peer in self._detector.company():
+                nursery.start_soon(self._exchange.tell, peer, self._exchange.telling([raw]))
 
     def _start_batches(self, nursery: trio.Nursery) -> None:
-        self._talk.pressing = trio.Event()
-        rumours, present, company = self._talk.rumours, self._talk.table.present(), self._prober.company()
-        while rumours.pressing:
-            body = self._talk.telling(rumours.take_batch())
-            for peer in targets(self._talk.network.peer_id, present, company, self._rng):
+        self._exchange.pressing = trio.Event()
+        gossip_queue, present, company = (
+            self._exchange.gossip_queue,
+            self._exchange.table.present(),
+            self._detector.company(),
+        )
+        while gossip_queue.pressing:
+            body = self._exchange.telling(gossip_queue.take_batch())
+            for peer in targets(self._exchange.network.peer_id, present, company, self._rng):
                 nursery.start_soon(self._push, peer, body)
 
     async def _push(self, peer: str, body: bytes) -> None:
-        if await self._talk.tell(peer, body) is Outcome.ALIVE:
+        if await self._exchange.tell(peer, body) is ProbeOutcome.ALIVE:
             return
-        self._prober.look_at(peer)
-        others = [name for name in self._prober.company() if name != peer]
+        self._detector.look_at(peer)
+        others = [name for name in self._detector.company() if name != peer]
         if others:
-            await self._talk.tell(self._rng.choice(others), body)
+            await self._exchange.tell(self._rng.choice(others), body)

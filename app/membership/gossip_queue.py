@@ -22,15 +22,15 @@ MAX_RUMOURS = 1024
 Topic = tuple[str, str]  # the statement's domain, and whom it is about: a newer one replaces it
 
 
-class Rumours:
+class GossipQueue:
     """Statements on their way to other members."""
 
     def __init__(self) -> None:
         self._urgent: OrderedDict[Topic, bytes] = OrderedDict()
-        self._riding: OrderedDict[Topic, tuple[bytes, int]] = OrderedDict()  # with the rides it has left
+        self._piggyback: OrderedDict[Topic, tuple[bytes, int]] = OrderedDict()  # with the rides it has left
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._riding)
+        return len(self._urgent) + len(self._piggyback)
 
     @property
     def pressing(self) -> bool:
@@ -43,9 +43,9 @@ class Rumours:
             self._urgent[topic] = raw
             if len(self._urgent) > MAX_RUMOURS:
                 self._urgent.popitem(last=False)
-        self._riding[topic] = (raw, RIDES)
-        if len(self._riding) > MAX_RUMOURS:
-            self._riding.popitem(last=False)
+        self._piggyback[topic] = (raw, RIDES)
+        if len(self._piggyback) > MAX_RUMOURS:
+            self._piggyback.popitem(last=False)
 
     def take_batch(self) -> list[bytes]:
         """The next batch to be pushed."""
@@ -54,14 +54,14 @@ class Rumours:
             self._urgent.popitem(last=False)
         return batch
 
-    def take_riders(self) -> list[bytes]:
+    def take_piggyback(self) -> list[bytes]:
         """What goes along with the next probe or its answer."""
         riders = []
-        for _ in range(min(RIDERS_PER_MESSAGE, len(self._riding))):
-            topic, (raw, rides) = self._riding.popitem(last=False)
+        for _ in range(min(RIDERS_PER_MESSAGE, len(self._piggyback))):
+            topic, (raw, rides) = self._piggyback.popitem(last=False)
             riders.append(raw)
             if rides > 1:
-                self._riding[topic] = (raw, rides - 1)
+                self._piggyback[topic] = (raw, rides - 1)
         return riders
 
 

@@ -17,13 +17,13 @@ import trio
 
 from app.core.network import Network
 from app.core.span import Span
-from app.membership.bootstrap import Seeking
-from app.membership.exchange import Outcome, Talk
-from app.membership.failure_detector import Prober, Tempo
-from app.membership.gossip import Pusher
+from app.membership.bootstrap import Bootstrap
+from app.membership.exchange import MembershipExchange, ProbeOutcome
+from app.membership.failure_detector import FailureDetector, Timing
+from app.membership.gossip import Gossip
 from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.table import PRESENT, Table
-from app.membership.verification import Terms
+from app.membership.verification import SwarmTerms
 from app.swarm.records import (
     MAX_ADDRESSES,
     Announcement,
@@ -35,7 +35,7 @@ from app.swarm.records import (
 from p2p.envelope import CLOCK_TOLERANCE_MS, Sequence
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity
-from p2p.rate_limit import Allowance, LogLimit
+from p2p.rate_limit import LogLimit, PeerRateLimit
 from p2p.supervise import guarded
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ FAREWELL_S = 2.0
 COMPARE_AFTER_DEATH_S = 20.0
 
 
-class Said(TypedDict, total=False):
+class AnnouncementFields(TypedDict, total=False):
     """What a node may announce of itself; the names are those of `Announcement`."""
 
     state: str
@@ -69,7 +69,7 @@ class Said(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class SwarmSetup:
+class MembershipSetup:
     """What a membership needs besides its network; tests choose the clock and chance.
 
     `sequence` goes on from the last number that the home folder remembers; whoever made it stores its last one.
@@ -79,10 +79,10 @@ class SwarmSetup:
     sequence: Sequence = field(default_factory=Sequence)
     wall_clock: Callable[[], float] = time.time
     rng: random.Random = field(default_factory=random.Random)
-    tempo: Tempo = field(default_factory=Tempo)
+    timing: Timing = field(default_factory=Timing)
 
 
-class Swarm:
+class Membership:
     """This node in a swarm; `run` takes part until cancelled."""
 
     def __init__(
@@ -91,23 +91,23 @@ class Swarm:
         identity: Identity,
         record: SwarmRecord,
         n_blocks: int,
-        setup: SwarmSetup | None = None,
+        setup: MembershipSetup | None = None,
     ) -> None:
         assert network.peer_id == identity.peer_id, "a node's network and its statements have one identity"
         self.record, self.n_blocks = record, n_blocks
-        self._network, self._identity, self._setup = network, identity, setup or SwarmSetup()
-        terms = Terms(record.id, n_blocks)
+        self._network, self._identity, self._setup = network, identity, setup or MembershipSetup()
+        terms = SwarmTerms(record.id, n_blocks)
         self.table = Table(network.peer_id, terms)
-        self._talk = Talk(network, terms, self.table, self, lambda: self._own_raw, self._now_ms)
-        tempo, rng = self._setup.tempo, self._setup.rng
-        self._prober = Prober(self._talk, tempo, rng, self._sign_suspicion)
-        self._pusher = Pusher(self._talk, tempo.push_delay_s, rng, self._prober)
-        self._seeking = Seeking(self._talk, record, self._setup.secret, self._setup.wall_clock, tempo, rng)
+        self._exchange = MembershipExchange(network, terms, self.table, self, lambda: self._own_raw, self._now_ms)
+        timing, rng = self._setup.timing, self._setup.rng
+        self._detector = FailureDetector(self._exchange, timing, rng, self._sign_suspicion)
+        self._gossip = Gossip(self._exchange, timing.push_delay_s, rng, self._detector)
+        self._bootstrap = Bootstrap(self._exchange, record, self._setup.secret, self._setup.wall_clock, timing, rng)
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
-        self._outbids = Allowance(burst=2, per_s=0.2)
+        self._refutations = PeerRateLimit(burst=2, per_s=0.2)
         self._hanging_up: set[str] = set()
-        self._bereaved = trio.Event()
+        self._member_died = trio.Event()
         self._own_raw = b""
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
         self.announce()
@@ -137,17 +137,17 @@ class Swarm:
         """What the other members that take part say of themselves."""
         return self.table.announcements()
 
-    def announce(self, **changes: Unpack[Said]) -> Announcement:
+    def announce(self, **changes: Unpack[AnnouncementFields]) -> Announcement:
         """Say something new of this node; another state or span reaches everybody within seconds.
 
         Lesser changes (speed, room) ride along with probes: make them rarely, twice a minute at most.
         """
         before = self._own
         number = self._setup.sequence.next(self._now_ms())
-        expires_at_ms = number + int(self._setup.tempo.lifetime_s * 1000)
+        expires_at_ms = number + int(self._setup.timing.lifetime_s * 1000)
         addresses = tuple(self._network.addresses())[:MAX_ADDRESSES]
         self._say(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
-        self._talk.said(self._own_raw, urgent=kind_of_news(before, self._own) != "updated")
+        self._exchange.said(self._own_raw, urgent=kind_of_news(before, self._own) != "updated")
         return self._own
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -157,36 +157,36 @@ class Swarm:
 
     def set_neighbours(self, peers: Iterable[str]) -> None:
         """The members that this node's routes depend on: they are probed every period."""
-        self._prober.neighbours = frozenset(peers) - {self._network.peer_id}
+        self._detector.neighbours = frozenset(peers) - {self._network.peer_id}
 
     def join_via(self, peers: Iterable[str]) -> None:
         """Peers that may be members; they are asked as long as this node is alone."""
-        self._seeking.try_first(peers)
+        self._bootstrap.try_first(peers)
 
     async def joined(self) -> None:
         """Wait until another member was met."""
-        await self._seeking.met.wait()
+        await self._bootstrap.met.wait()
 
     async def leave(self) -> None:
         """Tell the others goodbye; takes two seconds at most. Cancel `run` afterwards."""
         self.announce(state="left", span=None)
         with trio.move_on_after(FAREWELL_S):
-            await self._pusher.farewell(self._own_raw)
-        self._talk.listening = False
+            await self._gossip.farewell(self._own_raw)
+        self._exchange.listening = False
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled; reports started once it answers others."""
-        self._talk.serve()
+        self._exchange.serve()
         stop_listening = self._network.on_link_lost(self._on_link_lost)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                for task in (self._prober.run, self._pusher.run, self._seeking.run, self._keep_up):
+                for task in (self._detector.run, self._gossip.run, self._bootstrap.run, self._keep_up):
                     nursery.start_soon(task)
                 task_status.started()
         finally:
             self._nursery = None
-            self._talk.listening = False
+            self._exchange.listening = False
             stop_listening()
 
     # --- what conversations bring about ------------------------------------------------------------------------------
@@ -194,14 +194,14 @@ class Swarm:
     def changed(self, change: Change) -> None:
         """Pass a change on to the listeners."""
         if change.kind == "dead" and change.member.proven:
-            self._bereaved.set()
+            self._member_died.set()
         if change.member.present:
             if change.member.proven:
-                self._seeking.met.set()
+                self._bootstrap.met.set()
                 if change.kind == "proven":
-                    self._seeking.remember(change.member.peer)
+                    self._bootstrap.remember(change.member.peer)
             else:
-                self._prober.stir()
+                self._detector.wake()
         for listener in tuple(self._listeners):
             try:
                 listener(change)
@@ -210,15 +210,15 @@ class Swarm:
 
     def look_at(self, peer: str, accusation: bytes | None = None) -> None:
         """See for oneself."""
-        self._prober.look_at(peer, accusation)
+        self._detector.look_at(peer, accusation)
 
-    def outbid(self, number: int) -> None:
+    def refute(self, number: int) -> None:
         """Announce again, above `number`, so that doubts about this node end."""
         # Anybody can claim a number: one near the edge would make members whose clock lags refuse this node.
-        if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS // 2 and self._may_outbid():
+        if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS // 2 and self._may_refute():
             self._setup.sequence.last = max(self._setup.sequence.last, number)
             self.announce()
-            self._talk.said(self._own_raw, urgent=True)
+            self._exchange.said(self._own_raw, urgent=True)
 
     def misbehaved(self, peer: str, why: str) -> None:
         """Drop a peer that sends what no member would, and hang up on it; once until it is gone.
@@ -228,7 +228,7 @@ class Swarm:
         if peer in self._hanging_up:
             return
         log.warning("%s misbehaves: %s", peer, why)
-        self._talk.drop(peer)
+        self._exchange.drop(peer)
         if self._nursery is not None:
             self._hanging_up.add(peer)
             self._nursery.start_soon(guarded, f"hanging up on {peer}", self._hang_up, peer)
@@ -238,8 +238,8 @@ class Swarm:
     def _now_ms(self) -> int:
         return int(self._setup.wall_clock() * 1000)
 
-    def _may_outbid(self) -> bool:
-        return self._outbids.take("", trio.current_time())
+    def _may_refute(self) -> bool:
+        return self._refutations.take("", trio.current_time())
 
     def _say(self, said: Announcement) -> None:
         """Sign an announcement with as much of it as fits, and keep it as others will read it."""
@@ -262,7 +262,7 @@ class Swarm:
 
     def _on_link_lost(self, peer: str) -> None:
         if self._nursery is not None and self.table.state(peer) in PRESENT:
-            self._prober.lost_link(peer)
+            self._detector.lost_link(peer)
 
     async def _hang_up(self, peer: str) -> None:
         try:
@@ -276,19 +276,19 @@ class Swarm:
         A table is also compared soon after a death: where many die at once, some gossip is lost. How old the own
         announcement is, the wall clock says, as others do: a laptop that slept must not go on with an expired one.
         """
-        tempo, rng = self._setup.tempo, self._setup.rng
-        refresh_ms = 1000 * tempo.refresh_s * rng.uniform(0.8, 1.0)
+        timing, rng = self._setup.timing, self._setup.rng
+        refresh_ms = 1000 * timing.refresh_s * rng.uniform(0.8, 1.0)
         while True:
-            with trio.move_on_after(tempo.compare_s * rng.uniform(0.8, 1.2)):
-                await self._bereaved.wait()
+            with trio.move_on_after(timing.compare_s * rng.uniform(0.8, 1.2)):
+                await self._member_died.wait()
                 await trio.sleep(COMPARE_AFTER_DEATH_S * rng.uniform(0.8, 1.2))
-            self._bereaved = trio.Event()
-            self._talk.expire()
+            self._member_died = trio.Event()
+            self._exchange.expire()
             if abs(self._now_ms() - self._own.sequence) >= refresh_ms:
                 self.announce()
-                refresh_ms = 1000 * tempo.refresh_s * rng.uniform(0.8, 1.0)
+                refresh_ms = 1000 * timing.refresh_s * rng.uniform(0.8, 1.0)
             present = self.table.present()
             if present:
                 peer = rng.choice(present)
-                if await self._talk.compare(peer) is Outcome.FAILED:
-                    self._prober.probe(peer)
+                if await self._exchange.compare(peer) is ProbeOutcome.FAILED:
+                    self._detector.probe(peer)

@@ -15,11 +15,11 @@ from app.core.errors import UsageError
 from app.core.network import Network
 from app.manifest.manifest import Manifest
 from app.membership import wire
-from app.membership.membership import Swarm
+from app.membership.membership import Membership
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from p2p.errors import Refused, RemoteError
-from p2p.rate_limit import Allowance
+from p2p.rate_limit import PeerRateLimit
 
 MAX_RECORDS = 8  # of one name
 MAX_KNOWN = 1024
@@ -35,17 +35,17 @@ class Manifests(Protocol):
     def load(self, model_hash: str) -> Manifest | None: ...
 
 
-class SwarmService:
+class QueryService:
     """Answers questions about swarms, for as long as its network runs."""
 
     def __init__(self, network: Network, manifests: Manifests, *, gated: bool = False) -> None:
         self._manifests, self._gated = manifests, gated
         self._records: dict[str, SwarmRecord] = {}  # by swarm id
-        self._active: Swarm | None = None
+        self._active: Membership | None = None
         self._busy = 0
         self._kept: dict[str, bytes] = {}
-        self._asks = Allowance(burst=16, per_s=0.2)
-        self._looks = Allowance(burst=8, per_s=1.0)
+        self._asks = PeerRateLimit(burst=16, per_s=0.2)
+        self._looks = PeerRateLimit(burst=8, per_s=1.0)
         network.serve(wire.FIND, self._on_find)
         network.serve(wire.MANIFEST, self._on_manifest)
 
@@ -61,7 +61,7 @@ class SwarmService:
         """Answer for a swarm no more."""
         self._records.pop(swarm_id, None)
 
-    def take_part(self, swarm: Swarm | None) -> None:
+    def take_part(self, swarm: Membership | None) -> None:
         """Name members of this swarm to those who ask for it."""
         self._active = swarm
         if swarm is not None:

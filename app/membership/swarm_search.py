@@ -40,7 +40,7 @@ DIRECTORY = "the directory"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundSwarm:
     """A swarm that was found, and peers that are likely to be members of it."""
 
     record: SwarmRecord
@@ -140,7 +140,7 @@ async def resolve_swarm(
     remembered: SwarmRecord | None = None,
     secret: bytes | None = None,
     wall_clock: Callable[[], float] = time.time,
-) -> Found:
+) -> FoundSwarm:
     """Which swarm a name means, by asking peers at hand, `via`, and the directory; takes five seconds at most.
 
     `remembered` is what the name meant to this node before: that stays so. Raises `NameConflict` where several swarms
@@ -161,7 +161,7 @@ async def resolve_swarm(
     except UnknownSwarm as error:
         vain = [search.failures[peer] for peer in via if peer in search.failures]
         raise UnknownSwarm("; ".join([str(error), *vain[:_NAMED]])) from None
-    return Found(record, tuple(search.members.get(record.id, ())))
+    return FoundSwarm(record, tuple(search.members.get(record.id, ())))
 
 
 async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from app.membership.member import Change, ChangeKind, Member, State, kind_of_news, spoken_state
-from app.membership.verification import Terms, check_announcement, statement
+from app.membership.verification import SwarmTerms, check_announcement, statement
 from app.membership.wire import KEY_BYTES
 from app.swarm.records import Announcement
 from p2p.envelope import CLOCK_TOLERANCE_MS
@@ -53,7 +53,7 @@ class _Entry:
 class Table:
     """The members of one swarm without this node itself."""
 
-    def __init__(self, own_peer: str, terms: Terms, limits: TableLimits | None = None) -> None:
+    def __init__(self, own_peer: str, terms: SwarmTerms, limits: TableLimits | None = None) -> None:
         self._own_peer, self._terms, self._limits = own_peer, terms, limits or TableLimits()
         self._entries: dict[str, _Entry] = {}
         self._peer_of: dict[bytes, str] = {}

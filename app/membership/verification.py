@@ -20,14 +20,14 @@ _SMALL_BYTES = 2048  # every statement that is worth something
 
 
 @dataclass(frozen=True)
-class Terms:
+class SwarmTerms:
     """What every statement of a swarm must fit."""
 
     swarm: str
     n_blocks: int
 
 
-def check_announcement(raw: bytes, terms: Terms, now_ms: int) -> Announcement:
+def check_announcement(raw: bytes, terms: SwarmTerms, now_ms: int) -> Announcement:
     """The announcement in `raw`, or `EnvelopeError`.
 
     Refused are: what is malformed or not signed by whom it names, expired or from the future, of another swarm, or
@@ -43,7 +43,7 @@ def check_announcement(raw: bytes, terms: Terms, now_ms: int) -> Announcement:
     return said
 
 
-def check_suspicion(raw: bytes, terms: Terms, now_ms: int) -> Suspicion:
+def check_suspicion(raw: bytes, terms: SwarmTerms, now_ms: int) -> Suspicion:
     """The suspicion in `raw`, or `EnvelopeError`."""
     check_times(statement(raw), SUSPICION_RULE.max_lifetime_ms, now_ms)
     said = _verified_suspicion(raw)

@@ -13,29 +13,29 @@ from typing import Any
 
 import trio
 
-from app.asker.reply_service import Replying
+from app.asker.reply_service import ReplyService
 from app.core.errors import AppError, UnknownSwarm, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
-from app.hosting.block_host import Hosting
+from app.hosting.block_host import BlockHost
 from app.hosting.loader import fetching_text, obtain_ends
 from app.joining.network_setup import told_peers
-from app.joining.wrong_secret import Refusals
+from app.joining.wrong_secret import SecretCheck
 from app.manifest.manifest import Manifest
-from app.membership import Change, Member, Swarm, SwarmService, SwarmSetup, fetch_manifest, resolve_swarm
+from app.membership import Change, Member, Membership, MembershipSetup, QueryService, fetch_manifest, resolve_swarm
 from app.membership.member import in_words
-from app.node.context import Surroundings
-from app.node.hosting_loop import Tenure
+from app.node.context import NodeContext
+from app.node.hosting_loop import HostingLoop
 from app.node.peer_views import peer_views
 from app.routing.estimates import route_neighbours
-from app.routing.planner import Wishes
-from app.snapshot.startup import Steps
+from app.routing.planner import PrivacyPreferences
+from app.snapshot.startup import StartupSteps
 from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
-from app.swarm.saved import Remembered, record_of
-from app.weights.disk_space import Room
-from app.weights.model_weights import ENDS, Stock
+from app.swarm.saved import SavedSwarm, record_of
+from app.weights.disk_space import DiskRoom
+from app.weights.model_weights import ENDS, ModelWeights
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
 
@@ -44,34 +44,34 @@ LOOK_AGAIN_S = 0.5
 log = logging.getLogger("shoal.node")
 
 
-class Stay:
+class ActiveSwarm:
     """One membership, and how far it has come."""
 
-    def __init__(self, swarm: Remembered, around: Surroundings) -> None:
+    def __init__(self, swarm: SavedSwarm, around: NodeContext) -> None:
         self.swarm = swarm
-        self._around = around
+        self._context = around
         self.state: State = "joining"
-        self._told = told_peers(around.config(), swarm)
-        self.why = because("looking", f"looking for members of {swarm}", *self._told)
+        self._observer = told_peers(around.config(), swarm)
+        self.why = because("looking", f"looking for members of {swarm}", *self._observer)
         self.settled = trio.Event()  # it has joined, or failed, or both will take longer than anybody waits
         self.joined = False
         self.failure: AppError | P2PError | None = None
         self.manifest: Manifest | None = None
-        self.membership: Swarm | None = None
-        self.tenure: Tenure | None = None
-        self.replying: Replying | None = None
-        self.stock: Stock | None = None
+        self.membership: Membership | None = None
+        self.hosting_loop: HostingLoop | None = None
+        self.replies: ReplyService | None = None
+        self.weights: ModelWeights | None = None
         self.source_name: str | None = None  # of the model's files on this machine
-        self.steps = Steps(around.changed)
+        self.steps = StartupSteps(around.changed)
         self.steps.done("identity", around.identity.peer_id)
-        self._refusals = Refusals(self._told)
+        self._refusals = SecretCheck(self._observer)
 
     # --- what can be seen --------------------------------------------------------------------------------------------
 
     @property
-    def hosting(self) -> Hosting | None:
+    def block_host(self) -> BlockHost | None:
         """What it hosts with, unless it rests."""
-        return None if self.tenure is None else self.tenure.hosting
+        return None if self.hosting_loop is None else self.hosting_loop.block_host
 
     def members(self) -> tuple[Member, ...]:
         """The other members that are known."""
@@ -79,20 +79,20 @@ class Stay:
 
     def peers(self, network: Network) -> tuple[PeerView, ...]:
         """The other members as a person sees them."""
-        unused = {} if self.replying is None else self.replying.unused()
-        return peer_views(self.members(), network.links(), self._around.trust, unused)
+        unused = {} if self.replies is None else self.replies.unused()
+        return peer_views(self.members(), network.links(), self._context.trust, unused)
 
     def hosted(self) -> dict[str, Any]:
         """The snapshot's fields about blocks and sessions."""
-        if self.hosting is not None:
-            return self.hosting.facts()
-        return {"sessions": 0 if self.replying is None else self.replying.active}
+        if self.block_host is not None:
+            return self.block_host.facts()
+        return {"sessions": 0 if self.replies is None else self.replies.active}
 
     # --- its course --------------------------------------------------------------------------------------------------
 
-    async def run(self, network: Libp2pNetwork, service: SwarmService) -> None:
+    async def run(self, network: Libp2pNetwork, service: QueryService) -> None:
         """Enter the swarm and take part until cancelled; `service` then answers strangers who ask for it."""
-        for peer, addresses in self._told.items():
+        for peer, addresses in self._observer.items():
             network.learn(peer, addresses)
             for address in addresses:
                 network.seek(address)
@@ -109,8 +109,8 @@ class Stay:
 
     async def leave(self) -> None:
         """Let sessions move on, half a minute at most, then say goodbye, two seconds at most."""
-        if self.tenure is not None:
-            await self.tenure.leave()
+        if self.hosting_loop is not None:
+            await self.hosting_loop.leave()
         if self.membership is not None:
             await self.membership.leave()
 
@@ -122,10 +122,10 @@ class Stay:
         """Probe most closely those whom this node's routes depend on."""
         if self.membership is None:
             return
-        sessions = () if self.replying is None else self.replying.figures().sessions
+        sessions = () if self.replies is None else self.replies.stats().sessions
         hops = [hop.peer for session in sessions for hop in session.route]
         announcements = [member.announcement for member in self.members() if member.present]
-        hosted = None if self.hosting is None else self.hosting.span
+        hosted = None if self.block_host is None else self.block_host.span
         self.membership.set_neighbours(route_neighbours(hosted, hops, announcements))
 
     def announce_name(self, name: str) -> None:
@@ -140,16 +140,16 @@ class Stay:
 
     async def _enter(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
         """The swarm's record and its model's manifest, from this machine or from members; and whom to ask first."""
-        store, model_hash = self._around.manifests, self.swarm.model_hash
+        store, model_hash = self._context.manifests, self.swarm.model_hash
         record = record_of(self.swarm)
         manifest = await trio.to_thread.run_sync(store.load, model_hash)
         self.source_name = await trio.to_thread.run_sync(self._source)
-        peers = tuple(self._told)
+        peers = tuple(self._observer)
         wanted = SwarmName(self.swarm.name, model_hash)
         while record is None or manifest is None:
             try:
-                found = await resolve_swarm(network, wanted, via=self._told, secret=self.swarm.secret)
-                record, peers = record or found.record, (*found.peers, *self._told)
+                found = await resolve_swarm(network, wanted, via=self._observer, secret=self.swarm.secret)
+                record, peers = record or found.record, (*found.peers, *self._observer)
                 if manifest is None:
                     self.steps.done("peers")
                     self.steps.begin("manifest")
@@ -157,7 +157,7 @@ class Stay:
                     await trio.to_thread.run_sync(store.save, manifest)
             except (UnknownSwarm, P2PError) as error:
                 log.info("%s: %s", self.swarm, error)
-                why = because("looking", str(error), *self._told)
+                why = because("looking", str(error), *self._observer)
                 if self.failure is None and why != self.why:
                     self.say("joining", why)
                 await trio.sleep(LOOK_AGAIN_S)
@@ -169,13 +169,13 @@ class Stay:
     async def _take_part(
         self,
         network: Network,
-        service: SwarmService,
+        service: QueryService,
         what: tuple[SwarmRecord, Manifest],
         peers: tuple[str, ...],
     ) -> None:
-        around, (record, manifest) = self._around, what
-        setup = SwarmSetup(secret=self.swarm.secret, sequence=around.sequence)
-        membership = Swarm(network, around.identity, record, manifest.config.n_blocks, setup)
+        around, (record, manifest) = self._context, what
+        setup = MembershipSetup(secret=self.swarm.secret, sequence=around.sequence)
+        membership = Membership(network, around.identity, record, manifest.config.n_blocks, setup)
         settings = around.config().settings
         # Whoever is about to choose a place says so: newcomers choose one after the other.
         state = "client" if settings.max_vram == 0 else "joining"
@@ -187,42 +187,42 @@ class Stay:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
-            self.stock = Stock(network, membership, manifest, around.manifests.cache, self._room)
-            await nursery.start(self.stock.run)
-            self.replying = Replying(
+            self.weights = ModelWeights(network, membership, manifest, around.manifests.cache, self._room)
+            await nursery.start(self.weights.run)
+            self.replies = ReplyService(
                 network,
                 membership,
-                partial(obtain_ends, self.stock, self.steps),
-                partial(fetching_text, self.stock, ENDS),
+                partial(obtain_ends, self.weights, self.steps),
+                partial(fetching_text, self.weights, ENDS),
                 self._attend_self,
-                wishes=self._wishes,
+                preferences=self._wishes,
                 book=around.trust,
             )
-            await nursery.start(self.replying.run)
-            self.tenure = Tenure(network, membership, self.stock, around, self)
-            await self.tenure.run()
+            await nursery.start(self.replies.run)
+            self.hosting_loop = HostingLoop(network, membership, self.weights, around, self)
+            await self.hosting_loop.run()
 
     async def _attend_self(self, stream: FrameStream) -> None:
         """This node's own questions to its own blocks."""
-        if self.hosting is not None:
-            await self.hosting.server.attend(stream)
+        if self.block_host is not None:
+            await self.block_host.server.attend(stream)
 
-    def _wishes(self) -> Wishes:
-        settings = self._around.config().settings
-        return Wishes(settings.private_blocks, frozenset(settings.trusted))
+    def _wishes(self) -> PrivacyPreferences:
+        settings = self._context.config().settings
+        return PrivacyPreferences(settings.private_blocks, frozenset(settings.trusted))
 
-    def _room(self) -> Room:
-        settings = self._around.config().settings
-        return Room(settings.cache_limit, settings.disk_floor or 0)
+    def _room(self) -> DiskRoom:
+        settings = self._context.config().settings
+        return DiskRoom(settings.cache_limit, settings.disk_floor or 0)
 
     def _source(self) -> str | None:
-        return self._around.manifests.source(self.swarm.model_hash)
+        return self._context.manifests.source(self.swarm.model_hash)
 
     def _on_change(self, change: Change) -> None:
         if words := in_words(change):
-            self._around.note("peer", words)
+            self._context.note("peer", words)
         else:
-            self._around.changed()
+            self._context.changed()
 
     def settle(self, state: State, why: Reason) -> None:
         """This is as far as it comes for now."""
@@ -232,4 +232,4 @@ class Stay:
     def say(self, state: State, why: Reason) -> None:
         """How it stands, and why."""
         self.state, self.why = state, why
-        self._around.note("state", f"{state}: {why.text}")
+        self._context.note("state", f"{state}: {why.text}")

@@ -16,15 +16,15 @@ from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.courtesy.pause import Pause
-from app.hosting.block_host import LIMIT_ZERO, CannotHost, Hosting, HostingWish
-from app.membership import Swarm
+from app.hosting.block_host import LIMIT_ZERO, BlockHost, CannotHost, HostingOptions
+from app.membership import Membership
 from app.node import self_check
-from app.node.context import Surroundings
+from app.node.context import NodeContext
 from app.serving.block_server import DRAIN_S
-from app.snapshot.startup import Steps
+from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
 from app.weights.extents import WeightsError
-from app.weights.model_weights import Stock
+from app.weights.model_weights import ModelWeights
 from engine.errors import EngineError
 
 # A newcomer looks around for so long before it takes a place: it may be alone.
@@ -33,7 +33,7 @@ COMPANY_S = 2.0
 log = logging.getLogger("shoal.node")
 
 
-class Told(Protocol):
+class HostingObserver(Protocol):
     """Who is told how hosting goes."""
 
     @property
@@ -41,7 +41,7 @@ class Told(Protocol):
     @property
     def why(self) -> Reason: ...
     @property
-    def steps(self) -> Steps: ...
+    def steps(self) -> StartupSteps: ...
     def say(self, state: State, why: Reason) -> None:
         """The state has changed."""
 
@@ -49,13 +49,20 @@ class Told(Protocol):
         """The same, and this is as far as it comes for now."""
 
 
-class Tenure:
+class HostingLoop:
     """One node's hosting in one swarm; `run` until cancelled."""
 
-    def __init__(self, network: Network, membership: Swarm, stock: Stock, around: Surroundings, told: Told) -> None:
-        self._network, self._membership, self._stock = network, membership, stock
-        self._around, self._told = around, told
-        self.hosting: Hosting | None = None
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        weights: ModelWeights,
+        around: NodeContext,
+        told: HostingObserver,
+    ) -> None:
+        self._network, self._membership, self._weights = network, membership, weights
+        self._context, self._observer = around, told
+        self.block_host: BlockHost | None = None
 
     async def run(self) -> None:
         """Host, rest while the node is paused, and host again."""
@@ -65,112 +72,112 @@ class Tenure:
 
     async def leave(self) -> None:
         """Let sessions move on, half a minute at most."""
-        if self.hosting is not None:
-            self._told.say("draining", because("leaving", "sessions move to other members"))
-            await self.hosting.retire()
+        if self.block_host is not None:
+            self._observer.say("draining", because("leaving", "sessions move to other members"))
+            await self.block_host.retire()
 
     async def _host_until_paused(self) -> None:
         """Host as long as nothing says otherwise; then let the sessions move on and give the memory back."""
-        pausing = self._around.pausing
-        if pausing.current is not None:
+        pause_control = self._context.pause_control
+        if pause_control.current is not None:
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._host)
             nursery.start_soon(self._try_blocks, nursery.cancel_scope)
             nursery.start_soon(self._heed_api)
-            while pausing.current is None:
-                await pausing.wait_change()
-            if self.hosting is not None:
-                await self._retire(self.hosting)
+            while pause_control.current is None:
+                await pause_control.wait_change()
+            if self.block_host is not None:
+                await self._retire(self.block_host)
             nursery.cancel_scope.cancel()
-        self.hosting = None
+        self.block_host = None
 
     async def _try_blocks(self, hosts: trio.CancelScope) -> None:
         """Send a token through its own blocks now and then; where that fails, withdraw, say why, and host anew."""
         while True:
             await trio.sleep(self_check.EVERY_S)
-            hosting = self.hosting
-            runner = None if hosting is None or self._told.state != "serving" else hosting.runner
-            if hosting is None or runner is None:
+            block_host = self.block_host
+            runner = None if block_host is None or self._observer.state != "serving" else block_host.runner
+            if block_host is None or runner is None:
                 continue
-            trouble = await self_check.span_trouble(self._network, hosting.server.attend, runner)
-            if trouble is not None and self._told.state == "serving" and hosting.runner is runner:
+            trouble = await self_check.span_trouble(self._network, block_host.server.attend, runner)
+            if trouble is not None and self._observer.state == "serving" and block_host.runner is runner:
                 log.error("%s; hosting starts anew", trouble.text)
                 self._membership.announce(state="loading", span=None)
-                self._told.say("loading", trouble)
-                await hosting.unload()
+                self._observer.say("loading", trouble)
+                await block_host.unload()
                 hosts.cancel()
                 return
 
     async def _heed_api(self) -> None:
         """Offer nothing while the node's API does not answer: whoever owns this node could not command it."""
-        api = self._around.api
+        api = self._context.api
         while True:
             while api.trouble is None:
                 await api.wait_change()
-            hosting, before = self.hosting, self._told.why
-            if hosting is not None and self._told.state == "serving":
-                hosting.withdraw()
-                self._told.say("loading", api.trouble)
+            block_host, before = self.block_host, self._observer.why
+            if block_host is not None and self._observer.state == "serving":
+                block_host.withdraw()
+                self._observer.say("loading", api.trouble)
             while api.trouble is not None:
                 await api.wait_change()
-            if hosting is not None and hosting is self.hosting:
-                hosting.appear()
-                if hosting.span is not None and self._told.why.code == "probe_api":
-                    self._told.say("serving", before)
+            if block_host is not None and block_host is self.block_host:
+                block_host.appear()
+                if block_host.span is not None and self._observer.why.code == "probe_api":
+                    self._observer.say("serving", before)
 
-    async def _retire(self, hosting: Hosting) -> None:
-        pause = self._around.pausing.current
+    async def _retire(self, block_host: BlockHost) -> None:
+        pause = self._context.pause_control.current
         assert pause is not None, "who retires is paused"
-        self._told.say("draining", pause.why)
+        self._observer.say("draining", pause.why)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._until_called_off, pause, nursery.cancel_scope)
-            await hosting.retire(math.inf if pause.patient else DRAIN_S)
+            await block_host.retire(math.inf if pause.patient else DRAIN_S)
             nursery.cancel_scope.cancel()
-        await hosting.unload()
+        await block_host.unload()
 
     async def _until_called_off(self, pause: Pause, scope: trio.CancelScope) -> None:
         """Sessions are not waited for once the pause is over, or a quicker one than a patient one is wanted."""
-        pausing = self._around.pausing
-        while pausing.current is not None and pausing.current.patient == pause.patient:
-            await pausing.wait_change()
+        pause_control = self._context.pause_control
+        while pause_control.current is not None and pause_control.current.patient == pause.patient:
+            await pause_control.wait_change()
         scope.cancel()
 
     async def _rest(self) -> None:
         """Be a member that hosts nothing, as long as the node is paused."""
-        pausing = self._around.pausing
-        while (pause := pausing.current) is not None:
+        pause_control = self._context.pause_control
+        while (pause := pause_control.current) is not None:
             self._membership.announce(state="paused", span=None)
             self._take_no_part("paused", pause.why)
-            await pausing.wait_change()
+            await pause_control.wait_change()
 
     async def _host(self) -> None:
         """Host blocks until cancelled; a node that cannot, or shall not, stays as a client and says why."""
-        settings = self._around.config().settings
+        settings = self._context.config().settings
         if settings.max_vram == 0:
             self._take_no_part("client", LIMIT_ZERO)
             return
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
-        wish = HostingWish(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
+        wish = HostingOptions(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
         try:
-            self._told.say("joining", because("looking_around", "looking at what the others host"))
+            self._observer.say("joining", because("looking_around", "looking at what the others host"))
             async with trio.open_nursery() as nursery:
                 # Torch takes seconds to load, which go by while the members are met.
                 nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
                 with trio.move_on_after(0 if blocks is not None else COMPANY_S):
                     await self._membership.joined()
-            told = self._told
-            self.hosting = Hosting(self._network, self._membership, self._stock, wish, told.settle, told.steps)
-            await self.hosting.run()
+            told = self._observer
+            self.block_host = BlockHost(self._network, self._membership, self._weights, wish, told.settle, told.steps)
+            await self.block_host.run()
         except (CannotHost, EngineError, WeightsError) as error:
             log.warning("this node hosts nothing: %s", error)
-            self.hosting = None
+            self.block_host = None
             self._membership.announce(state="client", span=None)
-            self._told.steps.failed(str(error))
-            self._told.settle("client", because("cannot_host", f"this node hosts nothing: {error}"))
+            self._observer.steps.failed(str(error))
+            self._observer.settle("client", because("cannot_host", f"this node hosts nothing: {error}"))
 
     def _take_no_part(self, state: State, why: Reason) -> None:
         """This node hosts nothing, and the others know it."""
-        self._told.steps.leave_out_hosting()
-        self._told.steps.done("announce")
-        self._told.settle(state, why)
+        self._observer.steps.leave_out_hosting()
+        self._observer.steps.done("announce")
+        self._observer.settle(state, why)

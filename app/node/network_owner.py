@@ -1,7 +1,7 @@
 """Where a node is: one task owns its network, and the swarm that it is in.
 
 A private swarm's secret gates every handshake, so that going to a swarm with another secret means another network, on
-the same ports. Whoever wants to go elsewhere says so with `go`; the owner leaves in order and goes there.
+the same ports. Whoever wants to go elsewhere says so with `switch_to`; the owner leaves in order and goes there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import trio
 
 from app.config.home import Home
 from app.joining.network_setup import apply_live, network_config
-from app.membership import SwarmService, value_check
-from app.node.active_swarm import Stay
-from app.node.context import Surroundings
-from app.swarm.saved import Remembered, record_of
+from app.membership import QueryService, value_check
+from app.node.active_swarm import ActiveSwarm
+from app.node.context import NodeContext
+from app.swarm.saved import SavedSwarm, record_of
 from p2p.addresses import advertised
 from p2p.errors import HandshakeError, WrongSecret
 from p2p.host.listening import PortTaken
@@ -33,13 +33,13 @@ RefusalListener = Callable[[WrongSecret], None]
 KNOCKS_APART_S = 30.0  # strangers could fill the log otherwise
 
 
-class Dwelling:
-    """The node's network and its stay in a swarm; `run` ends after `leave_for_good`."""
+class NetworkOwner:
+    """The node's network and its stay in a swarm; `run` ends after `close`."""
 
-    def __init__(self, home: Home, around: Surroundings) -> None:
-        self._home, self._around = home, around
+    def __init__(self, home: Home, around: NodeContext) -> None:
+        self._home, self._context = home, around
         self.network: Libp2pNetwork | None = None
-        self.stay: Stay | None = None
+        self.active_swarm: ActiveSwarm | None = None
         self._secret: bytes | None = None
         self._bound: tuple[str, ...] = ()
         self._moved = trio.Event()
@@ -47,14 +47,14 @@ class Dwelling:
         self._refusal_listeners: list[RefusalListener] = []
         self._told_of_knock_at = 0.0
 
-    def go(self, swarm: Remembered | None) -> Stay | None:
+    def switch_to(self, swarm: SavedSwarm | None) -> ActiveSwarm | None:
         """Leave where this node is, and go to `swarm`, or nowhere; returns at once."""
-        self.stay = None if swarm is None else Stay(swarm, self._around)
+        self.active_swarm = None if swarm is None else ActiveSwarm(swarm, self._context)
         self._moved.set()
-        self._around.changed()
-        return self.stay
+        self._context.changed()
+        return self.active_swarm
 
-    def leave_for_good(self) -> None:
+    def close(self) -> None:
         """Leave the swarm and the network."""
         self._leaving = True
         self._moved.set()
@@ -85,52 +85,54 @@ class Dwelling:
             try:
                 await self._own_network(task_status)
             except* PortTaken:
-                if not self._bound or self._around.config().explicit("listen"):
+                if not self._bound or self._context.config().explicit("listen"):
                     raise
                 self._bound = ()  # somebody took the port between two networks: any other will do
             task_status = trio.TASK_STATUS_IGNORED
 
     async def _own_network(self, task_status: TaskStatus[None]) -> None:
-        swarm = self.stay.swarm if self.stay is not None else None
+        swarm = self.active_swarm.swarm if self.active_swarm is not None else None
         self._secret = swarm.secret if swarm is not None else None
         network = Libp2pNetwork(
-            self._around.identity,
-            network_config(self._home, self._around.config(), swarm, self._bound),
+            self._context.identity,
+            network_config(self._home, self._context.config(), swarm, self._bound),
             is_valid_value=value_check(self._secret),
             on_handshake_failure=self._on_handshake_failure,
         )
         service = self._service(network)
         async with network.running():
-            await apply_live(network, self._around.config())
+            await apply_live(network, self._context.config())
             self._bound = tuple(str(address) for address in network.host.listening)
             self.network = network
-            self._around.changed()
+            self._context.changed()
             task_status.started()
             try:
                 await self._dwell_on(network, service)
             finally:
                 self.network = None
 
-    async def _dwell_on(self, network: Libp2pNetwork, service: SwarmService) -> None:
+    async def _dwell_on(self, network: Libp2pNetwork, service: QueryService) -> None:
         """Be in one swarm after another, as long as this network can speak with their members."""
         while not self._leaving:
-            stay = self.stay
-            if (stay.swarm.secret if stay is not None else None) != self._secret:
+            active_swarm = self.active_swarm
+            if (active_swarm.swarm.secret if active_swarm is not None else None) != self._secret:
                 return
             self._moved = moved = trio.Event()
-            if stay is None:
+            if active_swarm is None:
                 await moved.wait()
                 continue
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(supervise, f"the stay in {stay.swarm}", partial(stay.run, network, service))
+                nursery.start_soon(
+                    supervise, f"the stay in {active_swarm.swarm}", partial(active_swarm.run, network, service)
+                )
                 await moved.wait()
-                await stay.leave()
+                await active_swarm.leave()
                 nursery.cancel_scope.cancel()
 
-    def _service(self, network: Libp2pNetwork) -> SwarmService:
+    def _service(self, network: Libp2pNetwork) -> QueryService:
         """Answers for the remembered swarms too: on a public network, for those that are public."""
-        service = SwarmService(network, self._around.manifests, gated=self._secret is not None)
-        for swarm in self._around.known().swarms:
+        service = QueryService(network, self._context.manifests, gated=self._secret is not None)
+        for swarm in self._context.known().swarms:
             record = record_of(swarm)
             if record is not None and swarm.secret == self._secret:
                 service.know(record)
@@ -140,9 +142,9 @@ class Dwelling:
         knocks = isinstance(error, WrongSecret) and error.peer is None and self._secret is not None
         if knocks and trio.current_time() >= self._told_of_knock_at:
             self._told_of_knock_at = trio.current_time() + KNOCKS_APART_S
-            self._around.note("knock", "somebody was turned away who has another secret: give them a new invite")
+            self._context.note("knock", "somebody was turned away who has another secret: give them a new invite")
         if isinstance(error, WrongSecret) and error.peer is not None:
-            if self.stay is not None:
-                self.stay.refused(error)
+            if self.active_swarm is not None:
+                self.active_swarm.refused(error)
             for listener in tuple(self._refusal_listeners):
                 listener(error)

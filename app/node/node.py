@@ -20,10 +20,10 @@ import trio
 
 from app.api import server
 from app.api.control import Joining
-from app.api.event_log import Feed
+from app.api.event_log import EventLog
 from app.api.guard import Application
 from app.api.routes import build_application
-from app.api.supervisor import ApiHealth, NodeApi
+from app.api.supervisor import ApiHealth, ApiSupervisor
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
@@ -31,14 +31,14 @@ from app.config.live import LiveSettings
 from app.config.settings import Value
 from app.core.errors import AppError
 from app.core.reasons import Reason, because
-from app.courtesy.pause import Pausing
-from app.joining.nearby import Neighbourhood
+from app.courtesy.pause import PauseControl
+from app.joining.nearby import NearbySwarms
 from app.joining.network_setup import apply_live, network_view
-from app.node.context import Surroundings
-from app.node.network_owner import Dwelling
-from app.node.swarms import Whereabouts
-from app.node.upkeep import Household, Upkeep
-from app.node.views import Overview
+from app.node.context import NodeContext
+from app.node.network_owner import NetworkOwner
+from app.node.swarms import SwarmSwitcher
+from app.node.upkeep import Upkeep, UpkeepContext
+from app.node.views import NodeViews
 from app.routing.trust import TrustBook
 from app.snapshot.views import CourtesyView, ProspectsView, Snapshot, State, SwarmView
 from app.swarm.invite import Invite
@@ -69,7 +69,7 @@ class Node:
         self._trust = TrustBook(home.trust_file)
         self._settings = LiveSettings(home.config_file, config, self._follow, self._note)
         self._identity = load_or_create(home.key_file)
-        self._whereabouts = Whereabouts(home, cache, self.config, self._note, self._say)
+        self._swarms = SwarmSwitcher(home, cache, self.config, self._note, self._say)
         self._last_said_ms = read_sequence(home)
         self._sequence = envelope.Sequence(self._last_said_ms)
         self._version = importlib.metadata.version("shoal")
@@ -77,31 +77,33 @@ class Node:
         self._api_url = ""
         self._state: State = "starting"
         self._why = because("starting", "the node is starting")
-        self.feed = Feed()
-        self._pausing = Pausing(home.pause_file, self.feed.touch)
+        self.event_log = EventLog()
+        self._pause_control = PauseControl(home.pause_file, self.event_log.touch)
         self._api_health = ApiHealth()
-        self._whereabouts.dwelling = self._dwelling = Dwelling(home, self._surroundings())
+        self._swarms.network_owner = self._network_owner = NetworkOwner(home, self._context())
         self._upkeep = Upkeep(
-            Household(home, cache, self.config, self._dwelling, self._pausing, self._note, self._settings.reload)
+            UpkeepContext(
+                home, cache, self.config, self._network_owner, self._pause_control, self._note, self._settings.reload
+            )
         )
-        self._overview = Overview(self._identity.peer_id)
-        self._neighbourhood = Neighbourhood()
-        self._stop_asked, self._dwelt = trio.Event(), trio.Event()
+        self._views = NodeViews(self._identity.peer_id)
+        self._nearby = NearbySwarms()
+        self._stop_asked, self._network_closed = trio.Event(), trio.Event()
         self._told_addresses: tuple[str, ...] = ()
         self._is_reachable = self._was_ready = False
 
-    def _surroundings(self) -> Surroundings:
-        return Surroundings(
+    def _context(self) -> NodeContext:
+        return NodeContext(
             identity=self._identity,
             manifests=ManifestStore(self._cache),
             sequence=self._sequence,
             config=self.config,
-            known=lambda: self._whereabouts.known,
+            known=lambda: self._swarms.known,
             app_version=self._version,
-            changed=self.feed.touch,
+            changed=self.event_log.touch,
             note=self._note,
-            remember=self._whereabouts.remember,
-            pausing=self._pausing,
+            remember=self._swarms.remember,
+            pause_control=self._pause_control,
             api=self._api_health,
             trust=self._trust,
         )
@@ -113,51 +115,51 @@ class Node:
         settings = self.config().settings
         explicit = self.config().explicit("api_port")
         sock = server.open_socket(settings.api_port, explicit=explicit, host=settings.api_host)
-        api = NodeApi(sock, self._application, self._api_health)
-        self._api_url, active = api.url, self._whereabouts.known.active
+        api = ApiSupervisor(sock, self._application, self._api_health)
+        self._api_url, active = api.url, self._swarms.known.active
         if target is None and active is not None:
-            self._dwelling.go(active)
+            self._network_owner.switch_to(active)
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(self._heed_signals, nursery.cancel_scope)
-                await nursery.start(self._dwell)
+                await nursery.start(self._handle_signals, nursery.cancel_scope)
+                await nursery.start(self._own_network)
                 await nursery.start(api.run)
                 self._write_node_file()
                 self._is_reachable = True
-                self._say_ready()
+                self._report_ready()
                 for name, part in (
                     ("the look at figures", self._tick),
-                    ("the end of pauses", self._pausing.run),
+                    ("the end of pauses", self._pause_control.run),
                     ("the upkeep", self._upkeep.run),
                 ):
                     nursery.start_soon(supervise, name, part)
-                nursery.start_soon(self._arrive, target)
+                nursery.start_soon(self._join_first_swarm, target)
                 await self._stop_asked.wait()
-                await self._wind_down(api)
+                await self._shut_down(api)
                 nursery.cancel_scope.cancel()
         finally:
             sock.close()
             remove_node_file(self._home)
             write_sequence(self._home, self._sequence.last)
 
-    async def _dwell(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        await self._dwelling.run(task_status=task_status)
-        self._dwelt.set()
+    async def _own_network(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self._network_owner.run(task_status=task_status)
+        self._network_closed.set()
 
     def _application(self) -> Application:
         everywhere = not ip_address(self.config().settings.api_host).is_loopback
         return build_application(self, api_token(self._home), self._version, everywhere=everywhere)
 
-    async def _wind_down(self, api: NodeApi) -> None:
+    async def _shut_down(self, api: ApiSupervisor) -> None:
         """Leave the swarm while the API still tells of it, then end the streams of events, then the API."""
         self._say("draining", because("leaving", "leaving the swarm"))
-        self._dwelling.leave_for_good()
-        await self._dwelt.wait()
+        self._network_owner.close()
+        await self._network_closed.wait()
         self._say("stopping", because("left", "the node has left"))
-        self.feed.close()
+        self.event_log.close()
         await api.end()
 
-    async def _heed_signals(
+    async def _handle_signals(
         self, everything: trio.CancelScope, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         with trio.open_signal_receiver(*stop_signals()) as signals:
@@ -170,19 +172,19 @@ class Node:
     async def _tick(self) -> None:
         while True:
             await trio.sleep(TICK_S)
-            await self._overview.look(self._dwelling.stay, self._dwelling.network)
-            if self._dwelling.stay is not None:
-                self._dwelling.stay.watch_routes()
-            self.feed.touch()
+            await self._views.look(self._network_owner.active_swarm, self._network_owner.network)
+            if self._network_owner.active_swarm is not None:
+                self._network_owner.active_swarm.watch_routes()
+            self.event_log.touch()
             self._write_node_file()
 
-    async def _arrive(self, target: str | None) -> None:
-        if (pause := self._pausing.current) is not None:
+    async def _join_first_swarm(self, target: str | None) -> None:
+        if (pause := self._pause_control.current) is not None:
             log.warning("this node is up and hosts nothing for now: %s; %s", pause.why.text, pause.why.next_step)
         if target is not None:
             self._say("joining", because("looking", "looking for the swarm"))
             await self.join(target)
-        elif self._dwelling.stay is None:
+        elif self._network_owner.active_swarm is None:
             self._say("idle", NO_SWARM)
             log.warning("this node is in no swarm: `shoal join NAME|INVITE` goes to one, `shoal create` founds one")
 
@@ -190,13 +192,13 @@ class Node:
 
     def _note(self, kind: str, text: str) -> None:
         log.info("%s", text)
-        self.feed.note(kind, text)
-        self._say_ready()
+        self.event_log.note(kind, text)
+        self._report_ready()
 
-    def _say_ready(self) -> None:
+    def _report_ready(self) -> None:
         """Once: when it has joined, and whoever is told so can reach it."""
-        stay = self._dwelling.stay
-        if stay is not None and stay.state in READY and self._is_reachable and not self._was_ready:
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is not None and active_swarm.state in READY and self._is_reachable and not self._was_ready:
             self._was_ready = True
             self._on_ready(self.snapshot())
 
@@ -206,10 +208,12 @@ class Node:
 
     def snapshot(self) -> Snapshot:
         """The state at this moment."""
-        stay, network = self._dwelling.stay, self._dwelling.network
-        speaks = stay is not None and not self._stop_asked.is_set()
-        state, why = (stay.state, stay.why) if stay is not None and speaks else (self._state, self._why)
-        manifest = stay.manifest if stay is not None else None
+        active_swarm, network = self._network_owner.active_swarm, self._network_owner.network
+        speaks = active_swarm is not None and not self._stop_asked.is_set()
+        state, why = (
+            (active_swarm.state, active_swarm.why) if active_swarm is not None and speaks else (self._state, self._why)
+        )
+        manifest = active_swarm.manifest if active_swarm is not None else None
         return Snapshot(
             peer_id=self._identity.peer_id,
             state=state,
@@ -218,19 +222,21 @@ class Node:
             **self._upkeep.facts(),
             api_url=self._api_url,
             name=self.config().settings.name,
-            swarm=stay.swarm.name if stay is not None else None,
-            manifest=stay.swarm.model_hash if stay is not None else None,
-            private=stay is not None and stay.swarm.secret is not None,
+            swarm=active_swarm.swarm.name if active_swarm is not None else None,
+            manifest=active_swarm.swarm.model_hash if active_swarm is not None else None,
+            private=active_swarm is not None and active_swarm.swarm.secret is not None,
             blocks_total=manifest.config.n_blocks if manifest is not None else None,
-            **(stay.hosted() if stay is not None else {}),
-            **self._overview.facts(stay, network),
-            listen_addrs=self._dwelling.listen_addrs(),
+            **(active_swarm.hosted() if active_swarm is not None else {}),
+            **self._views.facts(active_swarm, network),
+            listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),
             started_at_ms=self._started_at_ms,
-            network=network_view(network, self.config(), {m.peer for m in stay.members()} if stay is not None else ()),
-            peers=stay.peers(network) if stay is not None and network is not None else (),
-            swarms=self._whereabouts.views(),
+            network=network_view(
+                network, self.config(), {m.peer for m in active_swarm.members()} if active_swarm is not None else ()
+            ),
+            peers=active_swarm.peers(network) if active_swarm is not None and network is not None else (),
+            swarms=self._swarms.views(),
         )
 
     async def prospects(self) -> ProspectsView:
@@ -240,16 +246,16 @@ class Node:
             look_at_machine,
         )
 
-        settings, network = self.config().settings, self._dwelling.public_network()
+        settings, network = self.config().settings, self._network_owner.public_network()
         device = None if settings.device == "auto" else settings.device
         machine = await trio.to_thread.run_sync(look_at_machine, device, settings.max_vram)
-        nearby = [] if network is None else await self._neighbourhood.look(network)
-        return await trio.to_thread.run_sync(look_around, machine, self._cache, self._whereabouts.known.swarms, nearby)
+        nearby = [] if network is None else await self._nearby.look(network)
+        return await trio.to_thread.run_sync(look_around, machine, self._cache, self._swarms.known.swarms, nearby)
 
     def network_checks(self) -> Sequence[Check]:
         """The doctor's lines about the network."""
-        stay = self._dwelling.stay
-        heard = [member.announcement.sequence for member in stay.members()] if stay is not None else []
+        active_swarm = self._network_owner.active_swarm
+        heard = [member.announcement.sequence for member in active_swarm.members()] if active_swarm is not None else []
         checks = running_checks(self.snapshot(), now_ms=_now_ms(), last_said_ms=self._last_said_ms, heard_ms=heard)
         return list(checks)
 
@@ -257,29 +263,29 @@ class Node:
 
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
         """Found a swarm of a model on this machine, and go there."""
-        return await self._whereabouts.create(name, model, private=private)
+        return await self._swarms.create(name, model, private=private)
 
     async def join(self, target: str) -> Joining:
         """Go to the swarm that a name or an invite means."""
-        return await self._whereabouts.join(target)
+        return await self._swarms.join(target)
 
     async def leave(self, name: str) -> SwarmView:
         """Forget a swarm, leaving it first where it is the active one."""
-        return await self._whereabouts.leave(name)
+        return await self._swarms.leave(name)
 
     async def invite(self, name: str | None) -> Invite:
         """An invite to a remembered swarm, or to the active one."""
-        return await self._whereabouts.invite(name)
+        return await self._swarms.invite(name)
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The swarm's reply to a conversation."""
-        stay = self._dwelling.stay
-        if stay is None or stay.replying is None:
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is None or active_swarm.replies is None:
             words = "this node is in no swarm yet: go to one with `shoal join`, or wait until it has joined"
             raise AppError(words, code="no_swarm")
         tokens, hops = 0, []
         try:
-            async with aclosing(stay.replying.reply(request)) as pieces:
+            async with aclosing(active_swarm.replies.reply(request)) as pieces:
                 async for piece in pieces:
                     tokens += "text" in piece
                     hops += [hop["peer"] for hop in piece.get("route", ())]
@@ -297,17 +303,17 @@ class Node:
 
     async def pause(self, for_s: float | None) -> CourtesyView:
         """Rest by a person's wish, until `resume` or for so long."""
-        await self._pausing.by_hand(for_s)
+        await self._pause_control.by_hand(for_s)
         return self._upkeep.view()
 
     async def drain(self) -> CourtesyView:
         """Let the sessions finish, however long they take, then rest until `resume`."""
-        await self._pausing.by_hand(None, patient=True)
+        await self._pause_control.by_hand(None, patient=True)
         return self._upkeep.view()
 
     async def resume(self) -> CourtesyView:
         """Undo a person's pause; a rule that applies still keeps this node paused."""
-        await self._pausing.resume()
+        await self._pause_control.resume()
         return self._upkeep.view()
 
     def stop(self) -> None:
@@ -318,16 +324,16 @@ class Node:
 
     async def _follow(self, config: Config) -> None:
         """Take other settings over, as far as a running node can."""
-        stay, network = self._dwelling.stay, self._dwelling.network
+        active_swarm, network = self._network_owner.active_swarm, self._network_owner.network
         if network is not None:
             await apply_live(network, config)
-        if stay is not None:
-            stay.announce_name(config.settings.name)
+        if active_swarm is not None:
+            active_swarm.announce_name(config.settings.name)
         self._upkeep.settings_changed()
 
     def _write_node_file(self) -> None:
         """Say where this node is reached, whenever that is news: addresses come and go with the machine's networks."""
-        addresses = self._dwelling.listen_addrs()
+        addresses = self._network_owner.listen_addrs()
         if not addresses or addresses == self._told_addresses:
             return
         try:

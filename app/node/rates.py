@@ -27,7 +27,7 @@ class Counters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class RateReading:
     """All counters at one moment."""
 
     counters: Counters
@@ -43,14 +43,14 @@ class _Sums(NamedTuple):
     sessions: Mapping[str, int]
 
 
-class Flow:
+class RateMeter:
     """Rates over the last seconds; told of a reading now and then."""
 
     def __init__(self) -> None:
-        self._seen = Reading(Counters())
+        self._seen = RateReading(Counters())
         self._sums: deque[_Sums] = deque()
 
-    def note(self, now_s: float, reading: Reading) -> None:
+    def note(self, now_s: float, reading: RateReading) -> None:
         """Take the counters as they stand."""
         before, last = self._seen, self._sums[-1] if self._sums else _Sums(now_s, Counters(), 0, 0, {})
         values = zip(last.counters, before.counters, reading.counters, strict=True)

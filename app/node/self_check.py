@@ -10,14 +10,14 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from app.asker.hop_links import HopLinks
-from app.asker.route_hops import SessionSettings, Shape
+from app.asker.route_hops import SessionSettings, SessionShape
 from app.asker.route_session import RouteSession
 from app.core.compute import BlockRunner
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.routing.reroute import Standing
+from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, NoRoute, Route
 from app.session.wire import DTYPES, row_bytes
 
@@ -45,7 +45,7 @@ class _OwnBlocks:
     def worked(self, peer: str) -> None:
         self.why = ""
 
-    def better(self, standing: Standing) -> Route | None:
+    def better(self, standing: RunningRoute) -> Route | None:
         return None
 
 
@@ -63,7 +63,7 @@ async def span_trouble(
     async with trio.open_nursery() as nursery:
         links = HopLinks(network, nursery, attend)
         settings = SessionSettings(first_route_s=0.0, new_route_s=0.0, attempts_without_progress=2)
-        session = RouteSession(links, own, embed, Shape(1, runner.hidden_size, _DTYPE), settings)
+        session = RouteSession(links, own, embed, SessionShape(1, runner.hidden_size, _DTYPE), settings)
         with trio.move_on_after(PATIENCE_S):
             try:
                 await session.advance([0])

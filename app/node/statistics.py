@@ -50,7 +50,7 @@ _PRUNE = """DELETE FROM peers WHERE day < ? OR (day, peer) IN (
     SELECT day, peer FROM peers ORDER BY day DESC, served + asked DESC, up + down DESC LIMIT -1 OFFSET ?)"""
 
 
-class Sums(NamedTuple):
+class LifetimeTotals(NamedTuple):
     """What was exchanged; bytes as seen from here."""
 
     served: int = 0
@@ -60,9 +60,9 @@ class Sums(NamedTuple):
     audits: int = 0
     audits_passed: int = 0
 
-    def plus(self, other: Sums) -> Sums:
+    def plus(self, other: LifetimeTotals) -> LifetimeTotals:
         """Both together."""
-        return Sums(*map(int.__add__, self, other))
+        return LifetimeTotals(*map(int.__add__, self, other))
 
 
 class Statistics:
@@ -72,9 +72,9 @@ class Statistics:
         self._path, self._today = path, today
         self._database: sqlite3.Connection | None = None
         self._identity: tuple[int, int] | None = None  # of the file that is open
-        self._days: dict[str, Sums] = {}  # not yet written
-        self._peers: dict[tuple[str, str], Sums] = {}
-        self._now, self._ever = Sums(), Sums()
+        self._days: dict[str, LifetimeTotals] = {}  # not yet written
+        self._peers: dict[tuple[str, str], LifetimeTotals] = {}
+        self._now, self._ever = LifetimeTotals(), LifetimeTotals()
         self._served_today: set[str] = set()
         self._served_ever: set[str] = set()
         self._day = today().isoformat()
@@ -85,22 +85,22 @@ class Statistics:
 
     def add_served(self, peer: str, tokens: int) -> None:
         """This node computed tokens for a peer."""
-        self._add(Sums(served=tokens), [peer])
+        self._add(LifetimeTotals(served=tokens), [peer])
         for known in (self._served_today, self._served_ever):
             if len(known) < KEPT_ROWS:
                 known.add(peer)
 
     def add_asked(self, tokens: int, hops: Iterable[str] = ()) -> None:
         """This node's user got tokens, for which each of these peers computed."""
-        self._add(Sums(asked=tokens), hops)
+        self._add(LifetimeTotals(asked=tokens), hops)
 
     def add_bytes(self, peer: str, up: int, down: int) -> None:
         """Bytes went to and came from a peer."""
-        self._add(Sums(up=up, down=down), [peer])
+        self._add(LifetimeTotals(up=up, down=down), [peer])
 
     def add_audits(self, audits: int, passed: int) -> None:
         """So many times others' work was checked, and found right."""
-        self._add(Sums(audits=audits, audits_passed=passed), [])
+        self._add(LifetimeTotals(audits=audits, audits_passed=passed), [])
 
     def totals(self, *, ever: bool = False) -> GivenView:
         """What was given and got today, or since this home folder exists."""
@@ -108,19 +108,19 @@ class Statistics:
         sums, peers = (self._ever, self._served_ever) if ever else (self._now, self._served_today)
         return GivenView(sums.served, sums.asked, sums.up, sums.down, len(peers), sums.audits, sums.audits_passed)
 
-    def _add(self, sums: Sums, peers: Iterable[str]) -> None:
+    def _add(self, sums: LifetimeTotals, peers: Iterable[str]) -> None:
         self._turn_day()
         self._now, self._ever = self._now.plus(sums), self._ever.plus(sums)
-        self._days[self._day] = self._days.get(self._day, Sums()).plus(sums)
+        self._days[self._day] = self._days.get(self._day, LifetimeTotals()).plus(sums)
         for peer in peers:
             key = (self._day, peer)
             if key in self._peers or len(self._peers) < _MAX_PENDING:
-                self._peers[key] = self._peers.get(key, Sums()).plus(sums)
+                self._peers[key] = self._peers.get(key, LifetimeTotals()).plus(sums)
 
     def _turn_day(self) -> None:
         day = self._today().isoformat()
         if day != self._day:
-            self._day, self._now = day, self._days.get(day, Sums())
+            self._day, self._now = day, self._days.get(day, LifetimeTotals())
             self._served_today = set()
 
     # --- writing ------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Statistics:
             self._days, self._peers = {}, {}
         return done
 
-    def _write(self, days: dict[str, Sums], peers: dict[tuple[str, str], Sums]) -> bool:
+    def _write(self, days: dict[str, LifetimeTotals], peers: dict[tuple[str, str], LifetimeTotals]) -> bool:
         try:
             self._write_to(self._open(), days, peers)
         except sqlite3.DatabaseError as error:
@@ -173,7 +173,10 @@ class Statistics:
         return True
 
     def _write_to(
-        self, database: sqlite3.Connection, days: dict[str, Sums], peers: dict[tuple[str, str], Sums]
+        self,
+        database: sqlite3.Connection,
+        days: dict[str, LifetimeTotals],
+        peers: dict[tuple[str, str], LifetimeTotals],
     ) -> None:
         with database:
             database.execute("BEGIN IMMEDIATE")
@@ -189,8 +192,10 @@ class Statistics:
         try:
             database = self._open()
             row = f"coalesce(sum({'), 0), coalesce(sum('.join(_SUMS.split(', '))}), 0)"
-            self._ever = Sums(*database.execute(f"SELECT {row} FROM days").fetchone())
-            self._now = Sums(*database.execute(f"SELECT {row} FROM days WHERE day = ?", (self._day,)).fetchone())
+            self._ever = LifetimeTotals(*database.execute(f"SELECT {row} FROM days").fetchone())
+            self._now = LifetimeTotals(
+                *database.execute(f"SELECT {row} FROM days WHERE day = ?", (self._day,)).fetchone()
+            )
             served = database.execute("SELECT DISTINCT peer FROM peers WHERE served > 0 LIMIT ?", (KEPT_ROWS,))
             self._served_ever = {str(peer) for (peer,) in served}
             today = database.execute("SELECT peer FROM peers WHERE served > 0 AND day = ?", (self._day,))
@@ -247,12 +252,12 @@ class Statistics:
             log.warning("%s cannot be moved: %s", self._path, failure)
 
 
-def read_days(path: Path, count: int) -> list[tuple[str, Sums]]:
+def read_days(path: Path, count: int) -> list[tuple[str, LifetimeTotals]]:
     """The sums of the last days, newest first, straight from the file."""
     return _rows(path, f"SELECT day, {_SUMS} FROM days ORDER BY day DESC LIMIT ?", count)
 
 
-def read_peers(path: Path, count: int) -> list[tuple[str, Sums]]:
+def read_peers(path: Path, count: int) -> list[tuple[str, LifetimeTotals]]:
     """The sums of those with whom most tokens were exchanged lately, straight from the file."""
     sums = ", ".join(f"sum({name})" for name in _SUMS.split(", "))
     return _rows(
@@ -262,12 +267,12 @@ def read_peers(path: Path, count: int) -> list[tuple[str, Sums]]:
     )
 
 
-def _rows(path: Path, query: str, count: int) -> list[tuple[str, Sums]]:
+def _rows(path: Path, query: str, count: int) -> list[tuple[str, LifetimeTotals]]:
     if not path.exists():
         return []
     try:
         with contextlib.closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2.0)) as database:
-            return [(str(name), Sums(*sums)) for name, *sums in database.execute(query, (count,))]
+            return [(str(name), LifetimeTotals(*sums)) for name, *sums in database.execute(query, (count,))]
     except sqlite3.Error as error:
         log.warning("the statistics in %s cannot be read: %s", path, error)
         return []
@@ -281,6 +286,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return state.st_dev, state.st_ino
 
 
-def _merged(first: dict[K, Sums], second: dict[K, Sums]) -> dict[K, Sums]:
+def _merged(first: dict[K, LifetimeTotals], second: dict[K, LifetimeTotals]) -> dict[K, LifetimeTotals]:
     keys = itertools.islice({**first, **second}, _MAX_PENDING)
-    return {key: first.get(key, Sums()).plus(second.get(key, Sums())) for key in keys}
+    return {key: first.get(key, LifetimeTotals()).plus(second.get(key, LifetimeTotals())) for key in keys}

@@ -14,15 +14,15 @@ from typing import Any
 
 import trio
 
-from app.asker.reply_service import Replying
+from app.asker.reply_service import ReplyService
 from app.asker.stats import AuditCounts
 from app.config.file import Config
 from app.config.home import Home
 from app.core.reasons import Reason
-from app.courtesy.pause import Pausing
+from app.courtesy.pause import PauseControl
 from app.courtesy.sensors import Sensors, machine_sources
-from app.courtesy.watch import Watch
-from app.node.network_owner import Dwelling
+from app.courtesy.watch import CourtesyWatch
+from app.node.network_owner import NetworkOwner
 from app.node.statistics import Statistics
 from app.serving.block_server import BlockServer
 from app.snapshot.views import CourtesyView
@@ -31,14 +31,14 @@ LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
-class Household:
+class UpkeepContext:
     """What the upkeep needs of its node."""
 
     home: Home
     cache: Path
     config: Callable[[], Config]
-    dwelling: Dwelling
-    pausing: Pausing
+    network_owner: NetworkOwner
+    pause_control: PauseControl
     note: Callable[[str, str], None]
     reload: Callable[[], Awaitable[None]]  # the configuration file has changed
 
@@ -46,14 +46,14 @@ class Household:
 class Upkeep:
     """Runs beside the node, which asks it for what can be seen."""
 
-    def __init__(self, household: Household) -> None:
+    def __init__(self, household: UpkeepContext) -> None:
         self._of = household
         self._statistics = Statistics(household.home.statistics_file)
         sensors = Sensors(machine_sources(self._device, household.cache))
-        self._watch = Watch(self, lambda: household.config().settings, sensors)
+        self._watch = CourtesyWatch(self, lambda: household.config().settings, sensors)
         self._seen_server: BlockServer | None = None
         self._seen_served: Mapping[str, int] = {}
-        self._seen_replying: Replying | None = None
+        self._seen_replying: ReplyService | None = None
         self._seen_audits = AuditCounts()
         self._seen_bytes: dict[str, tuple[int, int]] = {}
         self._seen_file = _stamp(household.home.config_file)
@@ -79,7 +79,7 @@ class Upkeep:
     def view(self) -> CourtesyView:
         """Whether this node rests, and how the rules stand."""
         seen = self._watch.view()
-        return self._of.pausing.view(seen.rules, seen.next_text)
+        return self._of.pause_control.view(seen.rules, seen.next_text)
 
     def settings_changed(self) -> None:
         """Follow the settings that are in force now."""
@@ -95,19 +95,19 @@ class Upkeep:
 
     def pause_by_rule(self, reason: Reason) -> None:
         """Rest until `resume_by_rule`; a person's pause goes before."""
-        self._of.pausing.by_rule(reason)
+        self._of.pause_control.by_rule(reason)
 
     def resume_by_rule(self) -> None:
         """No rule asks for rest any more; what a person paused stays paused."""
-        self._of.pausing.rule_over()
+        self._of.pause_control.rule_over()
 
     def is_only_holder(self) -> bool:
         """Whether some block that this node serves is served by nobody else."""
-        stay = self._of.dwelling.stay
-        hosted = {} if stay is None else stay.hosted()
-        if stay is None or hosted.get("start") is None:
+        active_swarm = self._of.network_owner.active_swarm
+        hosted = {} if active_swarm is None else active_swarm.hosted()
+        if active_swarm is None or hosted.get("start") is None:
             return False
-        said = [member.announcement for member in stay.members() if member.present]
+        said = [member.announcement for member in active_swarm.members() if member.present]
         others = [one.span for one in said if one.state == "serving" and one.span is not None]
         return any(
             all(block not in other.blocks() for other in others) for block in range(hosted["start"], hosted["stop"])
@@ -115,7 +115,7 @@ class Upkeep:
 
     def set_limits(self, upload: int | None, download: int | None) -> None:
         """Bytes a second at most from now on."""
-        network = self._of.dwelling.network
+        network = self._of.network_owner.network
         if network is not None:
             network.bandwidth.set_limits(upload, download)
 
@@ -127,27 +127,27 @@ class Upkeep:
 
     @property
     def _peer_id(self) -> str:
-        network = self._of.dwelling.network
+        network = self._of.network_owner.network
         return "" if network is None else network.peer_id
 
     def _device(self) -> str | None:
         """What computes here, once that is chosen."""
-        stay = self._of.dwelling.stay
-        chosen = stay.hosted().get("device") if stay is not None else None
+        active_swarm = self._of.network_owner.active_swarm
+        chosen = active_swarm.hosted().get("device") if active_swarm is not None else None
         wanted = self._of.config().settings.device
         return chosen or (None if wanted == "auto" else wanted)
 
     def _count(self) -> None:
-        stay, network, own = self._of.dwelling.stay, self._of.dwelling.network, self._peer_id
-        server = None if stay is None or stay.hosting is None else stay.hosting.server
+        active_swarm, network, own = self._of.network_owner.active_swarm, self._of.network_owner.network, self._peer_id
+        server = None if active_swarm is None or active_swarm.block_host is None else active_swarm.block_host.server
         if server is not self._seen_server:
             self._seen_server, self._seen_served = server, {}
         if server is not None:
-            before, self._seen_served = self._seen_served, server.figures.served
+            before, self._seen_served = self._seen_served, server.stats.served
             for peer, tokens in self._seen_served.items():
                 if peer != own and tokens > before.get(peer, 0):  # what it computes for itself is given to nobody
                     self._statistics.add_served(peer, tokens - before.get(peer, 0))
-        self._count_audits(None if stay is None else stay.replying)
+        self._count_audits(None if active_swarm is None else active_swarm.replies)
         seen: dict[str, tuple[int, int]] = {}
         for link in network.links() if network is not None else ():
             up, down = self._seen_bytes.get(link.peer, (0, 0))
@@ -157,10 +157,10 @@ class Upkeep:
             seen[link.peer] = (link.bytes_out, link.bytes_in)
         self._seen_bytes = seen
 
-    def _count_audits(self, replying: Replying | None) -> None:
-        before = self._seen_audits if replying is self._seen_replying else AuditCounts()
-        self._seen_replying = replying
-        self._seen_audits = now = AuditCounts() if replying is None else replying.figures().audits
+    def _count_audits(self, replies: ReplyService | None) -> None:
+        before = self._seen_audits if replies is self._seen_replying else AuditCounts()
+        self._seen_replying = replies
+        self._seen_audits = now = AuditCounts() if replies is None else replies.stats().audits
         passed, failed = now.passed - before.passed, now.failed - before.failed
         if passed or failed:
             self._statistics.add_audits(passed + failed, passed)

@@ -11,49 +11,51 @@ from typing import Any
 
 import trio
 
-from app.asker.stats import AskedSession, AskerFigures
+from app.asker.stats import AskedSession, AskerStats
 from app.core.network import Network
-from app.node.active_swarm import Stay
-from app.node.rates import Counters, Flow, Reading
-from app.serving.stats import ServerFigures
+from app.node.active_swarm import ActiveSwarm
+from app.node.rates import Counters, RateMeter, RateReading
+from app.serving.stats import ServerStats
 from app.snapshot.views import HopView, RouteView, SessionView
 from app.weights.manifest_store import model_name
 
 SENSE_S = 10.0  # between two looks at the device's sensors
 
 
-class Overview:
+class NodeViews:
     """What a node does, in numbers; `look` is called now and then."""
 
     def __init__(self, own_peer: str) -> None:
         self._own = own_peer
-        self._flow = Flow()
+        self._flow = RateMeter()
         self._sense_at = 0.0
 
-    async def look(self, stay: Stay | None, network: Network | None) -> None:
+    async def look(self, active_swarm: ActiveSwarm | None, network: Network | None) -> None:
         """Read the counters and, less often, the device's sensors."""
         links = network.links() if network is not None else ()
         sent = {link.peer: (link.bytes_out, link.bytes_in) for link in links}
         now = trio.current_time()
-        self._flow.note(now, reading_of(self._own, *_figures(stay), sent))
-        if stay is not None and stay.hosting is not None and now >= self._sense_at:
+        self._flow.note(now, reading_of(self._own, *_stats(active_swarm), sent))
+        if active_swarm is not None and active_swarm.block_host is not None and now >= self._sense_at:
             self._sense_at = now + SENSE_S
-            await stay.hosting.look_at_device()
+            await active_swarm.block_host.look_at_device()
 
-    def facts(self, stay: Stay | None, network: Network | None) -> dict[str, Any]:
+    def facts(self, active_swarm: ActiveSwarm | None, network: Network | None) -> dict[str, Any]:
         """The snapshot's fields about work."""
-        served, asked = _figures(stay)
+        served, asked = _stats(active_swarm)
         asking = [self._asking(session) for session in asked.sessions]
         latest = asked.sessions[-1] if asked.sessions else asked.latest
         kinds = {link.peer: link.kind for link in network.links()} if network is not None else {}
         return {
-            "model": "" if stay is None else model_name(stay.source_name),
+            "model": "" if active_swarm is None else model_name(active_swarm.source_name),
             "active_sessions": (*asking, *self._serving(served)),
             "route": None if latest is None else route_view(latest, kinds),
             "flow": self._flow.view(served.queued_sessions),
-            "weights": None if stay is None or stay.stock is None else stay.stock.view(),
-            "steps": () if stay is None else stay.steps.views(),
-            "hardware": None if stay is None or stay.hosting is None else stay.hosting.hardware(),
+            "weights": None if active_swarm is None or active_swarm.weights is None else active_swarm.weights.view(),
+            "steps": () if active_swarm is None else active_swarm.steps.views(),
+            "hardware": None
+            if active_swarm is None or active_swarm.block_host is None
+            else active_swarm.block_host.hardware(),
         }
 
     def _asking(self, session: AskedSession) -> SessionView:
@@ -70,7 +72,7 @@ class Overview:
             recoveries=session.recoveries,
         )
 
-    def _serving(self, figures: ServerFigures) -> Sequence[SessionView]:
+    def _serving(self, stats: ServerStats) -> Sequence[SessionView]:
         return [
             SessionView(
                 id=session.session,
@@ -82,15 +84,15 @@ class Overview:
                 start=session.start,
                 stop=session.stop,
             )
-            for session in figures.sessions
+            for session in stats.sessions
         ]
 
 
-def reading_of(own_peer: str, served: ServerFigures, asked: AskerFigures, links: dict[str, tuple[int, int]]) -> Reading:
+def reading_of(own_peer: str, served: ServerStats, asked: AskerStats, links: dict[str, tuple[int, int]]) -> RateReading:
     """The counters that rates are made of; what a node computes for itself is served to nobody."""
     for_others = sum(tokens for peer, tokens in served.served.items() if peer != own_peer)
     counters = Counters(for_others, asked.asked_tokens, served.steps, served.urgent_steps, served.urgent_rows)
-    return Reading(counters, links, {session.session: session.tokens for session in served.sessions})
+    return RateReading(counters, links, {session.session: session.tokens for session in served.sessions})
 
 
 def route_view(session: AskedSession, kinds: dict[str, Any]) -> RouteView:
@@ -103,7 +105,11 @@ def route_view(session: AskedSession, kinds: dict[str, Any]) -> RouteView:
     return RouteView(session.id, hops, session.return_s, session.ends_s, known)
 
 
-def _figures(stay: Stay | None) -> tuple[ServerFigures, AskerFigures]:
-    served = ServerFigures() if stay is None or stay.hosting is None else stay.hosting.server.figures
-    asked = AskerFigures() if stay is None or stay.replying is None else stay.replying.figures()
+def _stats(active_swarm: ActiveSwarm | None) -> tuple[ServerStats, AskerStats]:
+    served = (
+        ServerStats()
+        if active_swarm is None or active_swarm.block_host is None
+        else active_swarm.block_host.server.stats
+    )
+    asked = AskerStats() if active_swarm is None or active_swarm.replies is None else active_swarm.replies.stats()
     return served, asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median_high
 
-from app.routing.route import Demand, Known
+from app.routing.route import KnownCosts, RouteRequest
 from app.swarm.records import Announcement
 
 HOP_S = 0.001  # what a hop costs besides its link and its blocks
@@ -29,10 +29,10 @@ def wait_seconds(member: Announcement) -> float:
     return busy / (1 - busy) / 2 / max(member.decode_tokens_per_s, SLOWEST_TOKENS_PER_S)
 
 
-def believed_seconds(members: Sequence[Announcement], demand: Demand, known: Known) -> dict[str, float]:
+def believed_seconds(members: Sequence[Announcement], request: RouteRequest, known: KnownCosts) -> dict[str, float]:
     """Seconds a token and block of each member: what was measured, else what is claimed as far as it is credible."""
-    reply_tokens = max(demand.tokens - demand.prompt_tokens, 1)
-    claimed = {m.peer: block_seconds(m, demand.prompt_tokens, reply_tokens) for m in members}
+    reply_tokens = max(request.tokens - request.prompt_tokens, 1)
+    claimed = {m.peer: block_seconds(m, request.prompt_tokens, reply_tokens) for m in members}
     if not claimed:
         return claimed
     least_s = median_high(claimed.values()) / BELIEVED_TIMES

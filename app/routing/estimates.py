@@ -61,7 +61,7 @@ _LEAST_S = 1e-6
 _REMEMBERED = 1024
 
 
-class Measured:
+class MeasuredSpeeds:
     """Seconds that one token takes through one block of each peer."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from app.core.span import Span
 from app.routing.cost import HOP_S, believed_seconds, wait_seconds
-from app.routing.route import Demand, Hop, Known, LinkSeconds, Route
+from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 
 CLEAR_GAIN = 1.3  # so many times as fast must the other route be
@@ -23,7 +23,7 @@ _SET_UP_TRIPS = 4  # there and back, until a new hop has its orders
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunningRoute:
     """Where a running session stands: its route, what a token takes there, and the tokens fed so far."""
 
     route: Route
@@ -32,20 +32,20 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Scales:
+class RouteComparison:
     """All by which a route is judged."""
 
     members: Sequence[Announcement]
-    demand: Demand
+    request: RouteRequest
     link_s: LinkSeconds
-    known: Known
+    known: KnownCosts
 
     def token_s(self, route: Route) -> float | None:
         """Seconds that a token is expected to take; None where a hop does not serve its blocks any more."""
         serving = {member.peer: member for member in self.members if member.serves}
         if not all(hop.peer in serving and _covers(serving[hop.peer].span, hop.span) for hop in route):
             return None
-        block_s = believed_seconds(list(serving.values()), replace(self.demand, prompt_tokens=0), self.known)
+        block_s = believed_seconds(list(serving.values()), replace(self.request, prompt_tokens=0), self.known)
         hops_s = sum(
             HOP_S
             + wait_seconds(serving[hop.peer])
@@ -63,19 +63,19 @@ class Scales:
         return reading_s + 2 * _SET_UP_TRIPS * max((self.link_s("", hop.peer) for hop in fresh), default=0.0)
 
 
-def is_worth_moving(standing: Standing, new: Route, scales: Scales) -> bool:
+def is_worth_moving(standing: RunningRoute, new: Route, scales: RouteComparison) -> bool:
     """Whether the rest of the session is clearly better off on the new route, the move included."""
     expected_s, then_s = scales.token_s(standing.route), scales.token_s(new)
     if new == standing.route or expected_s is None or then_s is None:
         return False
     now_s = min(standing.token_s, expected_s)
-    generated = standing.fed - scales.demand.prompt_tokens
-    ahead = min(scales.demand.tokens - standing.fed, generated)
+    generated = standing.fed - scales.request.prompt_tokens
+    ahead = min(scales.request.tokens - standing.fed, generated)
     pays = (now_s - then_s) * ahead >= PAYS_TIMES * scales.move_s(standing.route, new, standing.fed)
     return pays and CLEAR_GAIN * then_s <= now_s
 
 
-class Recheck:
+class RerouteTimer:
     """When a session looks for a better route: each move makes the next look come later."""
 
     def __init__(self, now: float) -> None:

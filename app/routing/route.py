@@ -51,7 +51,7 @@ class Privacy:
 
 
 @dataclass(frozen=True)
-class Demand:
+class RouteRequest:
     """What a session asks of its route."""
 
     wanted: Span
@@ -63,7 +63,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownCosts:
     """What an asker knows by itself, whatever members claim."""
 
     block_s: Mapping[str, float] = field(default_factory=dict)  # measured: one token through one block of a peer

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.cost import HOP_S, believed_seconds, wait_seconds
-from app.routing.route import Demand, Hop, Known, LinkSeconds, NoRoute, Privacy, Route
+from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
 from app.swarm.records import Announcement
 
 FULL = "peer_full"
@@ -36,56 +36,56 @@ class _Path(NamedTuple):
 
 def find_route(
     members: Iterable[Announcement],
-    demand: Demand,
+    request: RouteRequest,
     link_s: LinkSeconds,
     *,
     avoid: Collection[str] = (),
-    known: Known | None = None,
+    known: KnownCosts | None = None,
 ) -> Route:
     """The cheapest route over members that serve; those without room only where there is no other. Raises `NoRoute`."""
-    judged = [(m, why_unused(m, demand)) for m in members if m.peer not in avoid]
-    known = known or Known()
+    judged = [(m, why_unused(m, request)) for m in members if m.peer not in avoid]
+    known = known or KnownCosts()
     try:
-        return _cheapest([m for m, why in judged if why is None], demand, link_s, known)
+        return _cheapest([m for m, why in judged if why is None], request, link_s, known)
     except NoRoute:
         usable = [m for m, why in judged if why is None or why.code == FULL]
-        return _cheapest(usable, demand, link_s, known)
+        return _cheapest(usable, request, link_s, known)
 
 
-def why_unused(member: Announcement, demand: Demand) -> Reason | None:
+def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
     """Why no session of this demand goes through a member, by what it says of itself; None where one may."""
     peer, span = member.peer, member.span
     if not member.serves or span is None:
         code, text = _RESTING.get(member.state, ("peer_client", "it hosts no blocks"))
         return because(code, text, peer)
-    if not any(demand.privacy.allows(peer, block) for block in span.blocks()):
+    if not any(request.privacy.allows(peer, block) for block in span.blocks()):
         return because("peer_private", f"blocks {span} go to trusted peers alone", peer)
-    if member.kv_free_tokens < demand.tokens:
-        return because(FULL, f"it has room for {member.kv_free_tokens} tokens, {demand.tokens} are needed", peer)
+    if member.kv_free_tokens < request.tokens:
+        return because(FULL, f"it has room for {member.kv_free_tokens} tokens, {request.tokens} are needed", peer)
     return None
 
 
-def _cheapest(members: Sequence[Announcement], demand: Demand, link_s: LinkSeconds, known: Known) -> Route:
-    block_s = believed_seconds(members, demand, known)
+def _cheapest(members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts) -> Route:
+    block_s = believed_seconds(members, request, known)
     enter_s = {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in members}
     paths: dict[str, _Path] = {}  # the cheapest ways to have run all blocks so far, by the last peer
-    for block in demand.wanted.blocks():
+    for block in request.wanted.blocks():
         following: dict[str, _Path] = {}
         holders = [m.peer for m in members if m.span is not None and block in m.span]
         for peer in holders:
-            if not demand.privacy.allows(peer, block):
+            if not request.privacy.allows(peer, block):
                 continue
             ways = [_moved(path, peer, block, link_s, enter_s[peer]) for path in paths.values()]
-            if block == demand.wanted.start:
-                ways.append(_Path(link_s(demand.origin, peer) + enter_s[peer], peer, block, None))
+            if block == request.wanted.start:
+                ways.append(_Path(link_s(request.origin, peer) + enter_s[peer], peer, block, None))
             if ways:
                 best = min(ways, key=lambda path: (path.cost_s, path.begin))
                 following[peer] = best._replace(cost_s=best.cost_s + block_s[peer])
         if not following:
-            raise _missing(block, demand.privacy)
+            raise _missing(block, request.privacy)
         paths = following
-    last = min(paths.values(), key=lambda path: (path.cost_s + link_s(path.peer, demand.target), path.peer))
-    return _as_route(last, demand.wanted.stop)
+    last = min(paths.values(), key=lambda path: (path.cost_s + link_s(path.peer, request.target), path.peer))
+    return _as_route(last, request.wanted.stop)
 
 
 def _missing(block: int, privacy: Privacy) -> NoRoute:
@@ -119,14 +119,14 @@ def _as_route(path: _Path | None, stop: int) -> Route:
     return tuple(hops)
 
 
-def mend_route(
+def repair_route(
     route: Route,
     members: Sequence[Announcement],
-    demand: Demand,
+    request: RouteRequest,
     link_s: LinkSeconds,
     *,
     avoid: Collection[str],
-    known: Known | None = None,
+    known: KnownCosts | None = None,
 ) -> Route:
     """The route with the hops in `avoid` replaced and the others kept where that is possible, else a new one."""
     kept = {hop.peer for hop in route if hop.peer not in avoid}
@@ -144,9 +144,9 @@ def mend_route(
             span = Span(route[gap].span.start, route[index - 1].span.stop)
             origin = mended[-1].peer if mended else ""
             target = route[index].peer if index < len(route) else ""
-            part = replace(demand, wanted=span, origin=origin, target=target)
+            part = replace(request, wanted=span, origin=origin, target=target)
             others = {hop.peer for hop in mended} | kept | set(avoid)
             mended += find_route(members, part, link_s, avoid=others, known=known)
         return tuple(mended)
     except NoRoute:
-        return find_route(members, demand, link_s, avoid=avoid, known=known)
+        return find_route(members, request, link_s, avoid=avoid, known=known)

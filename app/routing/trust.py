@@ -1,8 +1,8 @@
 """How far this node trusts a peer: a number from what was seen of it, and words that say why. Pure; the clock is given.
 
-What was seen is a list of `Outcome`s. Each fades with time, so that a peer that was mended, or wronged, comes back; and
-agreement with others makes up for doubt, but not for a lie. Being slow, busy or gone is never taken for lying. Who lied
-is worked out by `app.asker.audit`; that somebody below `DISTRUSTED` is not used at all is up to `app.asker.asker`.
+What was seen is a list of `TrustEvent`s. Each fades with time, so that a peer that was mended, or wronged, comes back;
+and agreement with others makes up for doubt, but not for a lie. Being slow, busy or gone is never taken for lying. Who
+lied is worked out by `app.asker.audit`; that somebody below `DISTRUSTED` is not used at all is up to `app.asker.asker`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORGIVES = 0.25  # of a doubt, by one agreement
 PENALTY_S = 0.05  # a token, for a peer at half the full score
 
 
-class Outcome(NamedTuple):
+class TrustEvent(NamedTuple):
     """One thing that was seen of a peer."""
 
     at_s: float  # wall clock
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrustScore:
     """Where a peer stands with this node."""
 
     score: float = 1.0  # 0 to 1
@@ -66,10 +66,10 @@ class Standing:
         return PENALTY_S * (1 / max(self.score, 0.01) - 1)
 
 
-def standing(outcomes: Iterable[Outcome], now_s: float) -> Standing:
+def standing(outcomes: Iterable[TrustEvent], now_s: float) -> TrustScore:
     """What all that was seen of a peer amounts to."""
     sums: dict[Verdict, float] = {"agreed": 0.0, "doubted": 0.0, "lied": 0.0, "failed": 0.0}
-    latest: dict[Verdict, Outcome] = {}
+    latest: dict[Verdict, TrustEvent] = {}
     for outcome in outcomes:
         age_s = max(now_s - outcome.at_s, 0.0)
         sums[outcome.verdict] += outcome.weight * 0.5 ** (age_s / HALF_LIFE_S[outcome.verdict])
@@ -80,12 +80,12 @@ def standing(outcomes: Iterable[Outcome], now_s: float) -> Standing:
     for verdict, leaves in LEAVES.items():
         score *= max(leaves ** sums[verdict], FLOOR[verdict])
     if score > 0.99:
-        return Standing()
+        return TrustScore()
     worst = min(LEAVES, key=lambda verdict: LEAVES[verdict] ** sums[verdict])
-    return Standing(round(score, 3), f"{latest[worst].note}, {_ago(now_s - latest[worst].at_s)}")
+    return TrustScore(round(score, 3), f"{latest[worst].note}, {_ago(now_s - latest[worst].at_s)}")
 
 
-def added(outcomes: Sequence[Outcome], outcome: Outcome) -> tuple[Outcome, ...]:
+def added(outcomes: Sequence[TrustEvent], outcome: TrustEvent) -> tuple[TrustEvent, ...]:
     """With one more outcome, and the least telling of the old ones forgotten where there are too many."""
     kept = [*outcomes, outcome]
     if len(kept) > KEPT:
@@ -114,24 +114,24 @@ class TrustBook:
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
-        self._outcomes: dict[str, tuple[Outcome, ...]] = {}
+        self._outcomes: dict[str, tuple[TrustEvent, ...]] = {}
         self._changed = False  # since it was last saved
         if path is not None and path.exists():
             self._load(path)
 
     def note(self, peer: str, verdict: Verdict, note: str, weight: float = 1.0) -> None:
         """Something was seen of a peer."""
-        outcome = Outcome(self._clock(), verdict, weight, note[:_MAX_NOTE_CHARS])
+        outcome = TrustEvent(self._clock(), verdict, weight, note[:_MAX_NOTE_CHARS])
         # The latest stand last, so that those of whom nothing was seen for longest are forgotten first.
         self._outcomes[peer] = added(self._outcomes.pop(peer, ()), outcome)
         if len(self._outcomes) > REMEMBERED_PEERS:
             del self._outcomes[min(self._outcomes, key=self._worth)]
         self._changed = True
 
-    def standing(self, peer: str) -> Standing:
+    def standing(self, peer: str) -> TrustScore:
         """How far a peer is trusted now."""
         outcomes = self._outcomes.get(peer)
-        return standing(outcomes, self._clock()) if outcomes else Standing()
+        return standing(outcomes, self._clock()) if outcomes else TrustScore()
 
     def agreed(self, peer: str) -> int:
         """How often a peer was audited and agreed with others."""
@@ -173,9 +173,9 @@ class TrustBook:
             self._outcomes.clear()
 
 
-def _outcome(fields: Fields, peer: str, item: object) -> Outcome:
+def _outcome(fields: Fields, peer: str, item: object) -> TrustEvent:
     match item:
         case [int() | float() as at_s, str() as verdict, int() | float() as weight, str() as note]:
             if verdict in get_args(Verdict) and len(note) <= _MAX_NOTE_CHARS and 0 <= weight <= 1:
-                return Outcome(float(at_s), verdict, float(weight), note)  # type: ignore[arg-type]
+                return TrustEvent(float(at_s), verdict, float(weight), note)  # type: ignore[arg-type]
     fields.refuse(peer, "outcomes of the form [time, verdict, weight, note]")

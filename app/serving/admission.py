@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from app.core.compute import BlockRunner
 from app.serving.hop_session import HopSession
-from app.session.wire import Trouble, Turn
+from app.session.wire import EpochOrder, HopError
 
 
 @dataclass(frozen=True)
-class Load:
+class HopLoad:
     """How full a hop is."""
 
     sessions: int
@@ -31,37 +31,37 @@ class AdmissionLimits:
     reserve: float = 0.25  # of the cache, kept for peers that hold less than their share
 
 
-def why_busy(load: Load, tokens: int, limits: AdmissionLimits) -> Trouble | None:
+def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | None:
     """Why a session of this many tokens is not admitted now, or None where it is."""
     if load.sessions >= limits.sessions:
-        return Trouble("busy", f"{load.sessions} sessions are open already", "sessions_full")
+        return HopError("busy", f"{load.sessions} sessions are open already", "sessions_full")
     if load.peer_sessions >= limits.peer_sessions:
-        return Trouble("busy", f"{load.peer_sessions} sessions of yours are open already", "asker_sessions_full")
+        return HopError("busy", f"{load.peer_sessions} sessions of yours are open already", "asker_sessions_full")
     if tokens > load.free_tokens:
         text = f"no room for {tokens} tokens, {load.free_tokens} of {load.total_tokens} cache slots are free"
-        return Trouble("busy", text, "cache_full")
+        return HopError("busy", text, "cache_full")
     fair_share = load.total_tokens / (load.peers + 2)  # itself, the others, and one who may come
     within_share = load.peer_tokens + tokens <= fair_share
     if load.peer_sessions and not within_share and load.free_tokens - tokens < limits.reserve * load.total_tokens:
         text = f"the last cache slots are kept for others, {load.peer_tokens} are yours already"
-        return Trouble("busy", text, "cache_reserved")
+        return HopError("busy", text, "cache_reserved")
     return None
 
 
 def why_not(
-    turn: Turn, asker: str, runner: BlockRunner | None, sessions: Iterable[HopSession], limits: AdmissionLimits
-) -> Trouble | None:
+    turn: EpochOrder, asker: str, runner: BlockRunner | None, sessions: Iterable[HopSession], limits: AdmissionLimits
+) -> HopError | None:
     """Why a session that `asker` wants to open is turned away, or None where it is welcome."""
     if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
         hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
         text = f"blocks {turn.span} were asked for, but {hosted} is hosted here"
-        return Trouble("refused", text, "not_hosted")
+        return HopError("refused", text, "not_hosted")
     if turn.tokens > runner.context_length:
         text = f"{turn.tokens} tokens are above the context of {runner.context_length}"
-        return Trouble("refused", text, "context_exceeded")
+        return HopError("refused", text, "context_exceeded")
     sessions = list(sessions)
     own = [session for session in sessions if session.asker == asker]
     others = {session.asker for session in sessions} - {asker}
     tokens = sum(session.turn.tokens for session in own)
-    load = Load(len(sessions), len(own), len(others), tokens, runner.kv_free_tokens, runner.kv_total_tokens)
+    load = HopLoad(len(sessions), len(own), len(others), tokens, runner.kv_free_tokens, runner.kv_total_tokens)
     return why_busy(load, turn.tokens, limits)

@@ -24,7 +24,7 @@ _SMOOTH = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedTokens:
     """Tokens of one session that wait for the device."""
 
     session: bytes
@@ -49,7 +49,7 @@ class BatchLimits:
 
 
 @dataclass(slots=True)
-class _Away:
+class _ReturningSession:
     """A session whose last output went out."""
 
     peer: str
@@ -63,12 +63,12 @@ class BatchQueue:
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
         self._limits = limits or BatchLimits()
-        self._queues: dict[bytes, deque[Waiting]] = {}  # per session, in order
+        self._queues: dict[bytes, deque[QueuedTokens]] = {}  # per session, in order
         self._bulk_next = False
         self._served: dict[str, int] = {}  # when each peer was last served, in steps
         self._steps = 0
         self._step_s = 0.0  # a usual urgent step
-        self._away: dict[bytes, _Away] = {}  # sessions whose last urgent output went out
+        self._away: dict[bytes, _ReturningSession] = {}  # sessions whose last urgent output went out
         self._away_s: dict[bytes, float] = {}  # how long each usually takes to come back
         self._patience: dict[bytes, tuple[int, int]] = {}  # where a session last waited for long; tokens until the next
         self.rows = 0
@@ -78,7 +78,7 @@ class BatchQueue:
         """How many sessions wait."""
         return len(self._queues)
 
-    def put(self, work: Waiting) -> None:
+    def put(self, work: QueuedTokens) -> None:
         """Add tokens behind those of the same session."""
         self._queues.setdefault(work.session, deque()).append(work)
         self.rows += work.rows
@@ -86,7 +86,7 @@ class BatchQueue:
         if away is not None and work.urgent:
             self._came_back(work, away)
 
-    def _came_back(self, work: Waiting, away: _Away) -> None:
+    def _came_back(self, work: QueuedTokens, away: _ReturningSession) -> None:
         away_s = work.arrived_at - away.left_at
         usual_s = self._away_s.get(work.session, away_s)
         self._away_s[work.session] = usual_s + _SMOOTH * (away_s - usual_s)
@@ -105,16 +105,16 @@ class BatchQueue:
         self._away_s.pop(session, None)
         self._patience.pop(session, None)
 
-    def done(self, works: Iterable[Waiting], seconds: float, now: float) -> None:
+    def done(self, works: Iterable[QueuedTokens], seconds: float, now: float) -> None:
         """A step is over and its outputs are on their way."""
         urgent = [work for work in works if work.urgent]
         if urgent:
             self._step_s += (_SMOOTH if self._step_s else 1.0) * (seconds - self._step_s)
         for work in urgent:
             usual_s = self._away_s.get(work.session, float("inf"))
-            self._away[work.session] = _Away(work.peer, now, now + usual_s, work.first)
+            self._away[work.session] = _ReturningSession(work.peer, now, now + usual_s, work.first)
 
-    def take(self, now: float) -> list[Waiting] | float | None:
+    def take(self, now: float) -> list[QueuedTokens] | float | None:
         """The next step's work, or when to ask again, or None where nothing waits."""
         if not self._queues:
             return None
@@ -129,7 +129,7 @@ class BatchQueue:
         self._bulk_next = False
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._limits.chunk_rows)
 
-    def _worth_waiting(self, urgent: list[Waiting], now: float) -> float | None:
+    def _worth_waiting(self, urgent: list[QueuedTokens], now: float) -> float | None:
         """Until when to wait for sessions that are on their way; None: begin now.
 
         Waiting costs those who are here; not waiting costs those who come the rest of a step. What it has cost so far
@@ -154,12 +154,12 @@ class BatchQueue:
                 until = moment
         return until
 
-    def _moment(self, urgent: list[Waiting], step_s: float) -> float:
+    def _moment(self, urgent: list[QueuedTokens], step_s: float) -> float:
         """When nobody has come for a moment: those who were sent together are in hand then."""
         arrivals = [work.arrived_at for work in urgent]
         return min(max(arrivals) + min(MOMENT_S, step_s / 8), min(arrivals) + step_s / 2)
 
-    def _long_wait(self, urgent: list[Waiting], now: float, jitter_s: float) -> float | None:
+    def _long_wait(self, urgent: list[QueuedTokens], now: float, jitter_s: float) -> float | None:
         """Now and then few wait for many, for a round at most.
 
         Only where a route begins: were two hops to wait for each other's sessions, both would wait in vain.
@@ -169,7 +169,7 @@ class BatchQueue:
             return None
         return min(dues) + jitter_s
 
-    def _may_be_patient(self, work: Waiting) -> bool:
+    def _may_be_patient(self, work: QueuedTokens) -> bool:
         """Whether a session has not waited long for a while; who found no lasting company tries less and less often."""
         soonest, latest = PATIENT_AFTER
         last, pause = self._patience.get(work.session, (-soonest, soonest))
@@ -179,12 +179,12 @@ class BatchQueue:
             self._patience[work.session] = (work.position, min(2 * pause, latest))
         return True
 
-    def _pick(self, heads: list[Waiting], max_rows: int) -> list[Waiting]:
+    def _pick(self, heads: list[QueuedTokens], max_rows: int) -> list[QueuedTokens]:
         """One piece of each session, those of peers that waited longest first, up to `max_rows` in all."""
-        by_peer: dict[str, deque[Waiting]] = {}
+        by_peer: dict[str, deque[QueuedTokens]] = {}
         for work in heads:
             by_peer.setdefault(work.peer, deque()).append(work)
-        picked: list[Waiting] = []
+        picked: list[QueuedTokens] = []
         room = max_rows
         peers = deque(sorted(by_peer, key=lambda peer: self._served.get(peer, -1)))
         self._steps += 1
@@ -200,7 +200,7 @@ class BatchQueue:
             self._served = {peer: at for peer, at in self._served.items() if at > self._steps - 256}
         return picked
 
-    def _take_rows(self, work: Waiting, room: int) -> Waiting:
+    def _take_rows(self, work: QueuedTokens, room: int) -> QueuedTokens:
         queue = self._queues[work.session]
         rows = min(work.rows, room)
         self.rows -= rows

@@ -19,20 +19,20 @@ from app.core.compute import BlockRunner, Device, StepOutput
 from app.core.errors import RecordError
 from app.core.network import FrameStream, Network
 from app.serving.admission import AdmissionLimits, why_not
-from app.serving.batching import URGENT_ROWS, BatchLimits, Waiting
-from app.serving.hop_sender import HopSender, order
-from app.serving.hop_session import HopSession, Verdict, first_to_evict
-from app.serving.stats import ServerFigures
+from app.serving.batching import URGENT_ROWS, BatchLimits, QueuedTokens
+from app.serving.hop_sender import HopSender, control_frame
+from app.serving.hop_session import FrameAction, HopSession, first_to_evict
+from app.serving.stats import ServerStats
 from app.serving.stepper import Stepper
-from app.session.outbound import Outlet
+from app.session.outbound import PeerOutbox
 from app.session.wire import (
     DTYPE_NAMES,
     HEADER_BYTES,
     PROTOCOL,
+    EpochOrder,
     Frame,
+    HopError,
     Kind,
-    Trouble,
-    Turn,
     decode,
     decode_turn,
     encode_pace,
@@ -97,11 +97,11 @@ class BlockServer:
         return self._stepper.runner.kv_free_tokens if self._stepper.runner is not None else 0
 
     @property
-    def figures(self) -> ServerFigures:
+    def stats(self) -> ServerStats:
         """What it has done, and how it stands now."""
         runner, now = self._stepper.runner, trio.current_time()
-        return self._stepper.account.read(
-            (session.figures(now) for session in self._sessions.values()),
+        return self._stepper.counters.read(
+            (session.stats(now) for session in self._sessions.values()),
             queued=(self._stepper.queue.rows, self._stepper.queue.sessions),
             kv=(runner.kv_free_tokens, runner.kv_total_tokens) if runner is not None else (0, 0),
         )
@@ -157,11 +157,11 @@ class BlockServer:
         with trio.CancelScope() as scope:
             self._attending.add(scope)
             try:
-                await self._read(stream, Outlet(stream, self._nursery))
+                await self._read(stream, PeerOutbox(stream, self._nursery))
             finally:
                 self._attending.discard(scope)
 
-    async def _read(self, stream: FrameStream, answers: Outlet) -> None:
+    async def _read(self, stream: FrameStream, answers: PeerOutbox) -> None:
         try:
             while True:
                 frame = decode(await stream.receive())
@@ -181,32 +181,34 @@ class BlockServer:
     async def _take(self, frame: Frame, peer: str) -> None:
         """Queue hidden states, or answer them from what is kept."""
         session = self._sessions.get(frame.session)
-        verdict = Verdict.DROP
+        verdict = FrameAction.DROP
         runner = self._stepper.runner
         if session is not None and runner is not None and frame.width == runner.hidden_size:
             verdict = session.judge(peer, frame.epoch, frame.position, frame.rows)
-        if session is None or verdict is Verdict.DROP:
-            self._stepper.account.dropped_frames += 1
+        if session is None or verdict is FrameAction.DROP:
+            self._stepper.counters.dropped_frames += 1
             return
         session.heard_at = now = trio.current_time()
-        session.account.bytes_in += HEADER_BYTES + len(frame.body)
-        if verdict is Verdict.COMPUTE:
+        session.counters.bytes_in += HEADER_BYTES + len(frame.body)
+        if verdict is FrameAction.COMPUTE:
             session.accepted(frame.rows)
-            if not session.turn.after:
+            if not session.turn.successor:
                 session.forget_before(frame.position)  # the asker asks on, so it has what came before
             urgent = frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from
             dtype = DTYPE_NAMES[frame.dtype]
             position, rows = frame.position, frame.rows
-            first = not session.turn.before
+            first = not session.turn.predecessor
             self._stepper.put(
-                Waiting(session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now, first)
+                QueuedTokens(
+                    session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now, first
+                )
             )
-        elif verdict is Verdict.REPEAT:
+        elif verdict is FrameAction.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
             await self._sender.complain(session, "gap", f"tokens at {frame.position} do not follow {session.received}")
 
-    async def _obey(self, frame: Frame, peer: str, answers: Outlet) -> None:
+    async def _obey(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         """Do what an asker orders."""
         if frame.kind == Kind.TURN:
             turn = decode_turn(frame)
@@ -217,29 +219,29 @@ class BlockServer:
             return
         session = self._sessions.get(frame.session)
         if session is None or session.asker != peer:
-            self._stepper.account.dropped_frames += 1
+            self._stepper.counters.dropped_frames += 1
             if session is None and frame.kind == Kind.PROBE:
-                await answers.push(order(plain(Kind.STATE, frame.session, 0)))
+                await answers.push(control_frame(plain(Kind.STATE, frame.session, 0)))
             return
         if frame.kind == Kind.PROBE:
             session.heard_at = trio.current_time()
             queued = min(self._stepper.queue.rows, 2**31)
             state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
-            await answers.push(order(state))
+            await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
-            pace = encode_pace(session.id, session.epoch, session.account.step_s, session.account.queue_s)
-            await answers.push(order(pace))
+            pace = encode_pace(session.id, session.epoch, session.counters.step_s, session.counters.queue_s)
+            await answers.push(control_frame(pace))
         elif frame.kind == Kind.GO and frame.epoch == session.epoch:
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length)
 
     # --- between steps ------------------------------------------------------------------------------------------------
 
-    async def _turn(self, frame: Frame, turn: Turn, peer: str, answers: Outlet) -> None:
+    async def _turn(self, frame: Frame, turn: EpochOrder, peer: str, answers: PeerOutbox) -> None:
         session = self._sessions.get(frame.session)
         known_epoch = session.epoch if session is not None else self._closed.get(frame.session, -1)
         if frame.epoch <= known_epoch or (session is not None and session.asker != peer) or answers.broken:
-            self._stepper.account.dropped_frames += 1
+            self._stepper.counters.dropped_frames += 1
             return
         if session is not None and not session.goes_on_with(turn):
             self._end(session.id, known_epoch)
@@ -247,7 +249,7 @@ class BlockServer:
         if session is None:
             refusal = self._open(frame, turn, peer)
             if refusal is not None:
-                await answers.push(order(encode_trouble(frame.session, frame.epoch, 0, refusal)))
+                await answers.push(control_frame(encode_trouble(frame.session, frame.epoch, 0, refusal)))
                 return
             session = self._sessions[frame.session]
         else:
@@ -258,14 +260,16 @@ class BlockServer:
                 self._stepper.runner.truncate(session.id, session.length)
         self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
-        await answers.push(order(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)))
+        await answers.push(
+            control_frame(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from))
+        )
         if session.send_from is not None:
             await self._sender.resend(session, session.send_from, session.length)
 
-    def _open(self, frame: Frame, turn: Turn, peer: str) -> Trouble | None:
+    def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopError | None:
         """Admit a new session, or say why not."""
         if self.draining:
-            return Trouble("draining", "this node is about to leave")
+            return HopError("draining", "this node is about to leave")
         runner = self._stepper.runner
         refusal = why_not(turn, peer, runner, self._sessions.values(), self._settings.admission)
         if refusal is not None or runner is None:
@@ -273,10 +277,10 @@ class BlockServer:
         try:
             runner.open(frame.session, turn.tokens)
         except EngineError as error:
-            return Trouble("busy", str(error), "cache_full")
+            return HopError("busy", str(error), "cache_full")
         self._closed.pop(frame.session, None)
         self._sessions[frame.session] = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
-        self._stepper.account.opened_by(peer)
+        self._stepper.counters.opened_by(peer)
         return None
 
     async def _close(self, frame: Frame, peer: str) -> None:
@@ -284,7 +288,7 @@ class BlockServer:
         if session is not None and session.asker == peer and frame.epoch >= session.epoch:
             self._end(session.id, frame.epoch)
 
-    async def _forget_stream(self, answers: Outlet) -> None:
+    async def _forget_stream(self, answers: PeerOutbox) -> None:
         for id in self._sender.ordered_on(answers):
             self._end(id, self._sessions[id].epoch)
 
@@ -293,7 +297,7 @@ class BlockServer:
         session = self._sessions.pop(id, None)
         if session is None:
             return
-        self._stepper.account.ended(session.account)
+        self._stepper.counters.ended(session.counters)
         self._sender.end(id)
         self._stepper.queue.drop(id)
         if self._stepper.runner is not None:
@@ -310,13 +314,13 @@ class BlockServer:
         """The open session of this id."""
         return self._sessions[id]
 
-    async def computed(self, item: Waiting, output: StepOutput) -> None:
+    async def computed(self, item: QueuedTokens, output: StepOutput) -> None:
         """Keep a session's outputs and send them on."""
         session = self._sessions[item.session]
         session.computed(item.rows, output.data, output.dtype)
         first, stop = session.send_from, item.position + item.rows
         if first is None or first >= stop:
-            if first is not None and not session.turn.after:
+            if first is not None and not session.turn.successor:
                 session.forget_before(stop)
             return
         if first <= item.position:
@@ -324,7 +328,7 @@ class BlockServer:
         else:
             await self._sender.resend(session, first, stop)
 
-    async def failed(self, item: Waiting, error: Exception) -> None:
+    async def failed(self, item: QueuedTokens, error: Exception) -> None:
         """End a session whose tokens cannot be computed."""
         session = self._sessions[item.session]
         log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
@@ -333,7 +337,7 @@ class BlockServer:
 
     async def stepped(self, *, bulk: bool) -> None:
         """Look now and then, and behind every large step, whether too much is kept."""
-        if bulk or self._stepper.account.steps % _CHECK_KEPT_EVERY == 0:
+        if bulk or self._stepper.counters.steps % _CHECK_KEPT_EVERY == 0:
             await self._evict()
 
     async def _evict(self) -> None:

@@ -11,11 +11,11 @@ import trio
 
 from app.core.network import Network, Priority
 from app.serving.hop_session import HopSession
-from app.session.outbound import Outlet, Outlets, Parcel
-from app.session.wire import DTYPES, PROTOCOL, Kind, Trouble, encode_trouble, header
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes
+from app.session.wire import DTYPES, PROTOCOL, HopError, Kind, encode_trouble, header
 
 
-class HopParcel(NamedTuple):
+class HopFrame(NamedTuple):
     """A DATA or RELAY frame, with what is needed to send its body another way."""
 
     session: bytes
@@ -30,27 +30,27 @@ class HopSender:
 
     def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
         self._nursery, self._chunk_rows = nursery, chunk_rows
-        self._outlets: Outlets[HopParcel] = Outlets(
+        self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
             network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
         )
         self._sessions: dict[bytes, HopSession] = {}
-        self._askers: dict[bytes, Outlet] = {}  # the stream of each session's asker
+        self._askers: dict[bytes, PeerOutbox] = {}  # the stream of each session's asker
         self.width = 0
 
-    def begin(self, session: HopSession, asker: Outlet) -> None:
+    def begin(self, session: HopSession, asker: PeerOutbox) -> None:
         """A session begins, or goes on in a new epoch, ordered on this stream."""
         self._sessions[session.id], self._askers[session.id] = session, asker
-        if session.turn.after and not session.turn.relay:
-            self._outlets.prepare(session.turn.after)
+        if session.turn.successor and not session.turn.relay:
+            self._outboxes.prepare(session.turn.successor)
 
     def end(self, id: bytes) -> None:
         """Nothing more is sent for a session."""
         self._sessions.pop(id, None)
         self._askers.pop(id, None)
 
-    def ordered_on(self, asker: Outlet) -> list[bytes]:
+    def ordered_on(self, asker: PeerOutbox) -> list[bytes]:
         """The sessions whose asker speaks on this stream."""
-        return [id for id, outlet in self._askers.items() if outlet is asker]
+        return [id for id, outbox in self._askers.items() if outbox is asker]
 
     async def resend(self, session: HopSession, start: int, stop: int, *, must: bool = True) -> None:
         """Send kept outputs of [start, stop), as far as the successor needs them."""
@@ -69,55 +69,53 @@ class HopSender:
     async def send(self, session: HopSession, position: int, data: bytes) -> None:
         """Send outputs downstream: to the successor, or to the asker at the end of the route or where no way leads."""
         turn = session.turn
-        urgent = position >= turn.urgent_from or not turn.after
+        urgent = position >= turn.urgent_from or not turn.successor
         priority = Priority.DECODE if urgent else Priority.PREFILL
-        parcel = self._data_parcel(session, Kind.DATA, position, data, priority)
-        if not turn.after:
-            await self._askers[session.id].push(parcel)
-        elif turn.relay or not await self._outlets.push(turn.after, parcel):
-            await self._relay(session, parcel)
+        frame = self._data_frame(session, Kind.DATA, position, data, priority)
+        if not turn.successor:
+            await self._askers[session.id].push(frame)
+        elif turn.relay or not await self._outboxes.push(turn.successor, frame):
+            await self._relay(session, frame)
 
-    def _data_parcel(
-        self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority
-    ) -> HopParcel:
+    def _data_frame(self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority) -> HopFrame:
         rows, dtype = len(data) // session.row_bytes, DTYPES[session.dtype]
         head = header(
             kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=self.width, length=len(data)
         )
-        session.account.bytes_out += len(head) + len(data)
-        return HopParcel(session.id, (head, data), priority, session.epoch, position)
+        session.counters.bytes_out += len(head) + len(data)
+        return HopFrame(session.id, (head, data), priority, session.epoch, position)
 
-    async def _relay(self, session: HopSession, parcel: HopParcel) -> None:
+    async def _relay(self, session: HopSession, frame: HopFrame) -> None:
         """Send through the asker what was meant for the successor, unless the session went on in another epoch."""
-        if parcel.epoch == session.epoch:
-            again = self._data_parcel(session, Kind.RELAY, parcel.position, parcel.parts[1], parcel.priority)
+        if frame.epoch == session.epoch:
+            again = self._data_frame(session, Kind.RELAY, frame.position, frame.parts[1], frame.priority)
             await self._askers[session.id].push(again)
 
-    def _undeliverable(self, peer: str, parcels: list[HopParcel]) -> None:
-        self._nursery.start_soon(self._relay_all, parcels)
+    def _undeliverable(self, peer: str, frames: list[HopFrame]) -> None:
+        self._nursery.start_soon(self._relay_all, frames)
 
-    async def _relay_all(self, parcels: list[HopParcel]) -> None:
-        for parcel in parcels:
-            session = self._sessions.get(parcel.session)
+    async def _relay_all(self, frames: list[HopFrame]) -> None:
+        for frame in frames:
+            session = self._sessions.get(frame.session)
             if session is not None:
-                await self._relay(session, parcel)
+                await self._relay(session, frame)
 
     def _link_lost(self, peer: str) -> None:
         self._nursery.start_soon(self._tell_link_lost, peer)
 
     async def _tell_link_lost(self, peer: str) -> None:
         for session in list(self._sessions.values()):
-            if session.turn.after == peer:
+            if session.turn.successor == peer:
                 await self.complain(session, "link", f"the link to the next hop {peer} broke")
 
     async def complain(self, session: HopSession, code: str, text: str) -> None:
         """Tell a session's asker of trouble."""
-        outlet = self._askers.get(session.id)
-        if outlet is not None:
-            trouble = encode_trouble(session.id, session.epoch, session.kept_from, Trouble(code, text))
-            await outlet.push(order(trouble))
+        outbox = self._askers.get(session.id)
+        if outbox is not None:
+            trouble = encode_trouble(session.id, session.epoch, session.kept_from, HopError(code, text))
+            await outbox.push(control_frame(trouble))
 
 
-def order(message: bytes) -> Parcel:
+def control_frame(message: bytes) -> OutboundFrame:
     """A message that goes before all data."""
-    return Parcel((message,), Priority.CONTROL)
+    return OutboundFrame((message,), Priority.CONTROL)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from enum import Enum
 
-from app.serving.stats import SessionAccount, SessionFigures
-from app.session.wire import KEEP, Turn
+from app.serving.stats import SessionCounters, SessionStats
+from app.session.wire import KEEP, EpochOrder
 
 
-class Verdict(Enum):
+class FrameAction(Enum):
     """What to do with a frame of hidden states."""
 
     COMPUTE = "compute"
@@ -27,11 +27,11 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "account", "asker", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "length", "received", "row_bytes",
+        "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "length", "received", "row_bytes",
         "send_from", "turn",
     )  # fmt: skip
 
-    def __init__(self, id: bytes, asker: str, epoch: int, turn: Turn, heard_at: float) -> None:
+    def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
         self.id, self.asker, self.epoch, self.turn = id, asker, epoch, turn
         self.received = 0  # tokens accepted; those from `length` on wait for the device
         self.length = 0  # tokens in the cache
@@ -41,9 +41,9 @@ class HopSession:
         self.row_bytes = 0  # of one kept output; known with the first
         self.dtype = ""
         self.heard_at = heard_at
-        self.account = SessionAccount(heard_at)
+        self.counters = SessionCounters(heard_at)
 
-    def goes_on_with(self, turn: Turn) -> bool:
+    def goes_on_with(self, turn: EpochOrder) -> bool:
         """True where a new order keeps what the session holds: its cache room, its blocks and the form of its outputs.
 
         Outputs of two formats must never lie in `kept` together: their rows differ in size.
@@ -51,7 +51,7 @@ class HopSession:
         old = self.turn
         return (old.span, old.tokens, old.wire) == (turn.span, turn.tokens, turn.wire)
 
-    def begin_epoch(self, epoch: int, cut_to: int, turn: Turn) -> None:
+    def begin_epoch(self, epoch: int, cut_to: int, turn: EpochOrder) -> None:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
         assert epoch > self.epoch, "an epoch begins once"
         self.epoch, self.turn = epoch, turn
@@ -65,17 +65,17 @@ class HopSession:
         self.received = self.length
         self.send_from = turn.send_from
 
-    def judge(self, sender: str, epoch: int, position: int, rows: int) -> Verdict:
+    def judge(self, sender: str, epoch: int, position: int, rows: int) -> FrameAction:
         """What to do with hidden states for [position, position + rows) that `sender` sent."""
-        if epoch != self.epoch or (sender != (self.turn.before or self.asker) and sender != self.asker):
-            return Verdict.DROP
+        if epoch != self.epoch or (sender != (self.turn.predecessor or self.asker) and sender != self.asker):
+            return FrameAction.DROP
         stop = position + rows
         if position == self.received:
-            return Verdict.COMPUTE if stop <= self.turn.tokens else Verdict.GAP
+            return FrameAction.COMPUTE if stop <= self.turn.tokens else FrameAction.GAP
         if stop <= self.length:
-            return Verdict.REPEAT
+            return FrameAction.REPEAT
         # What waits for the device already will be answered when it is done.
-        return Verdict.DROP if stop <= self.received else Verdict.GAP
+        return FrameAction.DROP if stop <= self.received else FrameAction.GAP
 
     def accepted(self, rows: int) -> None:
         """These many tokens more wait for the device."""
@@ -102,21 +102,21 @@ class HopSession:
             del self.kept[: (position - self.kept_from) * self.row_bytes]
             self.kept_from = position
 
-    def figures(self, now: float) -> SessionFigures:
+    def stats(self, now: float) -> SessionStats:
         """How this session goes here."""
-        account, span = self.account, self.turn.span
-        return SessionFigures(
+        counters, span = self.counters, self.turn.span
+        return SessionStats(
             self.id.hex(),
             self.asker,
             span.start,
             span.stop,
-            account.tokens,
-            now - account.opened_at,
+            counters.tokens,
+            now - counters.opened_at,
             now - self.heard_at,
-            account.step_s,
-            account.queue_s,
-            account.bytes_in,
-            account.bytes_out,
+            counters.step_s,
+            counters.queue_s,
+            counters.bytes_in,
+            counters.bytes_out,
         )
 
     def evict(self) -> int:

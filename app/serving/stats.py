@@ -13,7 +13,7 @@ _REMEMBERED_ASKERS = 4096
 
 
 @dataclass(frozen=True)
-class SessionFigures:
+class SessionStats:
     """One session at this hop."""
 
     session: str  # the session's id in hex
@@ -30,7 +30,7 @@ class SessionFigures:
 
 
 @dataclass(frozen=True)
-class ServerFigures:
+class ServerStats:
     """All of a block server since it started, and how it stands now."""
 
     steps: int = 0
@@ -48,7 +48,7 @@ class ServerFigures:
     queued_sessions: int = 0
     kv_free_tokens: int = 0
     kv_total_tokens: int = 0
-    sessions: tuple[SessionFigures, ...] = ()
+    sessions: tuple[SessionStats, ...] = ()
     served: Mapping[str, int] = field(default_factory=dict)  # tokens by asker
 
     @property
@@ -58,7 +58,7 @@ class ServerFigures:
 
 
 @dataclass(slots=True)
-class SessionAccount:
+class SessionCounters:
     """The counters of one session."""
 
     opened_at: float
@@ -80,7 +80,7 @@ class SessionAccount:
 
 
 @dataclass(slots=True)
-class ServerAccount:
+class ServerCounters:
     """The counters of a server; those of sessions that ended stay in its sums."""
 
     steps: int = 0
@@ -107,7 +107,7 @@ class ServerAccount:
         if asker in self._served or len(self._served) < _REMEMBERED_ASKERS:
             self._served[asker] = self._served.get(asker, 0) + rows
 
-    def ended(self, session: SessionAccount) -> None:
+    def ended(self, session: SessionCounters) -> None:
         """A session's counters will not change any more."""
         self._bytes_in += session.bytes_in
         self._bytes_out += session.bytes_out
@@ -122,12 +122,10 @@ class ServerAccount:
             self.urgent_rows += rows
             self.usual_step_s += (_SMOOTH if self.usual_step_s else 1.0) * (seconds - self.usual_step_s)
 
-    def read(
-        self, sessions: Iterable[SessionFigures], *, queued: tuple[int, int], kv: tuple[int, int]
-    ) -> ServerFigures:
+    def read(self, sessions: Iterable[SessionStats], *, queued: tuple[int, int], kv: tuple[int, int]) -> ServerStats:
         """The figures as they stand: `queued` rows and sessions, `kv` free and total tokens."""
         sessions = tuple(sessions)
-        return ServerFigures(
+        return ServerStats(
             self.steps,
             self.rows,
             self.urgent_steps,

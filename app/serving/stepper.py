@@ -14,9 +14,9 @@ from typing import Protocol
 import trio
 
 from app.core.compute import BlockRunner, Device, StepOutput, StepWork
-from app.serving.batching import BatchLimits, BatchQueue, Waiting
+from app.serving.batching import BatchLimits, BatchQueue, QueuedTokens
 from app.serving.hop_session import HopSession
-from app.serving.stats import ServerAccount
+from app.serving.stats import ServerCounters
 from engine.errors import EngineError
 
 log = logging.getLogger("shoal.sessions")
@@ -28,10 +28,10 @@ class StepOwner(Protocol):
     def session(self, id: bytes) -> HopSession:
         """The session of this id; it exists as long as something of it waits."""
 
-    async def computed(self, item: Waiting, output: StepOutput) -> None:
+    async def computed(self, item: QueuedTokens, output: StepOutput) -> None:
         """A session's tokens went through the blocks."""
 
-    async def failed(self, item: Waiting, error: Exception) -> None:
+    async def failed(self, item: QueuedTokens, error: Exception) -> None:
         """A session's tokens could not be computed."""
 
     async def stepped(self, *, bulk: bool) -> None:
@@ -44,13 +44,13 @@ class Stepper:
     def __init__(self, owner: StepOwner, runner: BlockRunner | None, device: Device, limits: BatchLimits) -> None:
         self.runner = runner
         self.queue = BatchQueue(limits)
-        self.account = ServerAccount()
+        self.counters = ServerCounters()
         self._owner, self._device = owner, device
         self._deferred: deque[Callable[[], Awaitable[None]]] = deque()  # what waits for the end of a step
         self._stepping = False
         self._wake = trio.Event()
 
-    def put(self, work: Waiting) -> None:
+    def put(self, work: QueuedTokens) -> None:
         """Queue tokens."""
         self.queue.put(work)
         self._wake.set()
@@ -84,7 +84,7 @@ class Stepper:
             finally:
                 self._stepping = False
 
-    async def _step(self, work: list[Waiting]) -> None:
+    async def _step(self, work: list[QueuedTokens]) -> None:
         runner = self.runner
         assert runner is not None, "no session outlives its runner"
         begin = trio.current_time()
@@ -102,12 +102,12 @@ class Stepper:
         self._count(work, begin, now - begin)
         await self._owner.stepped(bulk=not work[0].urgent)
 
-    def _share(self, item: Waiting) -> StepWork:
+    def _share(self, item: QueuedTokens) -> StepWork:
         turn = self._owner.session(item.session).turn
         span = turn.span
         return StepWork(item.session, span.start, span.stop, item.position, item.rows, item.data, item.dtype, turn.wire)
 
-    async def _failed(self, work: list[Waiting], error: Exception) -> None:
+    async def _failed(self, work: list[QueuedTokens], error: Exception) -> None:
         """Find the session at fault by stepping each alone; the others go on."""
         if len(work) == 1:
             await self._owner.failed(work[0], error)
@@ -115,9 +115,9 @@ class Stepper:
         for item in work:
             await self._step([item])
 
-    def _count(self, work: list[Waiting], begin: float, seconds: float) -> None:
-        self.account.stepped(sum(item.rows for item in work), seconds, urgent=work[0].urgent)
+    def _count(self, work: list[QueuedTokens], begin: float, seconds: float) -> None:
+        self.counters.stepped(sum(item.rows for item in work), seconds, urgent=work[0].urgent)
         for item in work:
             session = self._owner.session(item.session)
-            session.account.stepped(item.rows, seconds, begin - item.arrived_at, urgent=item.urgent)
-            self.account.served(session.asker, item.rows)
+            session.counters.stepped(item.rows, seconds, begin - item.arrived_at, urgent=item.urgent)
+            self.counters.served(session.asker, item.rows)

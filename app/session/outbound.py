@@ -31,7 +31,7 @@ class Sendable(Protocol):
     def priority(self) -> Priority: ...
 
 
-class Parcel(NamedTuple):
+class OutboundFrame(NamedTuple):
     """A message and nothing else."""
 
     parts: tuple[bytes, ...]
@@ -41,7 +41,7 @@ class Parcel(NamedTuple):
 SendableT = TypeVar("SendableT", bound=Sendable)
 
 
-class Outlet:
+class PeerOutbox:
     """Messages to one peer over one stream."""
 
     def __init__(self, stream: FrameStream, nursery: trio.Nursery) -> None:
@@ -50,20 +50,20 @@ class Outlet:
         self._nursery = nursery
         self._pending: deque[Sendable] = deque()
 
-    async def push(self, parcel: Sendable) -> None:
+    async def push(self, frame: Sendable) -> None:
         """Send a message; never waits and never raises what the network did."""
         if self.broken:
             return
         if not self._pending:
             try:
-                await self.stream.send(parcel.parts, parcel.priority)
+                await self.stream.send(frame.parts, frame.priority)
                 return
             except QueueFull:
                 self._nursery.start_soon(self._flush)
             except P2PError:
                 self.broken = True
                 return
-        self._pending.append(parcel)
+        self._pending.append(frame)
 
     async def _flush(self) -> None:
         try:
@@ -80,7 +80,7 @@ class Outlet:
             self._pending.clear()
 
 
-class Outlets(Generic[SendableT]):
+class PeerOutboxes(Generic[SendableT]):
     """One stream to each successor, opened when it is first needed and kept."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Outlets(Generic[SendableT]):
     ) -> None:
         self._network, self._protocol, self._nursery = network, protocol, nursery
         self._lost, self._undeliverable = lost, undeliverable
-        self._open: dict[str, Outlet] = {}
+        self._open: dict[str, PeerOutbox] = {}
         self._opening: dict[str, list[SendableT]] = {}
         self._unreachable: dict[str, float] = {}  # peer -> until when
 
@@ -104,16 +104,16 @@ class Outlets(Generic[SendableT]):
             self._opening[peer] = []
             self._nursery.start_soon(self._connect, peer)
 
-    async def push(self, peer: str, parcel: SendableT) -> bool:
+    async def push(self, peer: str, frame: SendableT) -> bool:
         """Send a message, now or once the stream is open; False where the peer cannot be reached for the time being."""
-        outlet = self._open.get(peer)
-        if outlet is not None and not outlet.broken:
-            await outlet.push(parcel)
+        outbox = self._open.get(peer)
+        if outbox is not None and not outbox.broken:
+            await outbox.push(frame)
             return True
         self.prepare(peer)
         if peer not in self._opening:
             return False
-        self._opening[peer].append(parcel)
+        self._opening[peer].append(frame)
         return True
 
     def _barred(self, peer: str) -> bool:
@@ -129,14 +129,14 @@ class Outlets(Generic[SendableT]):
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
             self._undeliverable(peer, self._opening.pop(peer))
             return
-        outlet = self._open[peer] = Outlet(stream, self._nursery)
-        for parcel in self._opening.pop(peer):
-            await outlet.push(parcel)
+        outbox = self._open[peer] = PeerOutbox(stream, self._nursery)
+        for frame in self._opening.pop(peer):
+            await outbox.push(frame)
         try:
             while True:
                 await stream.receive()  # nobody speaks on this side: it only tells of the end
         except P2PError:
-            outlet.broken = True
-            if self._open.get(peer) is outlet:
+            outbox.broken = True
+            if self._open.get(peer) is outbox:
                 del self._open[peer]
             self._lost(peer)

@@ -14,7 +14,7 @@
 All integers are little-endian. An asker (A) opens one stream to each hop (H) and sends its orders there; a hop opens
 one stream to each successor and sends `DATA` there; the last hop answers on the asker's stream.
 
-    TURN     A>H  a JSON object (`Turn`): begin an epoch; position: cut the cache to it (KEEP: leave it as it is)
+    TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: cut the cache to it (KEEP: leave it as it is)
     READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on
     GO       A>H  position: from here on the successor needs outputs; what is kept of them is sent at once
     DATA     any  hidden states of `rows` tokens, the first at position
@@ -22,7 +22,7 @@ one stream to each successor and sends `DATA` there; the last hop answers on the
     CLOSE    A>H  the session is over: free it
     PROBE    A>H  how far are you?
     STATE    H>A  position: cached tokens, rows: received tokens, width: rows that wait before it
-    TROUBLE  H>A  a JSON object (`Trouble`): what the asker must act upon
+    TROUBLE  H>A  a JSON object (`HopError`): what the asker must act upon
     PACE     A>H  how long do this session's tokens take at your place?
     PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it
 
@@ -99,12 +99,12 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Turn:
+class EpochOrder:
     """What the asker tells a hop at the beginning of an epoch; an empty peer is the asker itself."""
 
     span: Span
-    before: str
-    after: str
+    predecessor: str
+    successor: str
     tokens: int  # room that the whole session needs
     urgent_from: int  # tokens before this position catch up, later ones are awaited by a reader
     send_from: int | None = None  # as in GO, where it is known already
@@ -113,7 +113,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class HopError:
     """What went wrong at a hop: what kind of trouble it is, which its asker acts upon, and words for a person."""
 
     code: str  # busy, refused, draining; gap, link, missing, closed, failed; evicted (kept outputs, for information)
@@ -138,11 +138,12 @@ def plain(kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 
     return _HEADER.pack(session, epoch, position, kind, 0, 0, rows, width, 0)
 
 
-def encode_turn(session: bytes, epoch: int, cut_to: int, turn: Turn) -> bytes:
+def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:
     """The frame that begins an epoch at a hop."""
     values: dict[str, object] = {
-        "v": VERSION, "start": turn.span.start, "stop": turn.span.stop, "before": turn.before, "after": turn.after,
-        "tokens": turn.tokens, "urgent": turn.urgent_from, "relay": turn.relay, "wire": turn.wire,
+        "v": VERSION, "start": turn.span.start, "stop": turn.span.stop, "before": turn.predecessor,
+        "after": turn.successor, "tokens": turn.tokens, "urgent": turn.urgent_from, "relay": turn.relay,
+        "wire": turn.wire,
     }  # fmt: skip
     if turn.send_from is not None:
         values["send"] = turn.send_from
@@ -150,7 +151,7 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: Turn) -> bytes:
     return header(Kind.TURN, session, epoch, cut_to, length=len(body)) + body
 
 
-def encode_trouble(session: bytes, epoch: int, position: int, trouble: Trouble) -> bytes:
+def encode_trouble(session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
     """The frame that tells the asker of trouble."""
     values = {"code": trouble.code, "text": trouble.text[:400], **({"why": trouble.why} if trouble.why else {})}
     body = canonical(values)
@@ -191,7 +192,7 @@ def _check_data(position: int, dtype: int, rows: int, width: int, length: int) -
         raise RecordError(f"session frame: {rows} rows of {width} do not make {length} bytes")
 
 
-def decode_turn(frame: Frame) -> Turn:
+def decode_turn(frame: Frame) -> EpochOrder:
     """The order in a TURN frame; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "turn", max_bytes=MAX_JSON_BYTES)
     check_version(fields, "v", VERSION)
@@ -201,7 +202,7 @@ def decode_turn(frame: Frame) -> Turn:
     wire = fields.text("wire", 8, "")
     if wire and wire not in DTYPES:
         fields.refuse("wire", f"one of {', '.join(DTYPES)}")
-    return Turn(
+    return EpochOrder(
         Span(start, stop),
         fields.text("before", 128),
         fields.text("after", 128),
@@ -213,15 +214,15 @@ def decode_turn(frame: Frame) -> Turn:
     )
 
 
-def decode_trouble(frame: Frame) -> Trouble:
+def decode_trouble(frame: Frame) -> HopError:
     """The words in a TROUBLE frame; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
     text = fields.text("text", 400, "")
     words = "".join(c if c.isprintable() else " " for c in text)
-    return Trouble(fields.text("code", 16), words, fields.text("why", 32, ""))
+    return HopError(fields.text("code", 16), words, fields.text("why", 32, ""))
 
 
-def reason_told(peer: str, trouble: Trouble) -> Reason:
+def reason_told(peer: str, trouble: HopError) -> Reason:
     """What a hop said of itself, as a reason; a code that this node does not know counts as the kind of trouble."""
     kind = f"hop_{trouble.code}"
     code = trouble.why if trouble.why in REFUSALS else kind if kind in NEXT_STEPS else "hop_failed"

@@ -21,7 +21,7 @@ ASIDE = {"ends": "tokenizer, embedding and head"}  # beside the others, and list
 HOSTING = ("weights", "load", "measure")  # what only a node that hosts goes through
 
 
-class Steps:
+class StartupSteps:
     """The list; `changed` is called at each change but for mere progress."""
 
     def __init__(self, changed: Callable[[], None], now_s: Callable[[], float] = time.monotonic) -> None:

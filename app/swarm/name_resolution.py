@@ -19,7 +19,7 @@ _LISTED = 8
 
 
 @dataclass(frozen=True)
-class Candidate:
+class NameCandidate:
     """One model that a name may mean, its record, and how many members said so."""
 
     record: SwarmRecord
@@ -31,7 +31,7 @@ class Resolution:
     """The swarms that fit what was asked: one is the answer, several are a conflict, none is unknown."""
 
     wanted: SwarmName
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[NameCandidate, ...]
 
     def one(self) -> SwarmRecord:
         """The swarm, or `NameConflict` with the list, or `UnknownSwarm`."""
@@ -72,7 +72,7 @@ def resolve(
                 best[record.model_hash] = record
     if remembered is not None and remembered.name == wanted.name and wanted.allows(remembered.model_hash):
         best = {remembered.model_hash: remembered}
-    candidates = [Candidate(record, votes[model_hash]) for model_hash, record in best.items()]
+    candidates = [NameCandidate(record, votes[model_hash]) for model_hash, record in best.items()]
     candidates.sort(key=lambda candidate: (-candidate.votes, candidate.record.model_hash))
     return Resolution(wanted, tuple(candidates))
 

@@ -30,7 +30,7 @@ _MAX_ADDRESSES = 16
 
 
 @dataclass(frozen=True)
-class Remembered:
+class SavedSwarm:
     """One swarm that this node joined."""
 
     name: str
@@ -49,61 +49,61 @@ class Remembered:
         return pinned(self.name, self.model_hash)
 
     @classmethod
-    def from_record(cls, record: SwarmRecord, *, now_ms: int, secret: bytes | None = None) -> Remembered:
+    def from_record(cls, record: SwarmRecord, *, now_ms: int, secret: bytes | None = None) -> SavedSwarm:
         """A swarm that was resolved by name, or created here."""
         return cls(record.name, record.model_hash, now_ms, secret, record.raw)
 
     @classmethod
-    def from_invite(cls, invite: Invite, *, now_ms: int) -> Remembered:
+    def from_invite(cls, invite: Invite, *, now_ms: int) -> SavedSwarm:
         """A swarm that an invite leads to; its record is still to be heard."""
         return cls(invite.name, invite.model_hash, now_ms, invite.secret, None, invite.addresses)
 
 
 @dataclass(frozen=True)
-class Memberships:
+class SavedSwarms:
     """Every swarm this node remembers, in the order joined, and which one it is active in."""
 
-    swarms: tuple[Remembered, ...] = ()
+    swarms: tuple[SavedSwarm, ...] = ()
     active_id: str | None = None
 
     @property
-    def active(self) -> Remembered | None:
+    def active(self) -> SavedSwarm | None:
         """The swarm this node takes part in."""
         return next((swarm for swarm in self.swarms if swarm.id == self.active_id), None)
 
-    def matching(self, wanted: SwarmName) -> tuple[Remembered, ...]:
+    def matching(self, wanted: SwarmName) -> tuple[SavedSwarm, ...]:
         """The remembered swarms of this name whose model the pin allows."""
         return tuple(s for s in self.swarms if s.name == wanted.name and wanted.allows(s.model_hash))
 
-    def joined(self, swarm: Remembered) -> Memberships:
+    def joined(self, swarm: SavedSwarm) -> SavedSwarms:
         """With `swarm` remembered and active; what is known of it already is kept where the new word is silent."""
         known = next((old for old in self.swarms if old.id == swarm.id), None)
         if known is None:
             if len(self.swarms) >= MAX_SWARMS:
                 raise HomeError(f"this node remembers {MAX_SWARMS} swarms already: leave some with `shoal leave NAME`")
-            return Memberships((*self.swarms, swarm), swarm.id)
+            return SavedSwarms((*self.swarms, swarm), swarm.id)
         merged = replace(
             known,
             secret=swarm.secret or known.secret,
             record=swarm.record or known.record,
             addresses=swarm.addresses or known.addresses,
         )
-        return Memberships(tuple(merged if old.id == swarm.id else old for old in self.swarms), swarm.id)
+        return SavedSwarms(tuple(merged if old.id == swarm.id else old for old in self.swarms), swarm.id)
 
-    def left(self, identifier: str) -> Memberships:
+    def left(self, identifier: str) -> SavedSwarms:
         """Without one swarm."""
         rest = tuple(swarm for swarm in self.swarms if swarm.id != identifier)
-        return Memberships(rest, None if self.active_id == identifier else self.active_id)
+        return SavedSwarms(rest, None if self.active_id == identifier else self.active_id)
 
 
-def load(home: Home) -> Memberships:
+def load(home: Home) -> SavedSwarms:
     """What this home remembers; a damaged file is an error, for it may hold the only copy of a secret."""
     path = home.swarms_file
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        return Memberships()
+        return SavedSwarms()
     except OSError as error:
         raise HomeError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
@@ -112,7 +112,7 @@ def load(home: Home) -> Memberships:
         raise HomeError(f"{error}; restore it from a backup, or move it away to forget all swarms") from error
 
 
-def update(home: Home, change: Callable[[Memberships], Memberships]) -> Memberships:
+def update(home: Home, change: Callable[[SavedSwarms], SavedSwarms]) -> SavedSwarms:
     """Apply one change to the file and return the outcome."""
     try:
         with FileLock.acquire(home.swarms_file.with_suffix(".lock"), timeout_s=10.0):
@@ -127,7 +127,7 @@ def update(home: Home, change: Callable[[Memberships], Memberships]) -> Membersh
     return after
 
 
-def _document(memberships: Memberships) -> bytes:
+def _document(memberships: SavedSwarms) -> bytes:
     swarms = [
         {
             "name": swarm.name,
@@ -142,20 +142,20 @@ def _document(memberships: Memberships) -> bytes:
     return canonical({"version": VERSION, "active": memberships.active_id, "swarms": swarms}) + b"\n"
 
 
-def _parse(raw: bytes, path: Path) -> Memberships:
+def _parse(raw: bytes, path: Path) -> SavedSwarms:
     fields = decode_object(raw, str(path), max_bytes=_MAX_FILE_BYTES)
     check_version(fields, "version", VERSION)
     swarms = tuple(_swarm(Fields.of(f"{path}: a swarm", item)) for item in fields.items("swarms", MAX_SWARMS))
-    return Memberships(swarms, fields.optional_text("active", 64))
+    return SavedSwarms(swarms, fields.optional_text("active", 64))
 
 
-def _swarm(fields: Fields) -> Remembered:
+def _swarm(fields: Fields) -> SavedSwarm:
     name, model_hash = fields.text("name", 63), fields.text("model", 64)
     if not is_swarm_name(name):
         fields.refuse("name", "a swarm's name")
     if not is_model_hash(model_hash):
         fields.refuse("model", "the hash of a manifest")
-    return Remembered(
+    return SavedSwarm(
         name=name,
         model_hash=model_hash,
         joined_at_ms=fields.integer("joined_at_ms", 0, 2**62, 0),
@@ -175,7 +175,7 @@ def _base64(fields: Fields, name: str) -> bytes | None:
         fields.refuse(name, "base64")
 
 
-def record_of(swarm: Remembered) -> SwarmRecord | None:
+def record_of(swarm: SavedSwarm) -> SwarmRecord | None:
     """The signed record that was kept of a swarm, if one was, and is whole."""
     if swarm.record is None:
         return None

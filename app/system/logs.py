@@ -98,7 +98,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields)
 
 
-class PatientFile(logging.handlers.RotatingFileHandler):
+class RetryingFileHandler(logging.handlers.RotatingFileHandler):
     """A rotating file that a full disk, or a folder that went away, silences for a moment and never breaks."""
 
     lost = 0  # records since it last could be written
@@ -143,7 +143,7 @@ def start_logging(folder: Path, level: str | None, *, as_json: bool = False) -> 
     private_directory(folder)
     logging.raiseExceptions = False  # a log that cannot be written has nowhere to say so
     path = folder / FILE
-    file = PatientFile(
+    file = RetryingFileHandler(
         path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8", errors="backslashreplace", delay=True
     )
     stderr = logging.StreamHandler(sys.stderr)

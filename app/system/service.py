@@ -111,11 +111,11 @@ _PATIENCE_S = 90.0  # stopping a node lets it drain
 LABEL = "app.shoal"
 
 Command = tuple[str, ...]
-Run = Callable[[Sequence[str]], "Outcome"]
+Run = Callable[[Sequence[str]], "ServiceResult"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ServiceResult:
     """How a command of the system ended, and what it said."""
 
     status: int
@@ -123,7 +123,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServicePlan:
     """How one system starts Shoal."""
 
     system: str
@@ -138,15 +138,15 @@ class Plan:
     boot_hint: str = ""  # what to do where that failed, or cannot be
 
 
-def run_command(command: Sequence[str]) -> Outcome:
+def run_command(command: Sequence[str]) -> ServiceResult:
     """Run a command of the system to its end."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except FileNotFoundError:
-        return Outcome(127, f"{command[0]} is not installed")
+        return ServiceResult(127, f"{command[0]} is not installed")
     except subprocess.TimeoutExpired:
-        return Outcome(124, f"{command[0]} did not answer within {_PATIENCE_S:.0f} s")
-    return Outcome(done.returncode, " ".join((done.stderr or done.stdout).split()))
+        return ServiceResult(124, f"{command[0]} did not answer within {_PATIENCE_S:.0f} s")
+    return ServiceResult(done.returncode, " ".join((done.stderr or done.stdout).split()))
 
 
 def service_of(home: Path, environment: Mapping[str, str]) -> Service:
@@ -173,7 +173,7 @@ def home_folder_default() -> Path:
             os.environ["SHOAL_HOME"] = kept
 
 
-def plan_for(service: Service, platform: str, user_folder: Path) -> Plan:
+def plan_for(service: Service, platform: str, user_folder: Path) -> ServicePlan:
     """What to do on this system; raises `AppError` where Shoal knows none of its means."""
     if platform == "darwin":
         return _launchd(service, user_folder)
@@ -184,12 +184,12 @@ def plan_for(service: Service, platform: str, user_folder: Path) -> Plan:
     raise AppError(f"no service is known for {platform}: start `shoal serve` by the system's own means")
 
 
-def _systemd(service: Service, user_folder: Path) -> Plan:
+def _systemd(service: Service, user_folder: Path) -> ServicePlan:
     unit = f"{service.name}.service"
     base = Path(os.environ.get("XDG_CONFIG_HOME") or user_folder / ".config")
     user = getpass.getuser()
     control = ("systemctl", "--user")
-    return Plan(
+    return ServicePlan(
         system="systemd",
         file=base / "systemd" / "user" / unit,
         content=systemd_unit(service, template("shoal.service")).encode(),
@@ -202,12 +202,12 @@ def _systemd(service: Service, user_folder: Path) -> Plan:
     )
 
 
-def _launchd(service: Service, user_folder: Path) -> Plan:
+def _launchd(service: Service, user_folder: Path) -> ServicePlan:
     label = service.name.replace("shoal", LABEL, 1)
     file = user_folder / "Library" / "LaunchAgents" / f"{label}.plist"
     domain = f"gui/{os.getuid() if hasattr(os, 'getuid') else 0}"
     gone = ("launchctl", "bootout", f"{domain}/{label}")
-    return Plan(
+    return ServicePlan(
         system="launchd",
         file=file,
         content=launchd_agent(service, label, template("shoal.plist")).encode(),
@@ -220,11 +220,11 @@ def _launchd(service: Service, user_folder: Path) -> Plan:
     )
 
 
-def _windows(service: Service) -> Plan:
+def _windows(service: Service) -> ServicePlan:
     name = service.name.capitalize()
     user = f"{os.environ['USERDOMAIN']}\\{getpass.getuser()}" if "USERDOMAIN" in os.environ else getpass.getuser()
     file = service.home / f"{service.name}.xml"
-    return Plan(
+    return ServicePlan(
         system="Task Scheduler",
         file=file,
         content=windows_task(service, user, template("shoal.xml")).encode("utf-16"),
@@ -237,7 +237,7 @@ def _windows(service: Service) -> Plan:
     )
 
 
-def install(plan: Plan, run: Run = run_command) -> str:
+def install(plan: ServicePlan, run: Run = run_command) -> str:
     """Write the file and make it known; returns what a person should know about when it starts."""
     for command in plan.disable if plan.file.exists() else ():
         run(command)  # an older one
@@ -256,7 +256,7 @@ def install(plan: Plan, run: Run = run_command) -> str:
     return plan.boot_hint
 
 
-def uninstall(plan: Plan, run: Run = run_command) -> bool:
+def uninstall(plan: ServicePlan, run: Run = run_command) -> bool:
     """Stop the service and remove its file; whether there was one."""
     if not plan.file.exists():
         return False
@@ -268,7 +268,7 @@ def uninstall(plan: Plan, run: Run = run_command) -> bool:
     return True
 
 
-def is_running(plan: Plan, run: Run = run_command) -> bool:
+def is_running(plan: ServicePlan, run: Run = run_command) -> bool:
     """Whether the system runs it now."""
     if not plan.file.exists():
         return False

@@ -40,33 +40,33 @@ CACHE_NAMES = frozenset({"models", "manifests", "parts", "in_use"})
 
 
 @dataclass(frozen=True)
-class Item:
+class RemovableItem:
     """One thing that would be removed."""
 
     path: Path
     size_bytes: int
 
 
-def items_in_home(folder: Path) -> list[Item]:
+def items_in_home(folder: Path) -> list[RemovableItem]:
     """What Shoal made in a home folder."""
     found = {path for pattern in HOME_PATTERNS for path in folder.glob(pattern)} if folder.is_dir() else set()
     # What is below a folder comes before it.
     return [_item(path) for path in sorted(found, key=lambda path: (-len(path.parts), path))]
 
 
-def items_in_cache(folder: Path) -> list[Item]:
+def items_in_cache(folder: Path) -> list[RemovableItem]:
     """What Shoal made in a cache; nothing where somebody else keeps things there too."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     ours = [path for path in entries if path.name in CACHE_NAMES or path.suffix in (".lock", ".tmp")]
     return [_item(path) for path in ours] if len(ours) == len(entries) else []
 
 
-def _item(path: Path) -> Item:
+def _item(path: Path) -> RemovableItem:
     own = path.name != "logs"  # its files are items of their own
-    return Item(path, sum(_sizes(path)) if own else 0)
+    return RemovableItem(path, sum(_sizes(path)) if own else 0)
 
 
-def remove(item: Item) -> None:
+def remove(item: RemovableItem) -> None:
     """Take one thing away; a link is removed, and not what it points to."""
     if item.path.is_symlink() or not item.path.is_dir():
         item.path.unlink(missing_ok=True)

@@ -12,9 +12,9 @@ from app.core.network import Network, Priority
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, chunk_count, leaves_from
 from app.weights import wire
-from app.weights.chunk_schedule import Piece, Standing
-from app.weights.chunk_server import Sharing
-from app.weights.chunk_writer import Intake
+from app.weights.chunk_schedule import ChunkRun, PeerPerformance
+from app.weights.chunk_server import ChunkServer
+from app.weights.chunk_writer import ChunkWriter
 from app.weights.extents import chunk_length
 from app.weights.part_store import NewPart
 from p2p.errors import P2PError, Refused, RemoteError
@@ -28,32 +28,32 @@ LEAVES_S = 5.0  # and as long as they take at the slowest pace
 
 
 @dataclass
-class Asking:
+class ChunkClient:
     """Asks peers on behalf of one fetch, and keeps what they give."""
 
     network: Network
-    sharing: Sharing
-    intake: Intake
-    standing: Standing
+    sharing: ChunkServer
+    writer: ChunkWriter
+    performance: PeerPerformance
     from_peers: dict[str, int] = field(default_factory=dict)  # bytes that came from each
 
-    async def chunks(self, peer: str, new: NewPart, piece: Piece) -> int | None:
+    async def chunks(self, peer: str, new: NewPart, piece: ChunkRun) -> int | None:
         """Have a piece from a peer, or from the member it names: how many chunks of it came; None where neither helps.
 
         They are right and on the disk. Raises `WeightsError` where the disk refuses.
         """
-        standing = self.standing
-        patience_s = CHUNK_S * (piece.count if peer in standing.pace_s else 1)
-        answer = await self._call(peer, new, piece, tried=standing.must_give(peer), timeout_s=patience_s)
+        performance = self.performance
+        patience_s = CHUNK_S * (piece.count if peer in performance.pace_s else 1)
+        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer), timeout_s=patience_s)
         if isinstance(answer, str):
             if self._may_ask(answer):
                 begun = trio.current_time()
                 given = await self._call(answer, new, piece, tried=True, timeout_s=ELSEWHERE_S)
                 if isinstance(given, int):
-                    standing.named(peer, helped=True)
+                    performance.named(peer, helped=True)
                     return given
                 if trio.current_time() - begun > MISLED_S:
-                    standing.named(peer, helped=False)
+                    performance.named(peer, helped=False)
             answer = await self._call(peer, new, piece, tried=True, timeout_s=patience_s)
         if isinstance(answer, str):
             await self._accuse(peer, "it sends others round and round")
@@ -67,7 +67,9 @@ class Asking:
         try:
             raw = await self.network.call(peer, wire.LEAVES, part.root, timeout_s=timeout_s, priority=Priority.BULK)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
-            self.standing.gave(peer, trio.current_time() - begun)  # who answers here comes before those who are silent
+            self.performance.gave(
+                peer, trio.current_time() - begun
+            )  # who answers here comes before those who are silent
             return leaves
         except RecordError as error:
             await self._accuse(peer, str(error))
@@ -75,7 +77,9 @@ class Asking:
             self._shun(peer, str(error))
         return None
 
-    async def _call(self, peer: str, new: NewPart, piece: Piece, *, tried: bool, timeout_s: float) -> int | str | None:
+    async def _call(
+        self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, timeout_s: float
+    ) -> int | str | None:
         """How many chunks a peer gave, or the member it names."""
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
@@ -86,15 +90,15 @@ class Asking:
             if isinstance(answer, str):
                 return answer
             chunks = _cut(answer, new.part, piece)
-            if not await self.intake.take(new, piece.index, chunks):
+            if not await self.writer.take(new, piece.index, chunks):
                 raise RecordError(f"what it sent is not chunk {piece.index} of {new.part.name}, or one after it")
-            self.standing.gave(peer, (trio.current_time() - begun) / len(chunks))
+            self.performance.gave(peer, (trio.current_time() - begun) / len(chunks))
             self.from_peers[peer] = self.from_peers.get(peer, 0) + len(answer)
             return len(chunks)
         except RecordError as error:
             await self._accuse(peer, str(error))
         except Refused:
-            self.standing.is_busy(peer, trio.current_time())
+            self.performance.is_busy(peer, trio.current_time())
         except RemoteError as error:
             if not (tried and error.code == wire.ABSENT):
                 self._shun(peer, str(error))
@@ -103,20 +107,20 @@ class Asking:
         return None
 
     def _may_ask(self, peer: str) -> bool:
-        usable = self.standing.is_usable(peer, trio.current_time())
+        usable = self.performance.is_usable(peer, trio.current_time())
         return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
     def _shun(self, peer: str, why: str) -> None:
-        if shun_s := self.standing.failed(peer, trio.current_time()):
+        if shun_s := self.performance.failed(peer, trio.current_time()):
             log.info("parts are not asked from %s for %g s: %s", peer, shun_s, why)
 
     async def _accuse(self, peer: str, why: str) -> None:
         log.warning("%s is not asked for parts any more: %s", peer, why)
-        self.standing.lied(peer)
+        self.performance.lied(peer)
         await self.network.disconnect(peer, misbehaved=True)
 
 
-def _cut(answer: memoryview, part: Part, piece: Piece) -> list[memoryview]:
+def _cut(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:
     """The chunks in an answer, at most as many as were asked for; raises `RecordError`."""
     chunks = []
     for index in range(piece.index, piece.index + piece.count):

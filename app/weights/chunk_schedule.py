@@ -27,41 +27,41 @@ def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkRun:
     """One chunk of a part, or a few that are asked for together."""
 
     part: str
     index: int
     count: int = 1
 
-    def rest(self, count: int) -> Piece:
+    def rest(self, count: int) -> ChunkRun:
         """What is left of it without the first chunks."""
-        return Piece(self.part, self.index + count, self.count - count)
+        return ChunkRun(self.part, self.index + count, self.count - count)
 
 
-def runs(part: str, chunks: Iterable[int], most: int) -> list[Piece]:
+def runs(part: str, chunks: Iterable[int], most: int) -> list[ChunkRun]:
     """Chunks that follow each other put together; everybody cuts a part at the same places, whatever is missing of it.
 
     So nodes that fetch the same part ask for the same pieces, and can pass them on.
     """
-    pieces: list[Piece] = []
+    pieces: list[ChunkRun] = []
     for index in chunks:
         last = pieces[-1] if pieces else None
         if last is not None and last.index + last.count == index and index % most:
-            pieces[-1] = Piece(part, last.index, last.count + 1)
+            pieces[-1] = ChunkRun(part, last.index, last.count + 1)
         else:
-            pieces.append(Piece(part, index))
+            pieces.append(ChunkRun(part, index))
     return pieces
 
 
 @dataclass
-class Work:
+class ChunkQueue:
     """The chunks that are still to come."""
 
     rng: random.Random
     most: int = 1  # chunks of a piece
-    _waiting: dict[str, list[Piece]] = field(default_factory=dict)  # part -> what nobody was asked for
-    _asked: dict[Piece, list[tuple[str, float]]] = field(default_factory=dict)  # who was asked, and when
+    _waiting: dict[str, list[ChunkRun]] = field(default_factory=dict)  # part -> what nobody was asked for
+    _asked: dict[ChunkRun, list[tuple[str, float]]] = field(default_factory=dict)  # who was asked, and when
 
     def add(self, part: str, missing: Iterable[int]) -> None:
         """Work on one more part."""
@@ -74,7 +74,7 @@ class Work:
         """How many chunks nobody was asked for yet."""
         return sum(piece.count for pieces in self._waiting.values() for piece in pieces)
 
-    def take(self, peer: str, parts: Collection[str], *, late_before: float, now: float) -> Piece | None:
+    def take(self, peer: str, parts: Collection[str], *, late_before: float, now: float) -> ChunkRun | None:
         """The next chunk to ask a peer for that has these parts.
 
         Where all are asked for, one that somebody was asked for before `late_before` and has not given.
@@ -88,11 +88,11 @@ class Work:
                 return self._ask(piece, peer, now)
         return None
 
-    def _ask(self, piece: Piece, peer: str, now: float) -> Piece:
+    def _ask(self, piece: ChunkRun, peer: str, now: float) -> ChunkRun:
         self._asked.setdefault(piece, []).append((peer, now))
         return piece
 
-    def came(self, piece: Piece, count: int) -> bool:
+    def complete(self, piece: ChunkRun, count: int) -> bool:
         """The first chunks of a piece are here, the rest is asked for again; False where they were here already."""
         if self._asked.pop(piece, None) is None:
             return False
@@ -100,7 +100,7 @@ class Work:
             self._waiting[piece.part].append(piece.rest(count))
         return True
 
-    def failed(self, piece: Piece, peer: str) -> None:
+    def failed(self, piece: ChunkRun, peer: str) -> None:
         """A peer did not give a piece: it is to be asked for again unless somebody else still owes it."""
         asked = self._asked.get(piece)
         if asked is None:
@@ -128,7 +128,7 @@ MISLED_AT_MOST = 3  # times in a row, after which a peer is told to give, not to
 
 
 @dataclass
-class Standing:
+class PeerPerformance:
     """How peers did when they were asked."""
 
     pace_s: dict[str, float] = field(default_factory=dict)  # how long a chunk takes, by those who gave some
@@ -169,7 +169,7 @@ class Standing:
         """A peer is never asked again."""
         self._shunned[peer] = float("inf")
 
-    def must_give(self, peer: str) -> bool:
+    def may_not_redirect(self, peer: str) -> bool:
         """Whether a peer has named others in vain too often."""
         return self._misled.get(peer, 0) >= MISLED_AT_MOST
 

@@ -30,7 +30,7 @@ COMING_S = 12.0  # to wait for a chunk that this node is itself being sent
 
 
 @dataclass
-class Given:
+class BytesGiven:
     """What was given to one peer."""
 
     bytes: int = 0
@@ -39,12 +39,12 @@ class Given:
 
 
 @dataclass
-class Sharing:
+class ChunkServer:
     """Answers peers' requests for one model's parts."""
 
     library: Library
     is_member: Callable[[str], bool]
-    given: OrderedDict[str, Given] = field(default_factory=OrderedDict)
+    given: OrderedDict[str, BytesGiven] = field(default_factory=OrderedDict)
     total_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Sharing:
         return wire.chunk_answer(*chunks)
 
     @contextlib.contextmanager
-    def _waiting(self, given: Given) -> Iterator[None]:
+    def _waiting(self, given: BytesGiven) -> Iterator[None]:
         if given.waiting >= SLOTS_PER_PEER or self._slots.statistics().tasks_waiting >= MAX_WAITING:
             raise Refused("too many chunks were asked for at once")
         given.waiting += 1
@@ -137,10 +137,10 @@ class Sharing:
             raise RemoteError(f"chunk {request.index} of {part.name} is not here", wire.ABSENT)
         return chunks
 
-    def _admit(self, peer: str) -> Given:
+    def _admit(self, peer: str) -> BytesGiven:
         if not self.is_member(peer):
             raise Refused("only members of this swarm are given its model")
-        given = self.given.setdefault(peer, Given())
+        given = self.given.setdefault(peer, BytesGiven())
         given.at = trio.current_time()
         self.given.move_to_end(peer)
         if len(self.given) > REMEMBERED:

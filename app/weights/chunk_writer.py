@@ -33,7 +33,7 @@ class _Arrived:
             self.failure = error
 
 
-class Intake:
+class ChunkWriter:
     """Takes chunks, in the order they come; `opened` makes one."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Intake:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def opened(cls) -> AsyncIterator[Intake]:
+    async def opened(cls) -> AsyncIterator[ChunkWriter]:
         """An intake whose thread ends with the block, when all that came is settled."""
         intake = cls()
         async with trio.open_nursery() as nursery:

@@ -21,14 +21,14 @@ _MAX_CLAIM_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Room:
+class DiskRoom:
     """What the person leaves to parts: so much in all, and so much of the disk stays free."""
 
     limit_bytes: int | None = None
     floor_bytes: int = 0
 
 
-class Claim:
+class InUseMarker:
     """What one running node uses."""
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -41,7 +41,7 @@ class Claim:
 
 
 @contextlib.contextmanager
-def claiming(cache: Path, name: str) -> Iterator[Claim]:
+def claiming(cache: Path, name: str) -> Iterator[InUseMarker]:
     """Say what is in use for as long as this lasts; `name` is this node's own on this machine."""
     folder = cache / "in_use"
     with writing(folder):
@@ -49,7 +49,7 @@ def claiming(cache: Path, name: str) -> Iterator[Claim]:
         lock = FileLock.acquire(folder / f"{name}.lock", timeout_s=5.0)
     with lock:
         try:
-            yield Claim(folder, name)
+            yield InUseMarker(folder, name)
         finally:
             (folder / f"{name}.roots").unlink(missing_ok=True)
 
@@ -68,7 +68,7 @@ def in_use(cache: Path) -> set[str]:
     return used
 
 
-def make_room(cache: Path, wanted_bytes: int, room: Room) -> int:
+def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
     """Delete parts nobody uses, the longest unused first, until `wanted_bytes` more fit; how many bytes went.
 
     Raises `WeightsError` where they do not fit even then, and deletes nothing.
@@ -93,7 +93,7 @@ def make_room(cache: Path, wanted_bytes: int, room: Room) -> int:
     return sum(sizes[root] for root in going)
 
 
-def _lacking(cache: Path, held: int, wanted: int, room: Room) -> int:
+def _lacking(cache: Path, held: int, wanted: int, room: DiskRoom) -> int:
     """How many bytes have to go; 0 or less: none."""
     try:
         free = shutil.disk_usage(cache).free

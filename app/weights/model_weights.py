@@ -17,12 +17,12 @@ import trio
 from app.core.network import Network
 from app.core.span import Span
 from app.manifest.manifest import Manifest
-from app.membership import Swarm
+from app.membership import Membership
 from app.membership.table import GONE
 from app.snapshot.views import WeightsView
-from app.weights.chunk_server import Sharing
-from app.weights.disk_space import Claim, Room, claiming, make_room
-from app.weights.download import Fetching, Progress
+from app.weights.chunk_server import ChunkServer
+from app.weights.disk_space import DiskRoom, InUseMarker, claiming, make_room
+from app.weights.download import Download, DownloadProgress
 from app.weights.library import ENDS, Library, span_parts
 from engine.sources.base import ModelSource
 from engine.sources.layout import block_index
@@ -37,18 +37,23 @@ LOOK_S = 20.0  # between two looks at the disk, from which others may have taken
 MAX_SPANS = 16  # of an announcement
 
 
-class Stock:
+class ModelWeights:
     """The parts of one swarm's model; `run` until cancelled."""
 
     def __init__(
-        self, network: Network, swarm: Swarm, manifest: Manifest, cache: Path, room: Callable[[], Room] = Room
+        self,
+        network: Network,
+        swarm: Membership,
+        manifest: Manifest,
+        cache: Path,
+        room: Callable[[], DiskRoom] = DiskRoom,
     ) -> None:
         self._network, self._swarm, self.manifest, self._cache, self._room = network, swarm, manifest, cache, room
         self.library = Library(cache, manifest)
-        self.sharing = Sharing(self.library, self._is_member)
-        self._fetches: dict[Fetching, frozenset[str]] = {}  # which parts each gets
+        self.sharing = ChunkServer(self.library, self._is_member)
+        self._fetches: dict[Download, frozenset[str]] = {}  # which parts each gets
         self._from_peers = 0
-        self._claim: Claim | None = None
+        self._claim: InUseMarker | None = None
         self._hosted: set[str] = set()
         self._coming: Counter[str] = Counter()  # in how many fetches
         self._news = trio.Event()
@@ -91,7 +96,7 @@ class Stock:
         """These parts are hosted no longer, and may go when the disk is full."""
         self._hosted.difference_update(names)
 
-    def progress(self, names: Iterable[str]) -> Progress | None:
+    def progress(self, names: Iterable[str]) -> DownloadProgress | None:
         """How far the latest fetch of some of these parts is, while one is under way."""
         wanted = set(names)
         found = [fetch.progress for fetch, parts in self._fetches.items() if not parts.isdisjoint(wanted)]
@@ -124,7 +129,7 @@ class Stock:
 
     async def _fetch(self, names: Sequence[str], on_part: Callable[[str], None]) -> None:
         await trio.to_thread.run_sync(self._make_room, list(self._coming))
-        fetching = Fetching(self._network, self.library, self.sharing, self._holders)
+        fetching = Download(self._network, self.library, self.sharing, self._holders)
         self._fetches[fetching] = frozenset(names)
 
         def came(name: str) -> None:
@@ -186,8 +191,8 @@ def _within(block: int, spans: Collection[Span]) -> bool:
     return any(block in span for span in spans)
 
 
-def _received(fetching: Fetching) -> int:
+def _received(fetching: Download) -> int:
     return sum(fetching.progress.from_peers.values())
 
 
-__all__ = ["ENDS", "Stock", "runs", "span_parts"]
+__all__ = ["ENDS", "ModelWeights", "runs", "span_parts"]

@@ -14,7 +14,7 @@ from app.weights.manifest_store import ManifestStore
 
 
 @dataclass(frozen=True)
-class Checked:
+class VerifiedPart:
     """What is known of one model after, or before, its parts were read."""
 
     manifest: str
@@ -27,7 +27,7 @@ class Checked:
     wrong: tuple[str, ...] = ()  # parts whose bytes are not what the manifest says, or cannot be read
 
 
-def models_by_manifest(cache: Path) -> list[Checked]:
+def models_by_manifest(cache: Path) -> list[VerifiedPart]:
     """Every model of which something is here, as far as can be seen without reading it."""
     found = [_seen(library, ()) for library in _libraries(cache)]
     return [model for model in found if model.parts_held]
@@ -40,7 +40,7 @@ def bytes_to_read(cache: Path) -> int:
     )
 
 
-def verify(cache: Path, on_bytes: Callable[[int], None]) -> Iterator[Checked]:
+def verify(cache: Path, on_bytes: Callable[[int], None]) -> Iterator[VerifiedPart]:
     """Read every part of every model that is here; `on_bytes` hears of each piece that was read."""
     for library in _libraries(cache):
         names = sorted(library.recorded())
@@ -57,9 +57,9 @@ def _libraries(cache: Path) -> Iterator[Library]:
             yield Library(cache, manifest)
 
 
-def _seen(library: Library, wrong: tuple[str, ...]) -> Checked:
+def _seen(library: Library, wrong: tuple[str, ...]) -> VerifiedPart:
     manifest, held = library.manifest, library.held()
-    return Checked(
+    return VerifiedPart(
         manifest.hash,
         ManifestStore(library.files.cache).source(manifest.hash),
         manifest.licence,

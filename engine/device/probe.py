@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from engine.device import sensors
-from engine.device.sensors import NvidiaCard, Reading
+from engine.device.sensors import NvidiaCard, SensorReading
 from engine.errors import DeviceError
 
 log = logging.getLogger("shoal.device")
@@ -91,7 +91,7 @@ def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
         return Device(f"cuda:{index}", kind, "unknown card", 0, 0, usable=False, note=first_line(error))
     # Torch numbers the visible cards by speed or by environment, the driver all cards by slot: the UUID joins them.
     uuid = str(getattr(properties, "uuid", ""))
-    reading = next((card.reading for card in cards if uuid and uuid in card.uuid), Reading())
+    reading = next((card.reading for card in cards if uuid and uuid in card.uuid), SensorReading())
     name = str(properties.name)
     note = UNTESTED if kind == "rocm" else ""
     return Device(f"cuda:{index}", kind, name, total_bytes, free_bytes, **asdict(reading), note=note)

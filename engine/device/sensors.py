@@ -30,7 +30,7 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Reading:
+class SensorReading:
     """A device's state at one moment; None where nobody tells."""
 
     temperature_c: float | None = None
@@ -46,7 +46,7 @@ class NvidiaCard:
     uuid: str
     name: str
     total_bytes: int
-    reading: Reading
+    reading: SensorReading
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _card(nvml: Any, handle: Any) -> NvidiaCard:
     milliwatts = ask(lambda: int(nvml.nvmlDeviceGetPowerUsage(handle)))
     percent = ask(lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu))
     celsius = ask(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)))
-    reading = Reading(
+    reading = SensorReading(
         temperature_c=celsius,
         power_w=None if milliwatts is None else milliwatts / 1000,
         utilisation=None if percent is None else percent / 100,
@@ -236,10 +236,12 @@ def _cgroup_used(folder: Path) -> int:
     return used
 
 
-def cpu_reading(interval_s: float = 0.05) -> Reading:
+def cpu_reading(interval_s: float = 0.05) -> SensorReading:
     """The processor's temperature where the system tells it, and its utilisation over `interval_s`."""
     percent = _or_none(lambda: float(psutil.cpu_percent(interval=interval_s)))
-    return Reading(temperature_c=_or_none(cpu_temperature), utilisation=None if percent is None else percent / 100)
+    return SensorReading(
+        temperature_c=_or_none(cpu_temperature), utilisation=None if percent is None else percent / 100
+    )
 
 
 def cpu_temperature() -> float | None:

@@ -47,7 +47,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Holding:
+class WeightOptions:
     """How weights are held: where, in which dtype, quantised or not, and on a CPU once more for batches."""
 
     device: torch.device
@@ -56,7 +56,7 @@ class Holding:
     packed: bool = False
 
 
-def build_block(index: int, tensors: Mapping[str, Tensor], how: Holding) -> Block:
+def build_block(index: int, tensors: Mapping[str, Tensor], how: WeightOptions) -> Block:
     """Fuse and move the tensors of one part (by role) to the device."""
     device, dtype = how.device, how.dtype
 

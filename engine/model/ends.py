@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.model.block import Holding
+from engine.model.block import WeightOptions
 from engine.model.linear import DenseLinear, packed
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource
 from engine.sources.tensors import load_part
 
 
-class Ends:
+class EmbeddingAndHead:
     """Embedding, final norm and output matrix (the embedding itself where they are tied)."""
 
     def __init__(self, config: ModelConfig, embedding: Tensor, final_norm: Tensor, output: DenseLinear) -> None:
@@ -37,10 +37,10 @@ class Ends:
         return self._output(normed).float()
 
 
-def load_ends(source: ModelSource, how: Holding) -> Ends:
+def load_ends(source: ModelSource, how: WeightOptions) -> EmbeddingAndHead:
     """Read the embedding and the head, and nothing else; they are never quantised."""
     embedding = load_part(source, EMBEDDING_PART, how.dtype)["embedding"].to(how.device, how.dtype)
     head = load_part(source, HEAD_PART, how.dtype)
     output = head["output"].to(how.device, how.dtype) if "output" in head else embedding
     linear = DenseLinear(output, packed=packed(output) if how.packed else None)
-    return Ends(source.config, embedding, head["final_norm"].to(how.device, how.dtype), linear)
+    return EmbeddingAndHead(source.config, embedding, head["final_norm"].to(how.device, how.dtype), linear)

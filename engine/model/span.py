@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, Segment, StepPlan, attend_cached, attend_whole, write_cache
-from engine.model.block import Attend, Block, Holding, block_forward, build_block
+from engine.model.block import Attend, Block, WeightOptions, block_forward, build_block
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
 from engine.model.rope import RotaryTable
@@ -25,7 +25,7 @@ LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 
 @dataclass(frozen=True)
-class SpanOptions(Holding):
+class SpanOptions(WeightOptions):
     """How a span is held, how much memory its cache may take, and how far it will grow."""
 
     kv_bytes: int = 0

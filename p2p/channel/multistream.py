@@ -18,14 +18,14 @@ MAX_LINE_BYTES = 256
 MAX_PROPOSALS = 16
 
 
-class ByteStream(Protocol):
+class NegotiationStream(Protocol):
     """What negotiation needs of a stream: reads give at most what was asked for, and nothing at the end."""
 
     async def read(self, n: int | None = None) -> bytes: ...
     async def write(self, data: bytes) -> None: ...
 
 
-async def propose(stream: ByteStream, protocols: Sequence[str]) -> str:
+async def propose(stream: NegotiationStream, protocols: Sequence[str]) -> str:
     """Offer `protocols` in turn and return the one that the other side takes; raises `Refused` if it takes none."""
     await _write(stream, _line(GREETING) + _line(protocols[0]))
     await _expect_greeting(stream)
@@ -40,7 +40,7 @@ async def propose(stream: ByteStream, protocols: Sequence[str]) -> str:
     raise Refused(f"the peer speaks none of {', '.join(protocols)}; it may run another version")
 
 
-async def choose(stream: ByteStream, supported: Container[str]) -> str:
+async def choose(stream: NegotiationStream, supported: Container[str]) -> str:
     """Answer the other side's proposals and return the first one that is supported."""
     await _write(stream, _line(GREETING))
     await _expect_greeting(stream)
@@ -53,7 +53,7 @@ async def choose(stream: ByteStream, supported: Container[str]) -> str:
     raise ProtocolError(f"the peer made {MAX_PROPOSALS} proposals that are not supported here")
 
 
-async def read_exactly(stream: ByteStream, count: int) -> bytes:
+async def read_exactly(stream: NegotiationStream, count: int) -> bytes:
     """Exactly `count` bytes; raises `StreamClosed` if the stream ends first."""
     parts = bytearray()
     while len(parts) < count:
@@ -64,7 +64,7 @@ async def read_exactly(stream: ByteStream, count: int) -> bytes:
     return bytes(parts)
 
 
-async def read_some(stream: ByteStream, limit: int) -> bytes:
+async def read_some(stream: NegotiationStream, limit: int) -> bytes:
     """Between one and `limit` bytes, nothing at the end; libp2p's many errors become one."""
     try:
         return await stream.read(limit)
@@ -75,7 +75,7 @@ async def read_some(stream: ByteStream, limit: int) -> bytes:
         raise StreamClosed(f"the stream broke while reading ({type(error).__name__})") from error
 
 
-async def _write(stream: ByteStream, data: bytes) -> None:
+async def _write(stream: NegotiationStream, data: bytes) -> None:
     try:
         await stream.write(data)
     except P2PError:
@@ -94,13 +94,13 @@ def _varint(value: int) -> bytes:
     return bytes([value]) if value < 128 else bytes([value & 127 | 128, value >> 7])
 
 
-async def _expect_greeting(stream: ByteStream) -> None:
+async def _expect_greeting(stream: NegotiationStream) -> None:
     greeting = await _read_line(stream)
     if greeting != GREETING:
         raise ProtocolError(f"the peer greeted with {greeting[:40]!r}; it does not speak libp2p")
 
 
-async def _read_line(stream: ByteStream) -> str:
+async def _read_line(stream: NegotiationStream) -> str:
     length = (await read_exactly(stream, 1))[0]
     if length >= 128:
         length = (length & 127) | (await read_exactly(stream, 1))[0] << 7

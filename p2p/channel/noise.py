@@ -35,7 +35,7 @@ from libp2p.security.noise.messages import NoiseHandshakePayload, make_handshake
 
 from p2p.channel.noise_handshake import Handshake
 from p2p.channel.noise_session import NoiseSession, Secured
-from p2p.channel.pipe import Pipe
+from p2p.channel.pipe import SocketPipe
 from p2p.errors import HandshakeError, ProtocolError, WrongSecret
 
 logger = logging.getLogger("shoal.p2p.noise")
@@ -117,7 +117,7 @@ class NoiseTransport(ISecureTransport):
         whom = str(expected) if expected is not None else f"a peer at {conn.get_remote_address()}"
         try:
             with trio.fail_after(HANDSHAKE_DEADLINE_S):
-                return await self._shake_hands(Pipe(conn), expected)
+                return await self._shake_hands(SocketPipe(conn), expected)
         except WrongSecret as error:
             failure: _Failed | _WrongSecret = _WrongSecret(
                 f"{whom} holds another secret, or none: this needs an invite from a member of the same private swarm"
@@ -133,7 +133,7 @@ class NoiseTransport(ISecureTransport):
         await conn.close()
         raise failure from cause
 
-    async def _shake_hands(self, pipe: Pipe, expected: ID | None) -> NoiseSession:
+    async def _shake_hands(self, pipe: SocketPipe, expected: ID | None) -> NoiseSession:
         handshake = Handshake(pipe, self.noise_name, self._noise_key, self.psk)
         if expected is not None:
             await handshake.initiate(self._payload, expected)

@@ -12,7 +12,7 @@ from libp2p.security.noise.pb import noise_pb2
 from noise.connection import Keypair, NoiseConnection
 
 from p2p.channel.noise_records import TAG_BYTES, Opener, Sealer
-from p2p.channel.pipe import Pipe
+from p2p.channel.pipe import SocketPipe
 from p2p.errors import HandshakeError, ProtocolError, WrongSecret
 
 MAX_MESSAGE_BYTES: Final = 8 << 10  # what other implementations add to an identity takes up to 1 KiB
@@ -26,7 +26,7 @@ _ED25519_BYTES: Final = len(_ED25519_PREFIX) + 32
 class Handshake:
     """The messages of one handshake and what they prove; one use each."""
 
-    def __init__(self, pipe: Pipe, noise_name: bytes, noise_key: PrivateKey, psk: bytes | None) -> None:
+    def __init__(self, pipe: SocketPipe, noise_name: bytes, noise_key: PrivateKey, psk: bytes | None) -> None:
         self._pipe = pipe
         self._psk = psk
         self.early = b""  # what arrived after the last message

@@ -18,7 +18,7 @@ from libp2p.security.base_session import BaseSession
 from multiaddr import Multiaddr
 
 from p2p.channel.noise_records import Buffer, Opener, Sealer
-from p2p.channel.pipe import Pipe
+from p2p.channel.pipe import SocketPipe
 
 _MIN_READ_BYTES: Final = 16 << 10
 _MAX_READ_BYTES: Final = 256 << 10
@@ -41,7 +41,7 @@ class Secured:
 class NoiseSession(BaseSession):
     """The secured connection to one peer; one task reads, one task at a time writes."""
 
-    def __init__(self, pipe: Pipe, secured: Secured) -> None:
+    def __init__(self, pipe: SocketPipe, secured: Secured) -> None:
         super().__init__(
             local_peer=secured.local_peer,
             local_private_key=secured.local_key,

@@ -31,7 +31,7 @@ def tcp_socket(raw: IRawConnection) -> trio.socket.SocketType | None:
     return None
 
 
-class Pipe:
+class SocketPipe:
     """Reads and writes raw bytes; one reader and one writer at a time. Losing the connection is one kind of error."""
 
     def __init__(self, raw: IRawConnection) -> None:

@@ -37,8 +37,8 @@ from p2p.channel.yamux_wire import (
     RST,
     SYN,
     WINDOW_UPDATE,
-    Frame,
     FrameParser,
+    YamuxFrame,
     pack_header,
 )
 from p2p.errors import ProtocolError
@@ -240,7 +240,7 @@ class YamuxConnection(IMuxedConn):
         except ProtocolError as error:
             self._fail(error)
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: YamuxFrame) -> None:
         if frame.kind == PING:
             self._on_ping(frame)
         elif frame.kind == GO_AWAY:
@@ -252,7 +252,7 @@ class YamuxConnection(IMuxedConn):
             elif frame.length or not frame.body:  # the rest of a body was counted with its start
                 self._flood.count(self.now())
 
-    def _on_stream_frame(self, stream: YamuxStream, frame: Frame) -> None:
+    def _on_stream_frame(self, stream: YamuxStream, frame: YamuxFrame) -> None:
         kind, flags, _, length, body = frame
         if kind == DATA:
             if length:
@@ -302,7 +302,7 @@ class YamuxConnection(IMuxedConn):
         self._sender.outbox.control(pack_header(WINDOW_UPDATE, ACK, stream_id, stream.receiving.open_window()))
         return stream
 
-    def _on_ping(self, frame: Frame) -> None:
+    def _on_ping(self, frame: YamuxFrame) -> None:
         if frame.flags & SYN:
             self._sender.outbox.pong(frame.length)
             self._flood.count(self.now())

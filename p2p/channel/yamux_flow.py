@@ -1,7 +1,7 @@
 """Flow control of one yamux connection, without I/O: what may be sent next, and how much a peer may make us hold.
 
-`ReceiveHalf` and `SendHalf` are the two directions of one stream, `Outbox` chooses between streams; `yamux_budget` is
-the purse that receive windows are paid from.
+`ReceiveHalf` and `SendHalf` are the two directions of one stream, `SendQueue` chooses between streams; `yamux_budget`
+is the purse that receive windows are paid from.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class SendHalf:
         return frame
 
 
-class Outbox:
+class SendQueue:
     """Everything a connection has to send, most urgent first, streams of one priority in turn."""
 
     __slots__ = ("_control", "_pongs", "_ready")

@@ -9,7 +9,7 @@ import trio
 from libp2p.io.exceptions import ConnectionClosedError
 
 from p2p.channel.noise_session import NoiseSession
-from p2p.channel.yamux_flow import BATCH_BYTES, Outbox, SendHalf
+from p2p.channel.yamux_flow import BATCH_BYTES, SendHalf, SendQueue
 from p2p.channel.yamux_wire import DATA, pack_header
 
 _SMALL_BYTES: Final = 16 << 10  # so little may always be given to the kernel, whatever it still holds
@@ -21,7 +21,7 @@ class Sender:
     """Sends what the outbox holds; nothing here waits but the writer task."""
 
     def __init__(self, session: NoiseSession, on_lost: Callable[[str], None]) -> None:
-        self.outbox = Outbox()
+        self.outbox = SendQueue()
         self._session = session
         self._on_lost = on_lost
         self._work = trio.Event()

@@ -29,7 +29,7 @@ _HEADER = struct.Struct("!BBHII")
 _ALL_FLAGS = 0xF
 
 
-class Kind(IntEnum):
+class YamuxKind(IntEnum):
     """What a frame is."""
 
     DATA = 0
@@ -48,11 +48,11 @@ class Flag(IntFlag):
 
 
 # Plain integers for the hot path: an enum member costs a microsecond wherever two flags are combined.
-DATA, WINDOW_UPDATE, PING, GO_AWAY = (int(kind) for kind in Kind)
+DATA, WINDOW_UPDATE, PING, GO_AWAY = (int(kind) for kind in YamuxKind)
 SYN, ACK, FIN, RST = (int(flag) for flag in Flag)
 
 
-class Frame(NamedTuple):
+class YamuxFrame(NamedTuple):
     """One frame, or one piece of a DATA frame: `length` is the whole announced length on the first piece, then 0."""
 
     kind: int
@@ -80,7 +80,7 @@ class FrameParser:
         self._last_flags = 0
         self._stream_id = 0
 
-    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[YamuxFrame]:
         """The frames that `data` completes or continues; raises `ProtocolError` at a header no honest peer sends.
 
         Take all of them before the next call. They are cut one by one, so that whoever handles thousands of tiny ones
@@ -112,7 +112,7 @@ class FrameParser:
                 if frame is not None:
                     yield frame
 
-    def _begin(self, buffer: bytes | memoryview, offset: int) -> Frame | None:
+    def _begin(self, buffer: bytes | memoryview, offset: int) -> YamuxFrame | None:
         """Read a header: a frame where it has no body, else the start of one."""
         version, kind, flags, stream_id, length = _HEADER.unpack_from(buffer, offset)
         if version or kind > GO_AWAY or flags > _ALL_FLAGS:
@@ -120,7 +120,7 @@ class FrameParser:
         if kind <= WINDOW_UPDATE and stream_id == 0:
             raise ProtocolError("a yamux stream frame for stream 0")
         if kind != DATA or length == 0:
-            return Frame(kind, flags, stream_id, length, b"")
+            return YamuxFrame(kind, flags, stream_id, length, b"")
         if length > MAX_BODY_BYTES:
             raise ProtocolError(f"a yamux frame of {length} bytes; {MAX_BODY_BYTES} are allowed")
         self._left = self._announced = length
@@ -129,9 +129,9 @@ class FrameParser:
         self._last_flags = flags & (FIN | RST)
         return None
 
-    def _continue(self, body: bytes) -> Frame:
+    def _continue(self, body: bytes) -> YamuxFrame:
         self._left -= len(body)
         flags = self._first_flags if self._left else self._first_flags | self._last_flags
-        piece = Frame(DATA, flags, self._stream_id, self._announced, body)
+        piece = YamuxFrame(DATA, flags, self._stream_id, self._announced, body)
         self._announced = self._first_flags = 0
         return piece

@@ -42,7 +42,7 @@ Ask = Callable[[str, bytes, float], Awaitable[bytes]]  # (peer, request, timeout
 Probe = Callable[[str], Awaitable[bool]]
 
 
-class Surroundings(Protocol):
+class HostView(Protocol):
     """What the directory needs to know of the node it runs in."""
 
     def addresses(self) -> Sequence[Address]: ...
@@ -58,7 +58,7 @@ class Directory:
         self,
         own_peer: str,
         ask: Ask,
-        around: Surroundings,
+        around: HostView,
         is_valid: Callable[[bytes, bytes], bool] = lambda key, value: True,
     ) -> None:
         self.table = RoutingTable(own_peer)
@@ -66,7 +66,7 @@ class Directory:
         self.values = ValueStore()
         self._own_peer = own_peer
         self._ask = ask
-        self._around = around
+        self._host = around
         self._is_valid = is_valid
         self._look_around = trio.Event()
         self._own_keys: dict[bytes, float] = {}
@@ -81,18 +81,18 @@ class Directory:
         self.saw(peer)
         match request.op:
             case Op.PROVIDE:
-                addresses = request.addresses or tuple(self._around.addresses_of(peer))
+                addresses = request.addresses or tuple(self._host.addresses_of(peer))
                 contact = Contact(peer, addresses)
-                return Answer(stored=self.providers.add(request.key, contact, now, self._around.is_connected)).encode()
+                return Answer(stored=self.providers.add(request.key, contact, now, self._host.is_connected)).encode()
             case Op.STORE:
                 stored = self._is_valid(request.key, request.value)
                 stored = stored and self.values.put(
-                    request.key, peer, request.value, now, _network_of(self._around.addresses_of(peer)) or ""
+                    request.key, peer, request.value, now, _network_of(self._host.addresses_of(peer)) or ""
                 )
                 return Answer(stored=stored).encode()
         nearest = self.table.closest(position(request.key), BUCKET_SIZE, without=[peer])
         return Answer(
-            tuple(Contact(name, tuple(self._around.addresses_of(name))[:4]) for name in nearest),
+            tuple(Contact(name, tuple(self._host.addresses_of(name))[:4]) for name in nearest),
             tuple(self._providers(request.key, now)) if request.op is Op.PROVIDERS else (),
             tuple(self.values.get(request.key, now)) if request.op is Op.VALUES else (),
         ).encode()
@@ -100,7 +100,7 @@ class Directory:
     def saw(self, peer: str) -> None:
         """`peer` takes part in the directory and is alive."""
         newcomer = peer not in self.table
-        self.table.saw(peer, _network_of(self._around.addresses_of(peer)))
+        self.table.saw(peer, _network_of(self._host.addresses_of(peer)))
         self.providers.alive(peer, trio.current_time())
         if newcomer and len(self.table) <= _FEW:
             self._look_around.set()
@@ -114,7 +114,7 @@ class Directory:
         if key not in self._own_keys and len(self._own_keys) >= MAX_OWN_KEYS:
             self._own_keys.pop(min(self._own_keys, key=self._own_keys.__getitem__))
         self._own_keys[key] = now
-        return await self._publish(Request(Op.PROVIDE, key, tuple(self._around.addresses())))
+        return await self._publish(Request(Op.PROVIDE, key, tuple(self._host.addresses())))
 
     async def find_providers(self, key: bytes, *, timeout_s: float, enough: int = 32) -> list[str]:
         """Peers that provide `key`, those that most nodes name first; whatever was found when time is up."""
@@ -127,7 +127,7 @@ class Directory:
             told += bool(answer.providers)
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
-                    self._around.learn(contact)
+                    self._host.learn(contact)
                     named[contact.peer] += 1
 
         take(Answer(providers=tuple(self._providers(key, trio.current_time()))))
@@ -187,7 +187,7 @@ class Directory:
     # --- within ------------------------------------------------------------------------------------------------------
 
     def _providers(self, key: bytes, now: float) -> list[Contact]:
-        return self.providers.get(key, now, self._around.is_connected)
+        return self.providers.get(key, now, self._host.is_connected)
 
     async def _look_up(
         self,
@@ -204,7 +204,7 @@ class Directory:
             if answer is None:
                 return None
             for contact in answer.peers:
-                self._around.learn(contact)
+                self._host.learn(contact)
             take(answer)
             return [contact.peer for contact in answer.peers if contact.peer != self._own_peer]
 
@@ -241,7 +241,7 @@ class Directory:
             self._own_keys = {k: at for k, at in self._own_keys.items() if now - at < PROVIDER_TTL_S}
             self._own_values = {k: v for k, v in self._own_values.items() if now - v[1] < PROVIDER_TTL_S}
             for key in list(self._own_keys):
-                await self._publish(Request(Op.PROVIDE, key, tuple(self._around.addresses())))
+                await self._publish(Request(Op.PROVIDE, key, tuple(self._host.addresses())))
             for key, (value, _) in list(self._own_values.items()):
                 await self._publish(Request(Op.STORE, key, value=value))
 
@@ -252,7 +252,7 @@ class Directory:
             self.providers.expire(now)
             self.values.expire(now)
             for peer in self.providers.least_proven(_PROBES):
-                if self._around.is_connected(peer) or await probe(peer):
+                if self._host.is_connected(peer) or await probe(peer):
                     self.providers.alive(peer, trio.current_time())
                 else:
                     self.providers.dead(peer)

@@ -11,7 +11,7 @@ from p2p.dht.wire import Contact
 from p2p.host.host import Host
 
 
-class HostSurroundings:
+class LiveHostView:
     """A host as `dht.Surroundings`."""
 
     def __init__(self, host: Host) -> None:

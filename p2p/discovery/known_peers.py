@@ -34,7 +34,7 @@ log = logging.getLogger("shoal.p2p.peers")
 
 
 @dataclass(frozen=True)
-class Remembered:
+class KnownPeer:
     """A peer, where it was reached, and when."""
 
     peer: str
@@ -43,7 +43,7 @@ class Remembered:
     reached: bool = True  # this node dialled it, and it was there
 
 
-def load_peers(path: Path) -> list[Remembered]:
+def load_peers(path: Path) -> list[KnownPeer]:
     """The remembered peers, the latest first; none where the file is missing or damaged."""
     try:
         with path.open("rb") as file:
@@ -61,13 +61,13 @@ def load_peers(path: Path) -> list[Remembered]:
     return [entry for entry in found if entry is not None]
 
 
-def save_peers(path: Path, peers: Sequence[Remembered]) -> None:
+def save_peers(path: Path, peers: Sequence[KnownPeer]) -> None:
     """Write the latest of `peers`; raises OSError."""
     content = {"version": _VERSION, "peers": [_plain(entry) for entry in _latest(peers)]}
     write_private(path, json.dumps(content, indent=1).encode())
 
 
-def merge(old: Sequence[Remembered], new: Sequence[Remembered]) -> list[Remembered]:
+def merge(old: Sequence[KnownPeer], new: Sequence[KnownPeer]) -> list[KnownPeer]:
     """Both, the newer word on each peer."""
     peers = {entry.peer: entry for entry in old}
     for entry in new:
@@ -77,20 +77,20 @@ def merge(old: Sequence[Remembered], new: Sequence[Remembered]) -> list[Remember
     return _latest(peers.values())
 
 
-def _latest(peers: Iterable[Remembered]) -> list[Remembered]:
+def _latest(peers: Iterable[KnownPeer]) -> list[KnownPeer]:
     latest = sorted(peers, key=lambda entry: -entry.seen_at)
     unreached = [entry for entry in latest if not entry.reached][:MAX_UNREACHED]
     reached = [entry for entry in latest if entry.reached][: MAX_REMEMBERED - len(unreached)]
     return sorted([*reached, *unreached], key=lambda entry: -entry.seen_at)
 
 
-def _plain(entry: Remembered) -> dict[str, Any]:
+def _plain(entry: KnownPeer) -> dict[str, Any]:
     addresses = [str(address) for address in entry.addresses]
     plain = {"id": entry.peer, "addresses": addresses, "seen_at": round(entry.seen_at)}
     return plain if entry.reached else plain | {"reached": False}
 
 
-def _read(entry: Any) -> Remembered | None:
+def _read(entry: Any) -> KnownPeer | None:
     if not isinstance(entry, dict):
         return None
     peer, addresses, seen_at = entry.get("id"), entry.get("addresses"), entry.get("seen_at")
@@ -98,18 +98,18 @@ def _read(entry: Any) -> Remembered | None:
         return None
     usable = parse_known([text for text in addresses[:64] if isinstance(text, str)], peer)
     at = float(seen_at) if isinstance(seen_at, int | float) else 0.0
-    return Remembered(peer, tuple(usable), at, entry.get("reached") is not False)
+    return KnownPeer(peer, tuple(usable), at, entry.get("reached") is not False)
 
 
-class PeerMemory:
+class KnownPeers:
     """Keeps the file in step with whom a host reaches; None as path remembers nothing."""
 
     def __init__(self, path: Path | None, host: Host) -> None:
         self._path = path
         self._host = host
-        self._known: list[Remembered] = []
+        self._known: list[KnownPeer] = []
 
-    async def load(self) -> list[Remembered]:
+    async def load(self) -> list[KnownPeer]:
         """The peers of earlier days."""
         if self._path is not None:
             self._known = await trio.to_thread.run_sync(load_peers, self._path)
@@ -126,10 +126,10 @@ class PeerMemory:
         if self._path is None:
             return
         now, clock, book = time.time(), trio.current_time(), self._host.book
-        reached = [Remembered(peer, tuple(where), now - (clock - at)) for peer, where, at in book.proven_peers()]
+        reached = [KnownPeer(peer, tuple(where), now - (clock - at)) for peer, where, at in book.proven_peers()]
         connected = {connection.peer for connection in self._host.connections()}
         proven = {entry.peer for entry in reached}
-        present = [Remembered(peer, tuple(book.addresses(peer)), now, peer in proven) for peer in connected]
+        present = [KnownPeer(peer, tuple(book.addresses(peer)), now, peer in proven) for peer in connected]
         self._known = merge(self._known, [*reached, *(entry for entry in present if entry.addresses)])
         try:
             save_peers(self._path, self._known)

@@ -19,7 +19,7 @@ _PING_BYTES = 32
 _PING_IDLE_S = 60.0
 
 
-class Courtesies:
+class StandardProtocols:
     """Answers other libp2p implementations; Shoal nodes use the heartbeat instead."""
 
     def __init__(self, host: Host, identity: Identity) -> None:

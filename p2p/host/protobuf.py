@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError, Message
 from multiaddr import Multiaddr
 
 from p2p.addresses import Address, BadAddress, parse_address
-from p2p.channel.multistream import ByteStream, read_exactly
+from p2p.channel.multistream import NegotiationStream, read_exactly
 from p2p.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 8192
@@ -24,7 +24,7 @@ async def send_message(stream: Any, message: Message) -> None:
     await stream.write(prefix + body)
 
 
-async def receive_message(stream: ByteStream, kind: type[M]) -> M:
+async def receive_message(stream: NegotiationStream, kind: type[M]) -> M:
     """Read one message; raises `ProtocolError` for anything too long or not of this kind."""
     length = (await read_exactly(stream, 1))[0]
     if length >= 128:

@@ -28,7 +28,7 @@ class Pending:
         self.done.set()
 
 
-class Asking:
+class Calls:
     """The calls that this node has under way on one link."""
 
     def __init__(self, link: LinkPort) -> None:

@@ -62,7 +62,7 @@ class _Call:
     answer_size: int = 0
 
 
-class Serving:
+class Handlers:
     """The calls and streams that one peer has under way here."""
 
     def __init__(self, link: LinkPort) -> None:

@@ -14,9 +14,9 @@ import trio
 
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, QueueFull, StreamReset
 from p2p.link.byte_stream import ByteStream
-from p2p.link.calls import Asking
+from p2p.link.calls import Calls
 from p2p.link.frames import BUSY, FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind, body_bytes, failure_of
-from p2p.link.handlers import Services, Serving
+from p2p.link.handlers import Handlers, Services
 from p2p.link.outbox import Outbox, Outgoing, spoken
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import FloodGuard, LogLimit
@@ -53,7 +53,7 @@ class PeerLink:
         self._outbox = Outbox()
         self._assembler = Assembler()
         self._streams: dict[int, MessageStream] = {}
-        self._asking, self._serving = Asking(self), Serving(self)
+        self._asking, self._serving = Calls(self), Handlers(self)
         self._scope = trio.CancelScope()
         self._sweeping = False
         self._wake = trio.Event()

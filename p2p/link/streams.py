@@ -17,7 +17,7 @@ from p2p.link.outbox import Outgoing, spoken
 from p2p.values import DECODE, MESSAGE_COST_BYTES, WINDOW_BYTES, Payload, buffers_of, fits_window
 
 
-class Carrier(Protocol):
+class StreamCarrier(Protocol):
     """What a stream needs of its link."""
 
     @property
@@ -32,7 +32,7 @@ class Carrier(Protocol):
 class MessageStream:
     """One end of a stream of messages."""
 
-    def __init__(self, carrier: Carrier, id: int) -> None:
+    def __init__(self, carrier: StreamCarrier, id: int) -> None:
         self.id = id
         self.handler_done = False
         self.opened = trio.Event()  # set once the peer accepted, or the stream failed

@@ -27,7 +27,7 @@ class _Record:
     value: bytes = b""
 
 
-class Directory:
+class MemoryDirectory:
     """Providers and values by key."""
 
     def __init__(self, profile: DirectoryProfile, seed: int) -> None:

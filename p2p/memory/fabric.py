@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from p2p.errors import PeerUnreachable, Refused
-from p2p.memory.directory import Directory, DirectoryProfile
+from p2p.memory.directory import DirectoryProfile, MemoryDirectory
 from p2p.memory.link import Lane, LinkProfile, MemoryLink, MemoryStream, Traffic
 from p2p.memory.node import MemoryNode
 from p2p.memory.timer import Timer
@@ -35,7 +35,7 @@ class MemoryFabric:
     def __init__(self, nursery: trio.Nursery, seed: int, profile: LinkProfile, directory: DirectoryProfile) -> None:
         self.seed, self.default_profile = seed, profile
         self.nodes: dict[str, MemoryNode] = {}
-        self.directory = Directory(directory, seed)
+        self.directory = MemoryDirectory(directory, seed)
         self._nursery = nursery
         self._timer = Timer()
         nursery.start_soon(self._timer.run)

@@ -92,7 +92,7 @@ class MemoryLink:
     silent_since: float | None = None
     broken: bool = False
     calls: dict[trio.CancelScope, None] = field(default_factory=dict)  # ordered sets: runs repeat
-    pipes: dict[Pipe, None] = field(default_factory=dict)
+    pipes: dict[MemoryPipe, None] = field(default_factory=dict)
     used_at: float = field(default_factory=trio.current_time)
     _heard: trio.Event = field(default_factory=trio.Event)
 
@@ -133,7 +133,7 @@ class MemoryLink:
             pipe.break_off()
 
 
-class Pipe:
+class MemoryPipe:
     """One direction of a stream: bounded by what the reader has not consumed."""
 
     def __init__(self, link: MemoryLink, source: str) -> None:
@@ -210,7 +210,7 @@ class Pipe:
 class MemoryStream:
     """One end of a message stream between two nodes."""
 
-    def __init__(self, peer: str, outgoing: Pipe, incoming: Pipe) -> None:
+    def __init__(self, peer: str, outgoing: MemoryPipe, incoming: MemoryPipe) -> None:
         self._peer, self._out, self._in = peer, outgoing, incoming
 
     @property

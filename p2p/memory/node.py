@@ -10,8 +10,8 @@ import trio
 
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
 from p2p.host.pruning import ENOUGH_LINKS, surplus
-from p2p.memory.directory import Directory
-from p2p.memory.link import MemoryLink, MemoryStream, Pipe, Traffic
+from p2p.memory.directory import MemoryDirectory
+from p2p.memory.link import MemoryLink, MemoryPipe, MemoryStream, Traffic
 from p2p.values import CONTROL, LinkInfo, Payload, joined
 
 log = logging.getLogger("shoal.p2p.memory")
@@ -26,7 +26,7 @@ StreamHandler = Callable[[MemoryStream], Awaitable[None]]
 class Fabric(Protocol):
     """What a node needs of the network that it is part of."""
 
-    directory: Directory
+    directory: MemoryDirectory
 
     @property
     def nodes(self) -> dict[str, MemoryNode]: ...
@@ -81,7 +81,7 @@ class MemoryNode:
 
         async def exchange(link: MemoryLink) -> MemoryStream:
             await link.cross(self._name, OPEN_BYTES, CONTROL)
-            outgoing, incoming = Pipe(link, self._name), Pipe(link, peer)
+            outgoing, incoming = MemoryPipe(link, self._name), MemoryPipe(link, peer)
             self._peer_of(peer).take(protocol, MemoryStream(self._name, incoming, outgoing))
             await link.cross(peer, OPEN_BYTES, CONTROL)
             return MemoryStream(peer, outgoing, incoming)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from app.core.compute import Choice, StepWork
+from app.core.compute import StepWork, TokenChoice
 from engine.errors import CacheFull, SessionError
 
 WIDTH = 4  # numbers of four bytes: a digest of 16
@@ -113,7 +113,7 @@ class HashEnds:
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> HashReply:
         return HashReply(int(settings))
 
-    def choose(self, choices: Sequence[Choice]) -> list[Token]:
+    def choose(self, choices: Sequence[TokenChoice]) -> list[Token]:
         tokens = []
         for choice in choices:
             token = token_of(bytes(choice.hidden[-ROW_BYTES:]))

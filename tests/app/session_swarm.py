@@ -9,8 +9,8 @@ from typing import Any
 
 import trio
 
-from app.asker.asker import Asker, Outlook
-from app.asker.reply import ReplyFigures
+from app.asker.asker import Asker, AskerOptions
+from app.asker.reply import ReplyStats
 from app.asker.route_hops import SessionSettings
 from app.core.compute import BlockRunner, ReplyEnds
 from app.core.span import Span
@@ -49,7 +49,7 @@ class SessionSwarm:
         self, name: str = "asker", ends: ReplyEnds | None = None, settings: SessionSettings | None = None
     ) -> Asker:
         """A node that hosts nothing."""
-        outlook = Outlook(settings or SessionSettings(), dice=random.Random(1))
+        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1))
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, outlook=outlook)
         await self.nursery.start(asker.run)
@@ -60,12 +60,12 @@ class SessionSwarm:
         self.fabric.kill(name)
 
 
-async def ask(asker: Asker, prompt: Sequence[int], count: int) -> ReplyFigures:
+async def ask(asker: Asker, prompt: Sequence[int], count: int) -> ReplyStats:
     """One whole reply of the model of hashes."""
     async with asker.reply(prompt, count, max_tokens=count) as reply:
         async for _ in reply:
             pass
-    return reply.figures
+    return reply.stats
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Whole swarms on the in-memory network, for tests: every node a `Swarm` under an autojumping clock."""
+"""Whole swarms on the in-memory network, for tests: every node a `Membership` under an autojumping clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from app.membership import Swarm, SwarmSetup, Tempo
+from app.membership import Membership, MembershipSetup, Timing
 from app.membership.member import Change
 from app.swarm.records import SwarmRecord, sign_record
 from p2p.identity import Identity
@@ -39,7 +39,7 @@ class SimNode:
 
     number: int
     network: MemoryNode
-    swarm: Swarm
+    swarm: Membership
     scope: trio.CancelScope
     changes: list[tuple[float, Change]] = field(default_factory=list)
 
@@ -60,8 +60,8 @@ class SimNode:
 class Sim:
     """Nodes that come, go and fall silent."""
 
-    def __init__(self, fabric: MemoryFabric, nursery: trio.Nursery, tempo: Tempo, record: SwarmRecord) -> None:
-        self.fabric, self._nursery, self._tempo, self.record = fabric, nursery, tempo, record
+    def __init__(self, fabric: MemoryFabric, nursery: trio.Nursery, timing: Timing, record: SwarmRecord) -> None:
+        self.fabric, self._nursery, self._timing, self.record = fabric, nursery, timing, record
         self.nodes: dict[str, SimNode] = {}
         self.clock_off_s: dict[int, float] = {}  # by which the wall clock of a node jumped
 
@@ -73,8 +73,8 @@ class Sim:
         def clock() -> float:
             return wall_clock() + skew_s + self.clock_off_s.get(number, 0.0)
 
-        setup = SwarmSetup(wall_clock=clock, rng=random.Random(number), tempo=self._tempo)
-        swarm = Swarm(network, who, self.record, N_BLOCKS, setup)
+        setup = MembershipSetup(wall_clock=clock, rng=random.Random(number), timing=self._timing)
+        swarm = Membership(network, who, self.record, N_BLOCKS, setup)
         node = self.nodes[who.peer_id] = SimNode(number, network, swarm, trio.CancelScope())
         swarm.subscribe(lambda change: node.changes.append((trio.current_time(), change)))
         swarm.join_via(via)
@@ -111,7 +111,7 @@ class Sim:
 @asynccontextmanager
 async def open_sim(
     *,
-    tempo: Tempo | None = None,
+    timing: Timing | None = None,
     link: LinkProfile | None = None,
     directory: DirectoryProfile | None = None,
     record: SwarmRecord = RECORD,
@@ -119,5 +119,5 @@ async def open_sim(
 ) -> AsyncIterator[Sim]:
     """A simulated network whose nodes end with the block."""
     async with open_fabric(seed, link, directory) as fabric, trio.open_nursery() as nursery:
-        yield Sim(fabric, nursery, tempo or Tempo(), record)
+        yield Sim(fabric, nursery, timing or Timing(), record)
         nursery.cancel_scope.cancel()

@@ -11,9 +11,9 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker.asker import Asker, Outlook
+from app.asker.asker import Asker, AskerOptions
 from app.routing.trust import TrustBook
-from engine.model.block import Holding
+from engine.model.block import WeightOptions
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
@@ -36,13 +36,13 @@ async def paused_half_way(swarm: SessionSwarm, asker: Asker, name: str, prompt: 
     async with asker.reply(prompt, settings, max_tokens=TOKENS) as reply:
         for _ in range(TOKENS // 2):
             await anext(reply)
-        took_part = name in {hop.peer for hop in reply.figures.route}
+        took_part = name in {hop.peer for hop in reply.stats.route}
         swarm.announcements[name] = replace(serving, state="paused")
         swarm.nursery.start_soon(server.drain)
         await trio.sleep(1.5)
         async for _ in reply:
             pass
-    assert name not in {hop.peer for hop in reply.figures.route}
+    assert name not in {hop.peer for hop in reply.stats.route}
     swarm.announcements[name], server.draining = serving, False
     return took_part
 
@@ -67,10 +67,10 @@ async def test_an_honest_hop_of_another_precision_that_leaves_early_is_not_accus
             await swarm.serve(f"cpu{index}", runner(*span))
         await swarm.serve("card", runner(0, 4, torch.bfloat16), speed=400.0)
         swarm.announcements["card"] = replace(swarm.announcements["card"], dtype="bf16")
-        book, dice = TrustBook(clock=trio.current_time), random.Random(3)
-        ends = load_swarm_ends(source, Holding(CPU, torch.float32))
+        book, rng = TrustBook(clock=trio.current_time), random.Random(3)
+        ends = load_swarm_ends(source, WeightOptions(CPU, torch.float32))
         members = lambda: list(swarm.announcements.values())  # noqa: E731
-        asker = Asker(fabric.node("asker"), ends, InlineDevice(), members, outlook=Outlook(dice=dice, book=book))
+        asker = Asker(fabric.node("asker"), ends, InlineDevice(), members, outlook=AskerOptions(rng=rng, book=book))
         await nursery.start(asker.run)
         prompts = random.Random(5)
         for number in range(1, 61):
@@ -78,7 +78,7 @@ async def test_an_honest_hop_of_another_precision_that_leaves_early_is_not_accus
             if number % 20 == 0:  # one more session may be an audit
                 await trio.sleep(40)
             assert book.standing("card").trusted, book.standing("card").why
-        audits = asker.figures().audits
+        audits = asker.stats().audits
         assert audits.passed > 0
         assert audits.failed == 0
         nursery.cancel_scope.cancel()
@@ -91,7 +91,7 @@ async def test_an_honest_hop_of_another_precision_that_leaves_early_is_not_accus
 async def test_a_client_may_hang_up_at_any_moment(autojump_clock: MockClock) -> None:
     """One of two clients hangs up before its first token, at another moment each time: replies and audits go on."""
     async with open_swarm((0, 4), (0, 4), (4, 8), (4, 8)) as swarm, trio.open_nursery() as nursery:
-        outlook, members = Outlook(dice=random.Random(1)), lambda: list(swarm.announcements.values())
+        outlook, members = AskerOptions(rng=random.Random(1)), lambda: list(swarm.announcements.values())
         asker = Asker(swarm.fabric.node("asker"), HashEnds(), InlineDevice(HEAD_S), members, outlook=outlook)
         await nursery.start(asker.run)
 
@@ -106,6 +106,6 @@ async def test_a_client_may_hang_up_at_any_moment(autojump_clock: MockClock) -> 
                     both.start_soon(ask, asker, PROMPT, 6)
                     both.start_soon(hang_up, hundredths / 100)
         await trio.sleep(60)
-        assert asker.figures().audits.passed > 0
+        assert asker.stats().audits.passed > 0
         assert (await ask(asker, PROMPT, 6)).token_ids == greedy(PROMPT, 6)
         nursery.cancel_scope.cancel()

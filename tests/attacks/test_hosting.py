@@ -14,13 +14,13 @@ from app.api.supervisor import ApiHealth
 from app.config.file import Config
 from app.config.settings import Settings
 from app.core.reasons import Reason, because
-from app.courtesy.pause import Pausing
-from app.membership import Swarm, SwarmSetup
-from app.node.hosting_loop import Tenure
-from app.snapshot.startup import Steps
+from app.courtesy.pause import PauseControl
+from app.membership import Membership, MembershipSetup
+from app.node.hosting_loop import HostingLoop
+from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
-from app.weights.disk_space import Room
-from app.weights.model_weights import Stock
+from app.weights.disk_space import DiskRoom
+from app.weights.model_weights import ModelWeights
 from engine import hosting
 from engine.device.probe import Device
 from engine.errors import SourceError
@@ -36,7 +36,7 @@ class Told:
     def __init__(self) -> None:
         self.state: State = "joining"
         self.why: Reason = because("starting", "starting")
-        self.steps = Steps(lambda: None)
+        self.steps = StartupSteps(lambda: None)
         self.is_client = trio.Event()
 
     def say(self, state: State, why: Reason) -> None:
@@ -48,7 +48,7 @@ class Told:
         self.say(state, why)
 
 
-class DamagedStock(Stock):
+class DamagedStock(ModelWeights):
     """Parts that are all here and cannot be read."""
 
     async def need(
@@ -59,10 +59,10 @@ class DamagedStock(Stock):
 
 @pytest.mark.xfail(strict=True, reason="H-9: the error leaves a nursery as an ExceptionGroup that nobody catches")
 @pytest.mark.parametrize(
-    ("kind", "has_model", "words"), [(Stock, False, "do not fit"), (DamagedStock, True, "is damaged")]
+    ("kind", "has_model", "words"), [(ModelWeights, False, "do not fit"), (DamagedStock, True, "is damaged")]
 )
 async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Stock], has_model: bool, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[ModelWeights], has_model: bool, words: str
 ) -> None:
     """The disk is full, or the blocks do not load: the node says why, and goes on as a client."""
     device = Device("cpu", "cpu", "a processor", 8 << 30, 8 << 30)
@@ -71,15 +71,15 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
     who, told = identity(1), Told()
     surroundings: Any = SimpleNamespace(
         config=lambda: Config(Settings(blocks="0:2", device="cpu"), {}),
-        pausing=Pausing(tmp_path / "pause.json", lambda: None),
+        pausing=PauseControl(tmp_path / "pause.json", lambda: None),
         api=ApiHealth(),
     )
     async with open_fabric() as fabric, trio.open_nursery() as nursery:
         network = fabric.node(who.peer_id)
-        swarm = Swarm(network, who, RECORD, WIDE.n_blocks, SwarmSetup(wall_clock=wall_clock))
+        swarm = Membership(network, who, RECORD, WIDE.n_blocks, MembershipSetup(wall_clock=wall_clock))
         cache = tmp_path / ("seed" if has_model else "empty")
-        stock = kind(network, swarm, manifest, cache, lambda: Room(limit_bytes=1))
-        nursery.start_soon(Tenure(network, swarm, stock, surroundings, told).run)
+        weights = kind(network, swarm, manifest, cache, lambda: DiskRoom(limit_bytes=1))
+        nursery.start_soon(HostingLoop(network, swarm, weights, surroundings, told).run)
         with trio.fail_after(30):  # torch may have to be imported
             await told.is_client.wait()
         assert words in told.why.text

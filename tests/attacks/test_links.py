@@ -10,7 +10,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from app.core.network import Priority
-from app.session.outbound import Outlet, Parcel
+from app.session.outbound import OutboundFrame, PeerOutbox
 from p2p.host.pruning import ENOUGH_LINKS
 from p2p.link.byte_stream import TrioByteStream
 from p2p.link.frames import PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
@@ -66,9 +66,9 @@ async def test_an_outlet_behind_a_full_queue_waits_without_using_the_processor()
         peer = SlowPeer(here)
         busy, quiet = await peer.accept_streams(node, 2)
         await busy.send(bytes(2 * QUEUE_BYTES), Priority.PREFILL)
-        outlet = Outlet(quiet, nursery)
-        await outlet.push(Parcel((b"a turn",), Priority.CONTROL))
-        await outlet.push(Parcel((b"a prefill",), Priority.PREFILL))
+        outbox = PeerOutbox(quiet, nursery)
+        await outbox.push(OutboundFrame((b"a turn",), Priority.CONTROL))
+        await outbox.push(OutboundFrame((b"a prefill",), Priority.PREFILL))
         with trio.move_on_after(1) as scope:
             await trio.testing.wait_all_tasks_blocked()
         assert not scope.cancelled_caught, "a task runs all the time"

@@ -11,9 +11,9 @@ from trio.testing import MockClock
 
 from app.core.errors import AppError
 from app.core.span import Span
-from app.routing.route import Demand
+from app.routing.route import RouteRequest
 from app.routing.search import find_route
-from app.session.wire import PROTOCOL, Kind, Trouble, decode, encode_trouble
+from app.session.wire import PROTOCOL, HopError, Kind, decode, encode_trouble
 from app.swarm.records import Announcement
 from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy
@@ -35,7 +35,7 @@ def test_no_route_visits_a_peer_twice() -> None:
         member("fast1", 3, 6, 200.0),
         member("fast2", 13, 16, 200.0),
     ]
-    route = find_route(members, Demand(Span(0, 20), 100), lambda a, b: 0.002)
+    route = find_route(members, RouteRequest(Span(0, 20), 100), lambda a, b: 0.002)
     assert (route[0].span.start, route[-1].span.stop) == (0, 20)
     assert all(one.span.stop == other.span.start for one, other in pairwise(route))
     peers = [hop.peer for hop in route]
@@ -56,8 +56,8 @@ async def test_slow_and_fast_members_reply_together(autojump_clock: MockClock) -
             ("fast2", 5, 7, 400.0),
         ):
             await swarm.serve(name, HashRunner(start, stop), speed=speed)
-        figures = await ask(await swarm.asker(), PROMPT, 8)
-        assert (figures.token_ids, figures.recoveries) == (greedy(PROMPT, 8), 0)
+        stats = await ask(await swarm.asker(), PROMPT, 8)
+        assert (stats.token_ids, stats.recoveries) == (greedy(PROMPT, 8), 0)
 
 
 @pytest.mark.xfail(
@@ -75,17 +75,17 @@ async def test_a_hop_that_always_has_an_excuse_is_left(code: str, autojump_clock
             frame = decode(await stream.receive())
             if frame.kind == Kind.TURN:
                 turns += 1
-                await stream.send(encode_trouble(frame.session, frame.epoch, 0, Trouble(code, "not now")))
+                await stream.send(encode_trouble(frame.session, frame.epoch, 0, HopError(code, "not now")))
 
     async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:
         await swarm.serve("hostile", HashRunner(4, 8), speed=500.0)
         swarm.fabric.nodes["hostile"].accept(PROTOCOL, excuse)
         asker = await swarm.asker()
         with trio.move_on_after(60) as patience:
-            figures = await ask(asker, PROMPT, 4)
+            stats = await ask(asker, PROMPT, 4)
         assert turns > 0
         assert not patience.cancelled_caught, f"no token and no error after {turns} turns"
-        assert figures.token_ids == greedy(PROMPT, 4)
+        assert stats.token_ids == greedy(PROMPT, 4)
         assert turns < 50
 
 

@@ -11,7 +11,7 @@ from app.core.reasons import because
 from app.core.span import Span
 from app.routing.bans import Bans
 from app.routing.estimates import link_seconds
-from app.routing.route import Demand
+from app.routing.route import RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import Announcement, tail
 
@@ -63,6 +63,6 @@ def test_a_route_through_a_swarm_of_hundreds_is_found_in_a_moment() -> None:
     measured_s = {peer(rng.randrange(len(members))): rng.random() / 10 for _ in range(40)}
     link_s = link_seconds("me", measured_s, members)
     begun_s = time.process_time()  # of this process alone: other work on the machine counts little
-    route = find_route(members, Demand(Span(0, BLOCKS), tokens=1000), link_s)
+    route = find_route(members, RouteRequest(Span(0, BLOCKS), tokens=1000), link_s)
     assert time.process_time() - begun_s < 0.5
     assert (route[0].span.start, route[-1].span.stop) == (0, BLOCKS)

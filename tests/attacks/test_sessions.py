@@ -19,10 +19,10 @@ from app.core.compute import BlockRunner, StepWork
 from app.core.network import FrameStream, Payload, Priority
 from app.core.reasons import Reason
 from app.core.span import Span
-from app.routing.reroute import Standing
+from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
 from app.serving.block_server import BlockServer
-from app.session.wire import KEEP, PROTOCOL, Frame, Kind, Turn, decode, encode_turn, header, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, header, plain
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
@@ -56,7 +56,7 @@ async def attacked(runner: BlockRunner) -> AsyncIterator[Scene]:
         await nursery.start(BlockServer(fabric.node("victim"), runner, InlineDevice()).run)
         honest = await fabric.node("honest").open("victim", PROTOCOL)
         id = secrets.token_bytes(16)
-        await honest.send(encode_turn(id, 1, KEEP, Turn(Span(runner.start, runner.stop), "", "", 16, 0)))
+        await honest.send(encode_turn(id, 1, KEEP, EpochOrder(Span(runner.start, runner.stop), "", "", 16, 0)))
         await next_frame(honest, Kind.READY)
         yield Scene(fabric, honest, id, await fabric.node("attacker").open("victim", PROTOCOL))
         nursery.cancel_scope.cancel()
@@ -106,7 +106,7 @@ async def test_a_wire_format_that_changes_within_a_session_harms_nobody(
         stream, id = scene.attacker, secrets.token_bytes(16)
         with suppress(P2PError):  # the server may hang up on such an asker
             for epoch, wire, position, rows in ((1, "f16", 0, 9), (2, "f32", 9, 1)):
-                turn = Turn(Span(0, 4), "", "successor", 16, 0, wire=wire)
+                turn = EpochOrder(Span(0, 4), "", "successor", 16, 0, wire=wire)
                 await stream.send(encode_turn(id, epoch, KEEP, turn))
                 await stream.send(zeros(id, epoch, position, rows, runner.hidden_size))
                 await trio.sleep(0.3)
@@ -137,7 +137,7 @@ async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_cloc
     runner = WideRunner()
     async with attacked(runner) as scene:
         stream, id = scene.attacker, secrets.token_bytes(16)
-        await stream.send(encode_turn(id, 1, KEEP, Turn(Span(0, 4), "", "", rows, 0, send_from=0)))
+        await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 4), "", "", rows, 0, send_from=0)))
         await stream.send(zeros(id, 1, 0, rows, runner.hidden_size))
         await trio.sleep(5)
         tracemalloc.start()
@@ -180,7 +180,7 @@ async def test_turns_cannot_make_a_hop_dial_without_bound(
         with suppress(P2PError), trio.move_on_after(60):  # the server may hang up, or not read on
             for epoch in range(1, 1001):
                 await stream.wait_room()
-                await stream.send(encode_turn(id, epoch, KEEP, Turn(Span(0, 4), "", f"nobody{epoch}", 16, 0)))
+                await stream.send(encode_turn(id, epoch, KEEP, EpochOrder(Span(0, 4), "", f"nobody{epoch}", 16, 0)))
             await trio.sleep(1)
         assert 0 < most <= 64
         assert await scene.still_serves()
@@ -227,10 +227,10 @@ async def test_a_hop_cannot_have_its_successor_blamed(autojump_clock: MockClock)
 
         swarm.fabric.nodes["hostile"].accept(PROTOCOL, attend)
         asker = await swarm.asker()
-        figures = await ask(asker, PROMPT, 20)
+        stats = await ask(asker, PROMPT, 20)
         assert any(stream.slipped_in for stream in streams)
-        assert figures.token_ids == greedy(PROMPT, 20)
-        assert {peer: asker.guidance.book.standing(peer).score for peer in ("n1", "n2")} == {"n1": 1.0, "n2": 1.0}
+        assert stats.token_ids == greedy(PROMPT, 20)
+        assert {peer: asker.planner.book.standing(peer).score for peer in ("n1", "n2")} == {"n1": 1.0, "n2": 1.0}
 
 
 @pytest.mark.xfail(
@@ -244,19 +244,19 @@ async def test_a_hop_cannot_use_up_its_askers_session_id_elsewhere(autojump_cloc
         async with asker.reply(PROMPT, 10, max_tokens=10) as reply:
             for _ in range(5):
                 await anext(reply)
-            (session,) = hostile.figures.sessions
+            (session,) = hostile.stats.sessions
             id = bytes.fromhex(session.session)
             for victim in ("n1", "n2"):
                 stream = await swarm.fabric.nodes["hostile"].open(victim, PROTOCOL)
-                await stream.send(encode_turn(id, LAST_EPOCH, KEEP, Turn(Span(3, 4), "", "", 1, 0)))
+                await stream.send(encode_turn(id, LAST_EPOCH, KEEP, EpochOrder(Span(3, 4), "", "", 1, 0)))
                 await stream.send(plain(Kind.CLOSE, id, LAST_EPOCH))
             await trio.sleep(1)
             swarm.fabric.freeze("hostile")
             async for _ in reply:
                 pass
-        assert reply.figures.token_ids == greedy(PROMPT, 10)
-        assert reply.figures.longest_gap_s < 10
-        assert {peer: asker.guidance.book.standing(peer).score for peer in ("n1", "n2")} == {"n1": 1.0, "n2": 1.0}
+        assert reply.stats.token_ids == greedy(PROMPT, 10)
+        assert reply.stats.longest_gap_s < 10
+        assert {peer: asker.planner.book.standing(peer).score for peer in ("n1", "n2")} == {"n1": 1.0, "n2": 1.0}
 
 
 @pytest.mark.xfail(
@@ -282,10 +282,10 @@ async def test_a_hop_that_only_claims_progress_is_left(autojump_clock: MockClock
         swarm.fabric.nodes["liar"].accept(PROTOCOL, claim)
         asker = await swarm.asker()
         with trio.move_on_after(600) as patience:
-            figures = await ask(asker, PROMPT, 4)
+            stats = await ask(asker, PROMPT, 4)
         assert probes > 0
         assert not patience.cancelled_caught, f"no token, no error and no other hop after {probes} probes"
-        assert figures.token_ids == greedy(PROMPT, 4)
+        assert stats.token_ids == greedy(PROMPT, 4)
 
 
 # --- epochs -----------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class FixedRoutes:
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None: ...
     def worked(self, peer: str) -> None: ...
-    def better(self, standing: Standing) -> Route | None:
+    def better(self, standing: RunningRoute) -> Route | None:
         return None
 
 

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from app.membership import Swarm, wire
+from app.membership import Membership, wire
 from app.swarm.records import sign_record
 from p2p.errors import P2PError
 from p2p.host.admission import Admission, ConnectionLimits
@@ -44,7 +44,7 @@ async def test_a_flood_of_worthless_statements_ends_the_strangers_link_and_not_t
         make_network().running() as honest,
         trio.open_nursery() as nursery,
     ):
-        await nursery.start(Swarm(victim, who, record, N_BLOCKS).run)
+        await nursery.start(Membership(victim, who, record, N_BLOCKS).run)
         for caller in (stranger, honest):
             caller.learn(victim.peer_id, victim.addresses())
             assert await caller.call(victim.peer_id, wire.TELL, nothing, timeout_s=5) == b""

@@ -8,7 +8,7 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.membership import resolve_swarm
-from app.routing.route import Demand
+from app.routing.route import RouteRequest
 from app.routing.search import find_route
 from app.swarm.names import SwarmName
 from app.swarm.records import Announcement, sign_announcement, sign_record
@@ -106,6 +106,6 @@ async def test_a_route_goes_through_members_that_were_met_alone(autojump_clock: 
         serving(hostile, Span(HALF, N_BLOCKS))
         await trio.sleep(5)
         await tell_of_ghosts(sim, hostile, victim, 4)
-        demand = Demand(Span(0, N_BLOCKS), tokens=10)
+        demand = RouteRequest(Span(0, N_BLOCKS), tokens=10)
         route = find_route(victim.swarm.announcements(), demand, lambda a, b: 0.01)
         assert [hop.peer for hop in route] == [mate.peer, hostile.peer]

@@ -26,10 +26,10 @@ from textual.events import Key
 
 from app.snapshot.codec import facts
 from tests.ui.fixed import five_hundred
-from ui.app import Dashboard, News
+from ui.app import Dashboard, NodeMessage
 from ui.screens.swarm import PeersTable
-from ui.state.follower import Told
-from ui.state.store import Link, Store
+from ui.state.follower import RawSnapshot
+from ui.state.store import ConnectionState, Store
 
 FRAME = "≋".encode()
 HERTZ = 10
@@ -68,13 +68,13 @@ async def busy(seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     gc.freeze()  # as `shoal` does before it shows the dashboard
     async with app.run_test(size=(160, 48)) as pilot:
-        app.post_message(News(Link("live")))
+        app.post_message(NodeMessage(ConnectionState("live")))
         for screen, key in (("overview", "1"), ("swarm", "2")):
             await pilot.press(key)
             cpu, wall, tick = time.process_time(), time.perf_counter(), 0
             while time.perf_counter() - wall < seconds:
                 tick += 1
-                app.post_message(News(Told(texts[tick % SNAPSHOTS])))
+                app.post_message(NodeMessage(RawSnapshot(texts[tick % SNAPSHOTS])))
                 await asyncio.sleep(max(0.0, wall + tick / HERTZ - time.perf_counter()))
             share = (time.process_time() - cpu) / (time.perf_counter() - wall)
             found[f"core_share_{screen}"] = round(share, 3)
@@ -87,7 +87,7 @@ async def _key_to_paint(app: Dashboard, texts: list[str]) -> dict[str, float]:
     table = app.screen.query_one(PeersTable)
     times = []
     for index in range(40):
-        app.post_message(News(Told(texts[index % SNAPSHOTS])))
+        app.post_message(NodeMessage(RawSnapshot(texts[index % SNAPSHOTS])))
         painted = asyncio.Event()
         began, cursor = time.perf_counter(), table.cursor
         app.post_message(Key("down", None))

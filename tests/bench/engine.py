@@ -18,7 +18,7 @@ import torch
 
 from engine.config import ModelConfig, Rope
 from engine.model.attention import Segment
-from engine.model.ends import Ends
+from engine.model.ends import EmbeddingAndHead
 from engine.model.linear import DenseLinear, packed
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import random_span
@@ -40,7 +40,7 @@ class Shoal:
     def __init__(self, config: ModelConfig) -> None:
         self._span: SpanRunner = random_span(config, kv_bytes=1 << 30, packed=True)
         embedding = torch.randn(config.vocab_size, config.hidden_size) * 0.02
-        self._ends = Ends(
+        self._ends = EmbeddingAndHead(
             config, embedding, torch.ones(config.hidden_size), DenseLinear(embedding, packed=packed(embedding))
         )
 

@@ -21,7 +21,7 @@ from typing import cast
 from textual.pilot import Pilot
 
 from app.api.client import client_of
-from app.cli.dashboard import HomeDoor
+from app.cli.dashboard import HomeConnector
 from app.config.home import cache_folder
 from tests.process.node_process import LOOPBACK, Place, Serving
 from tests.ui.rendering import text_of_screen
@@ -56,7 +56,7 @@ def swarm(folder: Path, cache: Path) -> Iterator[Place]:
         yield places[-1]
 
 
-def door_to(folder: Path, cache: Path) -> HomeDoor:
+def door_to(folder: Path, cache: Path) -> HomeConnector:
     """The way to a node that the dashboard starts."""
     settings = {"LISTEN": LOOPBACK, "API_PORT": "0", "DISCOVERY": "mdns", "DEVICE": "cpu", "BLOCKS": OWN_BLOCKS}
     for name, value in {**settings, "MAX_VRAM": "2GB", "NAME": "kelp", "CACHE": str(cache)}.items():
@@ -65,7 +65,7 @@ def door_to(folder: Path, cache: Path) -> HomeDoor:
     kept = Conversations(folder)
     kept.choose("sampling", asdict(Sampling(temperature=0.0, max_tokens=160)))
     kept.close()
-    return HomeDoor(folder)
+    return HomeConnector(folder)
 
 
 async def until(pilot: Pilot[None], holds: Callable[[], object]) -> None:

@@ -75,8 +75,8 @@ class OneProcess:
         """A greedy reply: its tokens, the time to the first, and the speed behind it."""
         reply = self._model.reply(prompt, ReplySettings(tokens, GREEDY))
         "".join(reply)
-        assert reply.figures is not None
-        return reply.writer.token_ids, reply.figures.ttft_s, reply.figures.tokens_per_s or 0.0
+        assert reply.stats is not None
+        return reply.writer.token_ids, reply.stats.ttft_s, reply.stats.tokens_per_s or 0.0
 
     def long_text(self) -> str:
         """A question of `LONG_PROMPT` tokens."""

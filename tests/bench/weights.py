@@ -38,12 +38,12 @@ from app.config.home import cache_folder
 from app.core.network import Network, Priority
 from app.manifest.importing import survey, tokenizer_bytes
 from app.manifest.merkle import CHUNK_BYTES
-from app.membership import Swarm, fetch_manifest, resolve_swarm
+from app.membership import Membership, fetch_manifest, resolve_swarm
 from app.swarm.invite import parse_invite
 from app.swarm.names import SwarmName
 from app.weights import wire
-from app.weights.chunk_server import Sharing
-from app.weights.download import Fetching
+from app.weights.chunk_server import ChunkServer
+from app.weights.download import Download
 from app.weights.library import Library, remember_source
 from app.weights.manifest_store import ManifestStore
 from p2p.identity import Identity
@@ -82,7 +82,7 @@ def _library(cache: Path) -> Library:
 async def give(cache: Path) -> None:
     """Print an address and give until killed."""
     network = make_network()
-    Sharing(_library(cache), lambda peer: True).serve(network)
+    ChunkServer(_library(cache), lambda peer: True).serve(network)
     async with network.running():
         print(network.peer_id, network.addresses()[0], flush=True)
         await trio.sleep_forever()
@@ -93,7 +93,7 @@ async def get(cache: Path, peer: str, address: str) -> dict[str, float]:
     network, library = make_network(), _library(cache)
     async with network.running():
         network.learn(peer, [address])
-        fetching = Fetching(network, library, Sharing(library, lambda who: True), lambda part: [peer])
+        fetching = Download(network, library, ChunkServer(library, lambda who: True), lambda part: [peer])
         # As the channel is measured: from when it stands.
         await network.call(peer, wire.LEAVES, library.manifest.parts[0].root, timeout_s=20, priority=Priority.BULK)
         _have_memory(cache, library.manifest.size_bytes)
@@ -225,7 +225,7 @@ async def pull(invite_text: str, peer: str) -> None:
         await until(lambda: bool(network.links()))
         found = await resolve_swarm(network, SwarmName(invite.name, invite.model_hash), via=via)
         manifest = await fetch_manifest(network, via, invite.model_hash)
-        swarm = Swarm(network, who, found.record, manifest.config.n_blocks)
+        swarm = Membership(network, who, found.record, manifest.config.n_blocks)
         swarm.announce(state="client")
         swarm.join_via(via)
         await nursery.start(swarm.run)

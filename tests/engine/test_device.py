@@ -13,11 +13,11 @@ from engine.device import probe as device_module
 from engine.device import sensors
 from engine.device.dtypes import CANDIDATES, choose, measure_dtypes, pick_dtype, time_products
 from engine.device.probe import Device, find_device, probe_cuda, probe_devices
-from engine.device.sensors import NvidiaCard, Reading, cgroup_limits
+from engine.device.sensors import NvidiaCard, SensorReading, cgroup_limits
 from engine.errors import DeviceError
 
 GIB = 2**30
-CARD = NvidiaCard("GPU-0c2a", "Card of Test", 8 * GIB, Reading(61.0, 120.5, 0.4, 3 * GIB))
+CARD = NvidiaCard("GPU-0c2a", "Card of Test", 8 * GIB, SensorReading(61.0, 120.5, 0.4, 3 * GIB))
 
 
 def test_the_cpu_is_always_there_and_last() -> None:

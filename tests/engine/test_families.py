@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.model.attention import Segment
-from engine.model.ends import Ends, load_ends
+from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.sources.huggingface import open_folder
@@ -28,7 +28,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
 
 
-def load(source: ModelSource) -> tuple[Ends, SpanRunner]:
+def load(source: ModelSource) -> tuple[EmbeddingAndHead, SpanRunner]:
     """The ends and all blocks of a model."""
     return load_ends(source, OPTIONS), load_span(source, 0, source.config.n_blocks, OPTIONS)
 
@@ -70,7 +70,7 @@ def test_any_split_in_spans_gives_the_same_bits(model: ModelSource) -> None:
             assert torch.equal(run(ends, spans, ids), expected), bounds
 
 
-def run(ends: Ends, spans: list[SpanRunner], ids: list[int]) -> Tensor:
+def run(ends: EmbeddingAndHead, spans: list[SpanRunner], ids: list[int]) -> Tensor:
     """Logits of a prefill of `PROMPT` tokens and single steps behind it, through a chain of spans."""
     leases = [span.open() for span in spans]
     outputs = []
@@ -97,7 +97,7 @@ def test_a_batch_gives_each_session_what_it_gets_alone(model: ModelSource) -> No
             assert_close(logits[row], alone[row][step])
 
 
-def run_alone(ends: Ends, span: SpanRunner, sequence: list[int], length: int) -> Tensor:
+def run_alone(ends: EmbeddingAndHead, span: SpanRunner, sequence: list[int], length: int) -> Tensor:
     """Logits of the tokens behind the first `length`, one session by itself."""
     lease = span.open()
     span.step(ends.embed(sequence[:length]), [Segment(lease, 0, length)])

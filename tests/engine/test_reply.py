@@ -88,7 +88,7 @@ def test_a_local_reply_is_repeatable_and_frees_its_cache(tiny: LocalModel) -> No
     texts = ["".join(reply) for reply in replies]
     assert texts[0] == texts[1]
     assert replies[0].writer.token_ids == replies[1].writer.token_ids
-    assert replies[0].figures is not None
+    assert replies[0].stats is not None
     assert tiny.span.pool.free_tokens == tiny.span.pool.total_tokens
 
 

@@ -23,7 +23,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from p2p.channel.noise import NOISE_ID, NoiseTransport, security_options
 from p2p.channel.noise_session import NoiseSession
 from p2p.channel.yamux import YamuxConnection
-from p2p.channel.yamux_wire import Frame, FrameParser, pack_header
+from p2p.channel.yamux_wire import FrameParser, YamuxFrame, pack_header
 
 
 class MemoryBytes(ReadWriteCloser):
@@ -137,7 +137,7 @@ class Hostile:
     async def send(self, kind: int, flags: int, stream_id: int, length: int, body: bytes = b"") -> None:
         await self.session.write(pack_header(kind, flags, stream_id, length) + body)
 
-    async def receive(self) -> list[Frame]:
+    async def receive(self) -> list[YamuxFrame]:
         return list(self._parser.feed(await self.session.receive()))
 
 

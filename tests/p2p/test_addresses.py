@@ -20,7 +20,7 @@ from p2p.addresses import (
     parse_known,
     scope_of,
 )
-from p2p.discovery.known_peers import MAX_REMEMBERED, Remembered, load_peers, merge, save_peers
+from p2p.discovery.known_peers import MAX_REMEMBERED, KnownPeer, load_peers, merge, save_peers
 from p2p.host.address_book import AddressBook
 from p2p.identity import peer_id_of
 
@@ -154,13 +154,13 @@ def test_the_book_is_bounded_and_keeps_who_was_reached() -> None:
 def test_remembered_peers_come_back(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     assert load_peers(path) == []
-    entry = Remembered(PEER, (Address("ip4", "10.0.0.1", 1, PEER),), 1000.0)
+    entry = KnownPeer(PEER, (Address("ip4", "10.0.0.1", 1, PEER),), 1000.0)
     save_peers(path, [entry])
     assert load_peers(path) == [entry]
-    newer = Remembered(PEER, (Address("ip4", "10.0.0.2", 1, PEER),), 2000.0)
+    newer = KnownPeer(PEER, (Address("ip4", "10.0.0.2", 1, PEER),), 2000.0)
     assert merge([entry], [newer]) == [newer]
     assert merge([newer], [entry]) == [newer]
-    crowd = [Remembered(peer_id_of(n.to_bytes(32)), (), float(n)) for n in range(1000)]
+    crowd = [KnownPeer(peer_id_of(n.to_bytes(32)), (), float(n)) for n in range(1000)]
     save_peers(path, crowd)
     assert [e.seen_at for e in load_peers(path)] == [float(n) for n in range(999, 999 - MAX_REMEMBERED, -1)]
 

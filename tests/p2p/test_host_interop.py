@@ -11,7 +11,7 @@ from p2p.channel import multistream
 from p2p.channel.upgrade import channel_of
 from p2p.host.address_book import AddressBook
 from p2p.host.host import Host, HostConfig
-from p2p.host.identify import IDENTIFY, PING, Courtesies
+from p2p.host.identify import IDENTIFY, PING, StandardProtocols
 from p2p.host.protobuf import address_from_bytes, receive_message
 from p2p.identity import Identity
 from tests.p2p.nodes import GENEROUS, LOOPBACK
@@ -29,7 +29,7 @@ SIZES = [1, 1000, 300_000]
 def our_host() -> Host:
     identity = Identity.generate()
     host = Host(identity, channel_of(identity), HostConfig(LOOPBACK, limits=GENEROUS), AddressBook())
-    Courtesies(host, identity)
+    StandardProtocols(host, identity)
     host.handle(ECHO, echo)
     return host
 

@@ -22,7 +22,7 @@ from p2p.channel.yamux_flow import UnreadBytes, WindowBudget
 from p2p.channel.yamux_wire import SYN, WINDOW_UPDATE, pack_header
 from p2p.dht.directory import Directory
 from p2p.dht.wire import Answer, Contact
-from p2p.discovery.known_peers import MAX_UNREACHED, Remembered, load_peers, merge, save_peers
+from p2p.discovery.known_peers import MAX_UNREACHED, KnownPeer, load_peers, merge, save_peers
 from p2p.discovery.seeker import Seeker
 from p2p.errors import HandshakeError, ProtocolError
 from p2p.host.address_book import AddressBook
@@ -170,18 +170,18 @@ async def test_unread_bytes_are_counted_exactly_once() -> None:
 
 
 def test_strangers_cannot_push_remembered_peers_out(tmp_path: Path) -> None:
-    home = [Remembered(peer(number), (PLACE,), 1000.0) for number in range(1, 201)]
+    home = [KnownPeer(peer(number), (PLACE,), 1000.0) for number in range(1, 201)]
     crowd = home
     for wave in range(10):
         strangers = [
-            Remembered(peer(10_000 + 1000 * wave + n), (PLACE,), 2000.0 + wave, reached=False) for n in range(150)
+            KnownPeer(peer(10_000 + 1000 * wave + n), (PLACE,), 2000.0 + wave, reached=False) for n in range(150)
         ]
         crowd = merge(crowd, strangers)
     save_peers(tmp_path / "peers.json", crowd)
     kept = load_peers(tmp_path / "peers.json")
     assert sum(entry.reached for entry in kept) == 150
     assert sum(not entry.reached for entry in kept) == MAX_UNREACHED
-    again = merge(kept, [Remembered(kept[0].peer, (PLACE,), 3000.0, reached=True)])
+    again = merge(kept, [KnownPeer(kept[0].peer, (PLACE,), 3000.0, reached=True)])
     assert again[0].reached
 
 

@@ -16,7 +16,7 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from app.core.span import Span
-from app.membership import Swarm, wire
+from app.membership import Membership, wire
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
     ANNOUNCEMENT_LIFETIME_MS,
@@ -56,7 +56,7 @@ class Member:
 
     identity: Identity
     network: Libp2pNetwork
-    swarm: Swarm
+    swarm: Membership
 
     @property
     def peer(self) -> str:
@@ -82,7 +82,7 @@ async def join(nursery: trio.Nursery, record: SwarmRecord, others: list[Member])
     identity = Identity.generate()
     network = make_network(identity=identity)
     await nursery.start(network.run)
-    swarm = Swarm(network, identity, record, N_BLOCKS)
+    swarm = Membership(network, identity, record, N_BLOCKS)
     for other in others:
         network.learn(other.peer, other.network.addresses())
     swarm.join_via([other.peer for other in others])

@@ -17,9 +17,9 @@ from p2p.channel.yamux_flow import (
     MAX_CONTROL_BYTES,
     MAX_PONGS,
     MAX_WINDOW_BYTES,
-    Outbox,
     ReceiveHalf,
     SendHalf,
+    SendQueue,
     WindowBudget,
 )
 from p2p.channel.yamux_table import IDLE_FRAMES, IDLE_FRAMES_PER_S
@@ -33,8 +33,8 @@ from p2p.channel.yamux_wire import (
     PING,
     SYN,
     WINDOW_UPDATE,
-    Frame,
     FrameParser,
+    YamuxFrame,
     pack_header,
 )
 from p2p.errors import ProtocolError
@@ -52,7 +52,7 @@ def test_frames_survive_any_cutting(sent: list[tuple[int, int, int, bytes]], siz
     wire = b""
     for kind, flags, stream_id, body in sent:
         wire += pack_header(kind, flags, stream_id, len(body)) + (body if kind == DATA else b"")
-    parser, seen = FrameParser(), list[Frame]()
+    parser, seen = FrameParser(), list[YamuxFrame]()
     for size in [*sizes, len(wire)]:
         for frame in parser.feed(wire[:size]):
             if frame.length == 0 and frame.body:  # the rest of a body
@@ -60,7 +60,7 @@ def test_frames_survive_any_cutting(sent: list[tuple[int, int, int, bytes]], siz
                 frame = begun._replace(flags=begun.flags | frame.flags, body=begun.body + frame.body)
             seen.append(frame)
         wire = wire[size:]
-    assert seen == [Frame(k, f, s, len(body), body if k == DATA else b"") for k, f, s, body in sent]
+    assert seen == [YamuxFrame(k, f, s, len(body), body if k == DATA else b"") for k, f, s, body in sent]
 
 
 @given(pieces=st.lists(st.binary(max_size=60), max_size=10))
@@ -206,14 +206,14 @@ def _loaded(stream_id: int, size: int, priority: int, window: int = 1 << 30) -> 
     return half
 
 
-def _order(outbox: Outbox, limit: int = BATCH_BYTES) -> list[tuple[int, int]]:
+def _order(outbox: SendQueue, limit: int = BATCH_BYTES) -> list[tuple[int, int]]:
     """The streams and sizes of the DATA frames of one batch."""
     frames = FrameParser().feed(b"".join(outbox.take(limit)))
     return [(frame.stream_id, frame.length) for frame in frames if frame.kind == DATA]
 
 
 def test_what_is_urgent_overtakes_between_batches() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     outbox.offer(_loaded(1, 1 << 20, priority=3))
     assert _order(outbox) == [(1, BATCH_BYTES)]
     outbox.offer(_loaded(3, 100, priority=1))
@@ -221,7 +221,7 @@ def test_what_is_urgent_overtakes_between_batches() -> None:
 
 
 def test_streams_of_one_priority_take_turns() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     for stream_id in (1, 3):
         outbox.offer(_loaded(stream_id, 10 * FRAME_BYTES, priority=2))
     streams = [stream for _ in range(4) for stream, _ in _order(outbox)]
@@ -230,7 +230,7 @@ def test_streams_of_one_priority_take_turns() -> None:
 
 
 def test_a_stream_without_credit_waits_and_comes_back() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     half = _loaded(1, 100, priority=0, window=40)
     outbox.offer(half)
     assert _order(outbox) == [(1, 40)]
@@ -242,7 +242,7 @@ def test_a_stream_without_credit_waits_and_comes_back() -> None:
 
 
 def test_a_cancelled_write_leaves_nothing_behind() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     half = _loaded(1, 100, priority=0)
     outbox.offer(half)
     half.unload()
@@ -251,7 +251,7 @@ def test_a_cancelled_write_leaves_nothing_behind() -> None:
 
 
 def test_answers_are_bounded() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     for number in range(10_000):
         outbox.pong(number)
     assert sum(len(part) for part in outbox.take()) == MAX_PONGS * HEADER_BYTES

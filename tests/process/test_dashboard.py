@@ -16,7 +16,7 @@ from textual import events
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from app.cli.dashboard import HomeDoor
+from app.cli.dashboard import HomeConnector
 from tests.process.node_process import LOOPBACK, PATIENCE_S, Place, Serving
 from tests.ui.rendering import text_of_screen
 from ui.app import Dashboard
@@ -63,7 +63,7 @@ def two_nodes(tmp_path: Path) -> Iterator[Pond]:
 
 
 @pytest.fixture
-def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeDoor]:
+def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeConnector]:
     """The way to a node that the dashboard starts; it is ended at the end."""
     folder = tmp_path / "home"
     folder.mkdir()
@@ -73,7 +73,7 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeDoor]:
     kept = Conversations(folder)
     kept.choose("sampling", asdict(Sampling(temperature=0.0, max_tokens=16)))
     kept.close()
-    door = HomeDoor(folder)
+    door = HomeConnector(folder)
     yield door
     if door.process is not None:
         door.process.terminate()
@@ -81,7 +81,7 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeDoor]:
 
 
 @pytest.mark.timeout(400)
-def test_from_the_first_run_to_leaving(door: HomeDoor, two_nodes: Pond, tmp_path: Path) -> None:
+def test_from_the_first_run_to_leaving(door: HomeConnector, two_nodes: Pond, tmp_path: Path) -> None:
     inherited = os.open(tmp_path / "inherited", os.O_RDWR | os.O_CREAT)
     os.set_inheritable(inherited, True)
 
@@ -214,7 +214,7 @@ def test_a_node_that_dies_is_missed_and_found_again(tmp_path: Path) -> None:
     async def live() -> None:
         with Serving(place, "--discovery=invite") as node:
             node.ready()
-            app = Dashboard(HomeDoor(place.home), folder=place.home)
+            app = Dashboard(HomeConnector(place.home), folder=place.home)
             async with app.run_test(size=SIZE) as pilot:
                 await until(pilot, lambda: "○ client" in text_of_screen(app), "the node is seen")
                 node.end(signal.SIGKILL)

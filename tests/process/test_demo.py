@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.cli.demo import Stage
+from app.cli.demo import DemoOutput
 from app.cli.demo_swarm import Place as DemoPlace
 from app.cli.demo_swarm import choose_asker
 from tests.process.node_process import Place
@@ -29,7 +29,7 @@ def test_the_asker_can_spare_either_of_the_others(spans: tuple[tuple[int, int], 
 
 
 def test_the_map_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    Stage(quiet=False).show_map(places((0, 2), (1, 3)), 3, asker=1)
+    DemoOutput(quiet=False).show_map(places((0, 2), (1, 3)), 3, asker=1)
     lines = capsys.readouterr().out.splitlines()
     assert "\x1b" not in "".join(lines)
     assert lines[2].endswith("blocks 0:2  asks")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from app.core.span import Span
-from app.hosting.placement import Candidate, Due, decide, due
+from app.hosting.placement import Candidate, MoveTimer, decide, due
 from app.swarm.coverage import COMING
 from app.swarm.records import Announcement
 from tests.sim.judge import Judge, Verdict
@@ -37,7 +37,7 @@ class Node:
     settled_at: float = 0.0
     busy: bool = True  # joining, moving or leaving: it does not think about places
     thinks_at: float = -1.0
-    due: Due | None = None
+    due: MoveTimer | None = None
     leaving: bool = False
 
 

@@ -11,7 +11,7 @@ from statistics import mean
 from app.core.span import Span
 from app.routing.cost import HOP_S, block_seconds
 from app.routing.estimates import link_seconds, route_neighbours
-from app.routing.route import Demand, LinkSeconds, NoRoute, Route
+from app.routing.route import LinkSeconds, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import Announcement, tail
 from tests.sim.model import Model
@@ -44,7 +44,7 @@ class RouteSamples:
 
     def _ask(self, model: Model, asker: str) -> None:
         self.asked += 1
-        demand = Demand(Span(0, model.world.n_blocks), 256)
+        demand = RouteRequest(Span(0, model.world.n_blocks), 256)
 
         def true_link_s(a: str, b: str) -> float:
             return model.nodes[a or asker].spec.link_s(model.nodes[b or asker].spec)

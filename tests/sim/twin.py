@@ -15,9 +15,9 @@ import trio
 
 from app.core.reasons import Reason
 from app.core.span import Span
-from app.hosting.block_host import Hosting, HostingWish, Say
+from app.hosting.block_host import BlockHost, HostingOptions, Say
 from app.hosting.placement import Move
-from app.membership import Swarm, SwarmSetup, Tempo
+from app.membership import Membership, MembershipSetup, Timing
 from app.snapshot.views import State
 from engine.benchmark import Throughput
 from engine.budget import BlockBudget
@@ -32,12 +32,12 @@ PLAN_S = 1.0
 KV_TOKENS = 100_000
 
 
-class SimHosting(Hosting):
+class SimHosting(BlockHost):
     """Real hosting but for its device: when and where to move, and what the others hear of it, is the app's."""
 
-    def __init__(self, network: MemoryNode, swarm: Swarm, spec: NodeSpec, say: Say) -> None:
+    def __init__(self, network: MemoryNode, swarm: Membership, spec: NodeSpec, say: Say) -> None:
         nothing: Any = None  # no weights are read
-        super().__init__(network, swarm, nothing, HostingWish(), say)
+        super().__init__(network, swarm, nothing, HostingOptions(), say)
         self._spec = spec
 
     async def _make_plan(self) -> HostingPlan:
@@ -67,8 +67,8 @@ class TwinNode:
 
     spec: NodeSpec
     network: MemoryNode
-    swarm: Swarm
-    hosting: Hosting | None = None
+    swarm: Membership
+    hosting: BlockHost | None = None
     serving: Span | None = None
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
@@ -101,8 +101,8 @@ class Twin:
     def _join(self, fabric: MemoryFabric, nursery: trio.Nursery, spec: NodeSpec) -> None:
         who = identity(spec.number)
         network = fabric.node(who.peer_id)
-        setup = SwarmSetup(wall_clock=wall_clock, rng=random.Random(spec.number), tempo=Tempo())
-        swarm = Swarm(network, who, RECORD, self.world.n_blocks, setup)
+        setup = MembershipSetup(wall_clock=wall_clock, rng=random.Random(spec.number), timing=Timing())
+        swarm = Membership(network, who, RECORD, self.world.n_blocks, setup)
         if self.nodes:
             known = self._rng.sample(list(self.nodes.values()), min(3, len(self.nodes)))
             swarm.join_via([node.network.peer_id for node in known])

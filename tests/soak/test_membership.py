@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.span import Span
-from app.membership import Swarm, Tempo
+from app.membership import Membership, Timing
 from p2p.memory.fabric import DirectoryProfile, LinkProfile
 from tests.app.membership.test_scale import (
     MAX_LINKS,
@@ -42,10 +42,12 @@ def kept_bytes(roots: Iterable[object], besides: set[int]) -> int:
     return total
 
 
-def table_bytes(swarm: Swarm) -> int:
+def table_bytes(swarm: Membership) -> int:
     """What a membership keeps of the others."""
-    watch = swarm._prober._watch
-    return kept_bytes([swarm.table, swarm._talk.rumours, swarm._talk._news, swarm._talk._changes, watch], set())
+    watch = swarm._detector._watch
+    return kept_bytes(
+        [swarm.table, swarm._exchange.gossip_queue, swarm._exchange._news, swarm._exchange._changes, watch], set()
+    )
 
 
 @pytest.mark.timeout(600)
@@ -92,7 +94,7 @@ async def test_an_hour_of_churn(autojump_clock: MockClock, record_property: Reco
     """Nodes come, crash, leave, freeze and move for an hour; whoever is there is known to nearly everybody."""
     rng = random.Random(7)
     link = LinkProfile(delay_s=0.03, jitter_s=0.03, loss=0.0005)
-    async with open_sim(link=link, directory=DirectoryProfile(loss=0.1), tempo=Tempo(period_s=4.0)) as sim:
+    async with open_sim(link=link, directory=DirectoryProfile(loss=0.1), timing=Timing(period_s=4.0)) as sim:
         alive: list[SimNode] = await sim.grow(40)
         frozen: list[SimNode] = []
         number, checked, wrong = 40, 0, 0

@@ -21,7 +21,7 @@ from app.snapshot.views import (
     SwarmView,
     WeightsView,
 )
-from ui.state.store import Link, Store
+from ui.state.store import ConnectionState, Store
 
 GB = 10**9
 ME = "12D3KooWMe"
@@ -250,9 +250,9 @@ def fill(store: Store, name: str) -> None:
         store.note({"number": number, "at_ms": 1_700_000_000_000 + number * 61_000, "kind": kind, "text": text})
     snapshot = SNAPSHOTS[name]
     if snapshot is None:
-        store.connected(Link("away", "the node has ended", store.now() + 4.0))
+        store.connected(ConnectionState("away", "the node has ended", store.now() + 4.0))
         return
-    store.connected(Link("live", url=snapshot.api_url))
+    store.connected(ConnectionState("live", url=snapshot.api_url))
     store.take(snapshot)
     for second in range(120):
         store.sample()

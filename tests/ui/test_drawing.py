@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import HopView, PeerView, RouteView, Snapshot, StepView
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
@@ -22,7 +22,7 @@ from ui.draw.state_line import pill, state_row
 from ui.screens.invite import qr_rows
 from ui.screens.settings import SettingView, value_text
 from ui.state.coverage import coverage_of
-from ui.state.store import Link
+from ui.state.store import ConnectionState
 
 NAMES = {peer.peer: peer.name for peer in PEERS}
 
@@ -48,17 +48,17 @@ def test_figures_are_short() -> None:
 
 @given(st.text(), st.integers(0, 40))
 def test_a_cell_has_its_width_whatever_is_written(text: str, width: int) -> None:
-    assert width_of([(cell(clean(text), width), "")]) == width
+    assert width_of([(cell(one_line(text), width), "")]) == width
 
 
 @given(st.lists(st.text(max_size=20), max_size=6), st.integers(0, 40))
 def test_a_fitted_row_is_never_too_wide(texts: list[str], width: int) -> None:
-    assert width_of(fit([(clean(text), "") for text in texts], width)) <= width
+    assert width_of(fit([(one_line(text), "") for text in texts], width)) <= width
 
 
 @given(st.text())
 def test_nothing_commands_the_terminal(text: str) -> None:
-    assert all(character.isprintable() for character in clean(text))
+    assert all(character.isprintable() for character in one_line(text))
 
 
 def test_cut_text_says_so() -> None:
@@ -162,20 +162,20 @@ def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
 def test_the_state_is_never_without_its_reason() -> None:
     for state in ("starting", "idle", "joining", "fetching", "loading", "serving", "client", "paused", "draining"):
         bare = Snapshot(ME, state, "", "")
-        words, _ = pill(Link("live"), bare, 0.0)
-        line = text_of(state_row(Link("live"), bare, 0.0, wide=True))
+        words, _ = pill(ConnectionState("live"), bare, 0.0)
+        line = text_of(state_row(ConnectionState("live"), bare, 0.0, wide=True))
         assert len(line.replace(words, "").strip()) > 5, state
 
 
 def test_a_node_that_is_away_is_said_to_be_tried_again() -> None:
-    assert pill(Link("away", "x", retry_at=104.0), HEALTHY, 100.2)[0] == "× node away, retry in 4 s"
-    assert pill(Link("away", "x", retry_at=90.0), None, 100.0)[0] == "× node away, retry in 0 s"
+    assert pill(ConnectionState("away", "x", retry_at=104.0), HEALTHY, 100.2)[0] == "× node away, retry in 4 s"
+    assert pill(ConnectionState("away", "x", retry_at=90.0), None, 100.0)[0] == "× node away, retry in 0 s"
 
 
 def test_loading_says_how_far_it_is() -> None:
     step = StepView("load", "load", "running", "", 5, 12, 41.0)
     loading = replace(EMPTY, state="loading", steps=(step,))
-    assert pill(Link("live"), loading, 0.0)[0] == "◐ loading 5/12, 41 s"
+    assert pill(ConnectionState("live"), loading, 0.0)[0] == "◐ loading 5/12, 41 s"
     assert "5 of 12" in text_of(step_rows((step,), 100)[0])
 
 

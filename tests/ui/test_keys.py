@@ -22,10 +22,10 @@ from tests.ui.rendering import StillDashboard, settle, text_of_screen
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
-from ui.screens.invite import Guests
+from ui.screens.invite import GuestList
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.store import Store
-from ui.widgets.footer import Key, fitting
+from ui.widgets.footer import FooterKey, fitting
 
 GB = 10**9
 PATIENCE_S = 20.0
@@ -262,7 +262,7 @@ def test_a_choice_says_all_that_is_known(offer: OfferView, words: list[str]) -> 
 def test_guests_are_followed_from_their_knock_to_their_end() -> None:
     old, new = PEERS[0], PeerView("12D3KooWguest1", "guest")
     base = replace(HEALTHY, peers=(old,), network=NetworkView(strangers=("12D3KooWbystander",)))
-    guests = Guests(base)
+    guests = GuestList(base)
     knocking = replace(base, network=NetworkView(strangers=("12D3KooWbystander", new.peer)))
 
     def told(known: Snapshot) -> list[str]:
@@ -284,7 +284,10 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
 
 
 def test_keys_that_are_needed_least_give_way_in_a_narrow_window() -> None:
-    keys = [Key(word[0], word[0], word) for word in ("stop", "pause", "invite", "why", "zoom", "jump", "help", "leave")]
+    keys = [
+        FooterKey(word[0], word[0], word)
+        for word in ("stop", "pause", "invite", "why", "zoom", "jump", "help", "leave")
+    ]
     assert [key.words for key in fitting(keys, 200)] == [key.words for key in keys]
     assert [key.words for key in fitting(keys, 42)] == ["stop", "pause", "invite", "help", "leave"]
     assert [key.words for key in fitting(keys, 8)] == ["stop"]

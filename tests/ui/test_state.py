@@ -14,7 +14,7 @@ import pytest
 
 from app.api.client import Client, Event, Hangup
 from app.core.errors import NotRunning
-from app.core.terminal_text import harmless
+from app.core.terminal_text import without_controls
 from app.snapshot.codec import facts
 from app.snapshot.views import SessionView
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
@@ -22,16 +22,16 @@ from ui.draw.reply import done_words, live_row, lost_hops, prompt_of
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
 from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
-from ui.state.follower import Follower, Heard, Note, Told
-from ui.state.reply_stream import Progress, Sampling, sampling_value
-from ui.state.store import GLOW_S, Link, LogRow, Store
+from ui.state.follower import EventNote, Follower, Heard, RawSnapshot
+from ui.state.reply_stream import ReplyProgress, Sampling, sampling_value
+from ui.state.store import GLOW_S, ConnectionState, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------
 
 
 def live_store(clock: Clock) -> Store:
     store = Store(clock)
-    store.connected(Link("live"))
+    store.connected(ConnectionState("live"))
     store.take(HEALTHY)
     return store
 
@@ -39,7 +39,7 @@ def live_store(clock: Clock) -> Store:
 def test_what_the_node_last_said_is_not_shown_as_true_while_it_is_away() -> None:
     store = live_store(Clock())
     store.sample()
-    store.connected(Link("away", "the node has ended"))
+    store.connected(ConnectionState("away", "the node has ended"))
     store.sample()
     assert store.snapshot is None
     assert list(store.served) == [28.4, None]
@@ -131,8 +131,8 @@ def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:
         follower.hurry()
     follower.close()
     assert door.started == 1
-    assert [type(item) for item in told] == [Link, Link, Note, Told, Link]
-    links = [item for item in told if isinstance(item, Link)]
+    assert [type(item) for item in told] == [ConnectionState, ConnectionState, EventNote, RawSnapshot, ConnectionState]
+    links = [item for item in told if isinstance(item, ConnectionState)]
     assert [link.kind for link in links] == ["away", "live", "away"]
     assert (links[0].text, links[2].text) == ("no node runs", "the node has ended")
 
@@ -177,11 +177,11 @@ def test_a_prompt_is_shown_where_it_can_only_be_this_one() -> None:
     assert prompt_of(alone) == (128, 512)
     assert prompt_of(replace(HEALTHY, active_sessions=(mine, replace(other, prompt_done=3)))) is None
     assert (prompt_of(replace(HEALTHY, active_sessions=(other,))), prompt_of(None)) == (None, None)
-    assert "prompt 128 of 512 tokens" in text_of(live_row(Progress(10.0), prompt_of(alone), 12.0, ""))
+    assert "prompt 128 of 512 tokens" in text_of(live_row(ReplyProgress(10.0), prompt_of(alone), 12.0, ""))
 
 
 def test_a_reply_counts_its_tokens() -> None:
-    progress = Progress(10.0)
+    progress = ReplyProgress(10.0)
     for tick in range(5):
         assert progress.take({"text": "a\x1b[2J\n"}, 11.0 + tick / 4) == "a[2J\n"
     assert progress.tokens == 5
@@ -214,7 +214,7 @@ def test_a_request_is_as_the_api_takes_it() -> None:
     request = Sampling(seed=7, system="be brief").request([{"role": "user", "content": "hi"}])
     assert request["messages"][0] == {"role": "system", "content": "be brief"}
     assert (request["seed"], "system" in request) == (7, False)
-    assert harmless("a\tb\n\x07") == "a\tb\n"
+    assert without_controls("a\tb\n\x07") == "a\tb\n"
 
 
 def test_logs_are_found_by_level_and_text() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered
 from ui.draw.numbers import count, duration, gigabytes, size
 from ui.draw.rows import Row, fit, row
 from ui.draw.state_line import pill, running_step
-from ui.state.store import Link
+from ui.state.store import ConnectionState
 
 STEP_BYTES = 500 * 10**6
 _AROUND = 12  # rows of the page besides those of its step
@@ -66,7 +66,7 @@ class FirstState:
         if self.create is not None:
             name, model = self.create
             return f"{name}, a swarm of {model}"
-        return clean(self.target if not self.target.startswith("shoal:") else "by invite")
+        return one_line(self.target if not self.target.startswith("shoal:") else "by invite")
 
 
 def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
@@ -98,9 +98,9 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
                 [],
             ]
     if state.problem:
-        rows += [row((f"× {clean(state.problem)}", "error")), []]
+        rows += [row((f"× {one_line(state.problem)}", "error")), []]
     if state.busy:
-        rows += [row(("◐ ", "primary"), clean(state.busy)), []]
+        rows += [row(("◐ ", "primary"), one_line(state.busy)), []]
     rows += [[]] if rows[-1] else []
     keys = "q leave, the node stays" if state.step == 0 else "esc back · q leave, the node stays"
     return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
@@ -110,7 +110,7 @@ def _machine(known: Snapshot | None, state: FirstState) -> list[Row]:
     device, disk = state.device(known), state.prospects.disk_free_bytes
     if known is None:
         return [row(("◐", "primary"), (" the node is coming up", "dim"))]
-    told = [clean(device.name) or device.id] if device is not None else [clean(known.device or "")]
+    told = [one_line(device.name) or device.id] if device is not None else [one_line(known.device or "")]
     if device is not None and device.memory_total_bytes:
         told.append(f"{gigabytes(device.memory_total_bytes)} GB")
         told.append(f"{gigabytes(device.memory_free_bytes)} GB free")
@@ -136,7 +136,7 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
         told = state.trouble or waiting
         sign = ("×", "warning") if state.trouble else ("◐", "primary")
         rest = choice_rows(0, OfferView(STARTER), width) if state.trouble else []
-        return [row("   ", sign, (f" {clean(told)}", "dim")), *rest, [], *keys]
+        return [row("   ", sign, (f" {one_line(told)}", "dim")), *rest, [], *keys]
     rows: list[Row] = []
     room = height - len(keys) - 1
     for index, offer in state.choices.items():
@@ -193,12 +193,12 @@ def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -
         told = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
         left = f" · {duration(step.seconds_left)} left" if step.seconds_left is not None else ""
         gauge = bar(step.done / step.total, 30, "primary")
-        rows.append(row(f"   {clean(step.title):<9} ", *gauge, f"  {told}", (left, "dim")))
+        rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {told}", (left, "dim")))
     elif known is not None:
-        words = pill(Link("live"), known, 0.0)[0]
-        rows.append(row("   ", words, (f"  {clean(known.reason)}", "dim")))
+        words = pill(ConnectionState("live"), known, 0.0)[0]
+        rows.append(row("   ", words, (f"  {one_line(known.reason)}", "dim")))
     blocks = f" · {count(known.blocks_total)} blocks" if known is not None and known.blocks_total else ""
-    rows += [row("   ", (f"{clean(known.model)}{blocks}", "dim"))] if known is not None and known.model else []
+    rows += [row("   ", (f"{one_line(known.model)}{blocks}", "dim"))] if known is not None and known.model else []
     question = state.typed or HELLO
     return [
         *rows,

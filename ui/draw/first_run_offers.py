@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import FitView, OfferView, ProspectsView
 from ui.draw.numbers import plural, rate, size
 from ui.draw.rows import UNKNOWN, Row, row, width_of
@@ -43,17 +43,17 @@ def choice_rows(index: int, offer: OfferView, width: int) -> list[Row]:
 
 
 def _title(offer: OfferView) -> Row:
-    name = clean(offer.target)
+    name = one_line(offer.target)
     if offer.target == STARTER:
         return row(("Begin with the small starter model; others can join you", "b"))
     if offer.nearby:
         return row((f"Join {name}", "b"), (f"   {_FOUND.get(offer.nearby, '')}", "success"))
-    return row((f"Go back to {name}", "b"), (f" · {clean(offer.model)}" if offer.model else "", "dim"))
+    return row((f"Go back to {name}", "b"), (f" · {one_line(offer.model)}" if offer.model else "", "dim"))
 
 
 def _about(offer: OfferView, width: int) -> list[Row]:
     if offer.target == STARTER:
-        model = clean(offer.model) or "a small model"
+        model = one_line(offer.model) or "a small model"
         return [row((f"{model} · {fetch_words(offer)} · {fit_words(offer.fit)}", "dim"), *_speed(offer, " · "))]
     fits = row((f"{fetch_words(offer)} · {fit_words(offer.fit)}", "dim"))
     alone = _speed(offer, "alone ")
@@ -62,7 +62,7 @@ def _about(offer: OfferView, width: int) -> list[Row]:
     if not offer.nearby:
         return means
     members = plural(offer.members, "member") if offer.members is not None else f"{UNKNOWN} members"
-    model = clean(offer.model) or "its model is not known yet"
+    model = one_line(offer.model) or "its model is not known yet"
     return [
         row(f"{model} · {members}", *_there(offer)),
         *means,

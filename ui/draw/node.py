@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
 from ui.draw.bars import Samples, bar, spark
 from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
@@ -42,7 +42,9 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
         _memory(device, room),
         _memory_legend(device),
         _compute(device, snapshot, room),
-        _gauge("heat", device.temperature_c if device else None, 100.0, "°C", clean(heat.text) if heat else "", room),
+        _gauge(
+            "heat", device.temperature_c if device else None, 100.0, "°C", one_line(heat.text) if heat else "", room
+        ),
         _power(device),
         _speed(snapshot),
         *(courtesy_rows(snapshot.courtesy, width) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
@@ -138,16 +140,16 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
     line = labelled("pauses", ("if", "dim"))
     for number, rule in enumerate(rules):
         sign = ("●", "warning") if rule.applies else ("○", "success")
-        part = row(" ", sign, f" {RULES.get(rule.code, clean(rule.label))}")
+        part = row(" ", sign, f" {RULES.get(rule.code, one_line(rule.label))}")
         more = f" +{len(rules) - number}"
         if width_of(line) + width_of(part) + (len(more) if number < len(rules) - 1 else 0) > width:
             line += row((more, "dim"))
             break
         line += part
-    applies = [clean(rule.text or rule.label) for rule in rules if rule.applies]
+    applies = [one_line(rule.text or rule.label) for rule in rules if rule.applies]
     told = ", ".join(applies) if applies else "none applies now"
     said = labelled("", (told, "warning" if applies else "dim"))
-    after = row((f" · {clean(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
+    after = row((f" · {one_line(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
     return [line, [*said, *after] if width_of(said) + width_of(after) <= width else said]
 
 
@@ -173,7 +175,7 @@ def session_rows(
     shown = sessions if len(sessions) < height else sessions[: max(0, height - 2)]
     for session in shown:
         is_own = session.role == "asking" or session.asker == snapshot.peer_id
-        name = "you" if is_own else clean(name_of(session.asker))
+        name = "you" if is_own else one_line(name_of(session.asker))
         figures = f" {count(session.tokens):>7} {clock(session.age_s):>7} {rate(session.tokens_per_s or None):>5}"
         line = row((cell(name, name_width), "mine" if is_own else ""), figures)
         line += row((f" ↻{session.recoveries}" if session.recoveries else "   ", "warning"))
@@ -229,7 +231,7 @@ def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
     if weights.given_bytes:
         rows.append(labelled("gave", size(weights.given_bytes), (" to peers", "dim")))
     if weights.giving:
-        rows.append(labelled("giving", ", ".join(clean(peer)[-6:] for peer in weights.giving[:4])))
+        rows.append(labelled("giving", ", ".join(one_line(peer)[-6:] for peer in weights.giving[:4])))
     if weights.cache_bytes:
         cap = f" of {size(weights.cache_limit_bytes)}" if weights.cache_limit_bytes is not None else ""
         rows.append(labelled("cache", size(weights.cache_bytes), (f"{cap} on disk", "dim")))
@@ -250,7 +252,7 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
     for step in steps:
         sign, style = _STEP_SIGNS.get(step.state, ("?", "dim"))
         name = (
-            cell(clean(step.title), 18),
+            cell(one_line(step.title), 18),
             "b" if step.state == "running" else "dim" if step.state == "pending" else "",
         )
         line = row((f"{sign} ", style), name)
@@ -259,7 +261,7 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
         if step.seconds_left is not None and step.state == "running":
             line += row((f" · {duration(step.seconds_left)} left", "dim"))
         if step.detail:
-            line += row((f" {clean(step.detail)}", "error" if step.state == "failed" else "dim"))
+            line += row((f" {one_line(step.detail)}", "error" if step.state == "failed" else "dim"))
         rows.append(fit(line, width))
     return rows
 

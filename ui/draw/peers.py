@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from app.core.terminal_text import clean, short_peer
+from app.core.terminal_text import one_line, short_peer
 from app.snapshot.views import PeerView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.numbers import known_rate, milliseconds
 from ui.draw.rows import UNKNOWN, Row, cell, row
 from ui.state.coverage import Coverage
-from ui.state.store import Change
+from ui.state.store import PeerChange
 
 _MAP = 20
 _SIGNS = {"serving": ("●", "success"), "client": ("○", "dim"), "paused": ("‖", "warning")}
@@ -45,7 +45,7 @@ def columns_for(width: int, names: Sequence[str]) -> Columns:
     return Columns(peer, device, with_map, with_bar, room >= 7)
 
 
-def table_peers(snapshot: Snapshot | None, changes: Mapping[str, Change]) -> list[PeerView]:
+def table_peers(snapshot: Snapshot | None, changes: Mapping[str, PeerChange]) -> list[PeerView]:
     """Every member, this node among them, and those that have just gone."""
     if snapshot is None:
         return []
@@ -130,7 +130,7 @@ def look_of(snapshot: Snapshot, cover: Coverage | None) -> TableLook:
     return TableLook(snapshot.peer_id, snapshot.blocks_total, max(fastest, snapshot.tokens_per_s), weak)
 
 
-def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: Change | None) -> Row:
+def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: PeerChange | None) -> Row:
     """One peer."""
     is_own = peer.peer == look.own
     tint = "mine" if is_own else "warning" if peer.peer in look.weak_peers else ""
@@ -138,7 +138,7 @@ def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: Change |
     sign, sign_style = _SIGNS.get(peer.state, ("◐", "warning"))
     if change is not None and change.kind == "gone":
         sign, sign_style = "×", "dim"
-    name = clean(peer.name) or short_peer(peer.peer)
+    name = one_line(peer.name) or short_peer(peer.peer)
     span = f"{peer.start}:{peer.stop}" if peer.start is not None else UNKNOWN
     line = row(
         (f"{sign} ", sign_style), (cell(name, columns.peer), f"b {glow or tint}"), " ", (cell(span, 9), glow or tint)
@@ -146,7 +146,7 @@ def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: Change |
     if columns.with_map:
         line += [*_map(peer, look.blocks, tint or "heat3"), ("  ", "")]
     if columns.device:
-        line.append((cell(clean(peer.device) or UNKNOWN, columns.device - 1) + " ", "dim"))
+        line.append((cell(one_line(peer.device) or UNKNOWN, columns.device - 1) + " ", "dim"))
     line.append((cell(known_rate(peer.tokens_per_s), 5, ">") + " ", glow if glow.startswith("s") else ""))
     if columns.with_bar:
         share = peer.tokens_per_s / look.fastest if look.fastest and peer.tokens_per_s else None
@@ -154,10 +154,10 @@ def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: Change |
     time = "·" if is_own else UNKNOWN if peer.rtt_s is None else f"{milliseconds(peer.rtt_s)} ms"
     line.append((cell(time, 6, ">") + "  ", "dim" if is_own or peer.rtt_s is None else ""))
     relayed = peer.link == "relayed"
-    line.append((cell("relay" if relayed else clean(peer.link or UNKNOWN), 9), "warning" if relayed else "dim"))
+    line.append((cell("relay" if relayed else one_line(peer.link or UNKNOWN), 9), "warning" if relayed else "dim"))
     if columns.with_score:
         line.append((cell("" if is_own else f"{peer.score:.2f}", 7), "dim"))
-    state = "gone" if change is not None and change.kind == "gone" else clean(peer.state) or UNKNOWN
+    state = "gone" if change is not None and change.kind == "gone" else one_line(peer.state) or UNKNOWN
     line.append((state, "dim" if state in ("serving", "client", "gone") else "warning"))
     return line
 
@@ -174,14 +174,14 @@ def _map(peer: PeerView, blocks: int | None, style: str) -> Row:
 def peer_facts(peer: PeerView) -> list[tuple[str, str]]:
     """All that is known of one peer, for a person who asks."""
     return [
-        ("name", clean(peer.name) or UNKNOWN),
-        ("peer id", clean(peer.peer)),
-        ("state", clean(peer.state) or UNKNOWN),
-        *([("not used", clean(peer.unused.text))] if peer.unused is not None else []),
+        ("name", one_line(peer.name) or UNKNOWN),
+        ("peer id", one_line(peer.peer)),
+        ("state", one_line(peer.state) or UNKNOWN),
+        *([("not used", one_line(peer.unused.text))] if peer.unused is not None else []),
         ("span", f"{peer.start}:{peer.stop}" if peer.start is not None else UNKNOWN),
-        ("device", clean(peer.device) or UNKNOWN),
+        ("device", one_line(peer.device) or UNKNOWN),
         ("tok/s", f"{known_rate(peer.tokens_per_s)} (told by itself)"),
         ("rtt", f"{milliseconds(peer.rtt_s)} ms (measured here)" if peer.rtt_s is not None else "not measured"),
-        ("link", clean(peer.link or "no connection is open")),
-        ("score", f"{peer.score:.2f}" + (f": {clean(peer.why)}" if peer.why else "")),
+        ("link", one_line(peer.link or "no connection is open")),
+        ("score", f"{peer.score:.2f}" + (f": {one_line(peer.why)}" if peer.why else "")),
     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot
 from ui.draw.numbers import count, duration, fine_rate, plural, rate
 from ui.draw.rows import Row, row
-from ui.state.reply_stream import Progress
+from ui.state.reply_stream import ReplyProgress
 
 NameOf = Callable[[str], str]
 
@@ -21,7 +21,7 @@ def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
     return found[0] if len(found) == 1 else None
 
 
-def live_row(progress: Progress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
+def live_row(progress: ReplyProgress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
     """The line under the transcript while a reply comes."""
     waited = now - progress.began_at
     if progress.tokens == 0:
@@ -41,7 +41,7 @@ def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_
     relays = {peer.peer for peer in snapshot.peers if peer.link == "relayed"} if snapshot is not None else set()
     line = row(("you", "mine"))
     for hop in route:
-        name = clean(name_of(str(hop["peer"])))
+        name = one_line(name_of(str(hop["peer"])))
         arrow = (" ╍▸ ", "warning") if hop["peer"] in relays else (" ─▸ ", "dim")
         line += row(arrow, (name, "mine" if name == "you" else ""))
     return [*line, (" ─▸ ", "dim"), ("you", "mine")]
@@ -79,7 +79,7 @@ def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, 
     gone = [hop for hop in before if hop["peer"] not in new]
     if not gone:
         return ""
-    lost = ", ".join(clean(name_of(str(hop["peer"]))) for hop in gone)
+    lost = ", ".join(one_line(name_of(str(hop["peer"]))) for hop in gone)
     took = [hop for hop in after if hop["peer"] not in old]
-    heirs = ", ".join(f"{clean(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
+    heirs = ", ".join(f"{one_line(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
     return f"{lost} left the way · {heirs or 'the others took over'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import HopView, RouteView
 from ui.draw.numbers import fine_rate, milliseconds, plural
 from ui.draw.rows import UNKNOWN, Row, fit, row, shorten, width_of
@@ -40,7 +40,7 @@ def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
 
     add("ends", "you", route.ends_s)
     for hop in route.hops:
-        name = clean(name_of(hop.peer))
+        name = one_line(name_of(hop.peer))
         add("relay" if hop.link == "relayed" else "link", name, hop.link_s)
         add("queue", name, hop.queue_s)
         add("compute", name, hop.compute_s)
@@ -108,7 +108,7 @@ def _compact(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
 
 
 def _name(hop: HopView, name_of: NameOf) -> str:
-    return clean(name_of(hop.peer))
+    return one_line(name_of(hop.peer))
 
 
 def _compute(hop: HopView) -> str:

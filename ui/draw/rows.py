@@ -1,7 +1,7 @@
 """Rows of styled words: what the drawing functions return and the panels paint.
 
 A span is a text and its style's words, such as `b mine on minebg`; which colour a word means is for `ui.draw.theme`.
-What peers, models and files wrote passes through `clean` before it is drawn.
+What peers, models and files wrote passes through `one_line` before it is drawn.
 """
 
 from __future__ import annotations

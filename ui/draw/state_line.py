@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import ceil
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot, StepView
 from ui.draw.numbers import duration, plural
 from ui.draw.rows import Row, row
-from ui.state.store import Link
+from ui.state.store import ConnectionState
 
 _SIGNS = {
     "serving": ("●", "success"),
@@ -32,7 +32,7 @@ _REASONS = {
 }
 
 
-def pill(link: Link, snapshot: Snapshot | None, now: float) -> tuple[str, str]:
+def pill(link: ConnectionState, snapshot: Snapshot | None, now: float) -> tuple[str, str]:
     """The state in two or three words, and its colour."""
     if link.kind == "starting":
         return "◐ starting", "primary"
@@ -67,29 +67,29 @@ def step_figures(step: StepView) -> str:
     return far + left
 
 
-def reason(link: Link, snapshot: Snapshot | None) -> str:
+def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
     """Why the node is in this state, in the words of whoever decided it."""
     if link.kind != "live":
-        return clean(link.text)
+        return one_line(link.text)
     if snapshot is None:
         return "waiting for its first word"
     told = snapshot.why.text if snapshot.why is not None else snapshot.reason
-    return clean(told) or _REASONS[snapshot.state]
+    return one_line(told) or _REASONS[snapshot.state]
 
 
-def state_row(link: Link, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
+def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
     """The whole line: pill, reason, and where there is room what else matters."""
     words, style = pill(link, snapshot, now)
     line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", reason(link, snapshot))
     if snapshot is None or link.kind != "live":
         return line
     if snapshot.why is not None and snapshot.why.next_step:
-        line.append((f" · {clean(snapshot.why.next_step)}", "secondary"))
+        line.append((f" · {one_line(snapshot.why.next_step)}", "secondary"))
     extra = []
     if snapshot.sessions:
         extra.append(plural(snapshot.sessions, "session"))
     if snapshot.courtesy.next_text:
-        extra.append(clean(snapshot.courtesy.next_text))
+        extra.append(one_line(snapshot.courtesy.next_text))
     if wide and extra:
         line.append((" · " + " · ".join(extra), "dim"))
     return line
@@ -99,4 +99,4 @@ def swarm_label(snapshot: Snapshot | None) -> str:
     """The swarm's name with the beginning of its model's hash."""
     if snapshot is None or not snapshot.swarm:
         return ""
-    return clean(f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}" if snapshot.manifest else snapshot.swarm)
+    return one_line(f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}" if snapshot.manifest else snapshot.swarm)

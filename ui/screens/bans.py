@@ -13,7 +13,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.api.client import Client
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from app.snapshot.views import PeerView
 from ui.node_app import NodeApp
 from ui.widgets.dialogs import Dialog, Question
@@ -41,7 +41,7 @@ def unban(client: Client, entry: str) -> None:
 
 def offer_ban(app: NodeApp, peer: PeerView) -> None:
     """Ban a peer, once the person is sure."""
-    name = clean(peer.name) or peer.peer
+    name = one_line(peer.name) or peer.peer
 
     def answered(sure: bool | None) -> None:
         if sure:
@@ -55,10 +55,10 @@ def offer_unban(app: NodeApp) -> None:
 
     def chosen(entry: str | None) -> None:
         if entry is not None:
-            app.ask(lambda client: unban(client, entry), lambda _: app.say(f"{clean(entry)} may come again"))
+            app.ask(lambda client: unban(client, entry), lambda _: app.say(f"{one_line(entry)} may come again"))
 
     def listed(config: Any) -> None:
-        names = {peer.peer: clean(peer.name) for peer in app.store.snapshot.peers} if app.store.snapshot else {}
+        names = {peer.peer: one_line(peer.name) for peer in app.store.snapshot.peers} if app.store.snapshot else {}
         app.push_screen(BanPicker(denied(config), names), chosen)
 
     app.ask(lambda client: client.get("/api/config"), listed)
@@ -87,7 +87,7 @@ class BanPicker(Dialog[str | None]):
 
     def _words(self, entry: str) -> str:
         name = self._names.get(entry)
-        return f"{name} · {clean(entry)}" if name else clean(entry)
+        return f"{name} · {one_line(entry)}" if name else one_line(entry)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """That one."""

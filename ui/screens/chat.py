@@ -11,12 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.reply import lost_hops, way_row
 from ui.draw.rows import Row, row
 from ui.screens.frame import MainScreen
 from ui.state.conversations import Conversation, Conversations, ConversationsError, Message, export_to
-from ui.state.reply_stream import Piece, Progress, ReplyThread, Sampling
+from ui.state.reply_stream import ReplyPiece, ReplyProgress, ReplyThread, Sampling
 from ui.state.store import Store
 from ui.widgets.ask_box import AskBox, LiveLine
 from ui.widgets.chat_side import ConversationList, SamplingPanel
@@ -104,7 +104,7 @@ class Chat(MainScreen):
         side.sampling = self.sampling
         side.show()
         said = self.query_one(Transcript)
-        title = clean(self._conversation.title) if self._conversation is not None else "new conversation"
+        title = one_line(self._conversation.title) if self._conversation is not None else "new conversation"
         said.border_title = title_of(self.app.theme, row(title))
         last = self._messages[-1].figures if self._messages else {}
         said.border_subtitle = title_of(self.app.theme, self._way(last))
@@ -176,15 +176,15 @@ class Chat(MainScreen):
         self._text, self._route = "", []
         thread = ReplyThread(door.client, self.sampling.request(said), lambda piece: self._hear(thread, piece))
         self._thread = thread
-        self.query_one(LiveLine).progress = Progress(self.store.now())
+        self.query_one(LiveLine).progress = ReplyProgress(self.store.now())
         self._show_sides()
         self.refresh_bindings()
         thread.start()
 
     def _hear(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
-        self.post_message(Piece(thread, piece))
+        self.post_message(ReplyPiece(thread, piece))
 
-    async def on_piece(self, message: Piece) -> None:
+    async def on_piece(self, message: ReplyPiece) -> None:
         """Take a piece of the reply; what an earlier thread still says is not heard."""
         if message.thread is not self._thread:
             return

@@ -16,14 +16,14 @@ from ui.draw.first_run_offers import STARTER
 from ui.draw.rows import Row
 from ui.node_app import NodeApp
 from ui.state.store import Store
-from ui.widgets.dialogs import Dialog, Line
-from ui.widgets.panel import Painted
+from ui.widgets.dialogs import Dialog, TextDialog
+from ui.widgets.panel import RowWidget
 
 LOOK_AGAIN_S = 2.0
 LONGEST_S = 3600.0  # a model may have to be fetched and read
 
 
-class FirstPage(Painted):
+class FirstPage(RowWidget):
     """The page of the step."""
 
     def __init__(self, store: Store, state: FirstState) -> None:
@@ -126,7 +126,7 @@ class FirstRun(Dialog[None]):
         return True
 
     def _ask_line(self, words: str, hint: str, then: Any) -> None:
-        self.app.push_screen(Line(words, hint=hint), lambda text: then(text) if text else None)
+        self.app.push_screen(TextDialog(words, hint=hint), lambda text: then(text) if text else None)
 
     def _go_to(self, target: str) -> None:
         self.state.target, self.state.create = target, None

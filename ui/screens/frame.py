@@ -10,21 +10,21 @@ from textual.events import Click
 from textual.screen import Screen
 from textual.widget import Widget
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.numbers import plural
 from ui.draw.rows import Row, fit, row, spread, text_of, width_of, wrap
 from ui.draw.state_line import state_row, swarm_label
 from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.following_list import FollowingList
-from ui.widgets.footer import Keys
-from ui.widgets.panel import Painted
+from ui.widgets.footer import FooterKeys
+from ui.widgets.panel import RowWidget
 
 TABS = ("overview", "swarm", "chat", "logs", "settings")
 NARROW = 100
 
 
-class Head(Painted):
+class Head(RowWidget):
     """The tabs, and where this node is."""
 
     def __init__(self, store: Store, active: str) -> None:
@@ -49,7 +49,7 @@ class Head(Painted):
             return row(("no node" if known is None else "no swarm", "dim"), " ")
         right = row((label, "b"))
         if not narrow:
-            right += row((" · ", "dim"), clean(known.model)) if known.model else []
+            right += row((" · ", "dim"), one_line(known.model)) if known.model else []
             right += row((f" · {plural(len(known.peers), 'peer')}", "dim"))
         return [*right, (" ", "")]
 
@@ -66,7 +66,7 @@ class Head(Painted):
                 return
 
 
-class StateLine(Painted):
+class StateLine(RowWidget):
     """What the node does, and why: the reason is never cut off while a second line could hold it."""
 
     _lines = 1
@@ -112,7 +112,7 @@ class MainScreen(Screen[None]):
         yield Head(self.store, self.TAB)
         yield StateLine(self.store, id="state")
         yield from self.body()
-        yield Keys(self.store)
+        yield FooterKeys(self.store)
 
     def body(self) -> Iterable[Widget]:
         """What this screen is about."""
@@ -120,7 +120,7 @@ class MainScreen(Screen[None]):
 
     def show(self) -> None:
         """Look at the store again."""
-        for painted in self.query(Painted):
+        for painted in self.query(RowWidget):
             painted.show()
         for listed in self.query(FollowingList):
             listed.show()

@@ -10,7 +10,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from app.core.terminal_text import clean, short_peer
+from app.core.terminal_text import one_line, short_peer
 from app.snapshot.views import PeerView, Snapshot
 from ui.draw.node import now_ms
 from ui.draw.numbers import rate
@@ -18,7 +18,7 @@ from ui.draw.rows import Row, row
 from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog
-from ui.widgets.panel import Painted
+from ui.widgets.panel import RowWidget
 
 _QUIET = 2  # light cells around the code
 
@@ -40,7 +40,7 @@ def qr_rows(text: str) -> list[str]:
     ]
 
 
-class Guests:
+class GuestList:
     """Who came since the invite was shown, and how far each has come; who goes again stays listed."""
 
     def __init__(self, known: Snapshot) -> None:
@@ -71,12 +71,12 @@ class Guests:
 
 def guest_row(peer: PeerView, here: bool) -> Row:
     """How far somebody is who came."""
-    name = clean(peer.name) or short_peer(peer.peer)
+    name = one_line(peer.name) or short_peer(peer.peer)
     span = f" {peer.start}:{peer.stop}" if peer.start is not None else ""
     if not here or peer.state in ("dead", "left"):
         how = "left" if peer.state == "left" else "fell silent"
         served = f" after it served{span}" if peer.state == "serving" and span else ""
-        why = clean(peer.unused.text) if peer.unused is not None else f"{how}{served}"
+        why = one_line(peer.unused.text) if peer.unused is not None else f"{how}{served}"
         return row(("×", "error"), " ", (name, "b"), f" failed: {why}")
     if peer.state == "serving":
         return row(
@@ -87,14 +87,14 @@ def guest_row(peer: PeerView, here: bool) -> Row:
     if peer.state in ("fetching", "loading"):
         share = f" {peer.fetched:.0%}".replace("%", " %") if peer.fetched is not None else ""
         return row(("◐", "primary"), " ", (name, "b"), f" loading{span}{share}")
-    words = {"joining": "looks at what others host", "": "is here"}.get(peer.state, clean(peer.state))
+    words = {"joining": "looks at what others host", "": "is here"}.get(peer.state, one_line(peer.state))
     return row(("◐", "warning"), " ", (name, "b"), f" {words}")
 
 
-class Came(Painted):
+class Guest(RowWidget):
     """Who came."""
 
-    guests: Guests | None = None
+    guests: GuestList | None = None
     opened_ms = 0
 
     def rows(self, width: int, height: int) -> list[Row]:
@@ -103,11 +103,11 @@ class Came(Painted):
         if known is None:
             return [row(("the node is away", "dim"))]
         if self.guests is None:
-            self.guests = Guests(known)
+            self.guests = GuestList(known)
         self.guests.look(known)
         rows = self.guests.rows(known)
         turned = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
-        rows += [row(("×", "error"), f" {clean(turned[-1].text)}")] if turned else []
+        rows += [row(("×", "error"), f" {one_line(turned[-1].text)}")] if turned else []
         return (rows or [row(("Nobody has come since you opened this.", "dim"))])[-height:]
 
 
@@ -130,26 +130,26 @@ class InviteScreen(Dialog[None]):
             box.border_title = "invite"
             yield Static("Asking the node…", id="invite-line")
             yield Static("", id="invite-code")
-            yield Came(self.store, id="came")
+            yield Guest(self.store, id="came")
             keys = (("y", "bold $mine"), " copy the line   ", ("esc", "bold $mine"), " close")
             yield Static(Content.assemble(*keys), id="invite-keys")
 
     def on_mount(self) -> None:
         """Ask the node for one."""
-        self.query_one(Came).opened_ms = now_ms()
+        self.query_one(Guest).opened_ms = now_ms()
         dashboard = cast(NodeApp, self.app)
         dashboard.ask(lambda client: client.post("/api/invite", {"name": None}), self.take, self._failed)
 
     def take(self, told: Any) -> None:
         """Show what the node made."""
-        self.line = clean(str(told["invite"]))
+        self.line = one_line(str(told["invite"]))
         known = self.store.snapshot
         private = known is not None and known.private
         whom = (
             "Whoever has this line can enter: it holds the swarm's secret." if private else "For anyone who is to come."
         )
         words = Content.assemble(
-            (f"{clean(str(told['name']))}  ", "bold"), (whom, "$dim"), "\n\n", (self.line, "$mine")
+            (f"{one_line(str(told['name']))}  ", "bold"), (whom, "$dim"), "\n\n", (self.line, "$mine")
         )
         self.query_one("#invite-line", Static).update(words)
         code = self.query_one("#invite-code", Static)
@@ -162,11 +162,11 @@ class InviteScreen(Dialog[None]):
             code.update(Content.styled("\n".join(rows), "#000000 on #ffffff"))
 
     def _failed(self, text: str) -> None:
-        self.query_one("#invite-line", Static).update(Content.styled(clean(text), "$error"))
+        self.query_one("#invite-line", Static).update(Content.styled(one_line(text), "$error"))
 
     def show(self) -> None:
         """Look at the store again."""
-        self.query_one(Came).show()
+        self.query_one(Guest).show()
 
     def action_copy(self) -> None:
         """The line into the terminal's clipboard."""

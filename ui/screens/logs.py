@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.widget import Widget
 from textual.widgets import Input
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.numbers import plural, time_of_day
 from ui.draw.rows import Row, row
 from ui.screens.frame import MainScreen
@@ -25,11 +25,11 @@ _POLL_S = 1.0
 def log_row(kept: LogRow, wanted: str = "") -> Row:
     """One row; what is searched for stands out."""
     style = _STYLES.get(kept.level, "")
-    source = clean(kept.source).removeprefix("shoal.")
+    source = one_line(kept.source).removeprefix("shoal.")
     line = row(
         (time_of_day(kept.at_ms), "dim"), " ", (f"{kept.level:<7}", style or "dim"), " ", (f"{source}: ", "secondary")
     )
-    text = clean(kept.text)
+    text = one_line(kept.text)
     at = text.casefold().find(wanted.casefold()) if wanted else -1
     if at < 0:
         return [*line, (text, style)]

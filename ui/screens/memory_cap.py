@@ -20,7 +20,7 @@ from ui.draw.rows import Row, row
 from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog
-from ui.widgets.panel import Painted
+from ui.widgets.panel import RowWidget
 
 STEP_BYTES = 500 * 10**6
 _DRAINED_S = 60.0  # sessions are handed over within half of that
@@ -88,7 +88,7 @@ def _told(cap_bytes: int | None, anew: bool) -> str:
     return f"{words}; hosting begins anew" if anew else f"{words}; it holds as soon as this node hosts"
 
 
-class CapGauge(Painted):
+class CapGauge(RowWidget):
     """The gauge."""
 
     def __init__(self, store: Store, device: DeviceView, cap_bytes: int | None) -> None:

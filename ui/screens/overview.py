@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.widget import Widget
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.bars import ceiling, plot
 from ui.draw.coverage import MARGIN, legend, strip_rows, weak_note
 from ui.draw.node import gauge_rows, given_rows, is_coming_up, now_ms, session_rows, step_rows
@@ -42,7 +42,7 @@ class NodePanel(Panel):
             return []
         device = known.hardware.name if known.hardware is not None else known.device or ""
         quantised = known.hardware.quantisation if known.hardware is not None else "none"
-        return row(" · ".join(clean(part) for part in (known.name, device, quantised) if part and part != "none"))
+        return row(" · ".join(one_line(part) for part in (known.name, device, quantised) if part and part != "none"))
 
     def rows(self, width: int, height: int) -> list[Row]:
         """The gauges."""

@@ -17,7 +17,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.rows import Row, cell, row, shorten, wrap
 from ui.draw.theme import style_of
 from ui.screens.frame import MainScreen
@@ -82,7 +82,7 @@ def setting_row(setting: SettingView, width: int) -> Row:
     """Name, value and origin."""
     changed = setting.origin != "default"
     shown = value_text(setting, setting.value) or "unset"
-    value = cell(clean(shown), max(8, min(44, width - _NAME - 24)))
+    value = cell(one_line(shown), max(8, min(44, width - _NAME - 24)))
     note = setting.origin if changed else ""
     later = "" if setting.live else "restart"
     style = "mine" if changed else "dim" if shown == "unset" else ""
@@ -192,11 +192,11 @@ class SettingHelp(Panel):
             return []
         default = value_text(chosen, chosen.default) or "unset"
         when = "at once" if chosen.live else "from the node's next start"
-        rows = wrap(clean(chosen.help), width)
-        rows += [row(("expects ", "dim"), shorten(clean(chosen.expected), width - 8))]
-        rows += [row(("default ", "dim"), shorten(clean(default), max(4, width - 36)), (f" · holds {when}", "dim"))]
+        rows = wrap(one_line(chosen.help), width)
+        rows += [row(("expects ", "dim"), shorten(one_line(chosen.expected), width - 8))]
+        rows += [row(("default ", "dim"), shorten(one_line(default), max(4, width - 36)), (f" · holds {when}", "dim"))]
         if self.problem:
-            rows += wrap(clean(self.problem), width, "error")
+            rows += wrap(one_line(self.problem), width, "error")
         return rows[:height]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from app.core.terminal_text import clean, short_peer
+from app.core.terminal_text import one_line, short_peer
 from app.snapshot.views import PeerView, Snapshot
 
 
@@ -92,5 +92,5 @@ def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[
     if len(stretches) == 1 and worst.holders > 1:
         return None
     within = [p for p in serving if (p.start or 0) < worst.stop and (p.stop or 0) > worst.start]
-    names = tuple(dict.fromkeys(clean(p.name) or short_peer(p.peer) for p in within[:4])) if len(within) <= 3 else ()
+    names = tuple(dict.fromkeys(one_line(p.name) or short_peer(p.peer) for p in within[:4])) if len(within) <= 3 else ()
     return Stretch(worst.start, worst.stop, worst.holders, worst.tokens_per_s, names)

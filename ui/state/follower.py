@@ -1,6 +1,6 @@
 """The line to the node: a thread that follows its events, and finds it again after it was away.
 
-How a node is reached, and started where none runs, is for whoever starts the dashboard; they give a `Door`.
+How a node is reached, and started where none runs, is for whoever starts the dashboard; they give a `NodeConnector`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from app.api.client import Client, Hangup, WrongToken
 from app.core.errors import AppError, NotRunning
-from ui.state.store import Link
+from ui.state.store import ConnectionState
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
@@ -21,7 +21,7 @@ NOT_OURS = "what answers there is not a node of this version"
 COMING_UP_S = 0.15  # between two looks for a node that was started just now
 
 
-class Door(Protocol):
+class NodeConnector(Protocol):
     """The way to one node."""
 
     def client(self) -> Client:
@@ -38,26 +38,28 @@ class Door(Protocol):
 
 
 @dataclass(frozen=True)
-class Note:
+class EventNote:
     """A note of the node as it came."""
 
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Told:
+class RawSnapshot:
     """A snapshot as it came; read only when somebody looks, for several may come between two looks."""
 
     text: str  # JSON
 
 
-Heard = Link | Told | Note
+Heard = ConnectionState | RawSnapshot | EventNote
 
 
 class Follower:
     """Follows one node until closed, in a thread of its own."""
 
-    def __init__(self, door: Door, tell: Callable[[Heard], None], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, door: NodeConnector, tell: Callable[[Heard], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._door, self._tell, self._now = door, tell, now
         self._closed, self._hurry = threading.Event(), threading.Event()
         self._hangup = Hangup()
@@ -81,25 +83,25 @@ class Follower:
         wait_s = FIRST_WAIT_S
         self._start()
         while not self._closed.is_set():
-            link = Link("away", "the node has ended")
+            link = ConnectionState("away", "the node has ended")
             try:
                 if self._follow():
                     wait_s = FIRST_WAIT_S
             except WrongToken as error:
-                link = Link("refused", str(error))
+                link = ConnectionState("refused", str(error))
             except NotRunning as error:
-                link = Link("away", self._door.ended() or str(error))
+                link = ConnectionState("away", self._door.ended() or str(error))
             except AppError as error:
-                link = Link("away", str(error))
+                link = ConnectionState("away", str(error))
             except ValueError:
-                link = Link("away", NOT_OURS)
+                link = ConnectionState("away", NOT_OURS)
             if self._closed.is_set():
                 return
             if self._door.coming_up():
-                self._tell(Link("starting", "the node is coming up: its program is being loaded"))
+                self._tell(ConnectionState("starting", "the node is coming up: its program is being loaded"))
                 self._pause(COMING_UP_S)
                 continue
-            self._tell(Link(link.kind, link.text, self._now() + wait_s))
+            self._tell(ConnectionState(link.kind, link.text, self._now() + wait_s))
             self._pause(wait_s)
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
@@ -107,7 +109,7 @@ class Follower:
         try:
             self._door.start()
         except AppError as error:
-            self._tell(Link("away", str(error), self._now()))
+            self._tell(ConnectionState("away", str(error), self._now()))
 
     def _pause(self, seconds: float) -> None:
         self._hurry.wait(seconds)
@@ -122,10 +124,10 @@ class Follower:
             if self._closed.is_set():
                 return heard
             if not heard:
-                self._tell(Link("live", url=client.url))
+                self._tell(ConnectionState("live", url=client.url))
                 heard = True
             if event.name == "snapshot":
-                self._tell(Told(event.text))
+                self._tell(RawSnapshot(event.text))
             elif event.name == "note":
-                self._tell(Note(event.data))
+                self._tell(EventNote(event.data))
         return heard

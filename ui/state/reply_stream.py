@@ -13,7 +13,7 @@ from textual.message import Message
 
 from app.api.client import Client, Hangup
 from app.core.errors import AppError
-from app.core.terminal_text import harmless
+from app.core.terminal_text import without_controls
 
 _SPEED_WINDOW_S = 2.0
 
@@ -78,7 +78,7 @@ def sampling_value(name: str, text: str) -> float | int | str | None:
 
 
 @dataclass
-class Progress:
+class ReplyProgress:
     """How a reply goes."""
 
     began_at: float
@@ -92,7 +92,7 @@ class Progress:
             return ""
         self.tokens += 1
         self.arrivals.append(now)
-        return harmless(str(piece["text"]))
+        return without_controls(str(piece["text"]))
 
     def speed(self, now: float) -> float | None:
         """Tokens a second of late; None before there were two."""
@@ -136,7 +136,7 @@ class ReplyThread:
             self._tell({"stopped": True})
 
 
-class Piece(Message):
+class ReplyPiece(Message):
     """Something of the reply has come."""
 
     def __init__(self, thread: ReplyThread, piece: dict[str, Any]) -> None:

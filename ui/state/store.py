@@ -25,7 +25,7 @@ LinkKind = Literal["starting", "connecting", "live", "away", "refused"]
 
 
 @dataclass(frozen=True)
-class Link:
+class ConnectionState:
     """How the line to the node stands."""
 
     kind: LinkKind
@@ -35,7 +35,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Happening:
+class Event:
     """One thing that happened in the node."""
 
     number: int
@@ -55,7 +55,7 @@ class LogRow:
 
 
 @dataclass(frozen=True)
-class Change:
+class PeerChange:
     """What became of a peer of late: new, moved or gone, and when."""
 
     kind: Literal["new", "moved", "gone"]
@@ -68,14 +68,14 @@ class Store:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
-        self.link = Link("connecting")
+        self.link = ConnectionState("connecting")
         self.snapshot: Snapshot | None = None
-        self.notes: deque[Happening] = deque(maxlen=KEPT_NOTES)
+        self.notes: deque[Event] = deque(maxlen=KEPT_NOTES)
         self.served: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
         self.up: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
         self.down: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
         self.speeds: dict[str, deque[float | None]] = {}
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, PeerChange] = {}
         self.logs: deque[LogRow] = deque(maxlen=KEPT_ROWS)
         self.logs_seen = 0
         self.version = 0
@@ -86,7 +86,7 @@ class Store:
 
     # --- what comes in -----------------------------------------------------------------------------------------------
 
-    def connected(self, link: Link) -> None:
+    def connected(self, link: ConnectionState) -> None:
         """The line to the node stands otherwise than before."""
         self.link = link
         if link.kind != "live":
@@ -101,7 +101,7 @@ class Store:
 
     def note(self, data: Mapping[str, Any]) -> None:
         """One thing that happened; a reconnected stream tells again what was told."""
-        happening = Happening(int(data["number"]), int(data["at_ms"]), str(data["kind"]), str(data["text"]))
+        happening = Event(int(data["number"]), int(data["at_ms"]), str(data["kind"]), str(data["text"]))
         key = (happening.at_ms, happening.number)
         if key not in self._seen_notes:
             self._seen_notes.append(key)
@@ -141,7 +141,7 @@ class Store:
             self._covered = (self.snapshot, coverage_of(self.snapshot))
         return self._covered[1]
 
-    def glowing(self) -> dict[str, Change]:
+    def glowing(self) -> dict[str, PeerChange]:
         """The peers whose change is fresh enough to be shown."""
         at = self.now()
         self.changes = {peer: change for peer, change in self.changes.items() if at - change.at < GLOW_S}
@@ -157,9 +157,9 @@ class Store:
         for key, peer in self._peers.items():
             old = before.get(key)
             if old is None:
-                self.changes[key] = Change("new", at, peer)
+                self.changes[key] = PeerChange("new", at, peer)
             elif (old.start, old.stop) != (peer.start, peer.stop):
-                self.changes[key] = Change("moved", at, peer)
+                self.changes[key] = PeerChange("moved", at, peer)
         for key, old in before.items():
             if key not in self._peers:
-                self.changes[key] = Change("gone", at, old)
+                self.changes[key] = PeerChange("gone", at, old)

@@ -12,8 +12,8 @@ from textual.widgets import TextArea
 from ui.draw.bars import spark
 from ui.draw.reply import live_row, prompt_of
 from ui.draw.rows import Row
-from ui.state.reply_stream import Progress
-from ui.widgets.panel import Painted
+from ui.state.reply_stream import ReplyProgress
+from ui.widgets.panel import RowWidget
 
 
 class AskBox(TextArea):
@@ -43,10 +43,10 @@ class AskBox(TextArea):
         self.insert("\n")
 
 
-class LiveLine(Painted):
+class LiveLine(RowWidget):
     """How the reply goes that is being written."""
 
-    progress: Progress | None = None
+    progress: ReplyProgress | None = None
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One line while a reply comes, else nothing."""

@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 from ui.draw.node import now_ms
 from ui.draw.numbers import count, day_or_time
 from ui.draw.rows import Row, cell, row, wrap
@@ -64,7 +64,7 @@ class ConversationList(Panel):
             when = day_or_time(kept.used_ms, now_ms())
             is_open = kept.id == self.current
             back = " on cursor" if index == self._cursor and self.has_focus else ""
-            name = cell(clean(kept.title), max(4, width - 2 - len(when)))
+            name = cell(one_line(kept.title), max(4, width - 2 - len(when)))
             mark = ("▌", f"b mine{back}") if is_open else (" ", back.strip())
             rows.append([mark, (name, f"{'b' if is_open else ''}{back}".strip()), (f" {when}", f"dim{back}")])
         return [*rows, row(("^n new · ^x export", "dim"))] if height > 2 else rows
@@ -98,7 +98,7 @@ class ConversationList(Panel):
                 self._cursor = max(0, self._cursor - 1)
                 self.post_message(self.Deleted(kept.id))
 
-        self.app.push_screen(Question(f"Forget the conversation “{clean(kept.title)}”?", "Forget it"), answered)
+        self.app.push_screen(Question(f"Forget the conversation “{one_line(kept.title)}”?", "Forget it"), answered)
 
     def on_click(self, event: events.Click) -> None:
         """A click opens."""
@@ -123,7 +123,7 @@ class SamplingPanel(Panel):
         s = self.sampling
         known = self.store.snapshot
         facts = [
-            ("model", clean(known.model) if known is not None and known.model else "—"),
+            ("model", one_line(known.model) if known is not None and known.model else "—"),
             ("temp", f"{s.temperature:g}"),
             ("top-p", f"{s.top_p:g}"),
             ("max", f"{count(s.max_tokens)} tokens"),
@@ -149,7 +149,7 @@ class ConversationPicker(Dialog[int | None]):
         """One line each."""
         with Vertical(classes="dialog") as box:
             box.border_title = "conversations"
-            options = [Option(Content(clean(kept.title)), id=str(kept.id)) for kept in self._conversations]
+            options = [Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in self._conversations]
             yield OptionList(*options) if options else Static("None yet.")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:

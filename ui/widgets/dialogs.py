@@ -16,7 +16,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Input, Label, Static
 
-from app.core.terminal_text import clean
+from app.core.terminal_text import one_line
 
 JUMP_KEYS = "asdfghjkl"
 _DIALOG, _DIALOG_FRAME = 76, 8  # how wide a window is, and what its frame and its scrollbar take of that
@@ -63,7 +63,7 @@ class Question(Dialog[bool]):
         self.close(sure)
 
 
-class Line(Dialog[str | None]):
+class TextDialog(Dialog[str | None]):
     """One line to type."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
@@ -110,7 +110,7 @@ class Facts(Dialog[None]):
         with VerticalScroll(classes="dialog") as box:
             box.border_title = plain(self._title).markup
             for name, value in self._facts:
-                lines = f"\n{' ' * room}".join(textwrap.wrap(clean(value), width))
+                lines = f"\n{' ' * room}".join(textwrap.wrap(one_line(value), width))
                 yield Static(Content.assemble((name.ljust(room), "$dim"), lines))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -141,7 +141,7 @@ class Help(Dialog[None]):
         with VerticalScroll(classes="dialog") as box:
             box.border_title = "help"
             if self._panel:
-                yield Static(Content.assemble((clean(self._panel), "bold $mine")))
+                yield Static(Content.assemble((one_line(self._panel), "bold $mine")))
             yield Static(plain(self._about))
             yield Static("")
             for key, words in self._keys:

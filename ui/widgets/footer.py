@@ -13,13 +13,13 @@ from textual.screen import Screen
 
 from ui.draw.rows import Row, row, spread, width_of
 from ui.state.store import Store
-from ui.widgets.panel import Painted
+from ui.widgets.panel import RowWidget
 
 # Which keys give way first where there is no room for all: `?` tells of them still.
 _LATE = ("theme", "zoom", "jump", "why", "create", "sampling", "cap", "sort", "export", "invite", "list")
 
 
-class Key(NamedTuple):
+class FooterKey(NamedTuple):
     """One key of the line."""
 
     key: str  # as it is sent
@@ -27,13 +27,13 @@ class Key(NamedTuple):
     words: str
 
 
-class Keys(Painted):
+class FooterKeys(RowWidget):
     """The keys that work now, and the palette at the right; a click presses one."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, id="keys")
-        self._keys: list[Key] = []
-        self._palette: Key | None = None
+        self._keys: list[FooterKey] = []
+        self._palette: FooterKey | None = None
 
     def on_mount(self) -> None:
         """Follow what works."""
@@ -44,14 +44,14 @@ class Keys(Painted):
         if not self.is_attached:
             return
         active = screen.active_bindings
-        shown: dict[str, Key] = {}
+        shown: dict[str, FooterKey] = {}
         for _, binding, enabled, _ in active.values():
             if binding.show and enabled:
-                key = Key(binding.key, self.app.get_key_display(binding), binding.description)
+                key = FooterKey(binding.key, self.app.get_key_display(binding), binding.description)
                 shown.setdefault(f"{binding.action} {binding.description}", key)
         self._keys = list(shown.values())
         palette = active.get(self.app.COMMAND_PALETTE_BINDING)
-        self._palette = None if palette is None else Key(palette.binding.key, "^p", "palette")
+        self._palette = None if palette is None else FooterKey(palette.binding.key, "^p", "palette")
         self.show()
 
     def rows(self, width: int, height: int) -> list[Row]:
@@ -76,7 +76,7 @@ class Keys(Painted):
                 return
 
 
-def fitting(keys: Sequence[Key], width: int) -> list[Key]:
+def fitting(keys: Sequence[FooterKey], width: int) -> list[FooterKey]:
     """As many keys as have room; those that are needed least are left out first."""
     kept = list(keys)
     while kept and sum(width_of([*_words(key), ("  ", "")]) for key in kept) - 2 > width:
@@ -85,5 +85,5 @@ def fitting(keys: Sequence[Key], width: int) -> list[Key]:
     return kept
 
 
-def _words(key: Key) -> Row:
+def _words(key: FooterKey) -> Row:
     return row((key.shown, "b mine"), (f" {key.words}", "dim"))

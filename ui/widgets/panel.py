@@ -54,7 +54,7 @@ def title_of(theme: str, line: Row) -> Content:
     return Content.assemble(*parts)
 
 
-class Painted(Widget):
+class RowWidget(Widget):
     """A widget that paints rows."""
 
     def __init__(self, store: Store, *, id: str | None = None, classes: str | None = None) -> None:
@@ -96,7 +96,7 @@ class Painted(Widget):
         return strip_of(self.app.theme, line, width, self.rich_style)
 
 
-class Panel(Painted, can_focus=True):
+class Panel(RowWidget, can_focus=True):
     """A framed, focusable widget whose titles carry figures."""
 
     DEFAULT_CLASSES = "panel"

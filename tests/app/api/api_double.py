@@ -10,7 +10,7 @@ import trio
 
 from app.api.client import Client
 from app.api.control import Joining
-from app.api.event_log import Feed
+from app.api.event_log import EventLog
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
 from app.asker.asker import PromptTooLong
@@ -39,7 +39,7 @@ class DoubleNode:
     """Satisfies `app.api.control.Control`."""
 
     def __init__(self) -> None:
-        self.feed = Feed()
+        self.event_log = EventLog()
         self.asked: list[tuple[object, ...]] = []
         self.stopped = trio.Event()
         self.begun, self.freed = trio.Event(), trio.Event()
@@ -93,8 +93,8 @@ class DoubleNode:
                     raise AppError("block 3 was lost")
                 if word == "wait":
                     await trio.sleep_forever()
-            figures = {"text": "".join(words), "prompt_tokens": 3, "token_ids": list(range(len(words)))}
-            yield {"done": {"finish_reason": "stop", **figures}}
+            stats = {"text": "".join(words), "prompt_tokens": 3, "token_ids": list(range(len(words)))}
+            yield {"done": {"finish_reason": "stop", **stats}}
         finally:
             self.freed.set()
 
@@ -138,5 +138,5 @@ async def running_api(node: DoubleNode) -> AsyncIterator[Client]:
         try:
             yield client
         finally:
-            node.feed.close()
+            node.event_log.close()
             over.set()

@@ -228,7 +228,7 @@ async def collect(client: Client, count: int) -> list[Event]:
 
 async def test_events_begin_with_the_state_and_tell_changes() -> None:
     node = DoubleNode()
-    node.feed.note("state", "starting")
+    node.event_log.note("state", "starting")
     async with running_api(node) as client:
         first = await collect(client, 2)
         assert [event.name for event in first] == ["note", "snapshot"]
@@ -238,7 +238,7 @@ async def test_events_begin_with_the_state_and_tell_changes() -> None:
         async def keep_changing() -> None:
             for number in count():
                 node.state = f"state {number}"
-                node.feed.touch()
+                node.event_log.touch()
                 await trio.sleep(0.01)
 
         async with trio.open_nursery() as nursery:

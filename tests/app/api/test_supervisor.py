@@ -16,7 +16,7 @@ import app.node.self_check
 from app.api import server
 from app.api.guard import Application, Receive, Scope, Send
 from app.api.routes import build_application
-from app.api.supervisor import ApiHealth, NodeApi
+from app.api.supervisor import ApiHealth, ApiSupervisor
 from tests.app.node.test_node import cache, found_swarm, living, until
 
 __all__ = ["cache"]
@@ -26,7 +26,7 @@ __all__ = ["cache"]
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (app.node.self_check, app.api.supervisor):
         monkeypatch.setattr(module, "EVERY_S", 0.05)
-        monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+        monkeypatch.setattr(module, "PATIENCE_S", 2.0)
     monkeypatch.setattr(app.api.supervisor, "TRY_AGAIN_S", 0.05)
 
 
@@ -67,7 +67,7 @@ async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.usefixtures("impatient")
 async def test_an_api_that_hangs_begins_anew_on_the_same_port() -> None:
     build, health = Wedged(lambda: healthy), ApiHealth()
-    api = NodeApi(server.open_socket(0, explicit=False), build, health)
+    api = ApiSupervisor(server.open_socket(0, explicit=False), build, health)
     async with trio.open_nursery() as nursery:
         await nursery.start(api.run)
         with trio.fail_after(20):
@@ -96,7 +96,7 @@ async def test_an_api_that_crashes_begins_anew(caplog: pytest.LogCaptureFixture)
             raise RuntimeError("no application today")
         return healthy
 
-    api = NodeApi(server.open_socket(0, explicit=False), build, ApiHealth())
+    api = ApiSupervisor(server.open_socket(0, explicit=False), build, ApiHealth())
     with caplog.at_level(logging.CRITICAL):
         async with trio.open_nursery() as nursery:
             await nursery.start(api.run)
@@ -115,18 +115,18 @@ async def test_a_node_offers_nothing_while_its_api_hangs_and_keeps_its_blocks(
     found_swarm(tmp_path, cache, "home")
     async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
         await until(node, lambda: node.snapshot().state == "serving")
-        stay = node._dwelling.stay
-        assert stay is not None
-        assert stay.membership is not None
-        hosting, before = stay.hosting, node.snapshot().why
+        active_swarm = node._network_owner.active_swarm
+        assert active_swarm is not None
+        assert active_swarm.membership is not None
+        block_host, before = active_swarm.block_host, node.snapshot().why
         build.wedged = True
         await until(node, lambda: node.snapshot().state == "loading")
         seen = node.snapshot()
-        assert (seen.why and seen.why.code, stay.membership.own.state) == ("probe_api", "loading")
+        assert (seen.why and seen.why.code, active_swarm.membership.own.state) == ("probe_api", "loading")
         assert (seen.start, seen.stop) == (0, 8)
         await until(node, lambda: node.snapshot().state == "serving")
-        assert stay.membership.own.state == "serving"
-        assert (stay.hosting, node.snapshot().why) == (hosting, before)
+        assert active_swarm.membership.own.state == "serving"
+        assert (active_swarm.block_host, node.snapshot().why) == (block_host, before)
         assert build.built == 2
 
 
@@ -137,14 +137,14 @@ async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
     found_swarm(tmp_path, cache, "home")
     async with living(tmp_path, cache, max_vram=10**9, device="cpu", blocks="0:8") as node:
         await until(node, lambda: node.snapshot().state == "serving")
-        stay = node._dwelling.stay
-        assert stay is not None
-        network, hosting = node._dwelling.network, stay.hosting
+        active_swarm = node._network_owner.active_swarm
+        assert active_swarm is not None
+        network, block_host = node._network_owner.network, active_swarm.block_host
         assert network is not None
-        assert hosting is not None
-        runner = hosting.runner
+        assert block_host is not None
+        runner = block_host.runner
         assert runner is not None
-        assert await app.node.self_check.span_trouble(network, hosting.server.attend, runner) is None
+        assert await app.node.self_check.span_trouble(network, block_host.server.attend, runner) is None
         assert await app.api.supervisor.api_trouble(node.snapshot().api_url) is None
         assert await app.api.supervisor.api_trouble("http://127.0.0.1:9") is not None
 
@@ -152,8 +152,10 @@ async def test_a_node_that_fails_its_own_test_withdraws_and_hosts_anew(
             raise RuntimeError("the device has fallen off the bus")
 
         monkeypatch.setattr(runner, "step", broken)
-        await until(node, lambda: any("failed its own test" in note.text for note in node.feed.notes_after(0)))
-        await until(node, lambda: node.snapshot().state == "serving" and stay.hosting not in (None, hosting))
-        told = [note.text for note in node.feed.notes_after(0) if "failed its own test" in note.text]
+        await until(node, lambda: any("failed its own test" in note.text for note in node.event_log.notes_after(0)))
+        await until(
+            node, lambda: node.snapshot().state == "serving" and active_swarm.block_host not in (None, block_host)
+        )
+        told = [note.text for note in node.event_log.notes_after(0) if "failed its own test" in note.text]
         assert len(told) == 1
         assert "fallen off the bus" in told[0]

@@ -13,16 +13,16 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker.asker import Asker, Outlook
+from app.asker.asker import Asker, AskerOptions
 from app.asker.audit import SHARE
-from app.asker.reply import ReplyFigures
-from app.core.compute import Choice, StepWork
-from app.routing.planner import Wishes
+from app.asker.reply import ReplyStats
+from app.core.compute import StepWork, TokenChoice
+from app.routing.planner import PrivacyPreferences
 from app.routing.trust import TrustBook
 from engine.errors import SessionError
-from engine.model.block import Holding
+from engine.model.block import WeightOptions
 from engine.model.span import SpanOptions, load_span
-from engine.session_runner import Output, SessionRunner
+from engine.session_runner import SessionRunner, StepResult
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
 from engine.swarm_ends import SwarmEnds, load_swarm_ends
@@ -64,13 +64,13 @@ class LyingRunner(SessionRunner):
         super().__init__(honest._span)
         self._lie, self._memory = lie, dict[bytes, torch.Tensor]()
 
-    def step(self, work: Sequence[Any]) -> list[Output]:
+    def step(self, work: Sequence[Any]) -> list[StepResult]:
         return [self._falsified(item, output) for item, output in zip(work, super().step(work), strict=True)]
 
-    def _falsified(self, item: StepWork, output: Output) -> Output:
+    def _falsified(self, item: StepWork, output: StepResult) -> StepResult:
         rows = to_tensor([memoryview(output.data)], output.dtype, self.hidden_size)
         lie = self._lie(rows, self._memory, item.session)
-        return Output(bytes(to_bytes(lie, output.dtype)), output.dtype)
+        return StepResult(bytes(to_bytes(lie, output.dtype)), output.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 @pytest.fixture(scope="module")
 def ends(source: ModelSource) -> SwarmEnds:
-    return load_swarm_ends(source, Holding(CPU, torch.float32))
+    return load_swarm_ends(source, WeightOptions(CPU, torch.float32))
 
 
 def runner(source: ModelSource, start: int, stop: int, quantisation: Literal["none", "int8"] = "none") -> SessionRunner:
@@ -99,9 +99,11 @@ class AuditSwarm(SessionSwarm):
         quantisation = how.get("quantisation", "none")
         self.announcements[name] = replace(self.announcements[name], quantisation=quantisation)
 
-    async def audited(self, ends: SwarmEnds, seed: int, wishes: Wishes | None = None) -> Asker:
-        outlook = Outlook(
-            dice=random.Random(seed), wishes=lambda: wishes or Wishes(), book=TrustBook(clock=trio.current_time)
+    async def audited(self, ends: SwarmEnds, seed: int, preferences: PrivacyPreferences | None = None) -> Asker:
+        outlook = AskerOptions(
+            rng=random.Random(seed),
+            preferences=lambda: preferences or PrivacyPreferences(),
+            book=TrustBook(clock=trio.current_time),
         )
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node("asker"), ends, InlineDevice(), members, outlook=outlook)
@@ -120,13 +122,13 @@ PROMPTS = [random.Random(number).choices(range(20, 200), k=6) for number in rang
 SETTINGS = ReplySettings(REPLY_TOKENS, Sampling(temperature=0.0))
 
 
-async def request(asker: Asker, number: int) -> ReplyFigures:
+async def request(asker: Asker, number: int) -> ReplyStats:
     async with asker.reply(PROMPTS[number], SETTINGS, max_tokens=REPLY_TOKENS) as reply:
         async for _ in reply:
             pass
-    if asker.figures().replies % 20 == 0:  # one more session may be an audit
+    if asker.stats().replies % 20 == 0:  # one more session may be an audit
         await trio.sleep(40)
-    return reply.figures
+    return reply.stats
 
 
 class Truth:
@@ -144,7 +146,7 @@ class Truth:
             work = StepWork(session, 0, 8, position, len(new), memoryview(self._ends.embed(new)), "f32", "")
             output = self._runner.step([work])[0]
             position += len(new)
-            new = [self._ends.choose([Choice(text, memoryview(output.data), output.dtype)])[0].token_id]
+            new = [self._ends.choose([TokenChoice(text, memoryview(output.data), output.dtype)])[0].token_id]
             tokens += new
         self._runner.close(session)
         return tokens
@@ -157,23 +159,23 @@ def truth(source: ModelSource, ends: SwarmEnds) -> Truth:
 
 def check_share(asker: Asker) -> None:
     """Audits took no more than their share of tokens and of sessions."""
-    figures = asker.figures()
-    assert figures.audits.tokens <= SHARE * (figures.asked_tokens + figures.prompt_tokens)
-    assert figures.audits.sessions <= SHARE * figures.replies
+    stats = asker.stats()
+    assert stats.audits.tokens <= SHARE * (stats.asked_tokens + stats.prompt_tokens)
+    assert stats.audits.sessions <= SHARE * stats.replies
 
 
 async def until_found(asker: Asker, *liars: str) -> int:
     """Requests until all these are distrusted."""
     for number in range(REQUESTS):
-        if not any(asker.guidance.book.standing(liar).trusted for liar in liars):
+        if not any(asker.planner.book.standing(liar).trusted for liar in liars):
             return number
         await request(asker, number)
         check_share(asker)
-    raise AssertionError({p: asker.guidance.book.standing(p) for p in liars})
+    raise AssertionError({p: asker.planner.book.standing(p) for p in liars})
 
 
 def distrusted(asker: Asker) -> set[str]:
-    return {m.peer for m in asker.guidance.members() if not asker.guidance.book.standing(m.peer).trusted}
+    return {m.peer for m in asker.planner.members() if not asker.planner.book.standing(m.peer).trusted}
 
 
 @pytest.mark.parametrize(("lie", "third"), [(random_numbers, 0), (scaled, 1), (stale, 2)])
@@ -192,11 +194,11 @@ async def test_a_lying_node_is_found_out_and_used_no_more(
         asked = 1 + await until_found(asker, "liar")
         assert asked <= REQUESTS
         assert distrusted(asker) == {"liar"}
-        assert "wrong activations" in asker.guidance.book.standing("liar").why
+        assert "wrong activations" in asker.planner.book.standing("liar").why
         for number in range(3):
-            figures = await request(asker, number)
-            assert "liar" not in {hop.peer for hop in figures.route}
-            assert figures.token_ids == truth.reply(number)
+            stats = await request(asker, number)
+            assert "liar" not in {hop.peer for hop in stats.route}
+            assert stats.token_ids == truth.reply(number)
         await no_leaks(swarm)
 
 
@@ -212,19 +214,19 @@ async def test_honest_nodes_that_round_or_fail_are_not_accused(
         for number in range(40):
             await request(asker, number)
             check_share(asker)
-        audits = asker.figures().audits
+        audits = asker.stats().audits
         assert audits.passed >= 2
         assert audits.failed == 0
         assert distrusted(asker) == set()
-        flaky = asker.guidance.book.standing("flaky")
+        flaky = asker.planner.book.standing("flaky")
         assert flaky.score == 1 or flaky.why.startswith("failed: ")
 
 
 def _fails_now_and_then() -> Lie:
-    dice = random.Random(7)
+    rng = random.Random(7)
 
     def fail(rows: torch.Tensor, memory: dict[bytes, torch.Tensor], session: bytes) -> torch.Tensor:
-        if dice.random() < 0.05:
+        if rng.random() < 0.05:
             raise SessionError("out of luck")
         return rows
 
@@ -240,7 +242,7 @@ async def test_a_node_that_holds_the_blocks_itself_needs_no_third(
             await swarm.hold(source, f"friend{index}", index, speed=20.0)
         await swarm.hold(source, "liar", 1, scaled, speed=500.0)
         await swarm.hold(source, "accomplice", 1, scaled, speed=500.0)
-        friends = Wishes(trusted=frozenset({"friend0", "friend1", "friend2"}))
+        friends = PrivacyPreferences(trusted=frozenset({"friend0", "friend1", "friend2"}))
         asker = await swarm.audited(ends, 3, friends)
         await until_found(asker, "liar")
         assert distrusted(asker) <= {"liar", "accomplice"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.asker.recovery import Loss, Progress, overdue_s
+from app.asker.recovery import HopLoss, HopProgress, overdue_s
 from app.core.span import Span
 from app.routing.route import Hop
 from app.session.wire import Frame, Kind
@@ -18,9 +18,9 @@ def state(cached: int, received: int, epoch: int = EPOCH) -> Frame:
     return Frame(b"", epoch, cached, Kind.STATE, 0, received, 0, memoryview(b""))
 
 
-def loss(a: Frame, b: Frame, *, quiet_s: float) -> Loss | None:
+def loss(a: Frame, b: Frame, *, quiet_s: float) -> HopLoss | None:
     """What is made of these two states when nothing has moved for so long."""
-    progress = Progress(0.0, row_bytes=1000, stuck_s=30.0)
+    progress = HopProgress(0.0, row_bytes=1000, stuck_s=30.0)
     progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, 0.0)
     return progress.loss(ROUTE, {"a": a, "b": b}, EPOCH, FED, quiet_s)
 
@@ -53,7 +53,7 @@ def test_what_is_only_late(a: Frame, b: Frame, quiet_s: float) -> None:
 
 
 def test_progress_gives_more_time() -> None:
-    progress = Progress(0.0, row_bytes=1000, stuck_s=30.0)
+    progress = HopProgress(0.0, row_bytes=1000, stuck_s=30.0)
     for cached, now in ((1, 0.0), (2, 20.0), (3, 40.0)):
         states = {"a": state(cached, 10), "b": state(0, 0)}
         assert progress.loss(ROUTE, states, EPOCH, FED, now) is None

@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from app.asker.asker import Asker
 from app.core.network import FrameStream, Payload, Priority
 from app.core.span import Span
-from app.session.wire import PROTOCOL, Kind, Trouble, Turn, decode, encode_trouble, encode_turn, header, plain
+from app.session.wire import PROTOCOL, EpochOrder, HopError, Kind, decode, encode_trouble, encode_turn, header, plain
 from p2p.errors import P2PError
 from p2p.memory.fabric import MemoryNode
 from tests.app.hash_model import ROW_BYTES, WIDTH, greedy, last_hidden
@@ -123,9 +123,9 @@ async def disturbed_reply(
         async with asker.reply(PROMPT, TOKENS, max_tokens=TOKENS) as reply:
             async for _ in reply:
                 for at, what, number in happenings:
-                    if at == len(reply.figures.token_ids):
+                    if at == len(reply.stats.token_ids):
                         happen(swarm, what, f"n{number}")
-        return reply.figures.token_ids
+        return reply.stats.token_ids
 
 
 @asynccontextmanager
@@ -189,14 +189,14 @@ async def test_strangers_change_nothing(autojump_clock: MockClock) -> None:
                     for epoch in (session.epoch, session.epoch + 1):
                         for message in forgeries(session.id, epoch, session.length):
                             await stream.send(message)
-        assert reply.figures.token_ids == greedy(PROMPT, TOKENS)
-        assert reply.figures.recoveries == 0
+        assert reply.stats.token_ids == greedy(PROMPT, TOKENS)
+        assert reply.stats.recoveries == 0
         await no_leaks(swarm)
 
 
 def forgeries(session: bytes, epoch: int, position: int) -> list[bytes]:
     """All that a stranger might try."""
-    turn = Turn(Span(0, 4), "thief", "thief", 100, 0, 0)
+    turn = EpochOrder(Span(0, 4), "thief", "thief", 100, 0, 0)
     head = header(Kind.DATA, session, epoch, position, dtype=1, rows=1, width=WIDTH, length=ROW_BYTES)
     return [
         head + bytes(ROW_BYTES),
@@ -204,7 +204,7 @@ def forgeries(session: bytes, epoch: int, position: int) -> list[bytes]:
         plain(Kind.GO, session, epoch, 0),
         plain(Kind.CLOSE, session, epoch + 1),
         plain(Kind.READY, session, epoch, 7),
-        encode_trouble(session, epoch, 0, Trouble("failed", "not true")),
+        encode_trouble(session, epoch, 0, HopError("failed", "not true")),
     ]
 
 
@@ -219,5 +219,5 @@ async def test_a_bad_frame_costs_its_sender_the_stream_and_nobody_else(autojump_
             except P2PError:
                 pass
         assert not waited.cancelled_caught
-        figures = await ask(asker, PROMPT, 4)
-        assert figures.token_ids == greedy(PROMPT, 4)
+        stats = await ask(asker, PROMPT, 4)
+        assert stats.token_ids == greedy(PROMPT, 4)

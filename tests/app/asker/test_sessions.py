@@ -10,12 +10,12 @@ import trio
 from trio.testing import MockClock
 
 from app.asker.asker import Asker, PromptTooLong
-from app.asker.reply import ReplyFigures
+from app.asker.reply import ReplyStats
 from app.asker.route_hops import SessionSettings
 from app.core.errors import AppError
 from app.routing.route import NoRoute
 from engine.local_model import load_local, local_options
-from engine.model.block import Holding
+from engine.model.block import WeightOptions
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
@@ -33,20 +33,20 @@ CPU = torch.device("cpu")
 async def test_a_reply_goes_through_three_hops(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 3), (3, 6), (6, 8)) as swarm:
         asker = await swarm.asker()
-        figures = await ask(asker, PROMPT, 12)
-        assert figures.token_ids == greedy(PROMPT, 12)
-        assert [(hop.peer, str(hop.span)) for hop in figures.route] == [("n0", "0:3"), ("n1", "3:6"), ("n2", "6:8")]
-        assert (figures.recoveries, figures.finish_reason) == (0, "length")
+        stats = await ask(asker, PROMPT, 12)
+        assert stats.token_ids == greedy(PROMPT, 12)
+        assert [(hop.peer, str(hop.span)) for hop in stats.route] == [("n0", "0:3"), ("n1", "3:6"), ("n2", "6:8")]
+        assert (stats.recoveries, stats.finish_reason) == (0, "length")
         # One way over four links and three steps a token: pushes go directly.
-        assert figures.tokens_per_s == pytest.approx(1 / (4 * 0.005 + 3 * 0.01), rel=0.05)
+        assert stats.tokens_per_s == pytest.approx(1 / (4 * 0.005 + 3 * 0.01), rel=0.05)
         await no_leaks(swarm)
 
 
 async def test_overlapping_spans_are_used_in_parts(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 5), (3, 8)) as swarm:
-        figures = await ask(await swarm.asker(), PROMPT, 4)
-        assert figures.token_ids == greedy(PROMPT, 4)
-        first, second = figures.route
+        stats = await ask(await swarm.asker(), PROMPT, 4)
+        assert stats.token_ids == greedy(PROMPT, 4)
+        first, second = stats.route
         assert first.span.stop == second.span.start
         await no_leaks(swarm)
 
@@ -59,7 +59,7 @@ async def test_a_prompt_that_takes_long_tells_how_far_it_is(autojump_clock: Mock
 
         async def watch() -> None:
             while True:
-                told.extend(session.prompt_done for session in asker.figures().sessions)
+                told.extend(session.prompt_done for session in asker.stats().sessions)
                 await trio.sleep(0.5)
 
         async with trio.open_nursery() as nursery:
@@ -79,11 +79,11 @@ async def test_a_long_prompt_goes_in_chunks_and_its_hops_work_at_the_same_time(a
     async with open_swarm((0, 4), (4, 8)) as swarm:
         asker = await swarm.asker(settings=SessionSettings(chunk_rows=64))
         prompt = list(range(640))
-        figures = await ask(asker, prompt, 2)
-        assert figures.token_ids == greedy(prompt, 2)
+        stats = await ask(asker, prompt, 2)
+        assert stats.token_ids == greedy(prompt, 2)
         # 10 chunks through two hops of 10 ms a chunk, side by side; one after the other would take 0.2 s and more.
-        assert figures.ttft_s is not None
-        assert figures.ttft_s < 0.18
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 0.18
 
 
 async def test_eight_sessions_share_device_steps(autojump_clock: MockClock) -> None:
@@ -92,7 +92,7 @@ async def test_eight_sessions_share_device_steps(autojump_clock: MockClock) -> N
         begin = trio.current_time()
         await ask(asker, PROMPT, 20)
         alone_s, begin = trio.current_time() - begin, trio.current_time()
-        results: dict[int, ReplyFigures] = {}
+        results: dict[int, ReplyStats] = {}
 
         async def one(number: int) -> None:
             results[number] = await ask(asker, [number, *PROMPT], 20)
@@ -100,8 +100,8 @@ async def test_eight_sessions_share_device_steps(autojump_clock: MockClock) -> N
         async with trio.open_nursery() as nursery:
             for number in range(8):
                 nursery.start_soon(one, number)
-        for number, figures in results.items():
-            assert figures.token_ids == greedy([number, *PROMPT], 20)
+        for number, stats in results.items():
+            assert stats.token_ids == greedy([number, *PROMPT], 20)
         assert trio.current_time() - begin < 1.6 * alone_s
         batches = [len(batch) for batch in swarm.runners["n1"].batches][-40:]
         assert sum(batches) / len(batches) > 2
@@ -115,7 +115,7 @@ async def test_an_asker_that_leaves_frees_its_hops_at_once(autojump_clock: MockC
             async with asker.reply(PROMPT, 1000, max_tokens=1000) as reply:
                 async for _ in reply:
                     pass
-        assert len(reply.figures.token_ids) > 3
+        assert len(reply.stats.token_ids) > 3
         await trio.sleep(0.05)
         assert [server.sessions for server in swarm.servers.values()] == [0, 0]
         await no_leaks(swarm)
@@ -143,7 +143,7 @@ async def test_a_silent_session_is_freed_and_can_still_go_on(autojump_clock: Moc
             assert [server.sessions for server in swarm.servers.values()] == [0, 0]
             async for _ in reply:
                 pass
-        assert reply.figures.token_ids == greedy(PROMPT, 6)
+        assert reply.stats.token_ids == greedy(PROMPT, 6)
         await no_leaks(swarm)
 
 
@@ -153,7 +153,7 @@ async def test_a_full_cache_sends_the_session_elsewhere(autojump_clock: MockCloc
         asker = await swarm.asker()
         async with asker.reply(PROMPT, 12, max_tokens=12) as first:
             await anext(first)
-            assert first.figures.route[1].peer == "small"
+            assert first.stats.route[1].peer == "small"
             second = await ask(asker, PROMPT, 12)
             assert (second.token_ids, second.route[1].peer) == (greedy(PROMPT, 12), "n1")
         await no_leaks(swarm)
@@ -180,8 +180,8 @@ async def test_a_prompt_beyond_the_context_is_refused(autojump_clock: MockClock)
         asker = await swarm.asker()
         with pytest.raises(PromptTooLong, match="4096 tokens, but the model's context is 4096"):
             await ask(asker, [1] * 4096, 12)
-        figures = await ask(asker, [1] * 4090, 6)
-        assert len(figures.token_ids) == 6
+        stats = await ask(asker, [1] * 4090, 6)
+        assert len(stats.token_ids) == 6
 
 
 async def test_a_node_asks_its_own_blocks_without_the_network(autojump_clock: MockClock) -> None:
@@ -195,9 +195,9 @@ async def test_a_node_asks_its_own_blocks_without_the_network(autojump_clock: Mo
             own_server=server.attend,
         )
         await swarm.nursery.start(asker.run)
-        figures = await ask(asker, PROMPT, 6)
-        assert figures.token_ids == greedy(PROMPT, 6)
-        assert [hop.peer for hop in figures.route] == ["n0", "both"]
+        stats = await ask(asker, PROMPT, 6)
+        assert stats.token_ids == greedy(PROMPT, 6)
+        assert [hop.peer for hop in stats.route] == ["n0", "both"]
         await no_leaks(swarm)
 
 
@@ -210,10 +210,10 @@ async def test_many_sessions_live_through_restarts(autojump_clock: MockClock) ->
         async def converse(number: int, until: float) -> None:
             while trio.current_time() < until:
                 prompt = [number, *PROMPT]
-                figures = await ask(asker, prompt, 30)
-                assert figures.token_ids == greedy(prompt, 30)
-                assert figures.longest_gap_s < 2
-                recoveries.append(figures.recoveries)
+                stats = await ask(asker, prompt, 30)
+                assert stats.token_ids == greedy(prompt, 30)
+                assert stats.longest_gap_s < 2
+                recoveries.append(stats.recoveries)
 
         async with trio.open_nursery() as nursery:
             for number in range(4):
@@ -246,17 +246,17 @@ async def test_the_swarm_writes_what_one_process_writes(autojump_clock: MockCloc
         for name, start, stop in (("a", 0, 3), ("b", 2, 6), ("c", 6, 8), ("d", 2, 6)):
             span = load_span(tiny, start, stop, SpanOptions(CPU, torch.float32, kv_bytes=1 << 22))
             await swarm.serve(name, SessionRunner(span))
-        asker = await swarm.asker("asker", load_swarm_ends(tiny, Holding(CPU, torch.float32)))
+        asker = await swarm.asker("asker", load_swarm_ends(tiny, WeightOptions(CPU, torch.float32)))
         for victim in (None, "b"):
             async with asker.reply(prompt, settings, max_tokens=24) as reply:
                 pieces = []
                 async for piece in reply:
                     pieces.append(piece.text)
                     if victim and len(pieces) == 10:
-                        swarm.kill(reply.figures.route[1].peer)
-            assert reply.figures.token_ids == expected.writer.token_ids
+                        swarm.kill(reply.stats.route[1].peer)
+            assert reply.stats.token_ids == expected.writer.token_ids
             assert "".join(pieces) == text
-            assert reply.figures.recoveries == (1 if victim else 0)
+            assert reply.stats.recoveries == (1 if victim else 0)
         await no_leaks(swarm)
         nursery.cancel_scope.cancel()
 
@@ -271,15 +271,15 @@ async def test_servers_and_hops_tell_where_the_time_goes(autojump_clock: MockClo
             for step_s, queue_s in (session.paces["n0"], session.paces["n1"]):
                 assert step_s == pytest.approx(0.01, rel=0.01)
                 assert queue_s == pytest.approx(0.0, abs=0.001)
-            figures = swarm.servers["n0"].figures
+            stats = swarm.servers["n0"].stats
             tokens = len(PROMPT) + 30
-            assert (figures.rows, figures.urgent_rows, figures.batch_rows, figures.opened) == (tokens, 30, 1.0, 1)
-            assert (figures.queued_rows, figures.queued_sessions) == (0, 0)
-            (own,) = figures.sessions
+            assert (stats.rows, stats.urgent_rows, stats.batch_rows, stats.opened) == (tokens, 30, 1.0, 1)
+            assert (stats.queued_rows, stats.queued_sessions) == (0, 0)
+            (own,) = stats.sessions
             assert (own.asker, own.start, own.stop, own.tokens) == ("asker", 0, 4, tokens)
             # Every token costs one row of 16 bytes each way, under a header of 40 bytes a frame.
             assert own.bytes_in == own.bytes_out == 16 * tokens + 40 * 31
             assert own.age_s > 30 * 0.01
         await no_leaks(swarm)
-        after = swarm.servers["n0"].figures
+        after = swarm.servers["n0"].stats
         assert (after.sessions, after.bytes_in, after.askers) == ((), own.bytes_in, 1)

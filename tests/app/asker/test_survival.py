@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from app.asker.asker import Asker
-from app.asker.reply import ReplyFigures
+from app.asker.reply import ReplyStats
 from app.core.network import FrameStream
 from app.core.span import Span
 from app.routing.route import NoRoute
@@ -25,14 +25,14 @@ from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_sw
 PAIRS = ((0, 3), (3, 6), (6, 8), (0, 3), (3, 6), (6, 8))
 
 
-async def disturbed(asker: Asker, at: int, disturb: Callable[[], object], count: int = 12) -> ReplyFigures:
+async def disturbed(asker: Asker, at: int, disturb: Callable[[], object], count: int = 12) -> ReplyStats:
     """A whole reply, disturbed behind token `at`; checks its tokens."""
     async with asker.reply(PROMPT, count, max_tokens=count) as reply:
         async for _ in reply:
-            if len(reply.figures.token_ids) == at:
+            if len(reply.stats.token_ids) == at:
                 disturb()
-    assert reply.figures.token_ids == greedy(PROMPT, count)
-    return reply.figures
+    assert reply.stats.token_ids == greedy(PROMPT, count)
+    return reply.stats
 
 
 def bar(node: MemoryNode, barred: str) -> None:
@@ -60,13 +60,13 @@ async def test_a_hop_dies_and_a_replica_takes_over(autojump_clock: MockClock, vi
         asker = await swarm.asker()
         async with asker.reply(PROMPT, 12, max_tokens=12) as reply:
             async for _ in reply:
-                if len(reply.figures.token_ids) == 5:
-                    assert victim in {hop.peer for hop in reply.figures.route}
+                if len(reply.stats.token_ids) == 5:
+                    assert victim in {hop.peer for hop in reply.stats.route}
                     swarm.kill(victim)
-        assert reply.figures.token_ids == greedy(PROMPT, 12)
-        assert reply.figures.recoveries == 1
-        assert reply.figures.longest_gap_s < 0.5
-        assert victim not in {hop.peer for hop in reply.figures.route}
+        assert reply.stats.token_ids == greedy(PROMPT, 12)
+        assert reply.stats.recoveries == 1
+        assert reply.stats.longest_gap_s < 0.5
+        assert victim not in {hop.peer for hop in reply.stats.route}
         await no_leaks(swarm)
 
 
@@ -79,13 +79,13 @@ async def test_a_frozen_hop_is_treated_as_a_dead_one_and_does_no_harm_when_it_wa
         asker = await swarm.asker()
         async with asker.reply(PROMPT, 200, max_tokens=200) as reply:
             async for _ in reply:
-                if len(reply.figures.token_ids) == 5:
+                if len(reply.stats.token_ids) == 5:
                     swarm.fabric.freeze(victim)
-                if len(reply.figures.token_ids) == 30:
+                if len(reply.stats.token_ids) == 30:
                     swarm.fabric.resume(victim)
-        assert reply.figures.token_ids == greedy(PROMPT, 200)
-        assert reply.figures.recoveries == 1
-        assert reply.figures.longest_gap_s < 2.6
+        assert reply.stats.token_ids == greedy(PROMPT, 200)
+        assert reply.stats.recoveries == 1
+        assert reply.stats.longest_gap_s < 2.6
         await no_leaks(swarm)
 
 
@@ -97,9 +97,9 @@ async def test_two_hops_die_at_once(autojump_clock: MockClock) -> None:
             swarm.kill("n0")
             swarm.kill("n1")
 
-        figures = await disturbed(await swarm.asker(), 5, kill)
-        assert [hop.peer for hop in figures.route] == ["n3", "n4", "n2"]
-        assert figures.longest_gap_s < 1
+        stats = await disturbed(await swarm.asker(), 5, kill)
+        assert [hop.peer for hop in stats.route] == ["n3", "n4", "n2"]
+        assert stats.longest_gap_s < 1
         await no_leaks(swarm)
 
 
@@ -114,9 +114,9 @@ async def test_a_hop_dies_while_the_prompt_is_under_way(autojump_clock: MockCloc
 
         swarm.nursery.start_soon(kill_soon)
         prompt = list(range(3000))
-        figures = await ask(asker, prompt, 3)
-        assert figures.token_ids == greedy(prompt, 3)
-        assert figures.recoveries == 1
+        stats = await ask(asker, prompt, 3)
+        assert stats.token_ids == greedy(prompt, 3)
+        assert stats.recoveries == 1
         await no_leaks(swarm)
 
 
@@ -126,11 +126,11 @@ async def test_only_the_new_hop_computes_again(autojump_clock: MockClock) -> Non
         rows_before: dict[str, int] = {}
 
         def kill() -> None:
-            rows_before.update({name: server.figures.rows for name, server in swarm.servers.items()})
+            rows_before.update({name: server.stats.rows for name, server in swarm.servers.items()})
             swarm.kill("n1")
 
         await disturbed(await swarm.asker(), 5, kill)
-        rows = {name: server.figures.rows - rows_before[name] for name, server in swarm.servers.items()}
+        rows = {name: server.stats.rows - rows_before[name] for name, server in swarm.servers.items()}
         assert rows["n4"] == len(PROMPT) + 11  # replayed by n0, then the rest of the reply
         assert rows["n0"] <= 9
         assert rows["n2"] <= 9
@@ -141,9 +141,9 @@ async def test_without_kept_outputs_the_asker_replays_from_tokens(autojump_clock
         for index, (start, stop) in enumerate(PAIRS):
             await swarm.serve(f"n{index}", HashRunner(start, stop), settings=ServerSettings(kept_bytes=100))
         prefer_first_three(swarm)
-        figures = await disturbed(await swarm.asker(), 7, lambda: swarm.kill("n1"))
-        assert figures.recoveries == 1
-        assert swarm.servers["n0"].figures.rows > 2 * len(PROMPT)
+        stats = await disturbed(await swarm.asker(), 7, lambda: swarm.kill("n1"))
+        assert stats.recoveries == 1
+        assert swarm.servers["n0"].stats.rows > 2 * len(PROMPT)
         await no_leaks(swarm)
 
 
@@ -158,9 +158,9 @@ async def test_the_only_holder_dies_and_the_reply_waits_for_a_new_one(autojump_c
             await trio.sleep(8)
             await swarm.serve("spare", HashRunner(4, 8))
 
-        figures = await disturbed(await swarm.asker(), 5, kill)
-        assert 8 < figures.longest_gap_s < 9
-        assert figures.route[1].peer == "spare"
+        stats = await disturbed(await swarm.asker(), 5, kill)
+        assert 8 < stats.longest_gap_s < 9
+        assert stats.route[1].peer == "spare"
         await no_leaks(swarm)
 
 
@@ -174,8 +174,8 @@ async def test_a_hop_that_restarts_takes_its_session_up_again(autojump_clock: Mo
             swarm.kill("n1")
             swarm.nursery.start_soon(again)
 
-        figures = await disturbed(await swarm.asker(), 5, restart)
-        assert [hop.peer for hop in figures.route] == ["n0", "n1"]
+        stats = await disturbed(await swarm.asker(), 5, restart)
+        assert [hop.peer for hop in stats.route] == ["n0", "n1"]
         await no_leaks(swarm)
 
 
@@ -187,10 +187,10 @@ async def test_a_draining_hop_hands_over_without_a_gap(autojump_clock: MockClock
         async def drain() -> None:
             drained.append(await swarm.servers["n1"].drain())
 
-        figures = await disturbed(await swarm.asker(), 5, lambda: swarm.nursery.start_soon(drain), 20)
+        stats = await disturbed(await swarm.asker(), 5, lambda: swarm.nursery.start_soon(drain), 20)
         assert drained == [True]
-        assert [hop.peer for hop in figures.route] == ["n0", "n4", "n2"]
-        assert figures.longest_gap_s < 0.5
+        assert [hop.peer for hop in stats.route] == ["n0", "n4", "n2"]
+        assert stats.longest_gap_s < 0.5
         swarm.announcements.pop("n1")
         await no_leaks(swarm)
 
@@ -210,10 +210,10 @@ async def test_a_draining_hop_stays_until_somebody_can_take_over(autojump_clock:
             swarm.nursery.start_soon(drain)
             swarm.nursery.start_soon(relief)
 
-        figures = await disturbed(await swarm.asker(), 5, begin, 200)
+        stats = await disturbed(await swarm.asker(), 5, begin, 200)
         assert drained == [True]
-        assert figures.longest_gap_s < 0.5
-        assert [hop.peer for hop in figures.route] == ["n0", "relief"]
+        assert stats.longest_gap_s < 0.5
+        assert [hop.peer for hop in stats.route] == ["n0", "relief"]
         await no_leaks(swarm)
 
 
@@ -222,10 +222,10 @@ async def test_hops_that_cannot_reach_each_other_go_through_the_asker(autojump_c
         nodes = swarm.fabric.nodes
         for a, b in (("n0", "n1"), ("n1", "n2")):
             bar(nodes[a], b)
-        figures = await ask(await swarm.asker(), PROMPT, 12)
-        assert figures.token_ids == greedy(PROMPT, 12)
-        assert figures.recoveries == 0
-        assert figures.tokens_per_s == pytest.approx(1 / (6 * 0.005 + 3 * 0.01), rel=0.05)
+        stats = await ask(await swarm.asker(), PROMPT, 12)
+        assert stats.token_ids == greedy(PROMPT, 12)
+        assert stats.recoveries == 0
+        assert stats.tokens_per_s == pytest.approx(1 / (6 * 0.005 + 3 * 0.01), rel=0.05)
         await no_leaks(swarm)
 
 
@@ -237,8 +237,8 @@ async def test_the_asker_changes_its_network(autojump_clock: MockClock) -> None:
             for peer in ("n0", "n1", "n2"):
                 await swarm.fabric.nodes["asker"].disconnect(peer)
 
-        figures = await disturbed(asker, 5, lambda: swarm.nursery.start_soon(move))
-        assert figures.recoveries >= 1
+        stats = await disturbed(asker, 5, lambda: swarm.nursery.start_soon(move))
+        assert stats.recoveries >= 1
         await no_leaks(swarm)
 
 
@@ -253,11 +253,11 @@ async def test_a_peer_that_vanishes_in_the_handshake_is_passed_over(autojump_clo
         node.accept(PROTOCOL, mute)
         swarm.announcements["mute"] = replace(swarm.announcements["n1"], peer="mute", decode_tokens_per_s=1e6)
         swarm.announcements["gone"] = replace(swarm.announcements["n1"], peer="gone", decode_tokens_per_s=1e7)
-        figures = await ask(await swarm.asker(), PROMPT, 6)
-        assert figures.token_ids == greedy(PROMPT, 6)
-        assert [hop.peer for hop in figures.route] == ["n0", "n1"]
-        assert figures.ttft_s is not None
-        assert figures.ttft_s < 7
+        stats = await ask(await swarm.asker(), PROMPT, 6)
+        assert stats.token_ids == greedy(PROMPT, 6)
+        assert [hop.peer for hop in stats.route] == ["n0", "n1"]
+        assert stats.ttft_s is not None
+        assert stats.ttft_s < 7
         await no_leaks(swarm)
 
 

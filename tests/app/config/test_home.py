@@ -18,7 +18,7 @@ from app.core.errors import AlreadyRunning, HomeError, NotRunning
 from app.swarm.invite import Invite
 from app.swarm.names import SwarmName
 from app.swarm.records import read_record, sign_record
-from app.swarm.saved import MAX_SWARMS, Memberships, Remembered, load, update
+from app.swarm.saved import MAX_SWARMS, SavedSwarm, SavedSwarms, load, update
 from p2p.identity import Identity
 from p2p.platform import FileLock, is_private
 
@@ -137,15 +137,15 @@ def test_importing_stays_light() -> None:
 # --- remembered swarms -----------------------------------------------------------------------------------------------
 
 
-def swarm(name: str = "attic", model: str = MODEL, secret: bytes | None = None) -> Remembered:
-    return Remembered(name, model, NOW, secret)
+def swarm(name: str = "attic", model: str = MODEL, secret: bytes | None = None) -> SavedSwarm:
+    return SavedSwarm(name, model, NOW, secret)
 
 
 def test_swarms_are_remembered_with_their_secrets_in_a_private_file(home: Home) -> None:
-    assert load(home) == Memberships()
+    assert load(home) == SavedSwarms()
     record = sign_record(Identity(b"a" * 32), "attic", MODEL, now_ms=NOW, private=True)
-    private = Remembered.from_record(record, now_ms=NOW, secret=b"s" * 32)
-    invited = Remembered.from_invite(Invite("cellar", OTHER, ("/ip4/1.2.3.4/tcp/1/p2p/x",)), now_ms=NOW)
+    private = SavedSwarm.from_record(record, now_ms=NOW, secret=b"s" * 32)
+    invited = SavedSwarm.from_invite(Invite("cellar", OTHER, ("/ip4/1.2.3.4/tcp/1/p2p/x",)), now_ms=NOW)
     update(home, lambda known: known.joined(invited).joined(private))
     known = load(home)
     assert known.swarms == (invited, private)
@@ -157,7 +157,7 @@ def test_swarms_are_remembered_with_their_secrets_in_a_private_file(home: Home) 
 
 
 def test_joining_again_switches_and_keeps_what_is_known() -> None:
-    known = Memberships().joined(swarm(secret=b"s" * 32)).joined(swarm("cellar"))
+    known = SavedSwarms().joined(swarm(secret=b"s" * 32)).joined(swarm("cellar"))
     assert known.active == swarm("cellar")
     again = known.joined(swarm())
     assert again.active == swarm(secret=b"s" * 32)
@@ -166,21 +166,21 @@ def test_joining_again_switches_and_keeps_what_is_known() -> None:
 
 
 def test_leaving_forgets_one_swarm_alone() -> None:
-    known = Memberships().joined(swarm()).joined(swarm("cellar"))
+    known = SavedSwarms().joined(swarm()).joined(swarm("cellar"))
     assert known.left(swarm().id).active == swarm("cellar")
-    assert known.left(swarm("cellar").id) == Memberships((swarm(),), None)
+    assert known.left(swarm("cellar").id) == SavedSwarms((swarm(),), None)
     assert known.left("nothing") == known
 
 
 def test_names_and_pins_find_what_is_remembered() -> None:
-    known = Memberships().joined(swarm()).joined(swarm(model=OTHER)).joined(swarm("cellar"))
+    known = SavedSwarms().joined(swarm()).joined(swarm(model=OTHER)).joined(swarm("cellar"))
     assert known.matching(SwarmName("attic")) == (swarm(), swarm(model=OTHER))
     assert known.matching(SwarmName("attic", "ffee0011")) == (swarm(model=OTHER),)
     assert known.matching(SwarmName("roof")) == ()
 
 
 def test_the_number_of_swarms_is_bounded() -> None:
-    full = Memberships(tuple(swarm(f"s{number}") for number in range(MAX_SWARMS)))
+    full = SavedSwarms(tuple(swarm(f"s{number}") for number in range(MAX_SWARMS)))
     assert full.joined(swarm("s7")).active == swarm("s7")
     with pytest.raises(HomeError, match="leave some"):
         full.joined(swarm())
@@ -225,9 +225,9 @@ ADDER = """
 import sys
 from pathlib import Path
 from app.config.home import Home
-from app.swarm.saved import Remembered, update
+from app.swarm.saved import SavedSwarm, update
 for number in range(10):
-    update(Home(Path(sys.argv[1])), lambda known: known.joined(Remembered(f"{sys.argv[2]}{number}", "00" * 32, 0)))
+    update(Home(Path(sys.argv[1])), lambda known: known.joined(SavedSwarm(f"{sys.argv[2]}{number}", "00" * 32, 0)))
 """
 
 

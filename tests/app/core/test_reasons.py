@@ -17,12 +17,12 @@ from app.core.reasons import NEXT_STEPS, Reason, because
 from app.core.span import Span
 from app.membership.member import _GONE, Member
 from app.routing import search as routing
-from app.routing.planner import Guidance, SessionGuide
-from app.routing.route import Demand, NoRoute, Privacy
+from app.routing.planner import RoutePlanner, SessionRoutes
+from app.routing.route import NoRoute, Privacy, RouteRequest
 from app.routing.search import find_route, why_unused
 from app.routing.trust import TrustBook
-from app.serving.admission import AdmissionLimits, Load, why_busy
-from app.session.wire import REFUSALS, Trouble, decode, decode_trouble, encode_trouble, reason_told
+from app.serving.admission import AdmissionLimits, HopLoad, why_busy
+from app.session.wire import REFUSALS, HopError, decode, decode_trouble, encode_trouble, reason_told
 from app.snapshot.codec import facts, snapshot_from
 from app.snapshot.views import PeerView
 from app.swarm.records import Announcement
@@ -81,7 +81,7 @@ def test_no_reason_is_made_without_its_code_being_in_the_table() -> None:
 
 # --- from those who decide to those who read -------------------------------------------------------------------------
 
-DEMAND = Demand(Span(0, 4), 100)
+DEMAND = RouteRequest(Span(0, 4), 100)
 ALL = Span(0, 4)
 
 
@@ -110,7 +110,7 @@ def test_why_a_member_is_not_used(member: Announcement, code: str | None) -> Non
 
 
 def test_private_blocks_exclude_strangers_who_hold_nothing_else() -> None:
-    demand = Demand(Span(0, 4), 1, privacy=Privacy(1, 4, frozenset({"friend"})))
+    demand = RouteRequest(Span(0, 4), 1, privacy=Privacy(1, 4, frozenset({"friend"})))
     edge, all_of_it = said("p", span=Span(0, 1)), said("p")
     assert getattr(why_unused(edge, demand), "code", None) == "peer_private"
     assert why_unused(all_of_it, demand) is None
@@ -138,13 +138,13 @@ def test_a_member_is_present_exactly_where_nothing_speaks_against_it(state: str)
 @pytest.mark.parametrize(
     ("load", "code"),
     [
-        (Load(256, 0, 0, 0, 900, 1000), "sessions_full"),
-        (Load(64, 64, 0, 0, 900, 1000), "asker_sessions_full"),
-        (Load(1, 0, 1, 0, 99, 1000), "cache_full"),
-        (Load(2, 1, 1, 700, 150, 1000), "cache_reserved"),
+        (HopLoad(256, 0, 0, 0, 900, 1000), "sessions_full"),
+        (HopLoad(64, 64, 0, 0, 900, 1000), "asker_sessions_full"),
+        (HopLoad(1, 0, 1, 0, 99, 1000), "cache_full"),
+        (HopLoad(2, 1, 1, 700, 150, 1000), "cache_reserved"),
     ],
 )
-def test_a_hops_refusal_reaches_the_asker_with_its_code(load: Load, code: str) -> None:
+def test_a_hops_refusal_reaches_the_asker_with_its_code(load: HopLoad, code: str) -> None:
     trouble = why_busy(load, 100, AdmissionLimits())
     assert trouble is not None
     told = reason_told("hop", decode_trouble(decode(encode_trouble(b"s" * 16, 1, 0, trouble))))
@@ -152,10 +152,10 @@ def test_a_hops_refusal_reaches_the_asker_with_its_code(load: Load, code: str) -
 
 
 def test_a_hop_that_makes_codes_up_gets_the_kind_of_its_trouble_and_nothing_else() -> None:
-    assert reason_told("hop", Trouble("busy", "full", "pause_by_hand")).code == "hop_busy"
-    assert reason_told("hop", Trouble("busy", "full", "x" * 32)).code == "hop_busy"
-    assert reason_told("hop", Trouble("lost", "")).text
-    assert reason_told("hop", Trouble("nonsense", "?")).code == "hop_failed"
+    assert reason_told("hop", HopError("busy", "full", "pause_by_hand")).code == "hop_busy"
+    assert reason_told("hop", HopError("busy", "full", "x" * 32)).code == "hop_busy"
+    assert reason_told("hop", HopError("lost", "")).text
+    assert reason_told("hop", HopError("nonsense", "?")).code == "hop_failed"
 
 
 def test_an_error_of_any_package_is_a_reason() -> None:
@@ -188,18 +188,18 @@ def test_command_line_doctor_and_dashboard_have_the_same_words() -> None:
 async def test_what_an_asker_saw_of_hops_is_why_they_are_not_used(autojump_clock: MockClock) -> None:
     async with open_fabric() as fabric:
         node, book = fabric.node("me"), TrustBook()
-        guidance = Guidance(node, lambda: [said(peer) for peer in ("me", "full", "liar", "well")], book=book)
-        guide = SessionGuide(guidance, DEMAND)
+        planner = RoutePlanner(node, lambda: [said(peer) for peer in ("me", "full", "liar", "well")], book=book)
+        guide = SessionRoutes(planner, DEMAND)
         book.note("liar", "lied", "returned wrong activations")
         told = because("cache_full", "no room for 100 tokens", "full")
         guide.failed("full", told, busy=True)
-        unused = guidance.unused(4)
+        unused = planner.unused(4)
         assert set(unused) == {"full", "liar"}
         assert unused["full"] == told
         assert (unused["liar"].code, unused["liar"].peers) == ("distrusted", ("liar",))
         assert unused["liar"].text.startswith("returned wrong activations")
         with pytest.raises(NoRoute) as refused:
-            Guidance(node, lambda: [said("full")], book=book, wishes=None).find((), DEMAND, ["full"])
+            RoutePlanner(node, lambda: [said("full")], book=book, preferences=None).find((), DEMAND, ["full"])
         assert refused.value.reason.peers == ("full",)
         await trio.sleep(HOUR_S)
-        assert set(guidance.unused(4)) == {"liar"}, "who was full is tried again"
+        assert set(planner.unused(4)) == {"liar"}, "who was full is tried again"

@@ -13,7 +13,7 @@ from app.config.settings import Settings
 from app.core.reasons import Reason
 from app.courtesy.rules import Readings
 from app.courtesy.sensors import Sensors, Source
-from app.courtesy.watch import Watch
+from app.courtesy.watch import CourtesyWatch
 from app.snapshot.views import RuleView
 from engine.device.sensors import Unavailable
 
@@ -75,7 +75,7 @@ class Scene:
         self.pace = 1  # how fast the clock on the wall goes
         self._began, self._jumped = trio.current_time(), timedelta()
         sources = {name: self._source(name) for name in Readings.__dataclass_fields__ if name != "now"}
-        self.watch = Watch(self.node, lambda: self.settings, Sensors(sources, ask_here), self.now)
+        self.watch = CourtesyWatch(self.node, lambda: self.settings, Sensors(sources, ask_here), self.now)
 
     def now(self) -> datetime:
         return MONDAY + self._jumped + timedelta(seconds=(trio.current_time() - self._began) * self.pace)

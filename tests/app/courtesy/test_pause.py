@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from app.core.reasons import Reason
-from app.courtesy.pause import LOOK_S, Pausing
+from app.courtesy.pause import LOOK_S, PauseControl
 
 BATTERY = Reason("pause_battery", "on battery")
 
@@ -31,12 +31,12 @@ def wall() -> Wall:
 
 
 @pytest.fixture
-def begun(tmp_path: Path, wall: Wall) -> Callable[[], Pausing]:
+def begun(tmp_path: Path, wall: Wall) -> Callable[[], PauseControl]:
     """A new run of the node in the same home."""
-    return lambda: Pausing(tmp_path / "pause.json", lambda: None, wall)
+    return lambda: PauseControl(tmp_path / "pause.json", lambda: None, wall)
 
 
-async def test_a_rule_neither_undoes_nor_outlives_its_reason(begun: Callable[[], Pausing]) -> None:
+async def test_a_rule_neither_undoes_nor_outlives_its_reason(begun: Callable[[], PauseControl]) -> None:
     pausing = begun()
     assert not pausing.view().paused
     pausing.by_rule(BATTERY)
@@ -54,7 +54,7 @@ async def test_a_rule_neither_undoes_nor_outlives_its_reason(begun: Callable[[],
 
 
 async def test_a_persons_pause_survives_a_restart_and_a_rules_does_not(
-    begun: Callable[[], Pausing], wall: Wall, tmp_path: Path
+    begun: Callable[[], PauseControl], wall: Wall, tmp_path: Path
 ) -> None:
     first = begun()
     first.by_rule(BATTERY)
@@ -72,19 +72,21 @@ async def test_a_persons_pause_survives_a_restart_and_a_rules_does_not(
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b'{"until_ms": "soon"}', b"\xff" * 5000])
-async def test_a_damaged_file_counts_as_a_pause(begun: Callable[[], Pausing], tmp_path: Path, damaged: bytes) -> None:
+async def test_a_damaged_file_counts_as_a_pause(
+    begun: Callable[[], PauseControl], tmp_path: Path, damaged: bytes
+) -> None:
     (tmp_path / "pause.json").write_bytes(damaged)
     assert begun().view().by == "hand"
 
 
 async def test_a_disk_that_takes_nothing_does_not_prevent_a_pause(tmp_path: Path, wall: Wall) -> None:
-    pausing = Pausing(tmp_path / "no such folder" / "pause.json", lambda: None, wall)
+    pausing = PauseControl(tmp_path / "no such folder" / "pause.json", lambda: None, wall)
     await pausing.by_hand(None)
     assert pausing.view().paused
 
 
 async def test_a_pause_with_an_end_ends_by_the_wall_clock(
-    begun: Callable[[], Pausing], wall: Wall, mock_clock: MockClock
+    begun: Callable[[], PauseControl], wall: Wall, mock_clock: MockClock
 ) -> None:
     pausing = begun()
     async with trio.open_nursery() as nursery:
@@ -102,7 +104,7 @@ async def test_a_pause_with_an_end_ends_by_the_wall_clock(
 
 
 async def test_a_clock_that_is_set_back_makes_no_pause_longer(
-    begun: Callable[[], Pausing], wall: Wall, mock_clock: MockClock
+    begun: Callable[[], PauseControl], wall: Wall, mock_clock: MockClock
 ) -> None:
     pausing = begun()
     async with trio.open_nursery() as nursery:
@@ -121,7 +123,7 @@ async def test_a_clock_that_is_set_back_makes_no_pause_longer(
 
 
 async def test_a_pause_whose_end_went_by_while_the_node_was_off_is_over_at_once(
-    begun: Callable[[], Pausing], wall: Wall, autojump_clock: MockClock
+    begun: Callable[[], PauseControl], wall: Wall, autojump_clock: MockClock
 ) -> None:
     await begun().by_hand(600.0)
     wall.ms += 3600_000

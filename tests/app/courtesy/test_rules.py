@@ -15,7 +15,7 @@ import trio.testing
 
 from app.courtesy.rules import RULES, Readings, believable, limits_at
 from app.courtesy.sensors import Sensors, machine_sources
-from app.courtesy.watch import LOOK_S, Watch
+from app.courtesy.watch import LOOK_S, CourtesyWatch
 from engine.device.sensors import Unavailable
 from tests.app.courtesy.courtesy_scene import CALM, MONDAY, HangsForever, Recorder, Scene
 
@@ -210,7 +210,7 @@ async def test_another_program_takes_the_processor_and_gives_it_back(tmp_path: P
         pytest.skip(f"other programs take {calm:.0%} of this machine already")
     node, settings = Recorder(), replace(CALM, pause_busy=int(50 + calm * 50))
     hasty = [replace(rule, after_s=1.0, release_s=1.0) for rule in RULES]
-    watch = Watch(node, lambda: settings, Sensors(sources), rules=hasty)
+    watch = CourtesyWatch(node, lambda: settings, Sensors(sources), rules=hasty)
     burning: list[subprocess.Popen[bytes]] = []
     try:
         async with trio.open_nursery() as nursery:

@@ -19,8 +19,8 @@ from app.hosting.placement import (
     STAY_S,
     THIN_WAIT_S,
     Candidate,
-    Due,
     Move,
+    MoveTimer,
     decide,
     due,
 )
@@ -121,10 +121,10 @@ def test_a_waiting_move_comes_no_later_unless_its_reason_changes() -> None:
     gain, hole = because("gain", "-"), Move(Span(4, 6), 2.0, because("hole", "-"))
     slow, fast = Move(Span(0, 2), 60.0, gain), Move(Span(2, 4), 90.0, gain)
     waiting = due(None, slow, 100.0)
-    assert waiting == Due(slow, 160.0)
-    assert due(waiting, fast, 110.0) == Due(fast, 160.0)
-    assert due(waiting, hole, 110.0) == Due(hole, 112.0)
-    assert due(Due(hole, 112.0), slow, 111.0) == Due(slow, 171.0)
+    assert waiting == MoveTimer(slow, 160.0)
+    assert due(waiting, fast, 110.0) == MoveTimer(fast, 160.0)
+    assert due(waiting, hole, 110.0) == MoveTimer(hole, 112.0)
+    assert due(MoveTimer(hole, 112.0), slow, 111.0) == MoveTimer(slow, 171.0)
     assert due(waiting, None, 110.0) is None
 
 

@@ -9,10 +9,10 @@ import trio
 from trio.testing import MockClock
 
 from app.core.span import Span
-from app.joining.nearby import MAX_SWARMS, Expectation, Neighbourhood, expectation_of
+from app.joining.nearby import MAX_SWARMS, ExpectedSpeed, NearbySwarms, expectation_of
 from app.manifest.importing import survey
 from app.manifest.manifest import Manifest
-from app.membership import SwarmService, wire
+from app.membership import QueryService, wire
 from app.routing.cost import HOP_S, UNKNOWN_LINK_S
 from app.swarm.records import Announcement, sign_record
 from p2p.errors import Refused
@@ -35,7 +35,7 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 
 def serve(node: SimNode, *manifests: Manifest) -> None:
-    service = SwarmService(node.network, NoManifests())
+    service = QueryService(node.network, NoManifests())
     service.take_part(node.swarm)
     for manifest in manifests:
         service.keep(manifest)
@@ -54,7 +54,7 @@ async def test_a_neighbours_swarm_is_found_with_its_members_and_its_model(
         )
         await trio.sleep(2)
         looker = sim.fabric.node("looker")
-        around = Neighbourhood(wall_clock)
+        around = NearbySwarms(wall_clock)
         assert await around.look(looker) == []
         await sim.fabric.dial(looker, nodes[1].peer)
         (found,) = await around.look(looker)
@@ -71,7 +71,7 @@ async def test_a_private_swarm_is_not_spoken_of(autojump_clock: MockClock, manif
         serve(node, manifest)
         looker = sim.fabric.node("looker")
         await sim.fabric.dial(looker, node.peer)
-        assert await Neighbourhood(wall_clock).look(looker) == []
+        assert await NearbySwarms(wall_clock).look(looker) == []
 
 
 async def test_a_swarm_whose_manifest_nobody_sends_has_no_figures(autojump_clock: MockClock) -> None:
@@ -80,8 +80,8 @@ async def test_a_swarm_whose_manifest_nobody_sends_has_no_figures(autojump_clock
         serve(node)
         looker = sim.fabric.node("looker")
         await sim.fabric.dial(looker, node.peer)
-        (found,) = await Neighbourhood(wall_clock).look(looker)
-        assert (found.manifest, found.expectation) == (None, Expectation())
+        (found,) = await NearbySwarms(wall_clock).look(looker)
+        assert (found.manifest, found.expectation) == (None, ExpectedSpeed())
 
 
 async def test_liars_and_the_silent_cost_little(autojump_clock: MockClock) -> None:
@@ -105,7 +105,7 @@ async def test_liars_and_the_silent_cost_little(autojump_clock: MockClock) -> No
             node.serve(wire.MANIFEST, sleep)
             await sim.fabric.dial(looker, name)
         began = trio.current_time()
-        found = await Neighbourhood(wall_clock).look(looker)
+        found = await NearbySwarms(wall_clock).look(looker)
         assert len(found) == MAX_SWARMS
         assert trio.current_time() - began < 5.0
 
@@ -131,12 +131,12 @@ def said(peer: str, start: int, stop: int, tokens_per_s: float) -> Announcement:
 @pytest.mark.parametrize(
     ("members", "expected"),
     [
-        ([said("a", 0, 4, 20.0), said("b", 4, 8, 10.0)], Expectation(0.05 + 0.1 + 2 * HOP_S + 3 * 0.01)),
-        ([said("a", 0, 4, 20.0)], Expectation(missing_block=4)),
-        ([], Expectation(missing_block=0)),
+        ([said("a", 0, 4, 20.0), said("b", 4, 8, 10.0)], ExpectedSpeed(0.05 + 0.1 + 2 * HOP_S + 3 * 0.01)),
+        ([said("a", 0, 4, 20.0)], ExpectedSpeed(missing_block=4)),
+        ([], ExpectedSpeed(missing_block=0)),
     ],
 )
-def test_what_a_reply_would_take(members: Sequence[Announcement], expected: Expectation) -> None:
+def test_what_a_reply_would_take(members: Sequence[Announcement], expected: ExpectedSpeed) -> None:
     found = expectation_of(members, 8, lambda a, b: 0.01)
     assert found.missing_block == expected.missing_block
     assert found.token_s == (None if expected.token_s is None else pytest.approx(expected.token_s))

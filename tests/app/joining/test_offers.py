@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from app.joining.nearby import Expectation, NearbySwarm
+from app.joining.nearby import ExpectedSpeed, NearbySwarm
 from app.joining.offers import Machine, look_around, look_at_machine
 from app.manifest.importing import survey
 from app.snapshot.views import OfferView
 from app.swarm.records import sign_record
-from app.swarm.saved import Remembered
+from app.swarm.saved import SavedSwarm
 from engine.budget import FLOAT32, Precision, block_bytes
 from engine.device.probe import Device
 from engine.sources import starter
@@ -55,7 +55,7 @@ def test_alone_a_token_takes_what_reading_all_weights_takes() -> None:
 
 
 def test_nothing_is_invented_of_a_swarm_whose_manifest_is_not_here(tmp_path: Path) -> None:
-    far = Remembered("far", "ab" * 32, 1)
+    far = SavedSwarm("far", "ab" * 32, 1)
     found = look_around(look_at_machine("cpu", None), tmp_path / "cache", [far])
     assert [offer.target for offer in found.offers] == ["starter", str(far)]
     assert found.offers[0].fetch_bytes == starter.WHEEL_BYTES
@@ -69,14 +69,14 @@ def test_nothing_is_invented_of_a_swarm_whose_manifest_is_not_here(tmp_path: Pat
 def test_a_swarm_nearby_is_offered_once_with_what_it_would_give(tmp_path: Path) -> None:
     manifest = survey(tiny_source(tmp_path)).manifest
     record = sign_record(CREATOR, "pond", manifest.hash, now_ms=1)
-    near = NearbySwarm(record, "lan", (), manifest, Expectation(token_s=0.25))
+    near = NearbySwarm(record, "lan", (), manifest, ExpectedSpeed(token_s=0.25))
     here = machine(16 * GB, 12 * GB)
-    known = Remembered("pond", manifest.hash, 1)
+    known = SavedSwarm("pond", manifest.hash, 1)
     _, offer = look_around(here, tmp_path / "cache", [known], [near]).offers
     assert (offer.target, offer.nearby, offer.members) == (str(record), "lan", 0)
     assert offer.tokens_per_s == pytest.approx(4.0, rel=0.01)
     assert offer.alone_tokens_per_s == here.alone_tokens_per_s(manifest.config)
     assert offer.fetch_bytes == manifest.size_bytes
     assert offer.model.startswith("a llama of ")
-    hole = replace(near, expectation=Expectation(missing_block=1))
+    hole = replace(near, expectation=ExpectedSpeed(missing_block=1))
     assert look_around(here, tmp_path / "cache", [], [hole]).offers[1].missing_block == 1

@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.manifest.manifest import Manifest
-from app.membership import SwarmService, wire
-from app.membership.exchange import Talk
+from app.membership import QueryService, wire
+from app.membership.exchange import MembershipExchange
 from app.swarm.records import Announcement, sign_announcement
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.identity import Identity
@@ -50,7 +50,7 @@ def test_garbage_at_every_method_costs_its_sender_and_nobody_else(bodies: list[t
     async def main() -> None:
         async with open_sim() as sim:
             nodes = await sim.grow(3)
-            SwarmService(nodes[0].network, NoManifests())
+            QueryService(nodes[0].network, NoManifests())
             codes = set()
             for number, (method, body, right_swarm) in enumerate(bodies):
                 stranger = sim.fabric.node(f"stranger {number}")
@@ -133,9 +133,9 @@ async def test_what_is_kept_for_others_is_bounded(autojump_clock: MockClock) -> 
     async with open_sim() as sim:
         node = sim.add(0)
         await trio.sleep(1)
-        talk: Talk = node.swarm._talk
+        talk: MembershipExchange = node.swarm._exchange
         for number in range(6000):
             talk._news.take(f"peer {number}", 0.0)
-            talk.rumours.add(("suspicion", f"peer {number}"), bytes(100), urgent=True)
+            talk.gossip_queue.add(("suspicion", f"peer {number}"), bytes(100), urgent=True)
         assert len(talk._news) <= 4096
-        assert len(talk.rumours) <= 2048
+        assert len(talk.gossip_queue) <= 2048

@@ -7,7 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.span import Span
-from app.membership import Tempo, wire
+from app.membership import Timing, wire
 from app.membership.member import in_words
 from app.swarm.records import sign_suspicion
 from p2p.envelope import CLOCK_TOLERANCE_MS
@@ -112,7 +112,7 @@ async def test_a_frozen_node_that_goes_on_is_taken_back_by_all(autojump_clock: M
 
 
 async def test_a_node_that_slept_for_an_hour_finds_its_swarm_again_without_help(autojump_clock: MockClock) -> None:
-    async with open_sim(directory=DirectoryProfile(loss=1.0), tempo=Tempo(period_s=20.0)) as sim:
+    async with open_sim(directory=DirectoryProfile(loss=1.0), timing=Timing(period_s=20.0)) as sim:
         nodes = await sim.grow(4)
         sleeper, others = nodes.pop(), nodes
         sim.fabric.freeze(sleeper.peer)
@@ -154,7 +154,9 @@ async def test_a_partition_is_seen_and_heals(autojump_clock: MockClock) -> None:
 
 
 async def test_what_gossip_lost_is_found_by_comparing_tables(autojump_clock: MockClock) -> None:
-    async with open_sim(tempo=Tempo(probes_per_period=0, push_delay_s=1e6)) as sim:  # nothing is pushed, nothing rides
+    async with open_sim(
+        timing=Timing(probes_per_period=0, push_delay_s=1e6)
+    ) as sim:  # nothing is pushed, nothing rides
         nodes = await sim.grow(10)
         nodes[0].swarm.announce(state="serving", span=Span(0, 8))
         await trio.sleep(30)
@@ -194,7 +196,7 @@ async def test_a_connected_peer_is_asked_without_being_named(autojump_clock: Moc
 async def test_a_clock_that_is_five_minutes_off_does_no_harm_and_one_that_is_twenty_is_refused(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_sim(tempo=Tempo(period_s=10.0)) as sim:
+    async with open_sim(timing=Timing(period_s=10.0)) as sim:
         nodes = [
             sim.add(0),
             sim.add(1, [identity(0).peer_id], skew_s=290),
@@ -209,7 +211,7 @@ async def test_a_clock_that_is_five_minutes_off_does_no_harm_and_one_that_is_twe
 
 
 async def test_an_hour_of_peace_keeps_everybody_and_renews_their_words(autojump_clock: MockClock) -> None:
-    async with open_sim(tempo=Tempo(period_s=10.0)) as sim:
+    async with open_sim(timing=Timing(period_s=10.0)) as sim:
         nodes = await sim.grow(6)
         await trio.sleep(3600)
         now_ms = wall_clock() * 1000

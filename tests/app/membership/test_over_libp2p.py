@@ -13,7 +13,7 @@ import trio
 
 from app.core.span import Span
 from app.manifest.importing import survey
-from app.membership import Swarm, SwarmService, fetch_manifest, resolve_swarm
+from app.membership import Membership, QueryService, fetch_manifest, resolve_swarm
 from app.swarm.names import SwarmName
 from app.swarm.records import sign_record
 from app.weights.manifest_store import ManifestStore
@@ -32,7 +32,7 @@ class Node:
     """A real node in a swarm."""
 
     network: Libp2pNetwork
-    swarm: Swarm
+    swarm: Membership
 
     def knows(self) -> int:
         """How many it is in contact with."""
@@ -48,7 +48,7 @@ async def real_nodes(count: int, *means: Means) -> AsyncIterator[list[Node]]:
             who = Identity.generate()
             network = make_network(*means, identity=who)
             await nursery.start(network.run)
-            swarm = Swarm(network, who, RECORD, CONFIG.n_blocks)
+            swarm = Membership(network, who, RECORD, CONFIG.n_blocks)
             nodes.append(Node(network, swarm))
             if len(nodes) > 1:
                 first = nodes[0].network
@@ -79,8 +79,8 @@ async def test_a_stranger_resolves_the_name_fetches_the_manifest_and_joins(tmp_p
         member.seek(guide.addresses()[0])
         store = ManifestStore(tmp_path / "cache")
         store.save(manifest)
-        swarm = Swarm(member, who, record, manifest.config.n_blocks)
-        SwarmService(member, store).take_part(swarm)
+        swarm = Membership(member, who, record, manifest.config.n_blocks)
+        QueryService(member, store).take_part(swarm)
         await until(lambda: bool(member.links()))
         await nursery.start(swarm.run)
         joiner.seek(guide.addresses()[0])  # who is no member and knows no swarm
@@ -90,7 +90,7 @@ async def test_a_stranger_resolves_the_name_fetches_the_manifest_and_joins(tmp_p
             found = await resolve_swarm(joiner, SwarmName("tiny"))
             fetched = await fetch_manifest(joiner, found.peers, found.record.model_hash)
             assert fetched == manifest
-            joined = Swarm(joiner, other, found.record, fetched.config.n_blocks)
+            joined = Membership(joiner, other, found.record, fetched.config.n_blocks)
             joined.join_via(found.peers)
             await nursery.start(joined.run)
             await joined.joined()

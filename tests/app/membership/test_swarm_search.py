@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from app.core.errors import NameConflict, UnknownSwarm
 from app.manifest.importing import survey
 from app.manifest.manifest import Manifest
-from app.membership import SwarmService, fetch_manifest, resolve_swarm, value_check, wire
+from app.membership import QueryService, fetch_manifest, resolve_swarm, value_check, wire
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord, sign_record
 from app.swarm.rendezvous import SHARDS, keys_to_provide, record_key, rendezvous_key
@@ -41,8 +41,8 @@ class Shelf:
         return self._by_hash.get(model_hash)
 
 
-def serve(node: SimNode | MemoryNode, *records: SwarmRecord, gated: bool = False) -> SwarmService:
-    service = SwarmService(node.network if isinstance(node, SimNode) else node, Shelf(), gated=gated)
+def serve(node: SimNode | MemoryNode, *records: SwarmRecord, gated: bool = False) -> QueryService:
+    service = QueryService(node.network if isinstance(node, SimNode) else node, Shelf(), gated=gated)
     for record in records:
         service.know(record)
     if isinstance(node, SimNode):
@@ -197,7 +197,7 @@ async def test_a_manifest_is_read_from_disk_and_greed_is_refused(tmp_path: Path,
     store.save(manifest)
     async with open_sim() as sim:
         node, asker = sim.fabric.node("node"), sim.fabric.node("asker")
-        SwarmService(node, store)
+        QueryService(node, store)
         assert await fetch_manifest(asker, ["node"], manifest.hash) == manifest
         with pytest.raises(UnknownSwarm):
             await fetch_manifest(asker, ["node"], "0" * 64)

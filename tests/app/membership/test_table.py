@@ -10,7 +10,7 @@ import pytest
 
 from app.core.span import Span
 from app.membership.table import Table, TableLimits
-from app.membership.verification import Terms
+from app.membership.verification import SwarmTerms
 from app.swarm.records import MAX_LIFETIME_MS, Announcement, sign_announcement, swarm_id
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import EnvelopeError
@@ -20,7 +20,7 @@ from tests.app.swarms import MODEL, N_BLOCKS, identity
 NOW_MS = 1_800_000_000_000
 LIFETIME_MS = 30 * 60 * 1000
 SWARM = swarm_id("attic", MODEL)
-TERMS = Terms(SWARM, N_BLOCKS)
+TERMS = SwarmTerms(SWARM, N_BLOCKS)
 OWN, ALICE, BOB, MALLORY = (identity(number) for number in range(4))
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.membership import wire
-from app.membership.gossip_queue import FAN_OUT, RIDERS_PER_MESSAGE, RIDES, Rumours, targets
+from app.membership.gossip_queue import FAN_OUT, RIDERS_PER_MESSAGE, RIDES, GossipQueue, targets
 from p2p.errors import ProtocolError
 
 STATEMENTS = st.lists(st.binary(min_size=1, max_size=300), max_size=8)
@@ -82,37 +82,37 @@ def test_a_body_takes_as_many_statements_as_fit() -> None:
 
 
 def test_a_change_is_pushed_once_and_a_newer_one_takes_its_place() -> None:
-    rumours = Rumours()
-    rumours.add(("announcement", "a"), b"old", urgent=True)
-    rumours.add(("announcement", "a"), b"new", urgent=True)
-    rumours.add(("suspicion", "a"), b"doubt", urgent=True)
-    rumours.add(("announcement", "b"), b"lesser", urgent=False)
-    assert rumours.pressing
-    assert rumours.take_batch() == [b"new", b"doubt"]
-    assert not rumours.pressing
-    assert sorted(rumours.take_riders()) == [b"doubt", b"lesser", b"new"]
+    gossip_queue = GossipQueue()
+    gossip_queue.add(("announcement", "a"), b"old", urgent=True)
+    gossip_queue.add(("announcement", "a"), b"new", urgent=True)
+    gossip_queue.add(("suspicion", "a"), b"doubt", urgent=True)
+    gossip_queue.add(("announcement", "b"), b"lesser", urgent=False)
+    assert gossip_queue.pressing
+    assert gossip_queue.take_batch() == [b"new", b"doubt"]
+    assert not gossip_queue.pressing
+    assert sorted(gossip_queue.take_piggyback()) == [b"doubt", b"lesser", b"new"]
 
 
 def test_every_rumour_rides_a_few_times_and_all_get_their_turn() -> None:
-    rumours = Rumours()
+    gossip_queue = GossipQueue()
     names = [b"%d" % number for number in range(3 * RIDERS_PER_MESSAGE)]
     for name in names:
-        rumours.add(("announcement", name.decode()), name, urgent=False)
-    ridden = [raw for _ in range(3) for raw in rumours.take_riders()]
+        gossip_queue.add(("announcement", name.decode()), name, urgent=False)
+    ridden = [raw for _ in range(3) for raw in gossip_queue.take_piggyback()]
     assert sorted(ridden) == sorted(names)
-    while riders := rumours.take_riders():
+    while riders := gossip_queue.take_piggyback():
         ridden += riders
     assert sorted(ridden) == sorted(names * RIDES)
-    assert len(rumours) == 0
+    assert len(gossip_queue) == 0
 
 
 def test_a_batch_fits_a_message() -> None:
-    rumours = Rumours()
+    gossip_queue = GossipQueue()
     for number in range(500):
-        rumours.add(("announcement", str(number)), bytes(400), urgent=True)
+        gossip_queue.add(("announcement", str(number)), bytes(400), urgent=True)
     sizes = []
-    while rumours.pressing:
-        sizes.append(len(wire.pack(rumours.take_batch())))
+    while gossip_queue.pressing:
+        sizes.append(len(wire.pack(gossip_queue.take_batch())))
     assert sum(sizes) == 500 * 402
     assert max(sizes) <= wire.MAX_BATCH_BYTES
 

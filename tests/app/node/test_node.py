@@ -22,10 +22,10 @@ from app.config.file import load_config
 from app.config.home import Home, find_node, hold
 from app.config.settings import Value
 from app.core.errors import NameConflict, UnknownSwarm
-from app.joining.create import Wish, found
+from app.joining.create import SwarmSpec, found
 from app.node.node import Node
 from app.swarm.invite import Invite, new_secret
-from app.swarm.saved import Remembered, load, update
+from app.swarm.saved import SavedSwarm, load, update
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
 
@@ -37,10 +37,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-def found_swarm(folder: Path, cache: Path, name: str, *, private: bool = False) -> Remembered:
+def found_swarm(folder: Path, cache: Path, name: str, *, private: bool = False) -> SavedSwarm:
     """A home folder whose active swarm it founded itself."""
     home = Home.open(folder)
-    swarm = found(home, cache, Wish(name, "tiny-random", private), lambda done, total: None, lambda done, total: None)
+    swarm = found(
+        home, cache, SwarmSpec(name, "tiny-random", private), lambda done, total: None, lambda done, total: None
+    )
     update(home, lambda known: known.joined(swarm))
     return swarm
 
@@ -62,7 +64,7 @@ async def until(node: Node, check: Callable[[], bool]) -> None:
     """Wait until something that the feed tells of is so."""
     with trio.fail_after(60):
         while not check():
-            await node.feed.wait_beyond(node.feed.version)
+            await node.event_log.wait_beyond(node.event_log.version)
 
 
 def sees(node: Node, other: Node) -> bool:
@@ -130,7 +132,7 @@ async def test_two_swarms_of_one_name_are_a_conflict(tmp_path: Path, cache: Path
     found_swarm(tmp_path / "a", cache, "home")
     impostor = Home.open(tmp_path / "c")
     record = sign_record(load_or_create(impostor.key_file), "home", "ee" * 32, now_ms=1)
-    update(impostor, lambda known: replace(known.joined(Remembered.from_record(record, now_ms=1)), active_id=None))
+    update(impostor, lambda known: replace(known.joined(SavedSwarm.from_record(record, now_ms=1)), active_id=None))
     async with living(tmp_path / "a", cache) as a, living(tmp_path / "c", cache) as c:
         await until(c, lambda: c.snapshot().listen_addrs != ())
         doors = (a.snapshot().listen_addrs[0], c.snapshot().listen_addrs[0])
@@ -162,7 +164,7 @@ async def test_the_secret_is_nowhere_but_in_the_invite(
     async with living(tmp_path, cache) as node:
         await until(node, lambda: node.snapshot().state == "client")
         invite = str(await node.invite("den"))
-        told = [repr(node.snapshot()), caplog.text, *(note.text for note in node.feed.notes_after(0))]
+        told = [repr(node.snapshot()), caplog.text, *(note.text for note in node.event_log.notes_after(0))]
     assert not any(secret in text for text in told for secret in (swarm.secret.hex(), repr(swarm.secret), invite[20:]))
 
 
@@ -181,8 +183,8 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
         monkeypatch.setattr(app.courtesy.pause, "write_private", full)
         node._told_addresses = ()
         assert (await node.join(str(Invite(swarm.name, swarm.model_hash)))).swarm.name == "home"
-        assert any("will not know of home" in note.text for note in node.feed.notes_after(0))
+        assert any("will not know of home" in note.text for note in node.event_log.notes_after(0))
         assert (await node.pause(None)).paused
-        version = node.feed.version
-        await until(node, lambda: node.feed.version > version + 3)  # the node goes on telling
+        version = node.event_log.version
+        await until(node, lambda: node.event_log.version > version + 3)  # the node goes on telling
         monkeypatch.undo()

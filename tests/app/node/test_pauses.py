@@ -14,7 +14,7 @@ from app.config.file import load_config
 from app.config.home import Home
 from app.config.settings import Value
 from app.core.reasons import Reason
-from app.courtesy.pause import Pausing
+from app.courtesy.pause import PauseControl
 from app.node.node import Node
 from app.routing.route import NoRoute
 from tests.app.node.test_node import QUIET, cache, found_swarm, living, until
@@ -24,11 +24,11 @@ __all__ = ["cache"]
 
 def hosted_runner(node: Node) -> weakref.ref[object]:
     """The loaded blocks, without keeping them alive."""
-    stay = node._dwelling.stay
-    assert stay is not None
-    assert stay.hosting is not None
-    assert stay.hosting._hosted is not None
-    return weakref.ref(stay.hosting._hosted.runner)
+    active_swarm = node._network_owner.active_swarm
+    assert active_swarm is not None
+    assert active_swarm.block_host is not None
+    assert active_swarm.block_host._hosted is not None
+    return weakref.ref(active_swarm.block_host._hosted.runner)
 
 
 async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: Path, cache: Path) -> None:
@@ -48,13 +48,13 @@ async def test_a_pause_frees_the_blocks_and_resuming_loads_them_again(tmp_path: 
             shown = a.snapshot()
             assert (shown.start, shown.why and shown.why.code) == (None, "pause_by_hand")
             await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["paused"])
-            a._pausing.by_rule(Reason("pause_battery", "on battery"))
-            a._pausing.rule_over()
+            a._pause_control.by_rule(Reason("pause_battery", "on battery"))
+            a._pause_control.rule_over()
             assert a.snapshot().courtesy.by == "hand", "no rule undoes a person's pause"
-            a._pausing.by_rule(Reason("pause_battery", "on battery"))
+            a._pause_control.by_rule(Reason("pause_battery", "on battery"))
             assert (await a.resume()).by == "rule"
             await until(a, lambda: a.snapshot().reason == "on battery")
-            a._pausing.rule_over()
+            a._pause_control.rule_over()
             await until(a, lambda: a.snapshot().state == "serving")
             await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
         await a.drain()
@@ -72,7 +72,7 @@ async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_i
     found_swarm(tmp_path, cache, "home")
     flags: dict[str, Value] = {**QUIET, "max_vram": 10**9, "device": "cpu"}
     if by == "hand":
-        await Pausing(Home(tmp_path).pause_file, lambda: None).by_hand(None)
+        await PauseControl(Home(tmp_path).pause_file, lambda: None).by_hand(None)
     else:
         flags["pause_times"] = "mon-sun 00:00-24:00"
     node = Node(Home(tmp_path), load_config(Home(tmp_path).config_file, {}).with_flags(flags), cache, say_ready)

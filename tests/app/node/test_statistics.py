@@ -16,13 +16,13 @@ import pytest
 import trio
 import trio.testing
 
-from app.asker.reply_service import Replying
-from app.asker.stats import AskerFigures, AuditCounts
+from app.asker.reply_service import ReplyService
+from app.asker.stats import AskerStats, AuditCounts
 from app.config.file import load_config
 from app.config.home import Home
 from app.node import statistics
 from app.node.node import Node
-from app.node.statistics import KEPT_DAYS, Statistics, Sums, read_days, read_peers
+from app.node.statistics import KEPT_DAYS, LifetimeTotals, Statistics, read_days, read_peers
 from app.snapshot.views import GivenView
 
 MONDAY = date(2026, 3, 2)
@@ -65,8 +65,11 @@ def test_sums_by_day_and_peer_come_back_after_a_restart(path: Path, calendar: Ca
     assert second.totals() == GivenView(served_tokens=1, peers=1)
     assert second.totals(ever=True) == replace(expected, served_tokens=9)
     assert second.write()
-    assert read_days(path, 7) == [("2026-03-03", Sums(served=1)), ("2026-03-02", Sums(8, 10, 1000, 50, 2, 1))]
-    assert read_peers(path, 2) == [("bob", Sums(1, 10)), ("cid", Sums(asked=10))]
+    assert read_days(path, 7) == [
+        ("2026-03-03", LifetimeTotals(served=1)),
+        ("2026-03-02", LifetimeTotals(8, 10, 1000, 50, 2, 1)),
+    ]
+    assert read_peers(path, 2) == [("bob", LifetimeTotals(1, 10)), ("cid", LifetimeTotals(asked=10))]
 
 
 def test_midnight_begins_a_new_day(path: Path, calendar: Calendar) -> None:
@@ -195,7 +198,7 @@ def test_nobody_else_may_read_it(path: Path, calendar: Calendar) -> None:
 def test_audits_are_counted_once_whoever_replies(tmp_path: Path) -> None:
     upkeep = Node(Home(tmp_path / "home"), load_config(tmp_path / "none", {}), tmp_path / "cache")._upkeep
     seen = [AuditCounts(sessions=2, passed=1, failed=1)]
-    first, second = (cast(Replying, SimpleNamespace(figures=lambda: AskerFigures(audits=seen[-1]))) for _ in "12")
+    first, second = (cast(ReplyService, SimpleNamespace(stats=lambda: AskerStats(audits=seen[-1]))) for _ in "12")
     upkeep._count_audits(first)
     upkeep._count_audits(first)
     seen.append(AuditCounts(sessions=3, passed=2, failed=1))

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from app.asker.stats import AskedSession, AskerFigures, HopFigures
-from app.node.rates import WINDOW_S, Counters, Flow, Reading
+from app.asker.stats import AskedSession, AskerStats, HopStats
+from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import reading_of, route_view
-from app.serving.stats import ServerFigures
-from app.snapshot.startup import Steps
+from app.serving.stats import ServerStats
+from app.snapshot.startup import StartupSteps
 from app.weights.manifest_store import model_name
 
 
 def test_rates_are_of_the_last_seconds_and_survive_counters_that_start_anew() -> None:
-    flow = Flow()
+    flow = RateMeter()
     assert flow.view(queued=3).queued == 3
     for second in range(60):
         served = 100 * (second + 1) if second < 50 else 100 * (second - 49)  # another server took over
         links = {"a": (1000 * second, 0)} | ({"b": (500, 500)} if second > 52 else {})
-        flow.note(float(second), Reading(Counters(served, 0, second, second, 3 * second), links, {"s": 10 * second}))
+        flow.note(
+            float(second), RateReading(Counters(served, 0, second, second, 3 * second), links, {"s": 10 * second})
+        )
     view = flow.view()
     assert view.served_tokens_per_s == pytest.approx(100)
     assert view.up_bytes_per_s == pytest.approx(1000 + 500 / WINDOW_S)
@@ -29,21 +31,21 @@ def test_rates_are_of_the_last_seconds_and_survive_counters_that_start_anew() ->
 
 
 def test_nothing_that_happens_is_no_rate() -> None:
-    flow = Flow()
+    flow = RateMeter()
     for second in range(5):
-        flow.note(float(second), Reading(Counters(7, 7, 7, 7, 7)))
+        flow.note(float(second), RateReading(Counters(7, 7, 7, 7, 7)))
     assert flow.view() == flow.view(0)
     assert (flow.view().served_tokens_per_s, flow.view().batch_rows) == (0, 0)
 
 
 def test_what_a_node_computes_for_itself_is_served_to_nobody() -> None:
-    served = ServerFigures(served={"me": 40, "other": 2}, steps=5)
-    reading = reading_of("me", served, AskerFigures(asked_tokens=9), {})
+    served = ServerStats(served={"me": 40, "other": 2}, steps=5)
+    reading = reading_of("me", served, AskerStats(asked_tokens=9), {})
     assert (reading.counters.served_tokens, reading.counters.asked_tokens, reading.counters.steps) == (2, 9, 5)
 
 
 def test_a_route_tells_where_a_tokens_time_goes() -> None:
-    hops = (HopFigures("a", 0, 4, 0.001, 0.01, 0.002), HopFigures("me", 4, 8, None))
+    hops = (HopStats("a", 0, 4, 0.001, 0.01, 0.002), HopStats("me", 4, 8, None))
     view = route_view(AskedSession("s", route=hops, return_s=0.003, route_s=0.02, ends_s=0.005), {"a": "lan"})
     assert [hop.link for hop in view.hops] == ["lan", None]
     assert view.token_s == pytest.approx(0.025)
@@ -59,13 +61,13 @@ def test_a_models_name_is_what_its_files_are_called() -> None:
     ]
 
 
-def states(steps: Steps) -> dict[str, str]:
+def states(steps: StartupSteps) -> dict[str, str]:
     return {view.key: view.state for view in steps.views()}
 
 
 def test_steps_are_one_list_in_which_a_failure_stays() -> None:
     now = [0.0]
-    steps = Steps(lambda: None, lambda: now[0])
+    steps = StartupSteps(lambda: None, lambda: now[0])
     assert set(states(steps).values()) == {"pending"}
     steps.done("identity")
     steps.begin("peers")
@@ -88,7 +90,7 @@ def test_steps_are_one_list_in_which_a_failure_stays() -> None:
 
 
 def test_a_step_beside_the_others_leaves_them_as_they_are() -> None:
-    steps = Steps(lambda: None)
+    steps = StartupSteps(lambda: None)
     steps.begin("manifest")
     steps.begin_aside("ends", "from members")
     steps.leave_out_hosting()  # a client

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from app.core.span import Span
 from app.routing.cost import UNKNOWN_LINK_S
 from app.routing.estimates import link_seconds, rtts_to_tell
-from app.routing.route import Demand
+from app.routing.route import RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import MAX_RTTS, Announcement, tail
 from p2p.values import LinkInfo
@@ -88,7 +88,7 @@ def test_routing_takes_hops_that_are_near_each_other() -> None:
         member("z", 2, 4, {"x": 0.1, "y": 0.1}),
     ]
     distances = {"x": 0.06, "y": 0.06, "z": 0.059}
-    demand = Demand(Span(0, 4), 100)
+    demand = RouteRequest(Span(0, 4), 100)
     chosen = find_route(members, demand, link_seconds(ME, distances, members))
     assert [hop.peer for hop in chosen] == ["x", "y"]
     silent = [member("x", stop=2), member("y", start=2), member("z", start=2)]
@@ -99,7 +99,7 @@ def test_a_liar_that_claims_to_be_next_to_everybody_does_not_beat_who_is_near() 
     liar = member("liar", 2, 4, {"near": 0.0})
     members = [member("near", 0, 2, {"honest": 0.01}), member("honest", 2, 4, {"near": 0.01}), liar]
     route = find_route(
-        members, Demand(Span(0, 4), 100), link_seconds(ME, {"near": 0.01, "honest": 0.01, "liar": 0.2}, members)
+        members, RouteRequest(Span(0, 4), 100), link_seconds(ME, {"near": 0.01, "honest": 0.01, "liar": 0.2}, members)
     )
     assert [hop.peer for hop in route] == ["near", "honest"]
 

@@ -14,8 +14,8 @@ from trio.testing import MockClock
 from app.asker.asker import Asker
 from app.asker.reply import Reply
 from app.core.span import Span
-from app.routing.reroute import CLEAR_GAIN, RECHECK_S, Recheck, Scales, Standing, is_worth_moving
-from app.routing.route import Demand, Hop, Known, Route
+from app.routing.reroute import CLEAR_GAIN, RECHECK_S, RerouteTimer, RouteComparison, RunningRoute, is_worth_moving
+from app.routing.route import Hop, KnownCosts, Route, RouteRequest
 from app.session.wire import PROTOCOL
 from app.swarm.records import Announcement
 from p2p.memory.fabric import LinkProfile
@@ -34,8 +34,10 @@ def over(peer: str) -> Route:
     return (Hop(peer, Span(0, 4)),)
 
 
-def scales(*members: Announcement, tokens: int = 2000, prompt: int = 10) -> Scales:
-    return Scales(members, Demand(Span(0, 4), tokens, prompt), lambda a, b: 0.0 if a == b else 0.005, Known())
+def scales(*members: Announcement, tokens: int = 2000, prompt: int = 10) -> RouteComparison:
+    return RouteComparison(
+        members, RouteRequest(Span(0, 4), tokens, prompt), lambda a, b: 0.0 if a == b else 0.005, KnownCosts()
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,14 +57,14 @@ def scales(*members: Announcement, tokens: int = 2000, prompt: int = 10) -> Scal
 def test_only_a_clear_gain_that_pays_is_worth_a_move(
     other: Announcement, token_s: float, fed: int, moves: bool
 ) -> None:
-    standing = Standing(over("current"), token_s, fed)
+    standing = RunningRoute(over("current"), token_s, fed)
     assert is_worth_moving(standing, over("other"), scales(member("current"), other)) is moves
 
 
 def test_a_hop_that_is_busy_with_this_session_is_not_left_for_an_idle_one() -> None:
     current, other = member("current", busy=0.9), member("other")
-    assert not is_worth_moving(Standing(over("current"), 0.11, 500), over("other"), scales(current, other))
-    assert is_worth_moving(Standing(over("current"), 0.5, 500), over("other"), scales(current, other))
+    assert not is_worth_moving(RunningRoute(over("current"), 0.11, 500), over("other"), scales(current, other))
+    assert is_worth_moving(RunningRoute(over("current"), 0.5, 500), over("other"), scales(current, other))
 
 
 @given(st.floats(1, 100), st.floats(1, 100), st.floats(0, 1), st.floats(0, 1), st.integers(11, 1999))
@@ -70,7 +72,7 @@ def test_no_two_routes_are_each_worth_leaving_for_the_other(a: float, b: float, 
     one, other = member("one", a, x), member("other", b, y)
     both = scales(one, other)
     there, back = (
-        is_worth_moving(Standing(over(here), both.token_s(over(here)) or 0.0, fed), over(goal), both)
+        is_worth_moving(RunningRoute(over(here), both.token_s(over(here)) or 0.0, fed), over(goal), both)
         for here, goal in (("one", "other"), ("other", "one"))
     )
     assert not (there and back)
@@ -78,7 +80,7 @@ def test_no_two_routes_are_each_worth_leaving_for_the_other(a: float, b: float, 
 
 
 def test_each_move_makes_the_next_look_come_later() -> None:
-    recheck = Recheck(0.0)
+    recheck = RerouteTimer(0.0)
     assert [recheck.is_due(at) for at in (RECHECK_S - 1, RECHECK_S, RECHECK_S + 1, 2 * RECHECK_S)] == [0, 1, 0, 1]
     recheck.moved(100.0)
     assert not recheck.is_due(100.0 + 2 * RECHECK_S - 1)
@@ -113,8 +115,8 @@ async def read(reply: Reply, tokens: int) -> None:
 async def finish(swarm: SessionSwarm, reply: Reply, count: int) -> None:
     async for _ in reply:
         pass
-    assert reply.figures.token_ids == greedy(PROMPT, count)
-    assert reply.figures.recoveries == 0
+    assert reply.stats.token_ids == greedy(PROMPT, count)
+    assert reply.stats.recoveries == 0
 
 
 def slow_down(swarm: SessionSwarm, name: str, times: float, *, tells: bool = True) -> None:
@@ -130,12 +132,12 @@ async def test_a_session_leaves_a_hop_that_became_slow(autojump_clock: MockClock
         asker = await acquainted(swarm)
         async with asker.reply(PROMPT, LONG, max_tokens=LONG) as reply:
             await read(reply, 100)
-            slow = reply.figures.route[1].peer
+            slow = reply.stats.route[1].peer
             slow_down(swarm, slow, 8.0, tells=tells)
             await finish(swarm, reply, LONG)
-        assert reply.figures.moves == 1
-        assert slow not in {hop.peer for hop in reply.figures.route}
-        assert reply.figures.longest_gap_s < 1.0
+        assert reply.stats.moves == 1
+        assert slow not in {hop.peer for hop in reply.stats.route}
+        assert reply.stats.longest_gap_s < 1.0
         await no_leaks(swarm)
 
 
@@ -144,11 +146,11 @@ async def test_a_session_leaves_a_link_that_became_long(autojump_clock: MockCloc
         asker = await acquainted(swarm)
         async with asker.reply(PROMPT, LONG, max_tokens=LONG) as reply:
             await read(reply, 100)
-            far = reply.figures.route[0].peer
+            far = reply.stats.route[0].peer
             swarm.fabric.set_link("asker", far, LinkProfile(delay_s=0.4))
             await finish(swarm, reply, LONG)
-        assert reply.figures.moves == 1
-        assert reply.figures.route[0].peer != far
+        assert reply.stats.moves == 1
+        assert reply.stats.route[0].peer != far
         await no_leaks(swarm)
 
 
@@ -156,13 +158,13 @@ async def test_equal_routes_are_never_exchanged_however_busy_they_say_they_are(a
     async with open_swarm((0, 8), (0, 8)) as swarm:
         asker = await acquainted(swarm)
         async with asker.reply(PROMPT, LONG, max_tokens=LONG) as reply:
-            while reply.figures.finish_reason is None:
+            while reply.stats.finish_reason is None:
                 await reply.__anext__()
                 for name in ("n0", "n1"):  # whoever serves this session says that it is busy
-                    busy = 0.9 if name == reply.figures.route[0].peer else 0.0
+                    busy = 0.9 if name == reply.stats.route[0].peer else 0.0
                     swarm.announcements[name] = replace(swarm.announcements[name], busy=busy)
-        assert reply.figures.token_ids == greedy(PROMPT, LONG)
-        assert reply.figures.moves == 0
+        assert reply.stats.token_ids == greedy(PROMPT, LONG)
+        assert reply.stats.moves == 0
 
 
 async def test_a_braggart_is_tried_once_and_left(autojump_clock: MockClock) -> None:
@@ -175,8 +177,8 @@ async def test_a_braggart_is_tried_once_and_left(autojump_clock: MockClock) -> N
             await meet(swarm, "braggart")
             slow_down(swarm, "braggart", 12.0, tells=False)
             await finish(swarm, reply, LONG)
-        assert reply.figures.moves == 2
-        assert reply.figures.route[0].peer == "n0"
+        assert reply.stats.moves == 2
+        assert reply.stats.route[0].peer == "n0"
         await no_leaks(swarm)
 
 
@@ -185,12 +187,12 @@ async def test_a_better_hop_that_cannot_be_reached_costs_no_pause(autojump_clock
         asker = await acquainted(swarm)
         async with asker.reply(PROMPT, LONG, max_tokens=LONG) as reply:
             await read(reply, 100)
-            current = reply.figures.route[0].peer
+            current = reply.stats.route[0].peer
             swarm.kill("n1" if current == "n0" else "n0")
             slow_down(swarm, current, 4.0)
             await finish(swarm, reply, LONG)
-        assert reply.figures.moves == 0
-        assert reply.figures.longest_gap_s < 0.3
+        assert reply.stats.moves == 0
+        assert reply.stats.longest_gap_s < 0.3
         await no_leaks(swarm)
 
 
@@ -216,6 +218,6 @@ async def test_moves_among_deaths_and_changes_of_speed_never_cost_a_token(autoju
         async with asker.reply(PROMPT, LONG, max_tokens=LONG) as reply:
             async for _ in reply:
                 pass
-        assert reply.figures.token_ids == greedy(PROMPT, LONG)
-        assert reply.figures.moves <= 5
+        assert reply.stats.token_ids == greedy(PROMPT, LONG)
+        assert reply.stats.moves <= 5
         await no_leaks(swarm)

@@ -13,12 +13,12 @@ from app.core.reasons import because
 from app.core.span import Span
 from app.routing.bans import Bans
 from app.routing.cost import HOP_S, believed_seconds, block_seconds
-from app.routing.route import Demand, Hop, Known, NoRoute, Privacy, Route
-from app.routing.search import find_route, mend_route
+from app.routing.route import Hop, KnownCosts, NoRoute, Privacy, Route, RouteRequest
+from app.routing.search import find_route, repair_route
 from app.swarm.records import Announcement
 
 BLOCKS = 6
-WHOLE = Demand(Span(0, BLOCKS), tokens=100)
+WHOLE = RouteRequest(Span(0, BLOCKS), tokens=100)
 
 
 def member(
@@ -38,7 +38,7 @@ def shape(route: Route) -> list[tuple[str, int, int]]:
 def cost_s(route: Route, members: list[Announcement]) -> float:
     by_peer = {m.peer: m for m in members}
     links = [near(a, b) for a, b in itertools.pairwise(["", *(hop.peer for hop in route), ""])]
-    block_s = believed_seconds(list(by_peer.values()), WHOLE, Known())
+    block_s = believed_seconds(list(by_peer.values()), WHOLE, KnownCosts())
     compute = sum(len(hop.span) * block_s[hop.peer] for hop in route)
     return sum(links) + HOP_S * len(route) + compute
 
@@ -110,24 +110,24 @@ def test_a_far_node_loses_to_a_slower_one_nearby() -> None:
 def test_a_long_prompt_prefers_who_reads_fast() -> None:
     reader = Announcement("reader", 1, 0, "", "serving", Span(0, 6), 10.0, 10_000.0, 10_000)
     writer = Announcement("writer", 1, 0, "", "serving", Span(0, 6), 12.0, 12.0, 10_000)
-    assert shape(find_route([reader, writer], Demand(Span(0, 6), 100), near)) == [("writer", 0, 6)]
-    assert shape(find_route([reader, writer], Demand(Span(0, 6), 1000, 900), near)) == [("reader", 0, 6)]
+    assert shape(find_route([reader, writer], RouteRequest(Span(0, 6), 100), near)) == [("writer", 0, 6)]
+    assert shape(find_route([reader, writer], RouteRequest(Span(0, 6), 1000, 900), near)) == [("reader", 0, 6)]
 
 
 def test_mending_keeps_the_hops_that_live() -> None:
     members = [member("a", 0, 2), member("b", 2, 4), member("c", 4, 6), member("d", 1, 5), member("e", 0, 6, 1000)]
     route = find_route(members[:3], WHOLE, near)
-    assert shape(mend_route(route, members[:4], WHOLE, near, avoid=["b"])) == [("a", 0, 2), ("d", 2, 4), ("c", 4, 6)]
+    assert shape(repair_route(route, members[:4], WHOLE, near, avoid=["b"])) == [("a", 0, 2), ("d", 2, 4), ("c", 4, 6)]
     # Two neighbours that die are one gap, which one node may fill.
-    assert shape(mend_route(route, members, WHOLE, near, avoid=["b", "c"])) == [("a", 0, 2), ("e", 2, 6)]
-    assert shape(mend_route(route, [*members[:3], members[4]], WHOLE, near, avoid=["a", "b", "c"])) == [("e", 0, 6)]
+    assert shape(repair_route(route, members, WHOLE, near, avoid=["b", "c"])) == [("a", 0, 2), ("e", 2, 6)]
+    assert shape(repair_route(route, [*members[:3], members[4]], WHOLE, near, avoid=["a", "b", "c"])) == [("e", 0, 6)]
 
 
 def test_mending_gives_up_the_old_route_where_only_a_new_one_will_do() -> None:
     # b's blocks are held by nobody but a and c, who are in the route already, with other shares.
     members = [member("a", 0, 3), member("b", 2, 4), member("c", 3, 6)]
     route = find_route([member("a", 0, 2), member("b", 2, 4), member("c", 4, 6)], WHOLE, near)
-    assert shape(mend_route(route, members, WHOLE, near, avoid=["b"])) == [("a", 0, 3), ("c", 3, 6)]
+    assert shape(repair_route(route, members, WHOLE, near, avoid=["b"])) == [("a", 0, 3), ("c", 3, 6)]
 
 
 def test_bans_grow_and_are_forgiven() -> None:
@@ -149,14 +149,14 @@ def test_bans_grow_and_are_forgiven() -> None:
 
 def test_what_was_measured_counts_and_what_is_claimed_is_doubted() -> None:
     braggart, honest = member("braggart", 0, 6, 1e9), member("honest", 0, 6, 10)
-    believed = believed_seconds([braggart, honest, member("other", 0, 6, 10)], WHOLE, Known())
+    believed = believed_seconds([braggart, honest, member("other", 0, 6, 10)], WHOLE, KnownCosts())
     assert believed["braggart"] == pytest.approx(believed["honest"] / 8)
     # One who was seen to be slow is passed over, whatever it claims.
-    slow = Known({"braggart": 2 * block_seconds(honest)})
+    slow = KnownCosts({"braggart": 2 * block_seconds(honest)})
     assert shape(find_route([braggart, honest], WHOLE, near)) == [("braggart", 0, 6)]
     assert shape(find_route([braggart, honest], WHOLE, near, known=slow)) == [("honest", 0, 6)]
     # And one who was seen to be fast is used, though it claims little.
-    fast = Known({"honest": 1e-6})
+    fast = KnownCosts({"honest": 1e-6})
     assert shape(find_route([member("a", 0, 6, 12), honest], WHOLE, near, known=fast)) == [("honest", 0, 6)]
 
 
@@ -168,15 +168,17 @@ def test_a_busy_node_loses_to_an_idle_one_that_is_not_much_slower() -> None:
 
 def test_a_doubted_peer_is_used_only_where_the_others_cost_more() -> None:
     members = [member("doubted", 0, 6, 12), member("other", 0, 6, 10)]
-    assert shape(find_route(members, WHOLE, near, known=Known(penalty_s={"doubted": 0.1}))) == [("other", 0, 6)]
-    assert shape(find_route(members[:1], WHOLE, near, known=Known(penalty_s={"doubted": 9.0}))) == [("doubted", 0, 6)]
+    assert shape(find_route(members, WHOLE, near, known=KnownCosts(penalty_s={"doubted": 0.1}))) == [("other", 0, 6)]
+    assert shape(find_route(members[:1], WHOLE, near, known=KnownCosts(penalty_s={"doubted": 9.0}))) == [
+        ("doubted", 0, 6)
+    ]
 
 
 def test_private_blocks_run_on_trusted_peers_alone() -> None:
     members = [member("fast", 0, 6, 1000), member("mine", 0, 2, 1), member("friend", 4, 6, 1)]
 
-    def private(edge: int, *trusted: str) -> Demand:
-        return Demand(Span(0, BLOCKS), 100, privacy=Privacy(edge, BLOCKS, frozenset(trusted)))
+    def private(edge: int, *trusted: str) -> RouteRequest:
+        return RouteRequest(Span(0, BLOCKS), 100, privacy=Privacy(edge, BLOCKS, frozenset(trusted)))
 
     assert shape(find_route(members, private(0), near)) == [("fast", 0, 6)]
     assert shape(find_route(members, private(1, "mine", "friend"), near)) == [
@@ -204,7 +206,7 @@ def test_no_route_and_no_mended_route_shows_private_blocks_to_strangers(
         for index, (start, length, speed) in enumerate(drawn)
     ]
     privacy = Privacy(edge, BLOCKS, frozenset(trusted))
-    demand = Demand(Span(0, BLOCKS), 100, privacy=privacy)
+    demand = RouteRequest(Span(0, BLOCKS), 100, privacy=privacy)
 
     def held(block: int, avoid: set[str]) -> bool:
         return any(m.span and block in m.span and privacy.allows(m.peer, block) for m in members if m.peer not in avoid)
@@ -213,7 +215,7 @@ def test_no_route_and_no_mended_route_shows_private_blocks_to_strangers(
     try:
         route = find_route(members, demand, near)
         assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
-        route = mend_route(route, members, demand, near, avoid=dead)
+        route = repair_route(route, members, demand, near, avoid=dead)
         assert all(privacy.allows(hop.peer, block) for hop in route for block in hop.span.blocks())
         assert not dead & {hop.peer for hop in route}
     except NoRoute as error:

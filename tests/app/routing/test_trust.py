@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from app.asker.evidence import EXACT, ROUGH, Deviation, Observation, blame, explanations, tolerance, undecided
 from app.core.span import Span
-from app.routing.estimates import Measured
+from app.routing.estimates import MeasuredSpeeds
 from app.routing.route import Hop
-from app.routing.trust import DISTRUSTED, HOUR_S, KEPT, Outcome, TrustBook, added, standing
+from app.routing.trust import DISTRUSTED, HOUR_S, KEPT, TrustBook, TrustEvent, added, standing
 
 DAY_S = 24 * HOUR_S
 
@@ -21,35 +21,35 @@ def seen(*answers: tuple[str, int]) -> list[Observation]:
     return [Observation(frozenset(peers.split()), group) for peers, group in answers]
 
 
-def liars(*answers: tuple[str, int], innocent: str = "") -> tuple[set[str], bool]:
-    stories, always = explanations(seen(*answers), innocent.split())
+def liars(*answers: tuple[str, int], not_accused: str = "") -> tuple[set[str], bool]:
+    stories, always = explanations(seen(*answers), not_accused.split())
     return {" ".join(sorted(story)) for story in stories}, always
 
 
 def test_a_lie_is_not_forgiven_for_agreeing_but_for_time() -> None:
-    lie = [Outcome(0.0, "lied", 1.0, "returned wrong activations")]
+    lie = [TrustEvent(0.0, "lied", 1.0, "returned wrong activations")]
     assert standing(lie, 60.0).score < DISTRUSTED
     assert standing(lie, 60.0).why == "returned wrong activations, 1 minute ago"
-    assert standing([*lie, *(Outcome(1.0, "agreed") for _ in range(20))], 60.0).score < DISTRUSTED
+    assert standing([*lie, *(TrustEvent(1.0, "agreed") for _ in range(20))], 60.0).score < DISTRUSTED
     assert standing(lie, 8 * DAY_S).trusted
-    assert standing([*lie, Outcome(8 * DAY_S, "lied")], 16 * DAY_S).score < DISTRUSTED
+    assert standing([*lie, TrustEvent(8 * DAY_S, "lied")], 16 * DAY_S).score < DISTRUSTED
 
 
 def test_failures_and_doubts_never_amount_to_a_lie() -> None:
-    failures = [Outcome(float(index), "failed", 1.0, "failed: it is gone") for index in range(KEPT)]
+    failures = [TrustEvent(float(index), "failed", 1.0, "failed: it is gone") for index in range(KEPT)]
     assert standing(failures, KEPT).trusted
     assert standing(failures, 3 * HOUR_S).score > 0.95
-    doubts = [Outcome(0.0, "doubted", 1.0, "in doubt")] * KEPT
+    doubts = [TrustEvent(0.0, "doubted", 1.0, "in doubt")] * KEPT
     assert standing(doubts, 0.0).trusted
     assert standing(doubts, 0.0).penalty_s > 0.1
-    assert standing([*doubts[:1], *[Outcome(0.0, "agreed")] * 4], 0.0).score == 1
+    assert standing([*doubts[:1], *[TrustEvent(0.0, "agreed")] * 4], 0.0).score == 1
 
 
 @given(st.lists(st.sampled_from(["agreed", "doubted", "failed", "lied"]), max_size=3 * KEPT))
 def test_lies_are_remembered_longest(verdicts: list[str]) -> None:
-    kept: tuple[Outcome, ...] = ()
+    kept: tuple[TrustEvent, ...] = ()
     for index, verdict in enumerate(verdicts):
-        kept = added(kept, Outcome(float(index), verdict))  # type: ignore[arg-type]
+        kept = added(kept, TrustEvent(float(index), verdict))  # type: ignore[arg-type]
     assert len(kept) <= KEPT
     assert sum(o.verdict == "lied" for o in kept) == min(verdicts.count("lied"), KEPT)
     assert 0 <= standing(kept, 100.0).score <= 1
@@ -72,7 +72,7 @@ def test_the_book_survives_a_restart_and_a_damaged_file(tmp_path: Path) -> None:
 def test_the_third_decides_between_two() -> None:
     assert liars(("a", 0), ("b", 1)) == ({"a", "b"}, True)
     assert liars(("a", 0), ("b", 1), ("c", 0)) == ({"b"}, True)
-    assert liars(("a", 0), ("b", 1), innocent="b") == ({"a"}, True)
+    assert liars(("a", 0), ("b", 1), not_accused="b") == ({"a"}, True)
 
 
 def test_routes_that_share_peers_single_out_the_liar() -> None:
@@ -87,8 +87,8 @@ def test_routes_that_share_peers_single_out_the_liar() -> None:
 
 def test_two_who_tell_the_same_lie_are_found_where_a_judge_is_beyond_doubt() -> None:
     answers = (("a l c", 0), ("a m c", 0), ("a k c", 1))
-    assert liars(*answers, innocent="a c") == ({"k"}, True)
-    assert liars(*answers, innocent="a c k") == ({"l m"}, True)
+    assert liars(*answers, not_accused="a c") == ({"k"}, True)
+    assert liars(*answers, not_accused="a c k") == ({"l m"}, True)
 
 
 def test_a_route_that_was_asked_already_tells_nothing() -> None:
@@ -112,7 +112,7 @@ def test_rounding_is_tolerated_where_it_is_announced() -> None:
 def test_who_is_slow_in_every_company_stands_out() -> None:
     actual_s = {"a": 0.001, "b": 0.001, "slow": 0.1, "c": 0.001}
     claims_s = {"a": 0.001, "b": 0.001, "slow": 1e-9, "c": 0.001}
-    measured = Measured()
+    measured = MeasuredSpeeds()
     for first in ("a", "b"):
         for second in ("slow", "c") * 8:
             route = (Hop(first, Span(0, 4)), Hop(second, Span(4, 8)))

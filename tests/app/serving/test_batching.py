@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.serving.admission import AdmissionLimits, Load, why_busy
-from app.serving.batching import MOMENT_S, BatchLimits, BatchQueue, Waiting
+from app.serving.admission import AdmissionLimits, HopLoad, why_busy
+from app.serving.batching import MOMENT_S, BatchLimits, BatchQueue, QueuedTokens
 
 LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 
@@ -21,9 +21,11 @@ def waiting(
     urgent: bool | None = None,
     at: float = 0.0,
     first: bool = False,
-) -> Waiting:
+) -> QueuedTokens:
     urgent = rows == 1 if urgent is None else urgent
-    return Waiting(session.encode(), peer, 1, position, rows, memoryview(bytes(4 * rows)), "f32", urgent, at, first)
+    return QueuedTokens(
+        session.encode(), peer, 1, position, rows, memoryview(bytes(4 * rows)), "f32", urgent, at, first
+    )
 
 
 def take(queue: BatchQueue, now: float = 0.0) -> list[tuple[str, int, int]]:
@@ -236,17 +238,17 @@ def test_everything_is_taken_once_and_in_order(puts: list[tuple[str, str, int, b
 @pytest.mark.parametrize(
     ("load", "tokens", "expected"),
     [
-        (Load(0, 0, 0, 0, 1000, 1000), 900, None),  # alone, one session may be large
-        (Load(1, 1, 0, 400, 600, 1000), 300, None),
-        (Load(1, 1, 0, 400, 600, 1000), 400, "kept for others"),
-        (Load(4, 1, 3, 50, 300, 1000), 150, None),  # within its share of a fifth
-        (Load(4, 1, 3, 200, 300, 1000), 150, "kept for others"),
-        (Load(4, 0, 3, 0, 300, 1000), 290, None),  # a newcomer takes what is there
-        (Load(4, 0, 3, 0, 300, 1000), 301, "no room for 301 tokens"),
-        (Load(64, 64, 0, 64, 900, 1000), 1, "of yours"),
-        (Load(256, 0, 9, 0, 900, 1000), 1, "256 sessions"),
+        (HopLoad(0, 0, 0, 0, 1000, 1000), 900, None),  # alone, one session may be large
+        (HopLoad(1, 1, 0, 400, 600, 1000), 300, None),
+        (HopLoad(1, 1, 0, 400, 600, 1000), 400, "kept for others"),
+        (HopLoad(4, 1, 3, 50, 300, 1000), 150, None),  # within its share of a fifth
+        (HopLoad(4, 1, 3, 200, 300, 1000), 150, "kept for others"),
+        (HopLoad(4, 0, 3, 0, 300, 1000), 290, None),  # a newcomer takes what is there
+        (HopLoad(4, 0, 3, 0, 300, 1000), 301, "no room for 301 tokens"),
+        (HopLoad(64, 64, 0, 64, 900, 1000), 1, "of yours"),
+        (HopLoad(256, 0, 9, 0, 900, 1000), 1, "256 sessions"),
     ],
 )
-def test_admission(load: Load, tokens: int, expected: str | None) -> None:
+def test_admission(load: HopLoad, tokens: int, expected: str | None) -> None:
     why = why_busy(load, tokens, AdmissionLimits())
     assert (why is None) if expected is None else (why is not None and expected in why.text)

@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from app.asker.asker import Asker
-from app.asker.reply import ReplyFigures
+from app.asker.reply import ReplyStats
 from app.serving.batching import BatchLimits
 from app.serving.block_server import ServerSettings
 from p2p.memory.fabric import LinkProfile, open_fabric
@@ -20,9 +20,9 @@ SPANS = ((0, 3), (3, 6), (6, 8))
 TOKEN_S = 4 * 0.005 + 3 * 0.01  # alone: four links and three steps
 
 
-async def ask_all(askers: Sequence[Asker], count: int, apart_s: float) -> list[ReplyFigures]:
+async def ask_all(askers: Sequence[Asker], count: int, apart_s: float) -> list[ReplyStats]:
     """One reply for each of these, begun one after another; checks their tokens."""
-    results: dict[int, ReplyFigures] = {}
+    results: dict[int, ReplyStats] = {}
 
     async def one(number: int) -> None:
         await trio.sleep(apart_s * number)
@@ -47,10 +47,10 @@ def late_batches(swarm: SessionSwarm, name: str, sessions: int) -> float:
 async def test_one_askers_sessions_become_one_convoy(autojump_clock: MockClock, apart_s: float) -> None:
     async with open_swarm(*SPANS) as swarm:
         asker = await swarm.asker()
-        figures = await ask_all([asker] * 8, 60, apart_s)
+        stats = await ask_all([asker] * 8, 60, apart_s)
         for name in swarm.runners:
             assert late_batches(swarm, name, 8) > 7
-        speeds = [1 / reply.tokens_per_s for reply in figures if reply.tokens_per_s]
+        speeds = [1 / reply.tokens_per_s for reply in stats if reply.tokens_per_s]
         assert max(speeds) < 1.15 * TOKEN_S
         await no_leaks(swarm)
 
@@ -58,9 +58,9 @@ async def test_one_askers_sessions_become_one_convoy(autojump_clock: MockClock, 
 async def test_sessions_of_different_askers_come_to_share_steps(autojump_clock: MockClock) -> None:
     async with open_swarm(*SPANS) as swarm:
         askers = [await swarm.asker(f"asker{number}") for number in range(8)]
-        figures = await ask_all(askers, 80, 0.011)
+        stats = await ask_all(askers, 80, 0.011)
         assert min(late_batches(swarm, name, 8) for name in swarm.runners) >= 2
-        assert max(1 / reply.tokens_per_s for reply in figures if reply.tokens_per_s) < 1.3 * TOKEN_S
+        assert max(1 / reply.tokens_per_s for reply in stats if reply.tokens_per_s) < 1.3 * TOKEN_S
         await no_leaks(swarm)
 
 
@@ -69,9 +69,9 @@ async def test_a_distant_asker_does_not_slow_a_near_one(autojump_clock: MockCloc
         near, far = await swarm.asker("near"), await swarm.asker("far")
         for name in swarm.runners:
             swarm.fabric.set_link("far", name, LinkProfile(delay_s=0.06))
-        figures = await ask_all([near, far], 60, 0.003)
-        assert figures[0].tokens_per_s is not None
-        assert 1 / figures[0].tokens_per_s < 1.15 * TOKEN_S
+        stats = await ask_all([near, far], 60, 0.003)
+        assert stats[0].tokens_per_s is not None
+        assert 1 / stats[0].tokens_per_s < 1.15 * TOKEN_S
         await no_leaks(swarm)
 
 

@@ -15,9 +15,9 @@ from app.session.wire import (
     KEEP,
     MAX_TOKENS,
     MAX_WIDTH,
+    EpochOrder,
+    HopError,
     Kind,
-    Trouble,
-    Turn,
     decode,
     decode_trouble,
     decode_turn,
@@ -31,7 +31,7 @@ SESSION = bytes(range(16))
 peers = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)
 tokens = st.integers(0, MAX_TOKENS)
 turns = st.builds(
-    Turn,
+    EpochOrder,
     st.builds(lambda start, more: Span(start, start + more), st.integers(0, 4000), st.integers(1, 90)),
     peers,
     peers,
@@ -52,7 +52,7 @@ def read_all(message: bytes) -> None:
 
 
 @given(turns, st.integers(0, 2**32 - 1), st.sampled_from([0, 7, KEEP]))
-def test_turns_come_back(turn: Turn, epoch: int, cut_to: int) -> None:
+def test_turns_come_back(turn: EpochOrder, epoch: int, cut_to: int) -> None:
     frame = decode(encode_turn(SESSION, epoch, cut_to, turn))
     assert (frame.session, frame.epoch, frame.position, frame.kind) == (SESSION, epoch, cut_to, Kind.TURN)
     assert decode_turn(frame) == turn
@@ -70,7 +70,7 @@ def test_data_comes_back(rows: int, width: int, format: tuple[int, int], positio
 
 
 def test_trouble_comes_back_in_bounds_and_printable() -> None:
-    frame = decode(encode_trouble(SESSION, 1, 5, Trouble("busy", "full \x1b[31m" + "x" * 1000)))
+    frame = decode(encode_trouble(SESSION, 1, 5, HopError("busy", "full \x1b[31m" + "x" * 1000)))
     trouble = decode_trouble(frame)
     assert trouble.code == "busy"
     assert trouble.text.startswith("full  [31mxx")
@@ -84,7 +84,7 @@ def test_any_bytes_raise_only_the_one_error(message: bytes) -> None:
 
 
 @given(turns, st.data())
-def test_any_damage_raises_only_the_one_error(turn: Turn, data: st.DataObject) -> None:
+def test_any_damage_raises_only_the_one_error(turn: EpochOrder, data: st.DataObject) -> None:
     message = bytearray(encode_turn(SESSION, 1, KEEP, turn))
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))

@@ -123,8 +123,8 @@ def test_a_flood_of_records_makes_a_short_list() -> None:
 
 def test_records_of_one_model_are_one_swarm_and_the_first_counts() -> None:
     early, late = record(LLAMA, BOB, NOW - 5), record(LLAMA, ALICE, NOW)
-    for order in ([early, late], [late, early]):
-        assert resolve(SwarmName("attic"), {"p": order}).one() is early
+    for control_frame in ([early, late], [late, early]):
+        assert resolve(SwarmName("attic"), {"p": control_frame}).one() is early
     same_time = [record(LLAMA, who) for who in (ALICE, BOB)]
     chosen = resolve(SwarmName("attic"), {"p": same_time}).one()
     assert chosen.creator == min(ALICE.peer_id, BOB.peer_id)

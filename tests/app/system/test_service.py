@@ -16,9 +16,9 @@ import pytest
 from app.core.errors import AppError
 from app.system import service
 from app.system.service import (
-    Outcome,
-    Plan,
     Service,
+    ServicePlan,
+    ServiceResult,
     install,
     is_running,
     launchd_agent,
@@ -40,13 +40,13 @@ TASKS = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
 class System:
     """Commands that were run, and what each is to answer."""
 
-    def __init__(self, **answers: Outcome) -> None:
+    def __init__(self, **answers: ServiceResult) -> None:
         self.commands: list[tuple[str, ...]] = []
         self._answers = answers
 
-    def run(self, command: Sequence[str]) -> Outcome:
+    def run(self, command: Sequence[str]) -> ServiceResult:
         self.commands.append(tuple(command))
-        return next((answer for word, answer in self._answers.items() if word in command), Outcome(0))
+        return next((answer for word, answer in self._answers.items() if word in command), ServiceResult(0))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
@@ -97,8 +97,10 @@ def test_a_task_is_one() -> None:
     assert said["Arguments"] == subprocess.list2cmdline(ODD_SERVICE.command[1:])
     assert said["UserId"] == "PC\\ann & bob"
     assert said["ExecutionTimeLimit"] == "PT0S", "a node is not ended after three days, as tasks are by default"
-    order = [element.tag.removeprefix(TASKS) for element in root]
-    assert order == ["RegistrationInfo", "Triggers", "Principals", "Settings", "Actions"], "the schema's own order"
+    control_frame = [element.tag.removeprefix(TASKS) for element in root]
+    assert control_frame == ["RegistrationInfo", "Triggers", "Principals", "Settings", "Actions"], (
+        "the schema's own order"
+    )
 
 
 def test_what_cannot_stand_in_a_file_is_refused() -> None:
@@ -118,20 +120,20 @@ def test_no_secret_is_in_what_a_service_is_given(
 
 
 @pytest.fixture(params=["linux", "darwin", "win32"])
-def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
+def plan(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServicePlan:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "home").mkdir()
     return plan_for(service_of(tmp_path / "home", {}), request.param, tmp_path)
 
 
-def test_install_twice_look_and_uninstall(plan: Plan) -> None:
+def test_install_twice_look_and_uninstall(plan: ServicePlan) -> None:
     system = System()
     install(plan, system.run)
     assert plan.file.read_bytes() == plan.content
     assert set(plan.enable) <= set(system.commands)
     install(plan, system.run)
     words = {"is-active", "print", "/Query"} & set(plan.query)
-    assert is_running(plan, System(**{words.pop(): Outcome(0, plan.running_text)}).run)
+    assert is_running(plan, System(**{words.pop(): ServiceResult(0, plan.running_text)}).run)
     assert uninstall(plan, system.run)
     assert not plan.file.exists()
     assert set(plan.disable) <= set(system.commands)
@@ -139,10 +141,10 @@ def test_install_twice_look_and_uninstall(plan: Plan) -> None:
     assert not is_running(plan, system.run)
 
 
-def test_a_system_that_refuses_leaves_nothing_behind(plan: Plan) -> None:
+def test_a_system_that_refuses_leaves_nothing_behind(plan: ServicePlan) -> None:
     word = plan.enable[0][-1]
     with pytest.raises(AppError, match="no bus; nothing was installed") as refused:
-        install(plan, System(**{word: Outcome(1, "no bus; nothing was installed")}).run)
+        install(plan, System(**{word: ServiceResult(1, "no bus; nothing was installed")}).run)
     assert plan.system in str(refused.value)
     assert not plan.file.exists()
 
@@ -151,7 +153,7 @@ def test_linger_is_asked_for_and_missed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     plan = plan_for(service_of(tmp_path, {}), "linux", tmp_path)
     assert install(plan, System().run) == "it starts with the machine"
-    assert "sudo loginctl enable-linger" in install(plan, System(**{"enable-linger": Outcome(1)}).run)
+    assert "sudo loginctl enable-linger" in install(plan, System(**{"enable-linger": ServiceResult(1)}).run)
 
 
 def test_homes_have_services_of_their_own(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_other_systems_are_told(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_not_there_is_an_answer() -> None:
-    assert service.run_command(["no-such-program-of-shoal"]) == Outcome(
+    assert service.run_command(["no-such-program-of-shoal"]) == ServiceResult(
         127, "no-such-program-of-shoal is not installed"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from app.manifest.importing import Survey, survey, tokenizer_bytes
+from app.manifest.importing import SourceSurvey, survey, tokenizer_bytes
 from app.weights.library import Library, remember_source
 from app.weights.manifest_store import ManifestStore
 from tests.app.tiny_source import CONFIG, tiny_source
@@ -14,7 +14,7 @@ from tests.app.tiny_source import CONFIG, tiny_source
 WIDE = dataclasses.replace(CONFIG, n_blocks=4, hidden_size=512, head_dim=64, n_heads=8, intermediate_size=1536)
 
 
-def import_model(folder: Path, cache: Path) -> Survey:
+def import_model(folder: Path, cache: Path) -> SourceSurvey:
     """Make the model's files in `folder`, and import them."""
     source = tiny_source(folder, WIDE)
     studied = survey(source)
@@ -23,7 +23,7 @@ def import_model(folder: Path, cache: Path) -> Survey:
     return studied
 
 
-def empty_library(cache: Path, studied: Survey) -> Library:
+def empty_library(cache: Path, studied: SourceSurvey) -> Library:
     """A library of the same model on a machine that has nothing of it."""
     ManifestStore(cache).save(studied.manifest)
     return Library(cache, studied.manifest)

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.weights.chunk_schedule import Piece, Work, runs
+from app.weights.chunk_schedule import ChunkQueue, ChunkRun, runs
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 6))
@@ -18,20 +18,20 @@ def test_pieces_are_all_that_is_missing_and_cut_where_everybody_cuts(missing: se
 
 
 def test_what_did_not_come_is_asked_for_again() -> None:
-    work = Work(random.Random(1), 4)
-    work.add("block.0", range(4))
-    assert work.waiting == 4
-    piece = work.take("a", {"block.0"}, late_before=0.0, now=1.0)
-    assert piece == Piece("block.0", 0, 4)
-    assert [work.is_coming("block.0", index) for index in (0, 3, 4)] == [True, True, False]
-    assert work.came(piece, 1)
-    assert (work.waiting, work.is_over("block.0")) == (3, False)
-    rest = work.take("b", {"block.0"}, late_before=0.0, now=1.0)
-    assert rest == Piece("block.0", 1, 3)
-    work.failed(rest, "b")
-    assert work.take("a", {"block.0"}, late_before=0.0, now=2.0) == rest
-    assert work.take("b", {"block.0"}, late_before=1.5, now=3.0) is None  # it is not late yet
-    assert work.take("b", {"block.0"}, late_before=2.5, now=3.0) == rest
-    assert work.came(rest, 3)
-    assert not work.came(rest, 3)  # the slower of the two
-    assert work.is_over("block.0")
+    queue = ChunkQueue(random.Random(1), 4)
+    queue.add("block.0", range(4))
+    assert queue.waiting == 4
+    piece = queue.take("a", {"block.0"}, late_before=0.0, now=1.0)
+    assert piece == ChunkRun("block.0", 0, 4)
+    assert [queue.is_coming("block.0", index) for index in (0, 3, 4)] == [True, True, False]
+    assert queue.complete(piece, 1)
+    assert (queue.waiting, queue.is_over("block.0")) == (3, False)
+    rest = queue.take("b", {"block.0"}, late_before=0.0, now=1.0)
+    assert rest == ChunkRun("block.0", 1, 3)
+    queue.failed(rest, "b")
+    assert queue.take("a", {"block.0"}, late_before=0.0, now=2.0) == rest
+    assert queue.take("b", {"block.0"}, late_before=1.5, now=3.0) is None  # it is not late yet
+    assert queue.take("b", {"block.0"}, late_before=2.5, now=3.0) == rest
+    assert queue.complete(rest, 3)
+    assert not queue.complete(rest, 3)  # the slower of the two
+    assert queue.is_over("block.0")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.weights.disk_space import Room, claiming, in_use, make_room
+from app.weights.disk_space import DiskRoom, claiming, in_use, make_room
 from app.weights.extents import WeightsError
 from app.weights.part_store import PartFiles
 
@@ -38,13 +38,13 @@ def left(cache: Path) -> list[str]:
 
 
 def test_nothing_goes_while_there_is_room(cache: Path) -> None:
-    assert make_room(cache, SIZE, Room(5 * SIZE)) == 0
-    assert make_room(cache, SIZE, Room(None)) == 0
+    assert make_room(cache, SIZE, DiskRoom(5 * SIZE)) == 0
+    assert make_room(cache, SIZE, DiskRoom(None)) == 0
     assert len(left(cache)) == 4
 
 
 def test_the_longest_unused_go_first(cache: Path) -> None:
-    assert make_room(cache, SIZE, Room(3 * SIZE)) == 2 * SIZE
+    assert make_room(cache, SIZE, DiskRoom(3 * SIZE)) == 2 * SIZE
     assert left(cache) == [name(2), name(3)]
 
 
@@ -52,18 +52,18 @@ def test_what_a_node_hosts_stays(cache: Path) -> None:
     with claiming(cache, "me") as claim:
         claim.hold([bytes.fromhex(name(0)), bytes.fromhex(name(2))])
         assert in_use(cache) == {name(0), name(2)}
-        assert make_room(cache, SIZE, Room(3 * SIZE)) == 2 * SIZE
+        assert make_room(cache, SIZE, DiskRoom(3 * SIZE)) == 2 * SIZE
         assert left(cache) == [name(0), name(2)]
         with pytest.raises(WeightsError, match="cache_limit"):
-            make_room(cache, SIZE, Room(2 * SIZE))
+            make_room(cache, SIZE, DiskRoom(2 * SIZE))
     assert in_use(cache) == set()
 
 
 def test_what_does_not_fit_costs_nothing(cache: Path) -> None:
     with pytest.raises(WeightsError, match="are lacking"):
-        make_room(cache, 5 * SIZE, Room(4 * SIZE))
+        make_room(cache, 5 * SIZE, DiskRoom(4 * SIZE))
     with pytest.raises(WeightsError, match="are lacking"):
-        make_room(cache, 2**60, Room(None))
+        make_room(cache, 2**60, DiskRoom(None))
     assert len(left(cache)) == 4
 
 
@@ -90,7 +90,7 @@ def test_a_dead_nodes_claim_counts_for_nothing(cache: Path) -> None:
 def test_the_floor_of_the_disk_is_left_free(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 3 * SIZE
     monkeypatch.setattr("app.weights.disk_space.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-    assert make_room(cache, SIZE, Room(floor_bytes=2 * SIZE)) == 0
-    assert make_room(cache, SIZE, Room(floor_bytes=3 * SIZE)) == SIZE
+    assert make_room(cache, SIZE, DiskRoom(floor_bytes=2 * SIZE)) == 0
+    assert make_room(cache, SIZE, DiskRoom(floor_bytes=3 * SIZE)) == SIZE
     with pytest.raises(WeightsError, match="disk_floor"):
-        make_room(cache, SIZE, Room(floor_bytes=10 * SIZE))
+        make_room(cache, SIZE, DiskRoom(floor_bytes=10 * SIZE))

@@ -12,14 +12,14 @@ import pytest
 import trio
 
 from app.core.network import Payload
-from app.manifest.importing import Survey
+from app.manifest.importing import SourceSurvey
 from app.manifest.merkle import CHUNK_BYTES
 from app.weights import chunk_server as sharing
 from app.weights import download as fetching
 from app.weights import part_store as part_files
 from app.weights import wire
-from app.weights.chunk_server import Sharing
-from app.weights.download import Fetching
+from app.weights.chunk_server import ChunkServer
+from app.weights.download import Download
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
 from app.weights.part_store import NewPart
@@ -37,8 +37,8 @@ class Peer:
 
     network: MemoryNode
     library: Library
-    sharing: Sharing
-    fetching: Fetching
+    sharing: ChunkServer
+    fetching: Download
 
 
 @dataclass
@@ -47,7 +47,7 @@ class World:
 
     fabric: MemoryFabric
     folder: Path
-    studied: Survey
+    studied: SourceSurvey
     seed: Peer
     holders: dict[str, set[str]]  # peer -> parts
 
@@ -77,13 +77,13 @@ class World:
 
 
 def make_peer(network: MemoryNode, library: Library, holders: dict[str, set[str]]) -> Peer:
-    giving = Sharing(library, lambda peer: True)
+    giving = ChunkServer(library, lambda peer: True)
     giving.serve(network)
 
     def who_has(part: str) -> list[str]:
         return [peer for peer, parts in holders.items() if part in parts and peer != network.peer_id]
 
-    return Peer(network, library, giving, Fetching(network, library, giving, who_has))
+    return Peer(network, library, giving, Download(network, library, giving, who_has))
 
 
 @asynccontextmanager

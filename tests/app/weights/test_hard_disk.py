@@ -95,7 +95,7 @@ def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:
 def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
     """At once, from both ends: each finishes, whoever of them is first, and every byte is right."""
     studied = import_model(tmp_path / "model", tmp_path / "seed")
-    both = [fill(tmp_path / "seed", tmp_path / "cache", order, *BLOCKS) for order in ("1", "-1")]
+    both = [fill(tmp_path / "seed", tmp_path / "cache", control_frame, *BLOCKS) for control_frame in ("1", "-1")]
     for process in both:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

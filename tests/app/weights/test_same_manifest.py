@@ -31,10 +31,10 @@ def in_files(folder: Path, target: Path, names: Sequence[str], *, backwards: boo
         if not file.name.startswith("model.safetensors"):
             shutil.copy(file, target)
     tensors = load_file(folder / "model.safetensors")
-    order = sorted(tensors, reverse=backwards)
-    where = {tensor: names[number % len(names)] for number, tensor in enumerate(order)}
+    control_frame = sorted(tensors, reverse=backwards)
+    where = {tensor: names[number % len(names)] for number, tensor in enumerate(control_frame)}
     for name in names:
-        save_file({tensor: tensors[tensor] for tensor in order if where[tensor] == name}, target / name)
+        save_file({tensor: tensors[tensor] for tensor in control_frame if where[tensor] == name}, target / name)
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return target
 
