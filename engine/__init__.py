@@ -1,5 +1,5 @@
-"""The engine: transformer blocks on one machine's devices.
+"""Runs transformer blocks on one machine's devices.
 
-Knows torch, model files, tokenizers, samplers and devices. Leaves the network, the event loop and
-every notion of a peer to others: what crosses the border to the rest of Shoal is bytes and plain values.
+Knows torch, model files, tokenizers, samplers and devices. Knows no network, no event loop and no peers: `app` and
+`p2p` do that. Only bytes and plain values cross the border to them, hidden states in the formats of `engine.wire`.
 """

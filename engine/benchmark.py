@@ -1,4 +1,4 @@
-"""How fast a span is on its device: the figures that announcements carry and `shoal bench` prints."""
+"""Measures the speed of a loaded span: the figures that announcements carry and `shoal bench` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from engine.model.span import SpanRunner
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens per second through all blocks of a span; None where the cache was too small to try."""
+    """Tokens per second through all blocks of a span.
+
+    `batch8_tokens_per_s` counts the tokens of eight sessions together; None if it was not measured or the cache was too
+    small for it.
+    """
 
     decode_tokens_per_s: float
     prefill_tokens_per_s: float
@@ -25,7 +29,7 @@ class Throughput:
 
 
 def measure_span(span: SpanRunner, context: int = 128, steps: int = 8, *, batch: bool = True) -> Throughput:
-    """Time a prefill of `context` tokens, single steps behind it and, unless told not to, steps of eight sessions."""
+    """Time a prefill of `context` tokens, then decode steps of one session and, with `batch`, of eight at once."""
     context = min(context, span.config.context_length - steps - 2)
     prefill_s, single_s = _seconds(span, 1, context, steps)
     eight_s = None
@@ -36,14 +40,14 @@ def measure_span(span: SpanRunner, context: int = 128, steps: int = 8, *, batch:
 
 
 def _seconds(span: SpanRunner, sessions: int, context: int, steps: int) -> tuple[float, float]:
-    """The best prefill of one session, and a usual step of them all behind it."""
+    """Return the fastest prefill of one session and the median decode step of all `sessions` after it, in seconds."""
     leases: list[KVLease] = []
     try:
         prefills = []
         for _ in range(sessions):
             leases.append(span.open(context + steps + 1))
             prefills.append(_step(span, [Segment(leases[-1], 0, context)]))
-        if sessions == 1:  # the first builds what later ones use (kernels, graphs)
+        if sessions == 1:  # the first prefill includes building kernels and graphs, so time a second
             leases[0].truncate(0)
             prefills.append(_step(span, [Segment(leases[0], 0, context)]))
         times = [_step(span, [Segment(lease, lease.length, 1) for lease in leases]) for _ in range(steps + 1)]
@@ -54,9 +58,9 @@ def _seconds(span: SpanRunner, sessions: int, context: int, steps: int) -> tuple
 
 
 def _step(span: SpanRunner, segments: list[Segment]) -> float:
-    """The seconds of one step."""
+    """Return the seconds that one step takes."""
     rows = sum(segment.count for segment in segments)
     hidden = torch.zeros(rows, span.config.hidden_size, dtype=span.options.dtype)
     begin = time.perf_counter()
-    span.step(hidden, segments)[0, 0].item()  # reading one number waits for the device
+    span.step(hidden, segments)[0, 0].item()  # reading a number back waits until the device is done
     return time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What a model is: the numbers that shape its blocks. Values only; reading them from files is for `engine.sources`."""
+"""The shape of a model, as plain values. Reading it from files is done by `engine.sources`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position settings; `kind` names the scaling rule, the other fields are its parameters."""
+    """Rotary position settings: `kind` names the scaling rule, the other fields are its parameters."""
 
     theta: float = 10_000.0
     kind: Literal["default", "linear", "llama3", "yarn"] = "default"
@@ -20,12 +20,12 @@ class Rope:
     original_context: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None  # yarn's temperature; None: derived from `factor`
+    attention_factor: float | None = None  # yarn's attention temperature; None: derived from `factor`
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer of the Llama line."""
+    """Shape of a decoder-only transformer of the Llama line."""
 
     family: Family
     n_blocks: int
@@ -43,14 +43,14 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
-    # Which blocks use the sliding window; empty means all of them when `sliding_window` is set.
+    # Indices of the blocks that use the sliding window; empty: all of them, if `sliding_window` is set.
     sliding_blocks: tuple[int, ...] = ()
     tied_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
 
     def window_of(self, block: int) -> int | None:
-        """The attention window of one block, or None where it sees the whole past."""
+        """Return the attention window of one block in tokens, or None if it sees the whole past."""
         if self.sliding_window is None or (self.sliding_blocks and block not in self.sliding_blocks):
             return None
         return self.sliding_window

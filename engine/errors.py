@@ -1,11 +1,10 @@
-"""The errors that the engine raises; each message names the file or device and the mend, `reason_code` says it for
-programs."""
+"""The engine's errors. Each message names the file or device and the fix; `reason_code` is the same for programs."""
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of everything the engine raises on purpose; its text is shown to the person as it is."""
+    """Base of all errors that the engine raises on purpose; the text is shown to the user unchanged."""
 
     reason_code = "engine"
 
@@ -17,18 +16,18 @@ class SourceError(EngineError):
 
 
 class DeviceError(EngineError):
-    """A device does not exist, is not usable, or has not enough memory."""
+    """A device does not exist, is not usable, or has too little memory."""
 
     reason_code = "bad_device"
 
 
 class CacheFull(EngineError):
-    """The KV budget has no room for this session now; another node may have."""
+    """The KV cache has no room for this session now; another node may have."""
 
     reason_code = "cache_full"
 
 
 class SessionError(EngineError):
-    """A step does not fit the state of its session (unknown, closed, a gap, past the context)."""
+    """A step does not fit its session: unknown or closed session, a gap in positions, or past the context."""
 
     reason_code = "bad_step"

@@ -1,4 +1,7 @@
-"""From a device and a memory limit to hosted blocks: what fits, loading it, and how fast it turned out to be."""
+"""Plans and loads the blocks that this machine hosts: picks the device, computes what fits, loads it, measures it.
+
+Which blocks to host is decided by `app.hosting`; the arithmetic of what fits is in `engine.budget`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from engine.sources.base import ModelSource
 
 @dataclass(frozen=True)
 class HostingPlan:
-    """What one device can host of one model."""
+    """One device, and how many blocks of one model fit on it."""
 
     device: Device
     dtype: torch.dtype
@@ -30,13 +33,13 @@ class HostingPlan:
 
     @property
     def blocks(self) -> int:
-        """How many blocks fit."""
+        """Number of blocks that fit."""
         return self.budget.blocks
 
 
 @dataclass(frozen=True)
 class Hosted:
-    """Loaded blocks, ready to be served."""
+    """Loaded blocks, ready to serve."""
 
     runner: SessionRunner
     throughput: Throughput
@@ -44,22 +47,25 @@ class Hosted:
 
     @property
     def weight_bytes(self) -> int:
-        """What the blocks take, without their cache."""
+        """Bytes of the blocks' weights, without their KV cache."""
         return self.span.weight_bytes
 
     def grow(self, source: ModelSource) -> None:
-        """Read one more block, behind the last."""
+        """Load one more block after the last."""
         self.span.grow(source)
 
     def measured(self) -> Hosted:
-        """The same blocks with their speed as it is now."""
+        """Return the same blocks with their speed measured again."""
         return dataclasses.replace(self, throughput=measure_span(self.span, batch=False))
 
 
 def plan_hosting(
     config: ModelConfig, device_name: str | None, cap_bytes: int | None, *, quantised: bool = False
 ) -> HostingPlan:
-    """How many blocks fit on a device (the best one where none is named) beside the rest of what runs there."""
+    """Compute how many blocks fit on a device (None: the best one) next to what else runs there.
+
+    Raises `DeviceError` if the named device does not exist or is not usable.
+    """
     device = find_device(device_name, probe_devices())
     dtype = pick_dtype(device.id).dtype
     precision = int8_weights(dtype.itemsize) if quantised else Precision(dtype.itemsize, dtype.itemsize)
@@ -77,7 +83,7 @@ def load_blocks(
     *,
     grows_to: int | None = None,
 ) -> SpanRunner:
-    """Read blocks [start, stop) onto the plan's device, with room for more up to `grows_to`."""
+    """Load blocks [start, stop) onto the plan's device, with KV cache laid out for growth up to `grows_to`."""
     room = (grows_to or stop) - start
     options = SpanOptions(
         torch.device(plan.device.id),
@@ -92,21 +98,21 @@ def load_blocks(
 
 
 def measured_host(span: SpanRunner) -> Hosted:
-    """Loaded blocks with their speed, on the thread that will run them."""
+    """Measure loaded blocks and wrap them for serving; call it on the thread that will run them."""
     if span.options.device.type == "cpu":
-        cpu_products(span.options.dtype)  # measured now, not under the first prompt
+        cpu_products(span.options.dtype)  # times the products now rather than during the first prompt
     return Hosted(SessionRunner(span), measure_span(span, batch=False), span)
 
 
 def _has_room_for_copies(plan: HostingPlan, blocks: int) -> bool:
-    """Whether a second copy of the weights, laid out for batches, stays within the limit."""
+    """True if a second copy of the weights, packed for batches, stays within the memory limit."""
     budget = plan.budget
     copies = blocks * budget.weight_bytes_per_block
     return not plan.quantised and copies <= (budget.blocks - blocks) * budget.weight_bytes_per_block
 
 
 def release(device_id: str) -> None:
-    """Give memory that nobody uses any more back to the system, where torch keeps it for itself."""
+    """Free unused memory and return what torch's allocator keeps on this device to the system."""
     gc.collect()
     kind = torch.device(device_id).type
     if kind in ("cuda", "mps", "xpu"):

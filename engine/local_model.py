@@ -1,4 +1,4 @@
-"""A whole model in this process: what `shoal chat --local` talks to, and the yardstick of every swarm."""
+"""A whole model in this process: `shoal chat --local` uses it, and tests compare swarms with it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
 
 PREFILL_ROWS = 512
-KV_SHARE = 0.25  # of the free memory, at most, for the cache of one conversation
+KV_SHARE = 0.25  # largest fraction of the free memory for the cache of one conversation
 
 
 @dataclass(frozen=True)
 class LocalStats:
-    """How a reply went."""
+    """Time to the first token and decode speed of one reply."""
 
     ttft_s: float
-    tokens_per_s: float | None  # None where only one token was written
+    tokens_per_s: float | None  # None if only one token was generated
 
 
 class LocalModel:
-    """Embedding, all blocks, head and tokenizer of one model on one device."""
+    """Embedding, all blocks, head and tokenizer of one model, on one device."""
 
     def __init__(self, source: ModelSource, ends: EmbeddingAndHead, span: SpanRunner) -> None:
         self.config = source.config
@@ -40,23 +40,23 @@ class LocalModel:
         self.span = span
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's reply."""
+        """Return the token ids of a conversation, ready for the assistant's reply."""
         return self._text.prompt_ids(messages)
 
     def logits_after(self, lease: KVLease, token_ids: Sequence[int]) -> Tensor:
-        """Run a session's next tokens through all blocks, in chunks: the logits (vocab,) behind the last one."""
+        """Run the session's next tokens through all blocks, in chunks; return the logits (vocab,) after the last."""
         for begin in range(0, len(token_ids), PREFILL_ROWS):
             chunk = token_ids[begin : begin + PREFILL_ROWS]
             hidden = self.span.step(self.ends.embed(chunk), [Segment(lease, lease.length, len(chunk))])
         return self.ends.logits(hidden[-1:])[0]
 
     def reply(self, prompt_ids: Sequence[int], settings: ReplySettings) -> LocalReply:
-        """Begin a reply; iterate over it to get its text as it is written."""
+        """Prepare a reply; iterating over it generates the text. Raises `EngineError` if the prompt does not fit."""
         return LocalReply(self, list(prompt_ids), self._text.begin(prompt_ids, settings))
 
 
 class LocalReply:
-    """An iterator over the pieces of one reply's text; its figures are there when it ends."""
+    """Iterator over the text pieces of one reply; `stats` is set when it ends."""
 
     def __init__(self, model: LocalModel, prompt_ids: list[int], writer: ReplyWriter) -> None:
         self._model, self._prompt_ids = model, prompt_ids
@@ -79,16 +79,19 @@ class LocalReply:
 
 
 def local_options(source: ModelSource, device: torch.device, dtype: torch.dtype, free_bytes: int) -> SpanOptions:
-    """Options for one conversation at a time: a cache for the whole context, or what a share of the memory holds."""
+    """Return options for one conversation at a time.
+
+    The cache holds the whole context, or as much of it as `KV_SHARE` of the free memory allows.
+    """
     config = source.config
     whole = config.context_length * token_bytes(config, config.n_blocks, dtype)
     weights = config.n_blocks * block_bytes(config, Precision(dtype.itemsize, dtype.itemsize))
-    # A second copy of the weights reads prompts faster; it is worth memory that nobody else needs.
+    # A second, packed copy of the weights speeds up prompts; make it only if memory is plentiful.
     roomy = device.type == "cpu" and 4 * weights < free_bytes
     return SpanOptions(device, dtype, packed=roomy, kv_bytes=min(whole, int(free_bytes * KV_SHARE)))
 
 
 def load_local(source: ModelSource, options: SpanOptions, progress: LoadProgress | None = None) -> LocalModel:
-    """Load a whole model."""
+    """Load all blocks, the embedding and the head of a model."""
     span = load_span(source, 0, source.config.n_blocks, options, progress)
     return LocalModel(source, load_ends(source, options), span)

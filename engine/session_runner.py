@@ -1,6 +1,7 @@
-"""A hosted span as a server drives it: sessions by id, many in one step, bytes in and bytes out.
+"""Runs a hosted span for a server: sessions by id, many sessions per step, bytes in and bytes out.
 
-Never called from two threads at once. Knows no peers and no time: whom to admit and whom to close is for the caller.
+Not thread-safe: one thread at a time. Knows no peers and no time; `app.serving` decides which sessions to open and
+close.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.wire import to_bytes, to_tensor, wire_name
 
 
 class StepInput(Protocol):
-    """One session's share of a step: `rows` tokens at `position` through blocks `start` to `stop`."""
+    """One session's part of a step: `rows` tokens at `position` through blocks [start, stop)."""
 
     @property
     def session(self) -> bytes: ...
@@ -40,14 +41,14 @@ class StepInput(Protocol):
 
 
 class StepResult(NamedTuple):
-    """What one session's rows became."""
+    """One session's output rows, in wire format `dtype`."""
 
     data: bytes
     dtype: str
 
 
 class SessionRunner:
-    """Sessions over one span."""
+    """Open sessions of one span, each with its lease of the KV cache."""
 
     def __init__(self, span: SpanRunner) -> None:
         self._span = span
@@ -59,36 +60,39 @@ class SessionRunner:
 
     @property
     def stop(self) -> int:
-        """Behind the last block; it moves while a span grows."""
+        """One past the last block; increases while the span grows."""
         return self._span.stop
 
     @property
     def kv_free_tokens(self) -> int:
-        """Cache slots that nobody has leased."""
+        """KV cache slots (one per token) that no session has leased."""
         return self._span.pool.free_tokens
 
     @property
     def kv_total_tokens(self) -> int:
-        """Cache slots in all."""
+        """KV cache slots (one per token) in all."""
         return self._span.pool.total_tokens
 
     def open(self, session: bytes, tokens: int) -> None:
-        """Lease cache for a new session; raises `CacheFull` where there is no room."""
+        """Lease cache for `tokens` tokens of a new session.
+
+        Raises `CacheFull` without room, and `SessionError` if `tokens` exceeds the model's context.
+        """
         assert session not in self._leases, "a session is opened once"
         self._leases[session] = self._span.open(tokens)
 
     def close(self, session: bytes) -> None:
-        """Give a session's cache back."""
+        """Free a session's cache; unknown sessions are ignored."""
         lease = self._leases.pop(session, None)
         if lease is not None:
             lease.close()
 
     def truncate(self, session: bytes, length: int) -> None:
-        """Forget tokens from `length` on."""
+        """Drop a session's tokens from position `length` on."""
         self._lease(session).truncate(length)
 
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
-        """Advance sessions: those that use the same blocks go through them together."""
+        """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none."""
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(work):
             groups.setdefault((item.start, item.stop), []).append(index)
@@ -101,7 +105,7 @@ class SessionRunner:
                 hidden = self._span.step(self._joined(items), segments, blocks)
                 advanced += segments
                 outputs.update(zip(indices, self._split(hidden, items), strict=True))
-        except BaseException:  # all advance, or none
+        except BaseException:  # undo the groups that have advanced already
             for segment in advanced:
                 segment.lease.truncate(segment.start)
             raise
@@ -110,10 +114,11 @@ class SessionRunner:
     def _lease(self, session: bytes) -> KVLease:
         lease = self._leases.get(session)
         if lease is None:
-            raise SessionError(f"there is no session {session.hex()[:8]} here; open it again")
+            raise SessionError(f"unknown session {session.hex()[:8]}: open it again")
         return lease
 
     def _joined(self, items: list[StepInput]) -> Tensor:
+        """Concatenate the inputs' rows to (N, hidden), converted to the compute dtype if their formats differ."""
         dtype = items[0].dtype
         if all(item.dtype == dtype for item in items):
             return to_tensor([item.data for item in items], dtype, self.hidden_size)
@@ -121,6 +126,7 @@ class SessionRunner:
         return torch.cat([to_tensor([item.data], item.dtype, self.hidden_size).to(compute) for item in items])
 
     def _split(self, hidden: Tensor, items: list[StepInput]) -> list[StepResult]:
+        """Cut the output (N, hidden) into one result per input, each in the format that the input asked for."""
         wires = [item.wire or self._native for item in items]
         views = {wire: to_bytes(hidden, wire) for wire in set(wires)}
         outputs, row = [], 0

@@ -1,4 +1,7 @@
-"""The asker's half of a model: embedding, head, tokenizer and sampler, with bytes where the swarm lies between them."""
+"""The asker's half of a model: tokenizer, embedding, head and sampler.
+
+The blocks run in the swarm, so hidden states leave and arrive as bytes in the formats of `engine.wire`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from engine.wire import to_bytes, to_tensor, wire_name
 
 
 class Token(NamedTuple):
-    """One more token of a reply."""
+    """One generated token of a reply; `embedding` is the next input of the first block."""
 
     token_id: int
     text: str
@@ -26,7 +29,7 @@ class Token(NamedTuple):
 
 
 class TokenChoice(Protocol):
-    """A reply that waits for its next token, with the last block's output."""
+    """A reply waiting for its next token, with the last block's output."""
 
     @property
     def reply(self) -> Any: ...
@@ -37,7 +40,7 @@ class TokenChoice(Protocol):
 
 
 class HiddenState(Protocol):
-    """One token's hidden state as it crosses the wire."""
+    """Hidden states as received, with their wire format."""
 
     @property
     def data(self) -> bytes: ...
@@ -46,7 +49,7 @@ class HiddenState(Protocol):
 
 
 class SwarmEnds:
-    """What an asker holds of a model that others run."""
+    """Tokenizer, embedding and head of a model whose blocks other peers run."""
 
     def __init__(self, source: ModelSource, ends: EmbeddingAndHead, dtype: torch.dtype) -> None:
         self.config = source.config
@@ -58,27 +61,27 @@ class SwarmEnds:
         self._ends = ends
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's reply."""
+        """Return the token ids of a conversation, ready for the assistant's reply."""
         return self._text.prompt_ids(messages)
 
     def text_ids(self, text: str | Sequence[int]) -> list[int]:
-        """The token ids of a text that is to be gone on with as it stands; ids are checked and stay as they are."""
+        """Return the token ids of a text to continue without a chat template; given ids are only checked."""
         if isinstance(text, str):
             return self._text.tokenizer.encode(text)
         if not all(0 <= token_id < self.config.vocab_size for token_id in text):
-            raise EngineError(f"a token id is not below {self.config.vocab_size}, which the model's vocabulary ends at")
+            raise EngineError(f"a token id is out of range: the model has {self.config.vocab_size} tokens, from 0")
         return list(text)
 
     def embed(self, token_ids: Sequence[int]) -> bytes:
-        """Hidden states of these tokens."""
+        """Return the embeddings of these tokens, (N, hidden) in this node's wire format."""
         return bytes(to_bytes(self._ends.embed(token_ids), self.dtype))
 
     def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
-        """A new reply; raises `EngineError` where the prompt is empty or leaves no room in the context."""
+        """Start a reply; raises `EngineError` if the prompt is empty or leaves no room in the context."""
         return self._text.begin(prompt_ids, settings)
 
     def choose(self, choices: Sequence[TokenChoice]) -> list[Token]:
-        """The next token of each reply, behind the last row of its hidden states."""
+        """Choose the next token of each reply from the last row of its hidden states; one head product for all."""
         dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
         rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-1:] for choice in choices]
         logits = self._ends.logits(torch.cat([row.to(dtype) if dtype else row for row in rows]))
@@ -92,7 +95,10 @@ class SwarmEnds:
         ]
 
     def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> tuple[float, float]:
-        """How far two runs' hidden states lie apart: mean relative distance, and their common factor less 1."""
+        """Compare the hidden states of two runs.
+
+        Returns the mean relative distance of the rows, and the least-squares factor between the runs less 1.
+        """
         a, b = (
             torch.cat([to_tensor([memoryview(s.data)], s.dtype, self.hidden_size).double() for s in run])
             for run in (one, other)
@@ -102,5 +108,5 @@ class SwarmEnds:
 
 
 def load_swarm_ends(source: ModelSource, how: WeightOptions) -> SwarmEnds:
-    """Read the embedding and the head of a model, and nothing else."""
+    """Read the embedding and the head of a model; no blocks are read."""
     return SwarmEnds(source, load_ends(source, how), how.dtype)

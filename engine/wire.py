@@ -1,4 +1,4 @@
-"""Hidden states as bytes: the number formats that cross between machines, to tensors and back."""
+"""Converts hidden states between tensors and the byte formats that cross between machines: bare rows, no header."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ _NAMES = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 
 
 def wire_name(dtype: torch.dtype) -> str:
-    """The wire's name for a format."""
+    """Return the wire's name for a dtype."""
     return _NAMES[dtype]
 
 
 def to_tensor(parts: list[memoryview], dtype: str, width: int) -> Tensor:
-    """Rows of numbers from the bytes of several messages, joined: (N, width) on the CPU."""
+    """Join the bytes of several messages into rows of numbers: (N, width) on the CPU.
+
+    Raises `SessionError` for an unknown format or a length that is not a positive number of whole rows.
+    """
     data = bytearray().join(parts)  # one copy: the tensor owns aligned, writable memory
     if dtype not in WIRE_DTYPES or not data or len(data) % (width * WIRE_DTYPES[dtype].itemsize):
         raise SessionError(f"{len(data)} bytes of {dtype} do not make rows of {width} numbers")
@@ -25,6 +28,6 @@ def to_tensor(parts: list[memoryview], dtype: str, width: int) -> Tensor:
 
 
 def to_bytes(rows: Tensor, dtype: str) -> memoryview:
-    """The bytes of (N, width) in a wire format."""
+    """Return the bytes of (N, width) in a wire format."""
     cpu = rows.to("cpu", WIRE_DTYPES[dtype]).contiguous()
     return cpu.view(torch.uint8).numpy().data.cast("B")

@@ -1,7 +1,7 @@
-"""Addresses of peers as plain values: reading, writing, classifying, and which of its own a node should tell others.
+"""Addresses of peers as values: parses and classifies them, and selects those a node advertises of itself.
 
-The text form is libp2p's multiaddr, of which TCP over IPv4, IPv6 or a DNS name is understood, directly or through a
-circuit relay (`/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`). Nothing here opens a socket.
+The text form is libp2p's multiaddr. Supported are TCP over IPv4, IPv6 or a DNS name, directly or through a circuit
+relay (`/ip4/…/tcp/…/p2p/RELAY/p2p-circuit`). No I/O; sockets are in `p2p.sockets`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class BadAddress(P2PError, ValueError):
-    """The text is not an address this node can dial; write it like `/ip4/192.0.2.1/tcp/7464/p2p/PEER`."""
+    """The text is not an address that this node can dial; write it like `/ip4/192.0.2.1/tcp/7464/p2p/PEER`."""
 
 
 class Scope(IntEnum):
-    """From where an address can be dialled, nearest first."""
+    """The region from which an address can be dialled, nearest first."""
 
     LOOPBACK = 0
     LAN = 1
@@ -40,7 +40,7 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens: a host and port, the peer expected there, and the relay in between if there is one."""
+    """A host and port, the peer id expected there (if known), and the peer id of the relay in between (if any)."""
 
     kind: str
     host: str
@@ -56,35 +56,38 @@ class Address:
 
     @property
     def ip(self) -> IPAddress | None:
-        """The IP address, or None where the host is a name."""
+        """The IP address, or None if the host is a DNS name."""
         return ipaddress.ip_address(self.host) if self.kind in ("ip4", "ip6") else None
 
     @property
     def scope(self) -> Scope:
-        """Where this address can be dialled from."""
+        """The region from which this address can be dialled."""
         if self.relay is not None:
             return Scope.RELAY
         ip = self.ip
         return Scope.PUBLIC if ip is None else scope_of(ip)
 
     def of(self, peer: str | None) -> Address:
-        """The same place, with `peer` expected there."""
+        """Return the same address with `peer` expected there."""
         return replace(self, peer=peer)
 
     def through(self, peer: str | None) -> Address:
-        """The address of `peer` behind the relay that listens here (whose peer id this address must carry)."""
+        """Return the address of `peer` behind the relay at this address.
+
+        Raises `BadAddress` unless this address is direct and has the relay's peer id.
+        """
         if self.peer is None or self.relay is not None:
             raise BadAddress(f"{self} cannot be a relay's address: it must be direct and name the relay's peer id")
         return Address(self.kind, self.host, self.port, peer, self.peer)
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether `text` has the form of a peer id."""
+    """True if `text` has the form of a peer id."""
     return _PEER_ID.fullmatch(text) is not None
 
 
 def scope_of(ip: IPAddress) -> Scope:
-    """Where an IP address can be dialled from."""
+    """Return the region from which an IP address can be dialled."""
     ip = plain_ip(ip)
     if ip.is_unspecified or ip.is_multicast:
         return Scope.UNUSABLE
@@ -98,19 +101,19 @@ def scope_of(ip: IPAddress) -> Scope:
 
 
 def plain_ip(ip: IPAddress) -> IPAddress:
-    """An IPv4 address that came wrapped in IPv6, unwrapped."""
+    """Convert an IPv4-mapped IPv6 address to IPv4; return any other address unchanged."""
     mapped = getattr(ip, "ipv4_mapped", None)
     return ip if mapped is None else mapped
 
 
 def network_of(ip: IPAddress) -> str:
-    """The /16 of an IPv4 address, the /48 of an IPv6 one: addresses that one owner may well have many of."""
+    """Return the /16 of an IPv4 address or the /48 of an IPv6 address in hex: one owner may have many inside it."""
     ip = plain_ip(ip)
     return ip.packed[: 2 if ip.version == 4 else 6].hex()
 
 
 def address_of(host: str, port: int, peer: str | None = None) -> Address:
-    """The address of an IP and a port."""
+    """Build the address of an IP and a port; raises `BadAddress` if `host` is not an IP address."""
     try:
         ip = plain_ip(ipaddress.ip_address(host.split("%", 1)[0]))
     except ValueError:
@@ -119,7 +122,7 @@ def address_of(host: str, port: int, peer: str | None = None) -> Address:
 
 
 def parse_address(text: str) -> Address:
-    """Read a multiaddr; raises `BadAddress` for anything this node could not dial."""
+    """Parse a multiaddr; raises `BadAddress` for anything that this node cannot dial."""
     if len(text) > MAX_ADDRESS_CHARS:
         raise BadAddress(f"an address of {len(text)} characters is too long")
     fields = text.strip().split("/")
@@ -136,11 +139,11 @@ def parse_address(text: str) -> Address:
             return direct.of(_peer(relay, text)).through(None)
         case ["p2p", relay, "p2p-circuit", "p2p", peer]:
             return direct.of(_peer(relay, text)).through(_peer(peer, text))
-    raise BadAddress(f"{text!r}: after the port only /p2p/PEER or /p2p/RELAY/p2p-circuit/p2p/PEER is understood")
+    raise BadAddress(f"{text!r}: after the port only /p2p/PEER or /p2p/RELAY/p2p-circuit/p2p/PEER may follow")
 
 
 def parse_known(texts: Iterable[str], peer: str | None = None, limit: int = MAX_ADDRESSES_PER_PEER) -> list[Address]:
-    """What can be understood of a peer's own list of addresses, without repeats, at most `limit` of them."""
+    """Parse a peer's list of addresses; skips invalid, unusable and repeated ones, and returns at most `limit`."""
     found: dict[Address, None] = {}
     for count, text in enumerate(texts):
         if count >= 4 * limit or len(found) >= limit:
@@ -159,10 +162,10 @@ def parse_known(texts: Iterable[str], peer: str | None = None, limit: int = MAX_
 def advertised(
     listening: Sequence[Address], interfaces: Sequence[IPAddress], explicit: Sequence[Address] = ()
 ) -> list[Address]:
-    """The addresses to tell others: the explicit ones alone, else each listener at each interface it answers on.
+    """Return the addresses to advertise: only the explicit ones if given, else those of the listeners.
 
-    A wildcard listener becomes one address per interface and never `0.0.0.0`. Loopback is told only where there is
-    nothing else, so that a node on another machine does not dial itself.
+    A wildcard listener becomes one address for each interface, never `0.0.0.0`. Loopback addresses are advertised only
+    if there are no others, so that a node on another machine does not dial itself.
     """
     if explicit:
         return list(dict.fromkeys(explicit))
@@ -181,19 +184,19 @@ def advertised(
 
 
 def same_lan(ip: IPAddress, interfaces: Iterable[ipaddress.IPv4Interface | ipaddress.IPv6Interface]) -> bool:
-    """Whether `ip` lies in the network of one of this machine's interfaces (or on this machine)."""
+    """True if `ip` is in the network of one of this machine's interfaces, or is a loopback address."""
     ip = plain_ip(ip)
     return ip.is_loopback or any(ip.version == own.version and ip in own.network for own in interfaces)
 
 
 def _is_scoped(ip: IPAddress) -> bool:
-    """Link-local IPv6 means something only together with an interface, which another machine cannot know."""
+    """True for link-local IPv6, which is valid only with the name of an interface of this machine."""
     return ip.version == 6 and ip.is_link_local
 
 
 def _host(kind: str, host: str, text: str) -> tuple[str, str]:
     if kind not in _HOST_KINDS:
-        raise BadAddress(f"{text!r}: {kind!r} is none of {', '.join(_HOST_KINDS)}")
+        raise BadAddress(f"{text!r}: {kind!r} is not one of {', '.join(_HOST_KINDS)}")
     if kind.startswith("dns"):
         if _DNS_NAME.fullmatch(host) is None:
             raise BadAddress(f"{text!r}: {host!r} is not a host name")
@@ -203,7 +206,7 @@ def _host(kind: str, host: str, text: str) -> tuple[str, str]:
     except ValueError:
         raise BadAddress(f"{text!r}: {host!r} is not an IP address") from None
     if "%" in host:
-        raise BadAddress(f"{text!r}: the interface after '%' means nothing to other machines")
+        raise BadAddress(f"{text!r}: remove the interface after '%', which other machines do not have")
     if ip.version != int(kind[2]):
         raise BadAddress(f"{text!r}: {host!r} is not an IPv{kind[2]} address")
     return kind, str(ip)

@@ -1,26 +1,25 @@
-"""Every error that leaves `p2p`, under one base; libp2p's and trio's own errors are translated at the edge.
+"""The errors that `p2p` raises to its users, all under `P2PError`; libp2p's and trio's own are translated into these.
 
-A message says what happened, to which peer, and what to do. `reason_code` says it for programs.
-Nothing here knows the wire.
+A message says what happened, to which peer, and what to do. `reason_code` is the same for programs and is stable.
 """
 
 from __future__ import annotations
 
 
 class P2PError(Exception):
-    """Something went wrong between this node and a peer."""
+    """Base of all errors of this package: something failed between this node and a peer."""
 
     reason_code = "network"
 
 
 class ProtocolError(P2PError):
-    """A peer sent bytes that break the protocol; it loses the stream or the connection they came on."""
+    """A peer sent bytes that break the protocol; the stream or connection they came on is ended."""
 
     reason_code = "peer_protocol"
 
 
 class Refused(P2PError):
-    """The peer, or this node's own policy (deny list, backoff, limits), refused; ask somebody else or later."""
+    """The peer, or this node's own policy (deny list, hold-off, limits), refused; ask another peer, or later."""
 
     reason_code = "peer_refused"
 
@@ -32,21 +31,21 @@ class QueueFull(P2PError):
 
 
 class StreamClosed(P2PError):
-    """The stream came to its end; open another one."""
+    """The stream has ended; open another one."""
 
     reason_code = "stream_closed"
 
 
 class StreamReset(StreamClosed):
-    """The stream or its connection broke in the middle; open another one and repeat what was not answered."""
+    """The stream or its connection broke; open another one and repeat what was not answered."""
 
     reason_code = "stream_broke"
 
 
 class HandshakeError(P2PError):
-    """The secure handshake with a peer failed; it may run something else or another version.
+    """The secure handshake with a peer failed; the peer may run other software or another version.
 
-    `peer` is whom this node dialled, or None where the other side began.
+    `peer` is the peer id that this node dialled, or None if the other side dialled.
     """
 
     reason_code = "handshake"
@@ -55,7 +54,7 @@ class HandshakeError(P2PError):
 
 
 class WrongSecret(HandshakeError):
-    """The two sides hold different secrets of the private swarm; ask a member for a new invite."""
+    """The two sides have different secrets of the private swarm; ask a member for a new invite."""
 
     reason_code = "wrong_secret"
 
@@ -73,10 +72,10 @@ class DeadlineExceeded(P2PError):
 
 
 class RemoteError(P2PError):
-    """The peer answered that it could not do what was asked; the message is its own.
+    """The peer answered a call with an error; the message is the peer's.
 
-    `code` is stable and short (`internal`, `unknown_method`, or what the handler chose): a handler that raises this
-    type sends its code and message to the caller, any other exception becomes `internal` with no detail.
+    `code` is stable and short (`internal`, `unknown_method`, or one chosen by the handler). A handler that raises this
+    type sends its code and message to the caller; any other exception is sent as `internal` without details.
     """
 
     reason_code = "peer_error"
@@ -93,6 +92,6 @@ class IdentityError(P2PError):
 
 
 class EnvelopeError(P2PError):
-    """A signed envelope is malformed, forged, out of its time, or its payload was refused; drop it."""
+    """A signed envelope is malformed, forged, expired or from the future, or its payload is invalid; drop it."""
 
     reason_code = "bad_envelope"

@@ -1,7 +1,7 @@
-"""Who a node is: an Ed25519 key, its libp2p peer id, and signatures that a peer id alone can check.
+"""A node's identity: its Ed25519 key, its libp2p peer id, its signatures, and the files that hold the key.
 
-A peer id of an Ed25519 key *is* the key: base58 of an identity multihash around libp2p's public-key message. So a
-signature is verified from the peer id with nothing fetched. Written by hand, because importing libp2p for it would
+The peer id of an Ed25519 key contains the key: base58 of an identity multihash around libp2p's public-key message. So
+a signature can be verified from the peer id alone. The conversion does not use libp2p, because importing libp2p would
 cost every command a second.
 
 The key file is JSON, ``{"version": 1, "type": "ed25519", "seed": <64 hex digits>}``, mode 0600. An exported identity
@@ -34,14 +34,14 @@ _MAX_FILE_BYTES = 4096
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGITS = {letter: value for value, letter in enumerate(_ALPHABET)}
-# 2**15 x 8 x 128 bytes = 32 MiB and about a tenth of a second: dear to guess at, cheap to use.
+# 2**15 x 8 x 128 bytes = 32 MiB and about a tenth of a second: slow to guess passphrases, fast enough to use.
 _SCRYPT = {"n": 2**15, "r": 8, "p": 1}
-_MAX_SCRYPT_N = 2**18  # 256 MiB: the most that a file may make this process take
+_MAX_SCRYPT_N = 2**18  # 256 MiB: the most memory that an export file may make this process use
 
 
-@lru_cache(maxsize=4096)  # every statement that is heard names its signer several times
+@lru_cache(maxsize=4096)  # each received statement needs its signer's peer id several times
 def peer_id_of(public_key: bytes) -> str:
-    """The text form (`12D3Koo…`) of an Ed25519 public key's peer id."""
+    """Return the peer id (`12D3Koo…`) of an Ed25519 public key."""
     assert len(public_key) == KEY_BYTES
     number = int.from_bytes(_PEER_ID_PREFIX + public_key)
     letters = []
@@ -53,25 +53,25 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def public_key_of(peer_id: str) -> bytes:
-    """The Ed25519 public key inside a peer id; raises `IdentityError` for any other text."""
+    """Return the Ed25519 public key inside a peer id; raises `IdentityError` for any other text."""
     if len(peer_id) != PEER_ID_CHARS:
         raise IdentityError(f"{peer_id[:64]!r} is not the peer id of an Ed25519 key")
     number = 0
     for letter in peer_id:
         if letter not in _DIGITS:
-            raise IdentityError(f"{peer_id!r} is not a peer id: {letter!r} is no base58 letter")
+            raise IdentityError(f"{peer_id!r} is not a peer id: {letter!r} is not a base58 letter")
         number = number * 58 + _DIGITS[letter]
     if number >> 8 * (len(_PEER_ID_PREFIX) + KEY_BYTES):
         raise IdentityError(f"{peer_id!r} is not the peer id of an Ed25519 key")
     raw = number.to_bytes(len(_PEER_ID_PREFIX) + KEY_BYTES)
-    # The comparison refuses every second spelling of the same number.
+    # The comparison rejects any other spelling of the same number.
     if not raw.startswith(_PEER_ID_PREFIX) or peer_id_of(raw[-KEY_BYTES:]) != peer_id:
         raise IdentityError(f"{peer_id!r} is not the peer id of an Ed25519 key")
     return raw[-KEY_BYTES:]
 
 
 def is_signed(public_key: bytes, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` over `data` was made with the private half of `public_key`."""
+    """True if `signature` over `data` was made with the private key of `public_key`."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):
@@ -79,14 +79,9 @@ def is_signed(public_key: bytes, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def is_signed_by(peer_id: str, data: bytes, signature: bytes) -> bool:
-    """Whether the node named `peer_id` signed `data`; raises `IdentityError` where that is no peer id."""
-    return is_signed(public_key_of(peer_id), data, signature)
-
-
 @dataclass(frozen=True)
 class Identity:
-    """One node's key pair; `seed` is the secret half and never printed."""
+    """One node's key pair; `seed` is the secret key and is left out of `repr`."""
 
     seed: bytes = field(repr=False)
     public_key: bytes = field(repr=False, init=False)
@@ -104,16 +99,19 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
-        """A new identity that nobody else has."""
+        """Create an identity from a random seed."""
         return cls(os.urandom(KEY_BYTES))
 
     def sign(self, data: bytes) -> bytes:
-        """The 64-byte signature of `data`."""
+        """Return the 64-byte signature of `data`."""
         return self._private.sign(data)
 
 
 def load_or_create(path: Path) -> Identity:
-    """The identity in the key file `path`, made on first use; processes that start at once get the same one."""
+    """Load the identity in the key file `path`, or create it; processes that start at once get the same one.
+
+    Raises `IdentityError` if the file is damaged or cannot be used.
+    """
     try:
         if not path.exists():
             private_directory(path.parent)
@@ -124,22 +122,22 @@ def load_or_create(path: Path) -> Identity:
 
 
 def load(path: Path) -> Identity:
-    """The identity in the key file `path`."""
+    """Load the identity in the key file `path`; raises `IdentityError`."""
     content = _read_json(path, "key file")
     if content.get("type") != "ed25519":
-        raise IdentityError(f"the key file {path} holds no Ed25519 key; restore it from an export")
+        raise IdentityError(f"the key file {path} does not contain an Ed25519 key; restore it from an export")
     return Identity(_hex_field(content, "seed", KEY_BYTES, path))
 
 
 def key_file(identity: Identity) -> bytes:
-    """The bytes of a key file for `identity`."""
+    """Return the contents of a key file for `identity`."""
     return _json({"version": _VERSION, "type": "ed25519", "seed": identity.seed.hex()})
 
 
 def export_identity(identity: Identity, passphrase: str) -> bytes:
-    """The bytes of an export file: `identity` sealed under a passphrase."""
+    """Return the contents of an export file: `identity` encrypted with a passphrase, which must not be empty."""
     if not passphrase:
-        raise IdentityError("the passphrase is empty; choose one, it is all that protects the exported key")
+        raise IdentityError("the passphrase is empty; choose one, because nothing else protects the exported key")
     salt, nonce = os.urandom(16), os.urandom(12)
     key = _stretch(passphrase, salt, **_SCRYPT)
     sealed = _cipher(key).encrypt(nonce, identity.seed, identity.peer_id.encode())
@@ -148,12 +146,15 @@ def export_identity(identity: Identity, passphrase: str) -> bytes:
 
 
 def import_identity(path: Path, passphrase: str) -> Identity:
-    """The identity in the export file `path`; a wrong passphrase or a damaged file is one `IdentityError`."""
+    """Load the identity in the export file `path`; raises `IdentityError`.
+
+    A wrong passphrase and a damaged file cannot be told apart.
+    """
     content = _read_json(path, "export file")
     numbers = {name: content.get(name) for name in _SCRYPT}
     n, r, p = numbers["n"], numbers["r"], numbers["p"]
     if not (isinstance(n, int) and 2 <= n <= _MAX_SCRYPT_N and n & (n - 1) == 0 and r == 8 and p == 1):
-        raise IdentityError(f"the export file {path} is damaged: its scrypt numbers are not ones Shoal writes")
+        raise IdentityError(f"the export file {path} is damaged: its scrypt parameters are not those that Shoal writes")
     salt = _hex_field(content, "salt", 16, path)
     nonce = _hex_field(content, "nonce", 12, path)
     sealed = _hex_field(content, "sealed", KEY_BYTES + 16, path)

@@ -1,7 +1,7 @@
-"""The network of one node over libp2p: puts host, heartbeat, links, directory and discovery together.
+"""The network of one node over libp2p: joins host, heartbeat, links, directory, discovery and NAT traversal.
 
-Satisfies `app.core.network.Network` without knowing it. Peers are named by their peer id, addresses are multiaddr
-texts.
+Implements the protocol `app.core.network.Network` without importing it. A peer is named by its peer id, an address is
+the text of a multiaddr.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 PRUNE_S = 2.0
-FRESH_S = 5.0  # who dialled has not got to what it dialled for
+FRESH_S = 5.0  # a younger connection is never pruned: its dialler has not used it yet
 
 log = logging.getLogger("shoal.p2p.node")
 
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """How a node takes part in the network; the defaults are those of a node at home."""
+    """Settings of a node's network; the defaults suit a node behind a home router."""
 
     listen: tuple[str, ...] = ()
     advertise: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()  # multiaddrs with a peer id, dialled again for ever
+    peers: tuple[str, ...] = ()  # multiaddrs with a peer id, redialled for ever
     discovery: frozenset[Means] = frozenset(MEANS)
     remember_at: Path | None = None
     secret: bytes | None = field(default=None, repr=False)
-    relay: bool | None = None  # carry connections for others: yes, no, or None: if others can dial this node
+    relay: bool | None = None  # relay connections for others; None: if others can dial this node
     deny: tuple[str, ...] = ()
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     limits: Limits = field(default_factory=Limits)
@@ -75,7 +75,7 @@ class NetworkConfig:
 
 
 class Libp2pNetwork:
-    """Calls, streams and look-ups among real nodes; run it in a nursery."""
+    """Calls, streams and directory lookups over libp2p; `run` it in a nursery."""
 
     def __init__(
         self,
@@ -95,21 +95,21 @@ class Libp2pNetwork:
         self._board = Switchboard(self._open_lane, limits=config.limits, bandwidth=self.bandwidth)
         self._board.is_lan = self._is_lan
         self._board.on_misbehaved = self._on_misbehaved
-        self._heartbeat = Heartbeat(self._hello, self._heard, config.heartbeat_s)
+        self._heartbeat = Heartbeat(self._hello, self._on_hello, config.heartbeat_s)
         self._directory: Directory | None = None
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay)
         self.traversal.say_hello = self._heartbeat.say_hello
         self.traversal.renew_link = self._board.renew
-        self._courtesies = StandardProtocols(self.host, identity)
+        self._standard_protocols = StandardProtocols(self.host, identity)
         self._seeker = Seeker(self._reach, self._is_connected, lambda: len(self._board_peers()))
         self._memory = KnownPeers(config.remember_at if "remembered" in config.discovery else None, self.host)
         self._kept: frozenset[str] = frozenset()
         self._nursery: trio.Nursery | None = None
         self._scope: trio.CancelScope | None = None
         self._stopped = trio.Event()
-        self._plug(is_valid_value)
+        self._register_handlers(is_valid_value)
 
-    def _plug(self, is_valid_value: Callable[[bytes, bytes], bool]) -> None:
+    def _register_handlers(self, is_valid_value: Callable[[bytes, bytes], bool]) -> None:
         for lane in LANES:
             self.host.handle(lane, partial(self._attend, lane))
         self.host.handle(heartbeat.PROTOCOL, self._heartbeat.accepted)
@@ -119,71 +119,74 @@ class Libp2pNetwork:
             self._directory = Directory(self.peer_id, self._ask, LiveHostView(self.host), is_valid_value)
             self._board.serve(dht.METHOD, self._directory.handle)
 
-    # --- what `app.core.network.Network` asks -------------------------------------------------------------------------
+    # --- the methods of `app.core.network.Network` --------------------------------------------------------------------
 
     @property
     def peer_id(self) -> str:
-        """This node's name."""
+        """This node's peer id."""
         return self.host.peer_id
 
     async def call(self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
-        """One request, one answer, dialling where there is no link."""
+        """Send one request and return its answer, dialling the peer if needed; raises `P2PError`."""
         return await self._board.call(peer, method, body, timeout_s=timeout_s, priority=priority)
 
     def serve(self, method: str, handler: RequestHandler) -> None:
-        """Answer calls of `method`."""
+        """Answer calls of `method` with `handler`."""
         self._board.serve(method, handler)
 
     async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MessageStream:
-        """A new message stream, once the peer accepted it."""
+        """Open a message stream and wait until the peer has accepted it; raises `P2PError`."""
         return await self._board.open(peer, protocol, timeout_s=timeout_s)
 
     def accept(self, protocol: str, handler: StreamHandler) -> None:
-        """Run `handler` for each stream a peer opens under `protocol`."""
+        """Run `handler` for each stream that a peer opens with `protocol`."""
         self._board.accept(protocol, handler)
 
     async def provide(self, key: bytes) -> None:
-        """Be found under `key` in the directory; published again by itself for ninety minutes."""
+        """Publish this node as a provider of `key` in the directory; republished for ninety minutes."""
         if self._directory is not None:
             await self._directory.provide(key)
 
     async def find_providers(self, key: bytes, *, timeout_s: float) -> Sequence[str]:
-        """Peers that provide `key`; their addresses are remembered for dialling."""
+        """Return peers that provide `key`; their addresses are kept for dialling."""
         if self._directory is None:
             return []
         return await self._directory.find_providers(key, timeout_s=timeout_s)
 
     async def put_value(self, key: bytes, value: bytes) -> None:
-        """Keep a small value in the directory."""
+        """Store a small value in the directory."""
         if self._directory is not None:
             await self._directory.put_value(key, value)
 
     async def get_value(self, key: bytes, *, timeout_s: float) -> bytes | None:
-        """The most widely kept valid value of `key`, asked of the network each time."""
+        """Look up the valid value of `key` that most peers store; None if there is none. Nothing is cached."""
         values = await self.get_values(key, timeout_s=timeout_s)
         return values[0] if values else None
 
     async def get_values(self, key: bytes, *, timeout_s: float) -> list[bytes]:
-        """Every valid value that is kept under `key`, the most widely kept first."""
+        """Look up every valid value stored under `key`, the one that most peers store first."""
         return [] if self._directory is None else await self._directory.get_values(key, timeout_s=timeout_s)
 
     def addresses(self) -> Sequence[str]:
-        """Where others may dial this node."""
+        """The addresses at which others may dial this node."""
         return [str(address) for address in self.host.addresses]
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
-        """Remember where a peer may be dialled."""
+        """Remember addresses of a peer for dialling."""
         self._book.add(peer, parse_known(addresses, peer), trio.current_time())
 
     def seek(self, address: str) -> None:
-        """Connect to the peer at `address` (which must name it), and again whenever it is lost."""
+        """Connect to the peer at `address`, and reconnect whenever the connection is lost.
+
+        Raises `BadAddress` for an address that cannot be dialled, `Refused` for one without a peer id.
+        """
         parsed = parse_address(address)
         if parsed.peer is None:
-            raise Refused(f"{address} does not say which peer is there; append /p2p/PEER")
+            raise Refused(f"{address} has no peer id; append /p2p/PEER")
         self._seeker.want(parsed.peer, [parsed], sticky=True)
 
     def links(self) -> Sequence[LinkInfo]:
-        """Every open link, with its measured round-trip time."""
+        """One entry for each connected peer, with its round-trip time and the bytes carried."""
         found: dict[str, LinkInfo] = {}
         for connection in self.host.connections():
             peer = connection.peer
@@ -195,36 +198,36 @@ class Libp2pNetwork:
         return list(found.values())
 
     def keep_links(self, peers: Iterable[str]) -> None:
-        """Hold on to the links to these peers."""
+        """Never prune the links to `peers`; replaces the peers of the last call."""
         self._kept = frozenset(peers)
 
     def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Tell `listener` of each peer whose last link was reset or fell silent, until what is returned is called."""
+        """Call `listener` with each peer whose last link broke or was closed by the peer; returns the unsubscriber."""
         return self._board.on_link_lost(listener)
 
     def allow_relaying(self, allowed: bool) -> None:
-        """Whether this node may carry connections for others: it does once others can dial it, or never."""
+        """Allow or forbid this node to relay connections for others; it needs to be dialable to do so."""
         self.traversal.allow_relaying(allowed)
 
     @property
     def reachability(self) -> Reachability:
-        """What is known of how others reach this node."""
+        """The test of whether others can dial this node, and its result."""
         return self.traversal.reachability
 
     @property
     def relay(self) -> RelayServer:
-        """The relay role of this node."""
+        """The relay that this node runs for others."""
         return self.traversal.server
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
-        """Close the link; a peer that misbehaved is held off with a growing backoff."""
+        """Close all links to `peer`; one that misbehaved may not reconnect for a time that doubles each time."""
         self._board.hang_up(peer)
         await self.host.disconnect(peer, misbehaved=misbehaved)
 
-    # --- its life -----------------------------------------------------------------------------------------------------
+    # --- running and stopping -----------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Take part until cancelled or stopped; reports started once it listens."""
+        """Run the network until cancelled or stopped; reports started once it listens."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery, self._scope = nursery, nursery.cancel_scope
@@ -238,16 +241,16 @@ class Libp2pNetwork:
             self._stopped.set()
 
     async def stop(self) -> None:
-        """Say goodbye to every peer and end `run`; takes no longer than a second, whoever is frozen."""
+        """Say goodbye to every peer and end `run`; takes at most a second, even if peers do not respond."""
         if self._scope is not None:
-            self._memory.save()  # while it is known who is connected
+            self._memory.save()  # before `goodbye` closes the connections, which are part of what is saved
             await self.host.goodbye()
             self._scope.cancel()
             await self._stopped.wait()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Libp2pNetwork]:
-        """Run for as long as the block lasts."""
+        """Run the network for the duration of the `async with` block."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self.run)
             try:
@@ -272,15 +275,15 @@ class Libp2pNetwork:
         nursery.start_soon(self.traversal.run)
         nursery.start_soon(supervise, "pruning", self._prune)
 
-    # --- within -------------------------------------------------------------------------------------------------------
+    # --- callbacks and helpers ----------------------------------------------------------------------------------------
 
     async def _open_lane(self, peer: str, lane: str) -> Stream:
         if not self._book.addresses(peer) and self.host.connection(peer) is None and self._directory is not None:
             await self._directory.find_peer(peer)
-        return _in_its_turn(lane, await self.host.open_stream(peer, lane))
+        return _prioritised(lane, await self.host.open_stream(peer, lane))
 
     async def _attend(self, lane: str, stream: Stream) -> None:
-        _in_its_turn(lane, stream)
+        _prioritised(lane, stream)
         await self._board.attend(stream.peer, lane, stream)
 
     async def _ask(self, peer: str, body: bytes, timeout_s: float) -> bytes:
@@ -320,14 +323,14 @@ class Libp2pNetwork:
     def _hello(self, connection: Connection) -> Hello:
         return self.traversal.hello(connection)
 
-    def _heard(self, connection: Connection, hello: Hello) -> None:
+    def _on_hello(self, connection: Connection, hello: Hello) -> None:
         self._book.add(connection.peer, hello.addresses, trio.current_time())
         self.traversal.heard(connection, hello)
         if self._directory is not None:
             self._directory.saw(connection.peer)
 
     async def _prune(self) -> None:
-        """Close links that nobody needs, where there are many."""
+        """Every `PRUNE_S` seconds, close idle links if there are too many."""
         while True:
             await trio.sleep(PRUNE_S)
             kept = self._kept | self.traversal.needed_peers
@@ -343,8 +346,8 @@ class Libp2pNetwork:
         return LinkUse(peer, max([opened_at, *(lane.used_at for lane in lanes)]), busy)
 
 
-def _in_its_turn(lane: str, stream: Stream) -> Stream:
-    """The live lane overtakes the bulk lane on the connection that they share."""
+def _prioritised(lane: str, stream: Stream) -> Stream:
+    """Give the bulk lane's stream low priority, so that the live lane overtakes it on their shared connection."""
     if lane == BULK_LANE:
         stream.muxed.priority = BULK
     return stream

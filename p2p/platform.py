@@ -1,7 +1,7 @@
-"""What differs between POSIX and Windows: private files, locks between processes, asking a process to stop.
+"""Private files, locks between processes and stop signals, on POSIX and Windows alike.
 
-Every function works on both; where a system lacks the thing itself the nearest one is used and the docstring says
-which. Nothing here knows peers, swarms or what the files mean; socket options are in `p2p.sockets`.
+Where one system lacks a feature the nearest one is used and the docstring says which. This module does not know the
+contents of the files; socket options are in `p2p.sockets`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RETRY_S = 0.02
 
 
 def private_directory(path: Path) -> Path:
-    """Make `path` and its parents; a folder made here is for this user alone (on Windows: by the profile's own ACL)."""
+    """Create `path` and its parents; a new folder has mode 0700 (on Windows the profile's ACL protects it)."""
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -46,22 +46,23 @@ def private_directory(path: Path) -> Path:
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by `data` in one step, readable by this user alone; a reader sees the old bytes or the new.
+    """Replace `path` by `data` atomically with mode 0600; a reader sees either the old bytes or the new.
 
-    What is checked when it is read, and can be had again, need not be `durable`: after a power cut it may be damaged.
+    Without `durable` the file is not flushed to disk and may be damaged after a power cut; use that only for files
+    that are verified on reading and can be fetched again.
     """
     with _temporary(path, data, durable=durable) as temporary:
         os.replace(temporary, path)
 
 
 def create_private(path: Path, data: bytes) -> bool:
-    """Write `path` if it does not exist; False, and nothing is written, where somebody else was first."""
+    """Write `path` if it does not exist; False, and nothing written, if it does."""
     with _temporary(path, data) as temporary:
         try:
             if _windows:
-                os.rename(temporary, path)  # refuses an existing target there
+                os.rename(temporary, path)  # fails on Windows if the target exists
             else:
-                os.link(temporary, path)  # `rename` would replace it here
+                os.link(temporary, path)  # `rename` would replace the target on POSIX
         except FileExistsError:
             return False
         except OSError as error:
@@ -72,7 +73,7 @@ def create_private(path: Path, data: bytes) -> bool:
 
 
 def _create_without_links(path: Path, temporary: str) -> bool:
-    """For file systems that know no hard links (FAT, some shares): every creator takes the same lock."""
+    """Do the same under a lock file, for file systems without hard links (FAT, some network shares)."""
     with FileLock.acquire(path.with_name(path.name + ".lock"), timeout_s=10.0):
         if path.exists():
             return False
@@ -82,8 +83,8 @@ def _create_without_links(path: Path, temporary: str) -> bool:
 
 @contextlib.contextmanager
 def _temporary(path: Path, data: bytes, *, durable: bool = True) -> Iterator[str]:
-    """A complete, flushed copy of `data` beside `path`, removed at the end if it is still there."""
-    # mkstemp creates with mode 0600 from the start, so that the bytes are never readable by others.
+    """Yield the name of a temporary file beside `path` that holds `data`; it is removed if it was not renamed."""
+    # mkstemp creates the file with mode 0600, so that other users can never read the bytes.
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -98,7 +99,7 @@ def _temporary(path: Path, data: bytes, *, durable: bool = True) -> Iterator[str
 
 
 def is_private(path: Path) -> bool:
-    """Whether no other user may read `path`; on Windows the profile's ACL is trusted and this is always True."""
+    """True if no other user may read `path`; always True on Windows, where the profile's ACL is trusted."""
     return _windows or path.stat().st_mode & 0o077 == 0
 
 
@@ -106,15 +107,15 @@ def is_private(path: Path) -> bool:
 
 
 class FileLock:
-    """An exclusive lock on a file, held until `release` or the end of the process, however it ends."""
+    """An exclusive lock on a file, held until `release` or until the process ends, even by a crash."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     @classmethod
     def try_acquire(cls, path: Path) -> FileLock | None:
-        """Take the lock now, or None where another holder has it."""
-        file = open(path, "ab")  # stays open: closing it would give the lock back
+        """Acquire the lock without waiting; None if another process holds it."""
+        file = open(path, "ab")  # stays open: closing it would release the lock
         try:
             _lock(file)
         except (BlockingIOError, PermissionError):
@@ -127,7 +128,7 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: Path, *, timeout_s: float) -> FileLock:
-        """Wait for the lock; raises `TimeoutError` naming the file."""
+        """Wait for the lock; raises `TimeoutError` after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while (lock := cls.try_acquire(path)) is None:
             if time.monotonic() >= deadline:
@@ -136,7 +137,7 @@ class FileLock:
         return lock
 
     def release(self) -> None:
-        """Give the lock back; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         self._file.close()
 
     def __enter__(self) -> FileLock:
@@ -152,13 +153,13 @@ def _lock(file: IO[bytes]) -> None:
     if _fcntl is not None:
         _fcntl.flock(file.fileno(), _fcntl.LOCK_EX | _fcntl.LOCK_NB)
     elif _msvcrt is not None:
-        # One byte far behind the end, so that reading the file stays possible. A busy lock is a PermissionError.
+        # One byte far beyond the end, so that the file stays readable. A held lock raises PermissionError.
         file.seek(2**30)
         _msvcrt.locking(file.fileno(), _msvcrt.LK_NBLCK, 1)
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds the lock on `path` at this moment."""
+    """True if a process holds the lock on `path` at this moment."""
     if not path.exists():
         return False
     lock = FileLock.try_acquire(path)
@@ -172,10 +173,10 @@ def is_locked(path: Path) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed buffers of a few megabytes for the next ones, where it would give each back at once.
+    """Make glibc keep freed buffers of a few megabytes for reuse instead of returning them to the kernel.
 
-    glibc learns from the largest buffer that was ever freed, up to 32 MiB: without this, a transfer pays for the pages
-    of every buffer anew, which is a tenth of its time. No page of this buffer is ever touched.
+    glibc sets that threshold to the largest buffer ever freed, up to 32 MiB. Without this a transfer pays for new pages
+    with every buffer, a tenth of its time. The buffer freed here is never written to, so it costs no memory.
     """
     bytearray(31 * 2**20)
 
@@ -184,17 +185,6 @@ def keep_freed_memory() -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to drain and leave: SIGTERM on POSIX, Ctrl-Break on Windows, and SIGINT."""
+    """The signals that ask this process to finish its work and exit: SIGINT, and SIGTERM (Windows: Ctrl-Break)."""
     names = ("SIGINT", "SIGBREAK") if _windows else ("SIGINT", "SIGTERM")
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
-
-
-def ask_to_stop(pid: int) -> None:
-    """Ask process `pid` to drain and leave; raises `ProcessLookupError` where there is none.
-
-    On Windows it is Ctrl-Break, which reaches only a process that was started in its own group.
-    """
-    if pid <= 0:
-        raise ProcessLookupError(f"{pid} is not a process")
-    chosen = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM) if _windows else signal.SIGTERM
-    os.kill(pid, chosen)

@@ -1,7 +1,7 @@
-"""What the operating system must be told about sockets, and where it differs between systems.
+"""TCP sockets with the options this package needs, and the IP addresses of this machine.
 
-Linux, macOS and Windows name these options differently or lack them; whatever is missing is left out, and the
-heartbeat covers for it.
+Linux, macOS and Windows name these options differently or lack some of them. Missing ones are skipped: the heartbeat
+(`p2p.host.heartbeat`) detects dead peers too, only more slowly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BACKLOG = 128
 
 
 def tune(sock: trio.socket.SocketType) -> None:
-    """Small writes leave at once, and the kernel itself gives up on a peer that is silent for 15 seconds."""
+    """Send small writes at once, and let the kernel give up on a peer that is silent for 15 seconds."""
     options = [
         (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
@@ -41,11 +41,11 @@ def tune(sock: trio.socket.SocketType) -> None:
             try:
                 sock.setsockopt(level, option, value)
             except OSError:
-                continue  # the heartbeat does the same, more slowly
+                continue
 
 
 def abort(sock: trio.socket.SocketType) -> None:
-    """Close now, throwing away what was not sent; whoever waits on the socket is woken with an error."""
+    """Close the socket at once and discard unsent bytes; tasks that wait on it get an error."""
     linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
@@ -53,10 +53,10 @@ def abort(sock: trio.socket.SocketType) -> None:
 
 
 async def listen(host: str, port: int) -> trio.SocketListener:
-    """A listening socket that nobody else shares; raises OSError where the port is taken.
+    """Listen on a port that no other process uses; raises `OSError` if it is taken.
 
-    Port sharing is switched on after binding: this node's own hole-punching sockets may then leave from the same
-    port, while another process that asks for it still gets an error instead of half of the connections.
+    Port sharing is switched on only after binding: this node's hole-punching sockets can then use the same source
+    port, while another process that binds it gets an error instead of half of the connections.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = trio.socket.socket(family, socket.SOCK_STREAM)
@@ -77,7 +77,7 @@ async def listen(host: str, port: int) -> trio.SocketListener:
 
 
 def share_port(sock: trio.socket.SocketType) -> None:
-    """Let a second socket of this user bind the same port, where the system knows how."""
+    """Let a second socket of this user bind the same port, where the system supports it."""
     option = getattr(socket, "SO_REUSEPORT", None)
     if option is not None and sys.platform != "win32":
         try:
@@ -87,7 +87,7 @@ def share_port(sock: trio.socket.SocketType) -> None:
 
 
 async def connect(host: str, port: int, source_port: int | None = None) -> trio.SocketStream:
-    """A TCP connection to an IP address, from `source_port` where one is given (hole punching)."""
+    """Open a TCP connection to an IP address, from `source_port` if one is given (hole punching)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = trio.socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -104,7 +104,7 @@ async def connect(host: str, port: int, source_port: int | None = None) -> trio.
 
 
 def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
-    """Every usable IP address of this machine with its network."""
+    """Return every usable IP address of this machine with its network."""
     found: list[ipaddress.IPv4Interface | ipaddress.IPv6Interface] = []
     for cards in psutil.net_if_addrs().values():
         for card in cards:
@@ -120,7 +120,7 @@ def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
 
 
 def own_ips() -> list[IPAddress]:
-    """Every usable IP address of this machine."""
+    """Return every usable IP address of this machine."""
     return [own.ip for own in own_interfaces()]
 
 

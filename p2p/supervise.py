@@ -1,7 +1,7 @@
-"""Keeping a service alive: run it again, after a growing pause, whenever it ends with an error.
+"""Restarts services that fail, after a growing pause, and contains errors of single tasks.
 
-`except*` matters here: a cancelled nursery may end with a cancellation and an error in one group, of which only the
-error is ours to keep.
+`except*` is needed: a cancelled nursery may end with a group of a cancellation and an error, and only the error may be
+caught here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ log = logging.getLogger("shoal.p2p.supervise")
 
 
 async def supervise(name: str, service: Callable[[], Awaitable[None]]) -> None:
-    """Run `service` until it returns; an exception restarts it, and a minute of peace resets the pause."""
+    """Run `service` until it returns and restart it after an exception.
+
+    The pause before a restart doubles from 0.1 s to 30 s, and is 0.1 s again after a run of a minute or more.
+    """
     pause_s = _FIRST_PAUSE_S
     while True:
         started_at = trio.current_time()
@@ -27,7 +30,7 @@ async def supervise(name: str, service: Callable[[], Awaitable[None]]) -> None:
             await service()
             return
         except* Exception:
-            log.exception("%s stopped with an error; it starts again in %.1f s", name, pause_s)
+            log.exception("%s stopped with an error; it restarts in %.1f s", name, pause_s)
         if trio.current_time() - started_at >= _STEADY_S:
             pause_s = _FIRST_PAUSE_S
         await trio.sleep(pause_s)
@@ -35,7 +38,7 @@ async def supervise(name: str, service: Callable[[], Awaitable[None]]) -> None:
 
 
 async def guarded(name: str, task: Callable[..., Awaitable[None]], *args: object) -> None:
-    """Run `task` once; an exception is logged and costs this task alone."""
+    """Run `task` once; an exception is logged and does not reach the nursery."""
     try:
         await task(*args)
     except* Exception:

@@ -1,4 +1,4 @@
-"""Small values that every network of this package speaks of: payloads, priorities and link figures. No I/O."""
+"""Values shared by all networks of this package: payloads, priorities, message bounds and link figures. No I/O."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Payload = Buffer | Sequence[Buffer]  # one buffer, or several that arrive joined
 
 MAX_BODY_BYTES = 64 * 2**20  # a request, an answer or one message of a stream
 MAX_NAME_BYTES = 128  # a method or protocol name, an error code
-MESSAGE_COST_BYTES = 256  # what a message weighs in a queue besides its body, so that tiny ones are bounded too
-WINDOW_BYTES = 4 * 2**20  # what one side of a stream may have sent and not yet seen consumed
+MESSAGE_COST_BYTES = 256  # added to each body when queues are measured, so that tiny messages are bounded too
+WINDOW_BYTES = 4 * 2**20  # that one side of a stream may have sent and that the other has not consumed
 
 CONTROL, DECODE, PREFILL, BULK = range(4)  # a lower number overtakes a higher one at every chunk
 PRIORITIES = 4
@@ -22,7 +22,7 @@ LinkKind = Literal["direct", "lan", "relayed"]
 
 @dataclass(frozen=True)
 class LinkInfo:
-    """What is known of the link to one peer."""
+    """The link to one peer: its kind, round-trip time in seconds (None before it is measured), and bytes carried."""
 
     peer: str
     kind: LinkKind
@@ -32,7 +32,7 @@ class LinkInfo:
 
 
 def buffers_of(payload: Payload) -> tuple[Sequence[Buffer], int]:
-    """The payload as flat byte buffers and their length; refuses what no peer would take."""
+    """Return the payload's buffers and their total length; raises `ValueError` above `MAX_BODY_BYTES`."""
     parts: Sequence[Buffer] = (payload,) if isinstance(payload, bytes | bytearray | memoryview) else payload
     size = 0
     for part in parts:
@@ -43,24 +43,24 @@ def buffers_of(payload: Payload) -> tuple[Sequence[Buffer], int]:
 
 
 def joined(payload: Payload) -> bytes:
-    """The payload as one `bytes`, without a copy where it already is."""
+    """Return the payload as one `bytes`, without a copy if it already is one; raises `ValueError` if too large."""
     if isinstance(payload, bytes) and len(payload) <= MAX_BODY_BYTES:
         return payload
     return b"".join(buffers_of(payload)[0])
 
 
 def fits_window(outstanding: int, cost: int) -> bool:
-    """Whether a stream with this much not yet consumed takes one more message.
+    """True if a message of `cost` bytes may be sent on a stream with `outstanding` bytes not yet consumed.
 
-    A window that is less than half used takes a message of any size: a message larger than the window can pass, and a
-    reader that grants credit at every half window never leaves its sender waiting for nothing.
+    A window that is less than half used accepts a message of any size. So a message larger than the window can pass,
+    and a sender never waits for a reader that grants credit only at every half window.
     """
     return outstanding + cost <= WINDOW_BYTES or outstanding < WINDOW_BYTES // 2
 
 
 def check_name(name: str) -> bytes:
-    """A method, protocol or error name as it goes over the wire."""
+    """Return a method, protocol or error name as wire bytes; raises `ValueError` if it is not a valid name."""
     raw = name.encode("ascii", "replace")
     if not 0 < len(raw) <= MAX_NAME_BYTES or not name.isascii() or not name.isprintable():
-        raise ValueError(f"{name!r} is no name: use 1 to {MAX_NAME_BYTES} printable ASCII characters")
+        raise ValueError(f"{name!r} is not a valid name: use 1 to {MAX_NAME_BYTES} printable ASCII characters")
     return raw

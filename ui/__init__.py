@@ -1,5 +1,6 @@
-"""The Textual dashboard: a client of the control API.
+"""The Textual dashboard, a client of the node's control API (`app.api`).
 
-Rows of styled words (`ui.draw.rows`) are drawn by pure functions from the snapshot that `ui.state.store` keeps; panels
-turn them into strips with the colours of the theme. Nothing here imports torch, trio or libp2p.
+`ui.state` keeps the node's latest snapshot, `ui.draw` turns it into rows of styled text with pure functions, and
+`ui.widgets` and `ui.screens` paint these rows and handle keys. How a node is found and started is left to
+`app.cli.dashboard`. Nothing here imports torch, trio or libp2p.
 """

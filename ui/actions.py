@@ -1,6 +1,7 @@
-"""What keys and the palette do to the node: pause, drain, join, create, leave, invite, stop.
+"""Actions of keys and of the command palette: pause, drain, join, create, leave, stop, explain, themes.
 
-Whatever costs something is asked about first; what the node answers is said.
+Actions that interrupt sessions or cannot be undone ask for confirmation first. The node's answer is shown as a
+notification.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "d
 
 
 def allowed(app: NodeApp, action: str) -> bool:
-    """Whether an action makes sense now; the footer and the palette show only such."""
+    """True if an action makes sense in the current state; the footer and the palette show only such actions."""
     known = app.store.snapshot
     if action in ("pause", "drain"):
         return known is not None and known.state in _IN_SWARM and not known.courtesy.paused
@@ -51,23 +52,25 @@ def allowed(app: NodeApp, action: str) -> bool:
 
 
 def pause(app: NodeApp, for_s: float | None = None) -> None:
-    """Let sessions move on, then host nothing."""
-    told = "" if for_s is None else f" for {duration(for_s)}"
-    app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{told}"))
+    """Hand sessions over and stop hosting, for `for_s` seconds or until resumed."""
+    period = "" if for_s is None else f" for {duration(for_s)}"
+    app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{period}"))
 
 
 def resume(app: NodeApp) -> None:
     """Host again."""
-    app.ask(lambda client: client.post("/api/resume", {}), lambda _: app.say("hosting again, unless a rule applies"))
+    words = "hosting resumes, unless a pause rule applies"
+    app.ask(lambda client: client.post("/api/resume", {}), lambda _: app.say(words))
 
 
 def drain(app: NodeApp) -> None:
-    """Let sessions finish, then host nothing, once the person is sure."""
+    """After confirmation, let running sessions finish, then stop hosting until resumed."""
     from ui.widgets.dialogs import Question
 
     def answered(sure: bool | None) -> None:
         if sure:
-            app.ask(lambda client: client.post("/api/drain", {}), lambda _: app.say("draining: sessions may finish"))
+            done = "draining: running sessions finish first"
+            app.ask(lambda client: client.post("/api/drain", {}), lambda _: app.say(done))
 
     known = app.store.snapshot
     running = plural(known.sessions, "session") if known is not None and known.sessions else "no session"
@@ -76,20 +79,20 @@ def drain(app: NodeApp) -> None:
 
 
 def join(app: NodeApp) -> None:
-    """Ask for a name or an invite, and go there."""
+    """Ask for a swarm name or an invite, then join that swarm."""
     from ui.widgets.dialogs import TextDialog
 
     def answered(target: str | None) -> None:
         if target:
             app.say(f"joining {one_line(target)[:60]}")
-            app.ask(lambda client: client.post("/api/join", {"target": target}), lambda told: _joined(app, told))
+            app.ask(lambda client: client.post("/api/join", {"target": target}), lambda answer: _joined(app, answer))
 
     words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
     app.push_screen(TextDialog(words, hint="reading-club, reading-club#1a2b3c4d or shoal:…"), answered)
 
 
 def create(app: NodeApp) -> None:
-    """Ask for a name and a model, and found a swarm."""
+    """Ask for a name and a model, then create a swarm."""
     from ui.widgets.dialogs import TextDialog
 
     def named(name: str | None) -> None:
@@ -103,19 +106,20 @@ def create(app: NodeApp) -> None:
         if model:
             app.say(f"creating {made['name']}: the model is read first, which may take a while")
             body = {"name": made["name"], "model": model, "private": False}
-            app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda told: _joined(app, told))
+            app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda it: _joined(app, it))
 
     made: dict[str, str] = {}
-    words = "Which model? `starter` is a small one; else a folder or file on the node's machine."
-    app.push_screen(TextDialog("How is the swarm to be called?", hint="reading-club"), named)
+    words = "Which model? `starter` is a small one; or name a folder or file on the node's machine."
+    app.push_screen(TextDialog("What should the swarm be called?", hint="reading-club"), named)
 
 
-def _joined(app: NodeApp, told: Any) -> None:
-    app.say(f"{told['swarm']['name']}: {told['state']}" + (f", {told['reason']}" if told.get("reason") else ""))
+def _joined(app: NodeApp, answer: Any) -> None:
+    detail = f", {answer['reason']}" if answer.get("reason") else ""
+    app.say(f"{answer['swarm']['name']}: {answer['state']}{detail}")
 
 
 def leave_swarm(app: NodeApp) -> None:
-    """Forget the active swarm, once the person is sure."""
+    """After confirmation, leave the active swarm and forget it."""
     from ui.widgets.dialogs import Question
 
     known = app.store.snapshot
@@ -134,25 +138,25 @@ def leave_swarm(app: NodeApp) -> None:
 
 
 def stop_node(app: NodeApp, *, leave: bool = False) -> None:
-    """End the node too, once the person is sure; and the dashboard with it where that is wished."""
+    """After confirmation, stop the node; `leave` closes the dashboard as well."""
     from ui.widgets.dialogs import Question
 
-    def stopping(told: Any) -> None:
+    def stopping(_: Any) -> None:
         if leave:
             app.exit()
         else:
-            app.say("the node drains and ends")
+            app.say("the node drains, then stops")
 
     def answered(sure: bool | None) -> None:
         if sure:
             app.ask(lambda client: client.post("/api/stop", {}), stopping)
 
-    rest = "You leave the dashboard." if leave else "The dashboard stays."
+    rest = "The dashboard closes too." if leave else "The dashboard stays open."
     app.push_screen(Question(f"Stop the node? Its sessions are handed over first. {rest}", "Stop"), answered)
 
 
 def why(app: NodeApp) -> None:
-    """Why the node is as it is, with all that is known of it."""
+    """Show the reason for the node's state, its pause rules, addresses and version."""
     from ui.widgets.dialogs import Facts
 
     store = app.store
@@ -179,7 +183,7 @@ def _rule(enabled: bool, available: bool, text: str) -> str:
 
 
 def cap(app: NodeApp, steps: int) -> None:
-    """Move the memory cap."""
+    """Open the dialog that moves the memory cap, `steps` steps from where it is."""
     from ui.screens.memory_cap import offer_cap
 
     if app.store.snapshot is not None:
@@ -192,17 +196,17 @@ def _unban(app: NodeApp) -> None:
     offer_unban(app)
 
 
-# --- looking ---------------------------------------------------------------------------------------------------------
+# --- panels, help and the palette ------------------------------------------------------------------------------------
 
 
 def panels_of(screen: Screen[Any]) -> list[Widget]:
-    """The panels that can be jumped to, as they lie on the screen."""
+    """Visible panels that can take the focus, from top left to bottom right."""
     seen = [panel for panel in screen.query(".panel") if panel.display and panel.region.area and panel.focusable]
     return sorted(seen, key=lambda panel: (panel.region.y, panel.region.x))
 
 
 def help_for(app: NodeApp) -> None:
-    """The focused panel first, then the keys that work now."""
+    """Show help: the focused panel first, then the keys that work now."""
     from ui.widgets.dialogs import Help
 
     screen = app.screen
@@ -213,24 +217,24 @@ def help_for(app: NodeApp) -> None:
     keys = [
         (app.get_key_display(active.binding), active.binding.description)
         for active in screen.active_bindings.values()
-        if active.enabled and active.binding.description[:1].islower()  # Textual's own, which scroll, have capitals
+        if active.enabled and active.binding.description[:1].islower()  # Textual capitalises its scrolling keys
     ]
     app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), keys))
 
 
 def commands(app: NodeApp) -> Iterable[SystemCommand]:
-    """The palette: what can be done now, and what can be looked at."""
+    """Entries of the command palette that make sense in the current state."""
     from ui.screens.frame import TABS
 
     for name in TABS:
         yield SystemCommand(f"Go to {name}", f"The {name} screen", lambda name=name: app.action_go(name))
     able = {
         "pause": ("Pause hosting", "Until you resume", lambda: pause(app)),
-        "resume": ("Resume hosting", "Unless a rule keeps it paused", lambda: resume(app)),
+        "resume": ("Resume hosting", "Unless a pause rule applies", lambda: resume(app)),
         "drain": ("Drain", "Let sessions finish, then host nothing", lambda: drain(app)),
         "invite": ("Invite", "A line and a QR code for others", app.action_invite),
         "leave_swarm": ("Leave the swarm", "And forget it", lambda: leave_swarm(app)),
-        "stop_node": ("Stop the node", "Drain and end it; the dashboard stays", lambda: stop_node(app)),
+        "stop_node": ("Stop the node", "Drain and stop it; the dashboard stays open", lambda: stop_node(app)),
         "start_node": ("Start a node", "In this home folder", app.action_start_node),
         "why": ("Why?", "The state with its reason and rules", lambda: why(app)),
     }
@@ -242,14 +246,14 @@ def commands(app: NodeApp) -> Iterable[SystemCommand]:
             yield SystemCommand(f"Pause for {words}", "Then host again", lambda for_s=for_s: pause(app, for_s))
     if app.store.snapshot is not None:
         yield SystemCommand("Join a swarm", "By name or invite", lambda: join(app))
-        yield SystemCommand("Create a swarm", "Of a model on the node's machine", lambda: create(app))
+        yield SystemCommand("Create a swarm", "From a model on the node's machine", lambda: create(app))
         yield SystemCommand("Unban a peer", "Speak again with one that you banned", lambda: _unban(app))
     if allowed(app, "stop_node"):
         both = "Stop the node and leave"
-        yield SystemCommand(both, "Drain and end it; the dashboard goes too", lambda: stop_node(app, leave=True))
+        yield SystemCommand(both, "Drain and stop it; the dashboard closes too", lambda: stop_node(app, leave=True))
     for theme in THEMES:
         yield SystemCommand(_theme_title(theme), "Colours", lambda name=theme.name: app.choose_theme(name))
-    yield SystemCommand("Leave the dashboard", "The node stays", app.exit)
+    yield SystemCommand("Leave the dashboard", "The node keeps running", app.exit)
 
 
 # --- themes ----------------------------------------------------------------------------------------------------------
@@ -260,13 +264,13 @@ def _theme_title(theme: Theme) -> str:
 
 
 def theme_of(option: object) -> str | None:
-    """The theme that an entry of the palette stands for."""
+    """Name of the theme that a palette entry would choose, or None for any other entry."""
     words = str(getattr(getattr(option, "hit", None), "text", None) or "")
     return next((theme.name for theme in THEMES if words.startswith(_theme_title(theme))), None)
 
 
 def kept_theme(folder: Path | None) -> str:
-    """The theme that was chosen last; the night's where none was, or where it cannot be read."""
+    """The theme chosen last; the first of `THEMES` if none was or if the file cannot be read."""
     name = None
     if folder is not None and (folder / FILE).exists():
         with suppress(ConversationsError):
@@ -277,7 +281,7 @@ def kept_theme(folder: Path | None) -> str:
 
 
 def keep_theme(folder: Path | None, name: str) -> None:
-    """Remember a theme; a folder that takes nothing costs the memory of it alone."""
+    """Remember a theme; if the folder is not writable, the theme is only not remembered."""
     if folder is not None:
         with suppress(ConversationsError):
             kept = Conversations(folder)

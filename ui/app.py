@@ -1,7 +1,7 @@
-"""The dashboard: one app, a screen for each tab, and one store that the node's events go into.
+"""The dashboard app: one screen for each tab, and one store that receives the node's events.
 
-Screens are made when they are first looked at. Whatever the node is asked runs in a thread of its own; its answer
-comes back as a message.
+Screens are built when they are first shown. Events arrive through `ui.state.follower`; requests to the node run in
+threads (`ui.node_app`); what the keys do is in `ui.actions`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ui.screens.registry import make_screen
 from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnector, RawSnapshot
 from ui.state.store import ConnectionState, LogRow, Store
 
-APART_S = 0.2  # between two looks at a store that changes quickly
+APART_S = 0.2  # least time between two repaints of a store that changes quickly
 
 
 class NodeMessage(Message):
-    """Something came from the node."""
+    """The follower's thread received something from the node: a snapshot, an event, or a changed connection."""
 
     def __init__(self, heard: Heard) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class NodeMessage(Message):
 
 
 class Dashboard(NodeApp):
-    """The swarm you can see."""
+    """The Textual app: its modes are the tabs, its bindings the keys that work on every screen."""
 
     TITLE = "shoal"
     CSS_PATH = Path(__file__).with_name("dashboard.tcss")
@@ -67,28 +67,28 @@ class Dashboard(NodeApp):
 
     def __init__(self, door: NodeConnector | None, *, store: Store | None = None, folder: Path | None = None) -> None:
         super().__init__(door, store or Store(), folder)
-        self._follower = None if door is None else Follower(door, self._hear)
+        self._follower = None if door is None else Follower(door, self._post)
         self._shown_at = float("-inf")
         self._show_pending = False
         self._latest: RawSnapshot | None = None
-        self._footer_of: tuple[str, str | None] = ("", None)
+        self._footer_state: tuple[str, str | None] = ("", None)  # connection and node state it was made for
         self.asked_first_run = False
         self._modes = {name: partial(make_screen, name, self.store) for name in TABS}
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = self._kept_theme = actions.kept_theme(folder)
 
-    def _hear(self, heard: Heard) -> None:
+    def _post(self, heard: Heard) -> None:
         self.post_message(NodeMessage(heard))
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Our own names, for themes that do not have them."""
+        """Colours for the variables that only our own themes define, for use with Textual's themes."""
         return dict(NIGHT.variables)
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- start and end -----------------------------------------------------------------------------------------------
 
     async def on_mount(self) -> None:
-        """Show the overview at once; the node may still be far away."""
+        """Show the overview at once, then connect: starting a node can take seconds."""
         self.begin_capture_print(self)
         await self.switch_mode("overview")
         self.set_interval(1.0, self._tick)
@@ -96,7 +96,7 @@ class Dashboard(NodeApp):
             self._follower.start()
 
     def on_unmount(self) -> None:
-        """Hang up; the node stays."""
+        """Close the connection; the node keeps running."""
         if self._follower is not None:
             self._follower.close()
 
@@ -105,7 +105,7 @@ class Dashboard(NodeApp):
         self.show_soon()
 
     def on_print(self, event: events.Print) -> None:
-        """A stray print becomes a row of the log."""
+        """Turn a stray print into a row of the log, so that it does not garble the screen."""
         from ui.draw.node import now_ms
 
         level = "warning" if event.stderr else "info"
@@ -114,25 +114,25 @@ class Dashboard(NodeApp):
                 self.store.log(LogRow(now_ms(), level, "dashboard", line))
         self.show_soon()
 
-    # --- what comes from the node ------------------------------------------------------------------------------------
+    # --- messages from the node --------------------------------------------------------------------------------------
 
-    def on_news(self, message: NodeMessage) -> None:
-        """Take it into the store, and show it with what comes right after."""
+    def on_node_message(self, message: NodeMessage) -> None:
+        """Store what the node sent and repaint soon; a changed connection is shown at once."""
         message.stop()
         match message.heard:
             case ConnectionState() as link:
                 self._latest = None
                 self.store.connected(link)
-                self.show_now()  # all of the screen at once: nothing of a node that is away may linger
+                self.show_now()  # at once and completely: no figure of a lost node may stay on the screen
                 return
-            case RawSnapshot() as told:
-                self._latest = told
+            case RawSnapshot() as raw:
+                self._latest = raw
             case EventNote() as note:
                 self.store.note(note.data)
         self.show_soon()
 
     def show_soon(self) -> None:
-        """Let the screen look at the store, a few times a second at most."""
+        """Schedule a repaint, so that two of them are at least `APART_S` apart."""
         if self._show_pending:
             return
         left_s = self._shown_at + APART_S - self.store.now()
@@ -143,14 +143,14 @@ class Dashboard(NodeApp):
             self.call_later(self.show_now)
 
     def show_now(self) -> None:
-        """Let what is seen look at the store."""
+        """Parse the latest snapshot and let every screen on the stack repaint from the store."""
         self._show_pending = False
         self._shown_at = self.store.now()
         if self._latest is not None:
-            told, self._latest = self._latest, None
-            self._take(told)
+            raw, self._latest = self._latest, None
+            self._take(raw)
         if not self.screen_stack:
-            return  # not up yet, or on the way out
+            return  # before the first screen or after the last
         if self.store.snapshot is not None:
             self._offer_first_run(self.store.snapshot)
         for screen in self.screen_stack:
@@ -158,13 +158,13 @@ class Dashboard(NodeApp):
             if show is not None and screen.is_mounted:
                 show()
         state = self.store.snapshot.state if self.store.snapshot is not None else None
-        if (self.store.link.kind, state) != self._footer_of:  # the footer is costly to make anew
-            self._footer_of = (self.store.link.kind, state)
+        if (self.store.link.kind, state) != self._footer_state:  # rebuilding the footer is costly
+            self._footer_state = (self.store.link.kind, state)
             self.refresh_bindings()
 
-    def _take(self, told: RawSnapshot) -> None:
+    def _take(self, raw: RawSnapshot) -> None:
         try:
-            snapshot = snapshot_from(json.loads(told.text))
+            snapshot = snapshot_from(json.loads(raw.text))
         except (ValueError, TypeError):
             self.store.connected(ConnectionState("away", NOT_OURS))
         else:
@@ -179,7 +179,7 @@ class Dashboard(NodeApp):
         self.push_screen(FirstRun(self.store))
 
     async def say_hello(self, question: str) -> None:
-        """Go to the chat, and ask."""
+        """Switch to the chat and send a question."""
         from ui.widgets.ask_box import AskBox
 
         await self.switch_mode("chat")
@@ -188,15 +188,15 @@ class Dashboard(NodeApp):
     # --- keys --------------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The footer shows only the keys that work now."""
+        """True if the action works now; the footer shows only such keys."""
         return actions.allowed(self, action)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """The palette knows the state."""
+        """Entries of the command palette for the current state."""
         return actions.commands(self)
 
     async def action_go(self, name: str) -> None:
-        """To another screen."""
+        """Switch to the screen of a tab."""
         if self.current_mode != name:
             await self.switch_mode(name)
 
@@ -209,39 +209,39 @@ class Dashboard(NodeApp):
         actions.resume(self)
 
     def action_drain(self) -> None:
-        """Let sessions finish, then host nothing."""
+        """Let sessions finish, then stop hosting."""
         actions.drain(self)
 
     def action_join(self) -> None:
-        """Go to a swarm."""
+        """Join a swarm."""
         actions.join(self)
 
     def action_create(self) -> None:
-        """Found a swarm."""
+        """Create a swarm."""
         actions.create(self)
 
     def action_why(self) -> None:
-        """Why the node is as it is."""
+        """Show the reason for the node's state."""
         actions.why(self)
 
     def action_cap(self, steps: int) -> None:
-        """More or less of the device's memory."""
+        """Move the cap on the device's memory."""
         actions.cap(self, steps)
 
     def action_invite(self) -> None:
-        """Invite others."""
+        """Open the invite dialog."""
         from ui.screens.invite import InviteScreen
 
         self.push_screen(InviteScreen(self.store))
 
     def action_start_node(self) -> None:
-        """Start a node where none runs."""
+        """Start a node if none runs, and connect without waiting for the next retry."""
         if self.door is not None and self._follower is not None:
             self.door.start()
             self._follower.hurry()
 
     def action_zoom(self) -> None:
-        """The focused panel alone, or all of them again."""
+        """Show the focused panel alone, or all panels again."""
         screen = self.screen
         if screen.maximized is not None:
             screen.minimize()
@@ -249,34 +249,34 @@ class Dashboard(NodeApp):
             screen.maximize(screen.focused, container=False)
 
     def action_jump(self) -> None:
-        """Letters over the panels."""
+        """Show a letter over each panel; pressing it focuses that panel."""
         from ui.widgets.dialogs import Jump
 
         self.push_screen(Jump(actions.panels_of(self.screen)), lambda panel: panel.focus() if panel else None)
 
     def action_help(self) -> None:
-        """This panel first."""
+        """Show help for the focused panel and the keys."""
         actions.help_for(self)
 
     def action_next_theme(self) -> None:
-        """Night, day, contrast."""
+        """Switch to the next of night, day and contrast."""
         names = [theme.name for theme in THEMES]
         self.choose_theme(names[(names.index(self.theme) + 1) % len(names)] if self.theme in names else names[0])
 
     def choose_theme(self, name: str) -> None:
-        """Wear a theme, and remember it."""
+        """Switch to a theme and remember it for the next start."""
         self.theme = self._kept_theme = name
         actions.keep_theme(self.folder, name)
 
     def on_command_palette_option_highlighted(self, event: CommandPalette.OptionHighlighted) -> None:
-        """A theme is worn while it is looked at."""
+        """Preview a theme while its entry is highlighted."""
         self.theme = actions.theme_of(event.highlighted_event.option) or self._kept_theme
 
     def on_command_palette_closed(self, event: CommandPalette.Closed) -> None:
-        """What was only looked at is put off again."""
+        """Undo a preview that was not chosen."""
         if not event.option_selected:
             self.theme = self._kept_theme
 
     def action_leave(self) -> None:
-        """Leave the dashboard; the node stays."""
+        """Close the dashboard; the node keeps running."""
         self.exit()

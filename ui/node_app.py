@@ -1,4 +1,4 @@
-"""An app that asks its node: in a thread of its own, whose answer comes back as a message."""
+"""Base class of the dashboard app: sends requests to the node in a thread, each answer coming back as a message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ui.state.store import Store
 
 
 class Answer(Message):
-    """What the node was asked has an answer."""
+    """The node has answered a request, or the request has failed; `handle` continues in the app's own thread."""
 
     def __init__(self, handle: Callable[[], None]) -> None:
         super().__init__()
@@ -26,33 +26,33 @@ class Answer(Message):
 
 
 class NodeApp(App[None]):
-    """The dashboard as its screens and actions know it; `ui.app.Dashboard` is the one implementation."""
+    """The part of the app that screens and actions use; `ui.app.Dashboard` is the only implementation."""
 
     def __init__(self, door: NodeConnector | None, store: Store, folder: Path | None) -> None:
         super().__init__()
         self.door = door
         self.store = store
-        self.folder = folder  # where conversations are kept; None: nowhere
+        self.folder = folder  # keeps conversations.db; None: keep nothing on disk
 
     @abstractmethod
     async def action_go(self, name: str) -> None:
-        """Show another screen."""
+        """Switch to the screen of a tab."""
 
     @abstractmethod
     def action_invite(self) -> None:
-        """Show the invite."""
+        """Open the invite dialog."""
 
     @abstractmethod
     def action_start_node(self) -> None:
-        """Start a node where none runs."""
+        """Start a node if none runs in the home folder."""
 
     @abstractmethod
     def choose_theme(self, name: str) -> None:
-        """Use a theme and remember it."""
+        """Switch to a theme and remember it for the next start."""
 
     @abstractmethod
     async def say_hello(self, question: str) -> None:
-        """Go to the chat and ask a first question."""
+        """Switch to the chat and send a first question."""
 
     def ask(
         self,
@@ -60,14 +60,17 @@ class NodeApp(App[None]):
         then: Callable[[Any], None] = lambda answer: None,
         failed: Callable[[str], None] | None = None,
     ) -> None:
-        """Ask the node in a thread; the answer, or what went wrong, is handled here."""
+        """Run `work` with the node's client in a thread, then `then(answer)` in the app's thread.
+
+        If `work` raises an `AppError` or a `ValueError`, `failed` gets its text; by default it is shown as an error.
+        """
         tell_failure = failed or self.complain
         door = self.door
 
         def run() -> None:
             try:
                 if door is None:
-                    raise AppError("there is no node to ask")
+                    raise AppError("not connected to a node")
                 answer = work(door.client())
             except (AppError, ValueError) as error:
                 text = str(error)
@@ -78,14 +81,14 @@ class NodeApp(App[None]):
         threading.Thread(target=run, name="ask", daemon=True).start()
 
     def on_answer(self, message: Answer) -> None:
-        """Handle it where the screens live."""
+        """Run the continuation of a request in the app's thread, where widgets may be touched."""
         message.stop()
         message.handle()
 
     def complain(self, text: str) -> None:
-        """Say what went wrong, until the person has seen it."""
+        """Show an error for 12 seconds."""
         self.notify(text, severity="error", timeout=12, markup=False)
 
     def say(self, text: str) -> None:
-        """Say what was done."""
+        """Confirm an action for 4 seconds."""
         self.notify(text, timeout=4, markup=False)

@@ -1,7 +1,7 @@
 """The control API's client, for the command line and the dashboard.
 
-It stands on the standard library's HTTP alone: the usual client libraries load an event loop or two, which would cost
-every command more time than its work. It is blocking; a dashboard calls it from worker threads.
+It uses only the standard library's HTTP, because the usual client libraries import an event loop or two, which would
+take every command more time than its work. All calls block; the dashboard makes them from worker threads.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from app.snapshot.codec import snapshot_from
 from app.snapshot.views import Snapshot
 
 TIMEOUT_S = 10.0
-PATIENT_S = 120.0  # for what may look for peers or read a whole model
+PATIENT_S = 120.0  # for commands that may search for peers or read a whole model
 _MAX_ANSWER_BYTES = 64 * 2**20
 _MAX_LINE_BYTES = 16 * 2**20
 
 
 class ApiFailure(AppError):
-    """The node answered that it could not do what was asked; the message is its own."""
+    """The node refused or failed the request; the message is the node's own."""
 
 
 class WrongToken(AppError):
-    """The node does not know the token: it belongs to another home folder."""
+    """The node does not accept the token: it belongs to another home folder."""
 
     code = "wrong_token"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event of the node's stream: its name, and its data as the JSON text in which they came."""
+    """One server-sent event: its name, and its data as undecoded JSON text."""
 
     name: str
     text: str
 
     @property
     def data(self) -> dict[str, Any]:
-        """The data; a stream may bring more than its reader has time to look at, so that nothing is read before."""
-        read: dict[str, Any] = json.loads(self.text)
-        return read
+        """Decode the data: on demand, because a reader may skip events that arrive faster than it can show them."""
+        decoded: dict[str, Any] = json.loads(self.text)
+        return decoded
 
 
 class Hangup:
-    """By which another thread ends a stream that is being read."""
+    """Lets one thread end a stream that another thread is reading."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,14 +63,14 @@ class Hangup:
         self.is_over = False
 
     def attach(self, connected: socket.socket | None) -> None:
-        """The stream is open."""
+        """Name the socket to shut down; shuts it down at once if `hang_up` was called before."""
         with self._lock:
             self._socket = connected
         if self.is_over:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """End it: whoever reads finds the end of the stream."""
+        """Shut the socket down: the reading thread then sees the end of the stream."""
         self.is_over = True
         with self._lock, contextlib.suppress(OSError):
             if self._socket is not None:
@@ -79,36 +79,39 @@ class Hangup:
 
 @dataclass(frozen=True)
 class Client:
-    """A running node, addressed by the URL of its API and its token."""
+    """Talks to a running node by its API's URL and token.
+
+    Calls raise `NotRunning` if the node cannot be reached, and the node's own error if it answers with one.
+    """
 
     url: str
     token: str
     timeout_s: float = TIMEOUT_S
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        """The answer to a question."""
-        return self._ask("GET", path, None, self.timeout_s if timeout_s is None else timeout_s)
+        """Send a GET request and return the decoded JSON answer."""
+        return self._request("GET", path, None, self.timeout_s if timeout_s is None else timeout_s)
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = PATIENT_S) -> Any:
-        """The answer to a command."""
-        return self._ask("POST", path, body, timeout_s)
+        """Send a POST request and return the decoded JSON answer."""
+        return self._request("POST", path, body, timeout_s)
 
     def put(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer to a change."""
-        return self._ask("PUT", path, body, self.timeout_s)
+        """Send a PUT request and return the decoded JSON answer."""
+        return self._request("PUT", path, body, self.timeout_s)
 
     def snapshot(self) -> Snapshot:
-        """Everything that can be seen of the node."""
+        """Fetch the node's whole visible state."""
         return snapshot_from(self.get("/api/snapshot"))
 
     def set_config(self, name: str, value: str | None) -> Any:
-        """Change one setting; None is its default again."""
+        """Change one setting; None resets it to its default."""
         return self.put(f"/api/config/{quote(name, safe='')}", {"value": value})
 
     def chat(
         self, request: dict[str, Any], *, silence_s: float = PATIENT_S, hangup: Hangup | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The pieces of a reply, `{"text": …}`, and at its end `{"done": …}`; what goes wrong on the way is raised."""
+        """Yield the pieces of a reply, `{"text": …}`, then `{"done": …}`; raises if the reply fails on the way."""
         for line in self._lines("POST", "/api/chat", request, silence_s, hangup):
             piece: dict[str, Any] = json.loads(line)
             if "error" in piece:
@@ -116,38 +119,38 @@ class Client:
             yield piece
             if "done" in piece:
                 return
-        raise ApiFailure("the reply broke off: the node has ended")
+        raise ApiFailure("the reply was cut off: the node has stopped")
 
     def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
-        """The node's events until it leaves; `silence_s` without a byte is taken for a lost line."""
+        """Yield the node's events until it stops; raises `NotRunning` after `silence_s` seconds without a byte."""
         return _events(self._lines("GET", "/api/events", None, silence_s, hangup))
 
     def _lines(
         self, method: str, path: str, body: dict[str, Any] | None, silence_s: float, hangup: Hangup | None
     ) -> Iterator[bytes]:
-        """The lines of an answer as they come."""
+        """Send a request and yield the lines of its answer as they arrive."""
         connection = self._connection(silence_s)
         try:
             connection.connect()
             if hangup is not None:
-                hangup.attach(connection.sock)  # before the answer, which takes the socket from the connection
+                hangup.attach(connection.sock)  # now, because `getresponse` detaches the socket from the connection
             answer = self._send(connection, method, path, body)
             if answer.status != 200:
                 raise _failure(answer.status, answer.read(_MAX_ANSWER_BYTES))
             while line := answer.readline(_MAX_LINE_BYTES):
                 yield line
         except (OSError, http.client.HTTPException) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
         finally:
             connection.close()
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
         connection = self._connection(timeout_s)
         try:
             answer = self._send(connection, method, path, body)
             raw = answer.read(_MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            raise self._gone(error) from error
+            raise self._unreachable(error) from error
         finally:
             connection.close()
         if answer.status >= 300:
@@ -155,7 +158,7 @@ class Client:
         try:
             return json.loads(raw)
         except ValueError:
-            raise ApiFailure(f"{self.url} answered something that is not Shoal's: is another program there?") from None
+            raise ApiFailure(f"{self.url} did not answer like a Shoal node: is another program on that port?") from None
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         parts = urlsplit(self.url)
@@ -172,20 +175,20 @@ class Client:
         connection.request(method, path, None if body is None else json.dumps(body).encode(), headers)
         return connection.getresponse()
 
-    def _gone(self, error: Exception) -> AppError:
+    def _unreachable(self, error: Exception) -> AppError:
         if isinstance(error, TimeoutError):
             return NotRunning(f"the node at {self.url} did not answer in time: look at its log")
         return NotRunning(f"the node at {self.url} cannot be reached ({error or type(error).__name__}): is it running?")
 
 
 def client_of(home_folder: Path) -> Client:
-    """The client of the node that runs in a home folder; raises `NotRunning` where none does."""
+    """Return a client for the node that runs in a home folder; raises `NotRunning` if none does."""
     home = Home(home_folder)
     return _client(home, require_node(home))
 
 
 def running_client(home_folder: Path) -> Client | None:
-    """The client of the node that runs in a home folder, or None."""
+    """Return a client for the node that runs in a home folder, or None if none does."""
     home = Home(home_folder)
     node = find_node(home)
     return None if node is None else _client(home, node)
@@ -196,12 +199,12 @@ def _client(home: Home, node: NodeInfo) -> Client:
 
 
 def _failure(status: int, raw: bytes) -> AppError:
-    """What the node said, as the error that it was there, so that the exit status is the same."""
+    """Rebuild the node's error by its type name, so that the command exits with the status of that error."""
     try:
-        told = json.loads(raw)["error"]
-        kind, message = str(told["type"]), str(told["message"])
+        error = json.loads(raw)["error"]
+        kind, message = str(error["type"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return ApiFailure(f"the node answered {status} without saying why: look at its log")
+        return ApiFailure(f"the node answered with HTTP status {status} and no reason: look at its log")
     if kind == "WrongToken":
         return WrongToken(message)
     known = getattr(errors, kind, None)

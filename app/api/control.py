@@ -1,4 +1,4 @@
-"""What the API needs of a node, declared by its consumer."""
+"""The interface through which the API uses a node; `app.node.node.Node` implements it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from app.system.doctor import Check
 
 @dataclass(frozen=True)
 class Joining:
-    """What became of a wish to be in a swarm: the node's state then, and why."""
+    """Outcome of `create` or `join`: the swarm, the node's state afterwards, and the reason for that state."""
 
     swarm: SwarmView
     state: str
@@ -25,50 +25,50 @@ class Joining:
 
 
 class Control(Protocol):
-    """A running node as the API commands it; failures are `AppError`, `P2PError` or `EngineError`."""
+    """A running node; methods raise only `AppError`, `P2PError` or `EngineError`."""
 
     @property
     def event_log(self) -> EventLog:
-        """What changes."""
+        """The log of events, and the wake-up for state changes."""
 
     def snapshot(self) -> Snapshot:
-        """The state at this moment."""
+        """Return the node's visible state at this moment."""
 
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
-        """Make a swarm of a model on this machine, and go there."""
+        """Create a swarm for a model on this machine, and join it."""
 
     async def join(self, target: str) -> Joining:
-        """Leave the active swarm in order and go to the one that a name or an invite means."""
+        """Leave the active swarm cleanly and join the one that a name or an invite stands for."""
 
     async def leave(self, name: str) -> SwarmView:
-        """Forget a swarm, leaving it first where it is the active one."""
+        """Forget a swarm, leaving it first if it is the active one."""
 
     async def invite(self, name: str | None) -> Invite:
-        """An invite to a remembered swarm, or to the active one."""
+        """Make an invite to a remembered swarm; None means the active one."""
 
     def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The swarm's reply: `{"text": …}` for each piece, then `{"done": …}` with what can be said of it."""
+        """Yield the swarm's reply: `{"text": …}` for each piece, then `{"done": …}` with its statistics."""
 
     def config(self) -> Config:
-        """The settings in force."""
+        """Return the settings in force."""
 
     async def set_config(self, name: str, text: str | None) -> Value:
-        """Write one setting, and apply it where that can be done at once; None is the default again."""
+        """Save one setting, and apply it at once if it can change while running; None resets it to its default."""
 
     async def prospects(self) -> ProspectsView:
-        """What it could go to, and whether that fits."""
+        """List the swarms that this node could join, and how much of each model fits on this machine."""
 
     def network_checks(self) -> Sequence[Check]:
-        """The doctor's lines about the network."""
+        """Return the checks of `shoal doctor` that only a running node can make."""
 
     async def pause(self, for_s: float | None) -> CourtesyView:
-        """Let sessions move on, then host nothing until `resume`, or for so long."""
+        """Move sessions to other members, then host nothing for `for_s` seconds, or until `resume` if None."""
 
     async def drain(self) -> CourtesyView:
-        """Let sessions finish, then host nothing until `resume`."""
+        """Wait for sessions to finish, then host nothing until `resume`."""
 
     async def resume(self) -> CourtesyView:
-        """Host again, unless a rule says otherwise."""
+        """Host again, unless a courtesy rule keeps the node paused."""
 
     def stop(self) -> None:
-        """Drain and end."""
+        """Start to drain, then end the node; returns at once."""

@@ -1,7 +1,7 @@
-"""Server-sent events: the snapshot at once and after changes, and a note for each thing that happened.
+"""Server-sent events: the snapshot at once and after changes, and one note for each logged event.
 
-Changes that come quickly are told together. The stream ends when the node leaves, and it ends first: the server waits
-for open responses.
+Changes within `APART_S` are sent as one snapshot. The stream ends as soon as the event log is closed, because the
+server waits for open responses before it stops.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import trio
 from app.api.control import Control
 from app.snapshot.codec import facts
 
-APART_S = 0.2  # between two snapshots to one follower
-SILENCE_S = 15.0  # after which a comment shows that the line is alive
+APART_S = 0.2  # least time between two snapshots to one follower
+SILENCE_S = 15.0  # without changes, a comment is sent this often, so that the client knows the connection is alive
 
 
 async def stream(control: Control, last_note: int) -> AsyncGenerator[bytes, None]:
-    """The bytes of one follower's stream; `last_note` is the number it saw before it lost the line."""
+    """Yield the bytes of one follower's stream; `last_note` is the last note it saw before it reconnected, or 0."""
     event_log = control.event_log
     while True:
         seen, is_last = event_log.version, event_log.closed
@@ -37,10 +37,10 @@ async def stream(control: Control, last_note: int) -> AsyncGenerator[bytes, None
             if event_log.version <= seen:
                 yield b": still here\n\n"
         with trio.move_on_after(APART_S):
-            await _closed(control)
+            await _wait_closed(control)
 
 
-async def _closed(control: Control) -> None:
+async def _wait_closed(control: Control) -> None:
     while not control.event_log.closed:
         await control.event_log.wait_beyond(control.event_log.version)
 

@@ -1,6 +1,6 @@
-"""Failures as the API tells them: a status, a type by name, and the one line that the command line prints.
+"""Errors as HTTP responses: a status, the error's type name, and the one line that the command line prints.
 
-Under `/v1` they have the form that OpenAI's clients know (`app.api.openai_errors`).
+Under `/v1` they have the form that OpenAI's clients expect, which `app.api.openai_errors` makes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.api")
 
-# The first that fits counts.
+# The first match counts, so a subclass stands before its base.
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (UsageError, 400),
     (RecordError, 400),
@@ -45,7 +45,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 
 
 def install(application: FastAPI) -> None:
-    """Answer every failure of a route in one form."""
+    """Register handlers that answer every exception of a route in this form."""
     for base in (AppError, P2PError, EngineError):
         application.add_exception_handler(base, _ours)
     application.add_exception_handler(RequestValidationError, _invalid)
@@ -54,29 +54,30 @@ def install(application: FastAPI) -> None:
 
 
 def body(kind: str, why: Reason) -> dict[str, Any]:
-    """One failure as JSON has it: its type, its words, and the rest of its reason."""
-    told = {"type": kind, "message": " ".join(why.text.split()), "code": why.code, "next_step": why.next_step}
-    return {"error": {**told, "peers": list(why.peers)}}
+    """Return the JSON body of a failure: the error's type name and its reason."""
+    message = " ".join(why.text.split())
+    error = {"type": kind, "message": message, "code": why.code, "next_step": why.next_step, "peers": list(why.peers)}
+    return {"error": error}
 
 
 def failure(status: int, kind: str, why: Reason) -> JSONResponse:
-    """One failure."""
+    """Return a failure as a response."""
     return JSONResponse(body(kind, why), status)
 
 
-def told(error: Exception) -> JSONResponse:
-    """An error of ours as the answer to a request."""
+def response_to(error: Exception) -> JSONResponse:
+    """Return the response for an `AppError`, `P2PError` or `EngineError`."""
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     return failure(status, type(error).__name__, reason_of(error))
 
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:
-    return openai_errors.told(error) if openai_errors.speaks(request.url.path) else told(error)
+    return openai_errors.response_to(error) if openai_errors.is_openai(request.url.path) else response_to(error)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    if openai_errors.speaks(request.url.path):
+    if openai_errors.is_openai(request.url.path):
         return openai_errors.invalid(error.errors())
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part != "body")
@@ -87,7 +88,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     why = because("bad_request", f"{request.method} {request.url.path}: {error.detail}")
-    if openai_errors.speaks(request.url.path):
+    if openai_errors.is_openai(request.url.path):
         return openai_errors.failure(error.status_code, why)
     return failure(error.status_code, "HTTPException", why)
 
@@ -95,6 +96,6 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 async def _internal(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     why = because("internal", f"internal error: {type(error).__name__}; the node's log says more")
-    if openai_errors.speaks(request.url.path):
+    if openai_errors.is_openai(request.url.path):
         return openai_errors.failure(500, why)
     return failure(500, "InternalError", why)

@@ -1,8 +1,8 @@
-"""Who may speak with the API: the bearer of the token, from this machine, with a request of bounded size.
+"""Access control of the API: checks the token, `Host` and `Origin`, and bounds the size of a request.
 
-A page in the person's browser can send requests to loopback, and a hostile name can be made to point there. So the
-`Host` must be `localhost` or an address, which nobody can make to point elsewhere (a loopback one, unless the API was
-told to listen on others), and an `Origin`, which browsers add to what pages send, must be the API's own.
+A web page in the user's browser can send requests to loopback, and an attacker's DNS name can point there (DNS
+rebinding). So `Host` must be `localhost` or a literal IP address, which no DNS server controls: a loopback address,
+unless the API listens on others too. `Origin`, which browsers add to requests of pages, must be the API's own.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ OPEN_PATHS = frozenset({"/healthz"})
 
 
 class Guard:
-    """Refuses what may not pass, and hands the rest on."""
+    """ASGI middleware that refuses requests that are not allowed, and passes the others on.
+
+    `everywhere` accepts any IP address as `Host`, for an API that listens on more than loopback.
+    """
 
     def __init__(self, application: Application, token: str, *, everywhere: bool = False) -> None:
         self._application, self._everywhere = application, everywhere
         self._expected = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one ASGI connection; WebSockets are refused."""
         if scope["type"] == "lifespan":
             await self._application(scope, receive, send)
             return
@@ -53,10 +56,10 @@ class Guard:
     def _refusal(self, scope: Scope) -> tuple[int, str, Reason] | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = headers.get(b"host", b"")
-        if not _is_own(host, everywhere=self._everywhere):
-            return 403, "Forbidden", because("foreign_host", "the API answers to 127.0.0.1 and localhost alone")
+        if not _is_this_machine(host, everywhere=self._everywhere):
+            return 403, "Forbidden", because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
         if b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
-            return 403, "Forbidden", because("foreign_origin", "the API does not answer to pages of other sites")
+            return 403, "Forbidden", because("foreign_origin", "the API refuses requests from other sites' web pages")
         if scope["path"] in OPEN_PATHS:
             return None
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
@@ -65,8 +68,8 @@ class Guard:
         return None
 
 
-def _is_own(host: bytes, *, everywhere: bool) -> bool:
-    """Whether a `Host` names this machine in a way that no name server could have made up."""
+def _is_this_machine(host: bytes, *, everywhere: bool) -> bool:
+    """True if a `Host` header names this machine in a way that no DNS server can forge."""
     try:
         name = urlsplit(f"//{host.decode('ascii')}").hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback or everywhere
@@ -75,13 +78,13 @@ def _is_own(host: bytes, *, everywhere: bool) -> bool:
 
 
 def _bounded(receive: Receive) -> Receive:
-    taken = 0
+    received = 0
 
     async def bounded() -> Message:
-        nonlocal taken
+        nonlocal received
         message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > MAX_BODY_BYTES:
+        received += len(message.get("body", b""))
+        if received > MAX_BODY_BYTES:
             raise HTTPException(413, f"the request is longer than {MAX_BODY_BYTES} bytes")
         return message
 
@@ -89,8 +92,8 @@ def _bounded(receive: Receive) -> Receive:
 
 
 async def _refuse(send: Send, path: str, status: int, kind: str, why: Reason) -> None:
-    told = openai_errors.body(status, why) if openai_errors.speaks(path) else failures.body(kind, why)
-    body = json.dumps(told).encode()
+    error = openai_errors.body(status, why) if openai_errors.is_openai(path) else failures.body(kind, why)
+    body = json.dumps(error).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -1,7 +1,8 @@
 """OpenAI's endpoint: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, for clients that know nothing of Shoal.
 
-The model is the active swarm's, and goes by the swarm's name. What may be asked is in `app.api.openai_fields`; a
-stream's events are `data: JSON`, the last one `data: [DONE]`, and whoever leaves in the middle frees the session.
+The only model is the active swarm's, under the swarm's name. `app.api.openai_fields` checks the request's fields and
+`app.api.openai_errors` makes the error bodies. A stream's events are `data: JSON`, the last one `data: [DONE]`; a
+client that disconnects in the middle ends its session.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from app.api.control import Control
-from app.api.openai_errors import PREFIX, OpenAIError, status_and_body, told
+from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
 from app.api.openai_fields import ChatCompletion, TextCompletion
-from app.api.streaming import OURS, EventStream
+from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot
 
@@ -27,7 +28,7 @@ Pieces = AsyncGenerator[dict[str, Any], None]
 
 
 def routes(control: Control) -> APIRouter:
-    """The routes under `/v1`."""
+    """Return the routes under `/v1`."""
     router = APIRouter()
 
     @router.get("/models")
@@ -55,11 +56,11 @@ def routes(control: Control) -> APIRouter:
 def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: ReplyRequest) -> Response:
     snapshot = control.snapshot()
     _check_model(snapshot, asked.model)
-    shape = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
+    form = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
     pieces = control.reply(request)
     if asked.stream:
-        return EventStream(_events(pieces, shape, usage=asked.wants_usage), "text/event-stream", told)
-    return EventStream(_whole(pieces, shape), "application/json", told)
+        return EventStream(_events(pieces, form, usage=asked.wants_usage), "text/event-stream", response_to)
+    return EventStream(_whole(pieces, form), "application/json", response_to)
 
 
 def _model(snapshot: Snapshot) -> dict[str, Any]:
@@ -69,27 +70,27 @@ def _model(snapshot: Snapshot) -> dict[str, Any]:
 
 def _check_model(snapshot: Snapshot, wanted: str) -> None:
     if snapshot.swarm is None:
-        why = "this node is in no swarm: go to one with `shoal join`, or found one with `shoal create`"
+        why = "this node is in no swarm: join one with `shoal join`, or create one with `shoal create`"
         raise OpenAIError(why, status=503, code="no_swarm")
     pinned = {swarm.pinned for swarm in snapshot.swarms if swarm.active}
     if wanted not in {snapshot.swarm, snapshot.model, *pinned} or not wanted:
-        why = f"the model {wanted[:80]!r} is not here: this node's swarm is {snapshot.swarm!r}"
+        why = f"unknown model {wanted[:80]!r}: this node serves {snapshot.swarm!r}, the model of its swarm"
         raise OpenAIError(why, status=404, param="model", code="model_not_found")
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """The envelope of one answer."""
+class _ReplyFormat:
+    """The JSON around one reply, as a whole and in pieces; `head` holds the fields that all events share."""
 
     head: dict[str, Any]
     kind: str
     chunk_kind: str
 
     def whole(self, text: str, reason: str) -> dict[str, Any]:
-        raise AssertionError("each kind has its own")
+        raise NotImplementedError
 
     def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
-        raise AssertionError("each kind has its own")
+        raise NotImplementedError
 
 
 def _head(prefix: str, snapshot: Snapshot, model: str) -> dict[str, Any]:
@@ -103,9 +104,9 @@ def _head(prefix: str, snapshot: Snapshot, model: str) -> dict[str, Any]:
     }
 
 
-class _Chat(_Shape):
+class _Chat(_ReplyFormat):
     @classmethod
-    def begin(cls, snapshot: Snapshot, asked: ChatCompletion) -> _Shape:
+    def begin(cls, snapshot: Snapshot, asked: ChatCompletion) -> _ReplyFormat:
         return cls(_head("chatcmpl", snapshot, asked.model), "chat.completion", "chat.completion.chunk")
 
     def whole(self, text: str, reason: str) -> dict[str, Any]:
@@ -117,9 +118,9 @@ class _Chat(_Shape):
         return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-class _Text(_Shape):
+class _Text(_ReplyFormat):
     @classmethod
-    def begin(cls, snapshot: Snapshot, asked: TextCompletion) -> _Shape:
+    def begin(cls, snapshot: Snapshot, asked: TextCompletion) -> _ReplyFormat:
         return cls(_head("cmpl", snapshot, asked.model), "text_completion", "text_completion")
 
     def whole(self, text: str, reason: str) -> dict[str, Any]:
@@ -134,34 +135,34 @@ def _usage(done: dict[str, Any]) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-async def _whole(pieces: Pieces, shape: _Shape) -> AsyncGenerator[bytes, None]:
-    """One JSON value when the reply is complete."""
+async def _whole(pieces: Pieces, form: _ReplyFormat) -> AsyncGenerator[bytes, None]:
+    """Yield one JSON value once the reply is complete."""
     async with aclosing(pieces):
         async for piece in pieces:
             if "done" in piece:
                 done = piece["done"]
-                choice = shape.whole(done["text"], done["finish_reason"])
-                answer = {**shape.head, "object": shape.kind, "choices": [choice], "usage": _usage(done)}
+                choice = form.whole(done["text"], done["finish_reason"])
+                answer = {**form.head, "object": form.kind, "choices": [choice], "usage": _usage(done)}
                 yield json.dumps(answer, allow_nan=False).encode()
 
 
-async def _events(pieces: Pieces, shape: _Shape, *, usage: bool) -> AsyncGenerator[bytes, None]:
-    """The reply piece by piece."""
-    head = {**shape.head, "object": shape.chunk_kind, **({"usage": None} if usage else {})}
+async def _events(pieces: Pieces, form: _ReplyFormat, *, usage: bool) -> AsyncGenerator[bytes, None]:
+    """Yield the reply as server-sent events; an error after the first piece is the last event."""
+    head = {**form.head, "object": form.chunk_kind, **({"usage": None} if usage else {})}
     began = False
     async with aclosing(pieces):
         try:
             async for piece in pieces:
                 if "done" not in piece:
                     if piece["text"] or not began:
-                        yield _event({**head, "choices": [shape.piece(piece["text"], first=not began)]})
+                        yield _event({**head, "choices": [form.piece(piece["text"], first=not began)]})
                     began = True
                     continue
-                yield _event({**head, "choices": [shape.piece(None, piece["done"]["finish_reason"])]})
+                yield _event({**head, "choices": [form.piece(None, piece["done"]["finish_reason"])]})
                 if usage:
                     yield _event({**head, "choices": [], "usage": _usage(piece["done"])})
                 yield b"data: [DONE]\n\n"
-        except OURS as error:
+        except OUR_ERRORS as error:
             if not began:
                 raise
             yield _event(status_and_body(error)[1])

@@ -1,4 +1,4 @@
-"""Failures in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code", …}}`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.errors import EngineError
 from p2p.errors import P2PError
 
 PREFIX = "/v1"
-_STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first that fits counts
+_STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first match counts
     (PromptTooLong, 400),
     (UsageError, 400),
     (RecordError, 400),
@@ -26,33 +26,33 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first that fits coun
 
 
 class OpenAIError(AppError):
-    """A request that the endpoint understands and does not serve, with what OpenAI's clients look at."""
+    """A well-formed request that the endpoint cannot serve, with the status, parameter and code for the client."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str = "bad_request") -> None:
         super().__init__(message, code=code)
         self.status, self.param = status, param
 
 
-def speaks(path: str) -> bool:
-    """Whether this part of the API has OpenAI's form."""
+def is_openai(path: str) -> bool:
+    """True if this path belongs to OpenAI's endpoint, whose errors have OpenAI's form."""
     return path == PREFIX or path.startswith(PREFIX + "/")
 
 
 def body(status: int, why: Reason, *, param: str | None = None) -> dict[str, Any]:
-    """One failure as JSON has it, with what `/api` says of it besides."""
+    """Return the JSON body of a failure: OpenAI's fields, and `peers` and `next_step` as under `/api`."""
     kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     usual = "invalid_request_error" if status < 500 else "server_error"
-    told = {"message": " ".join(why.text.split()), "type": kind.get(status, usual), "param": param, "code": why.code}
-    return {"error": {**told, "peers": list(why.peers), "next_step": why.next_step}}
+    error = {"message": " ".join(why.text.split()), "type": kind.get(status, usual), "param": param, "code": why.code}
+    return {"error": {**error, "peers": list(why.peers), "next_step": why.next_step}}
 
 
 def failure(status: int, why: Reason, *, param: str | None = None) -> JSONResponse:
-    """One failure as an answer."""
+    """Return a failure as a response."""
     return JSONResponse(body(status, why, param=param), status)
 
 
 def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """An error of ours."""
+    """Return the HTTP status and JSON body for an `AppError`, `P2PError` or `EngineError`."""
     why = reason_of(error)
     if isinstance(error, OpenAIError):
         return error.status, body(error.status, why, param=error.param)
@@ -62,14 +62,14 @@ def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
     return status, body(status, why)
 
 
-def told(error: Exception) -> JSONResponse:
-    """An error of ours as an answer."""
+def response_to(error: Exception) -> JSONResponse:
+    """Return the response for an `AppError`, `P2PError` or `EngineError`."""
     status, content = status_and_body(error)
     return JSONResponse(content, status)
 
 
 def invalid(errors: Sequence[Any]) -> JSONResponse:
-    """What is wrong with a request's form; a field that is not served is named as such."""
+    """Return the response to a request that failed validation; an unsupported field goes first and is named."""
     first = next((error for error in errors if error["type"] == "unsupported"), errors[0])
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "unsupported":
@@ -77,6 +77,6 @@ def invalid(errors: Sequence[Any]) -> JSONResponse:
         text = first["msg"] if not where else f"{where}: {first['msg']}"
         return failure(400, because("unsupported_parameter", text), param=param)
     if first["type"] == "extra_forbidden":
-        return failure(400, because("unsupported_parameter", f"{where} is not supported here"), param=where)
+        return failure(400, because("unsupported_parameter", f"{where} is not supported"), param=where)
     why = because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}")
     return failure(400, why, param=where or None)

@@ -1,7 +1,7 @@
-"""What OpenAI's clients may ask: which fields count, which may be there because they change nothing, which are refused.
+"""The request bodies of OpenAI's endpoint: fields that take effect, fields accepted without effect, fields refused.
 
-Nothing is ignored in silence: a field that would change a reply and is not served is refused by its name, unless its
-value is the one that means "without it".
+No field is ignored silently: an unsupported field that would change a reply is refused by name, unless its value is the
+one that switches it off.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from app.routing.route import MAX_PRIVATE_BLOCKS
 DEFAULT_MAX_TOKENS = 512
 _MAX_TEXT = 2**19
 _MAX_TOKENS = 10**6
-_LEAST_TOP_P = 1e-9  # keeps the best token alone
+_LEAST_TOP_P = 1e-9  # keeps only the most likely token
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
-Unserved = Mapping[str, tuple[Any, ...]]  # a field's name to the values, besides null, that mean "without it"
+Unsupported = Mapping[str, tuple[Any, ...]]  # a field's name -> the values, besides null, that switch it off
 
-_OF_A_MESSAGE: Unserved = {
+_MESSAGE_UNSUPPORTED: Unsupported = {
     "name": (),
     "refusal": ("",),
     "audio": (),
@@ -33,9 +33,9 @@ _OF_A_MESSAGE: Unserved = {
     "function_call": (),
     "tool_calls": ([],),
 }
-_OF_BOTH: Unserved = {"n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
-_OF_CHAT: Unserved = {
-    **_OF_BOTH,
+_COMMON_UNSUPPORTED: Unsupported = {"n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},)}
+_CHAT_UNSUPPORTED: Unsupported = {
+    **_COMMON_UNSUPPORTED,
     "store": (False,),
     "service_tier": ("auto", "default"),
     "response_format": ({"type": "text"},),
@@ -53,20 +53,26 @@ _OF_CHAT: Unserved = {
     "verbosity": (),
     "web_search_options": (),
 }
-_OF_TEXT: Unserved = {**_OF_BOTH, "best_of": (1,), "echo": (False,), "logprobs": (), "suffix": ("",)}
+_TEXT_UNSUPPORTED: Unsupported = {
+    **_COMMON_UNSUPPORTED,
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": ("",),
+}
 
 
-def _served(values: Any, unserved: Unserved) -> Any:
-    """The fields that count; raises where one that is not served would change the reply."""
+def _without_unsupported(values: Any, unsupported: Unsupported) -> Any:
+    """Return the fields without the unsupported ones; raises if one of those would change the reply."""
     if not isinstance(values, dict):
         return values
-    for name, harmless in unserved.items():
+    for name, off_values in unsupported.items():
         value = values.get(name)
-        # True equals 1 in Python, and is something else to whoever sent it.
-        same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless)
+        # True == 1 in Python, but not in the JSON of the client.
+        same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in off_values)
         if value is not None and not any(same):
-            raise PydanticCustomError("unsupported", "{field} is not supported here", {"field": name})
-    return {name: value for name, value in values.items() if name not in unserved}
+            raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name})
+    return {name: value for name, value in values.items() if name not in unsupported}
 
 
 class _OpenAIBody(BaseModel):
@@ -74,7 +80,7 @@ class _OpenAIBody(BaseModel):
 
 
 class TextPart(_OpenAIBody):
-    """A piece of a message's text."""
+    """One text part of a message's content."""
 
     type: Literal["text"]
     text: str = Field(max_length=_MAX_TEXT)
@@ -84,9 +90,7 @@ def _only_text(parts: Any) -> Any:
     for part in parts if isinstance(parts, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError(
-                "unsupported", "content of type {kind} is not supported here", {"kind": kind[:40]}
-            )
+            raise PydanticCustomError("unsupported", "content of type {kind} is not supported", {"kind": kind[:40]})
     return parts
 
 
@@ -95,8 +99,8 @@ class OpenAIMessage(_OpenAIBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unserved(cls, values: Any) -> Any:
-        return _served(values, _OF_A_MESSAGE)
+    def _drop_unsupported(cls, values: Any) -> Any:
+        return _without_unsupported(values, _MESSAGE_UNSUPPORTED)
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -105,27 +109,27 @@ class OpenAIMessage(_OpenAIBody):
     ] = None
 
     def message(self) -> dict[str, str]:
-        """As chat templates take it."""
+        """Convert to the form that chat templates take: one role and one text."""
         parts = self.content or ""
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         return {"role": _ROLES[self.role], "content": text}
 
 
 class StreamOptions(_OpenAIBody):
-    """What a stream holds besides the reply."""
+    """Options of a streamed reply."""
 
     include_usage: bool = False
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unserved(cls, values: Any) -> Any:
-        return _served(values, {"include_obfuscation": (False,)})
+    def _drop_unsupported(cls, values: Any) -> Any:
+        return _without_unsupported(values, {"include_obfuscation": (False,)})
 
 
-class _Asked(_OpenAIBody):
-    """What both kinds of completion share."""
+class _CompletionBody(_OpenAIBody):
+    """Fields that chat and text completions share."""
 
-    unserved: ClassVar[Unserved] = {}
+    unsupported: ClassVar[Unsupported] = {}
 
     model: str = Field(max_length=256)
     stream: bool | None = False
@@ -139,40 +143,40 @@ class _Asked(_OpenAIBody):
         | Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)]
         | None
     ) = None
-    # Shoal's own, by `extra_body`.
+    # Shoal's own fields; clients of OpenAI send them by `extra_body`.
     top_k: int | None = Field(default=0, ge=0, le=10**6)
     min_p: float | None = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
     private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
-    # Taken and of no effect on a reply.
+    # Accepted, without effect on a reply.
     user: str | None = Field(default=None, max_length=1024)
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unserved(cls, values: Any) -> Any:
-        return _served(values, cls.unserved)
+    def _drop_unsupported(cls, values: Any) -> Any:
+        return _without_unsupported(values, cls.unsupported)
 
     @model_validator(mode="after")
-    def _options_belong_to_streams(self) -> _Asked:
+    def _check_stream_options(self) -> _CompletionBody:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options need stream to be true")
+            raise PydanticCustomError("stream_options", "stream_options needs stream to be true")
         return self
 
     @property
-    def longest(self) -> int | None:
-        """How many tokens the reply may have."""
+    def token_limit(self) -> int | None:
+        """Largest number of tokens of the reply; None if the client set none."""
         return self.max_tokens
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """True if the last event of a stream states the number of tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def settings(self) -> dict[str, Any]:
-        """The reply's settings as the node takes them; without a seed each reply is another."""
+        """Return the fields of `ReplyRequest` but the prompt; without a seed the clock gives one, so replies differ."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return {
-            "max_tokens": self.longest or DEFAULT_MAX_TOKENS,
+            "max_tokens": self.token_limit or DEFAULT_MAX_TOKENS,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": max(1.0 if self.top_p is None else self.top_p, _LEAST_TOP_P),
             "top_k": self.top_k or 0,
@@ -184,10 +188,10 @@ class _Asked(_OpenAIBody):
         }
 
 
-class ChatCompletion(_Asked):
-    """`/v1/chat/completions`."""
+class ChatCompletion(_CompletionBody):
+    """Body of `POST /v1/chat/completions`."""
 
-    unserved = _OF_CHAT
+    unsupported = _CHAT_UNSUPPORTED
 
     messages: list[OpenAIMessage] = Field(min_length=1, max_length=1000)
     max_completion_tokens: int | None = Field(default=None, ge=1, le=_MAX_TOKENS)
@@ -196,26 +200,26 @@ class ChatCompletion(_Asked):
     prompt_cache_key: str | None = Field(default=None, max_length=1024)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatCompletion:
+    def _check_limits(self) -> ChatCompletion:
         both = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(both) > 1:
             raise PydanticCustomError("limits", "max_tokens and max_completion_tokens contradict each other")
         return self
 
     @property
-    def longest(self) -> int | None:
-        """How many tokens the reply may have, by either name."""
+    def token_limit(self) -> int | None:
+        """Largest number of tokens of the reply, by either name of the field."""
         return self.max_completion_tokens or self.max_tokens
 
     def request(self) -> ReplyRequest:
-        """As the node takes it."""
+        """Convert to the node's own request."""
         return ReplyRequest(messages=tuple(message.message() for message in self.messages), **self.settings())
 
 
-class TextCompletion(_Asked):
-    """`/v1/completions`."""
+class TextCompletion(_CompletionBody):
+    """Body of `POST /v1/completions`."""
 
-    unserved = _OF_TEXT
+    unsupported = _TEXT_UNSUPPORTED
 
     prompt: (
         Annotated[str, Field(max_length=_MAX_TEXT)]
@@ -224,12 +228,12 @@ class TextCompletion(_Asked):
     )
 
     @property
-    def longest(self) -> int | None:
-        """OpenAI's own default for raw completions is 16."""
+    def token_limit(self) -> int | None:
+        """Largest number of tokens of the reply; 16 by default, as OpenAI's for text completions."""
         return self.max_tokens or 16
 
     def request(self) -> ReplyRequest:
-        """As the node takes it."""
+        """Convert to the node's own request."""
         prompt = self.prompt[0] if isinstance(self.prompt, list) and isinstance(self.prompt[0], str) else self.prompt
         text = prompt if isinstance(prompt, str) else tuple(int(token_id) for token_id in prompt)
         return ReplyRequest(prompt=text, **self.settings())

@@ -1,4 +1,7 @@
-"""The routes: each reads its request, asks the node, and writes the answer."""
+"""The routes under `/api`, with `/healthz` and `/metrics`, and the application that holds all routes.
+
+Each route checks its request's body, calls one method of `Control`, and returns facts as JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api import failures, openai
-from app.api.control import Control, Joining
+from app.api.control import Control
 from app.api.events import stream
 from app.api.guard import Application, Guard
 from app.api.metrics import MEDIA_TYPE, exposition
@@ -32,7 +35,7 @@ class _Body(BaseModel):
 
 
 class CreateRequest(_Body):
-    """What `create` needs."""
+    """The new swarm's name and model."""
 
     name: str = Field(max_length=_MAX_TEXT)
     model: str = Field(max_length=_MAX_TEXT)
@@ -52,13 +55,13 @@ class LeaveRequest(_Body):
 
 
 class InviteRequest(_Body):
-    """The swarm to invite to; null is the active one."""
+    """The swarm to invite to; null means the active one."""
 
     name: str | None = Field(default=None, max_length=_MAX_TEXT)
 
 
 class PauseRequest(_Body):
-    """For how long; null is until `resume`."""
+    """Seconds to pause; null means until `resume`."""
 
     for_s: float | None = Field(default=None, ge=1, le=LONGEST_S)
 
@@ -71,7 +74,7 @@ class Message(_Body):
 
 
 class ChatRequest(_Body):
-    """A conversation, and how its next message is to be chosen."""
+    """A conversation, and how its next message is sampled."""
 
     messages: list[Message] = Field(min_length=1, max_length=1000)
     max_tokens: int = Field(default=512, ge=1, le=10**6)
@@ -85,20 +88,20 @@ class ChatRequest(_Body):
     private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
 
     def request(self) -> ReplyRequest:
-        """As the node takes it."""
+        """Convert to the node's own request."""
         values = self.model_dump(exclude={"messages", "stop"})
         messages = tuple(message.model_dump() for message in self.messages)
         return ReplyRequest(messages=messages, stop=tuple(self.stop), **values)
 
 
 class SettingRequest(_Body):
-    """A setting's new value as a person writes it; null is its default."""
+    """A setting's new value as the user writes it; null resets it to its default."""
 
     value: str | None = Field(max_length=_MAX_TEXT)
 
 
 def build_application(control: Control, token: str, version: str, *, everywhere: bool = False) -> Application:
-    """The whole API, guarded; `everywhere` where it listens on more than loopback."""
+    """Return the whole API behind its `Guard`; `everywhere` is for an API that listens on more than loopback."""
     application = FastAPI(title="Shoal", version=version, redoc_url=None)
     failures.install(application)
 
@@ -110,14 +113,14 @@ def build_application(control: Control, token: str, version: str, *, everywhere:
     async def metrics() -> Response:
         return Response(exposition(control.snapshot()), media_type=MEDIA_TYPE)
 
-    application.include_router(_looking(control), prefix="/api")
-    application.include_router(_acting(control), prefix="/api")
-    application.include_router(_configuring(control), prefix="/api")
+    application.include_router(_read_routes(control), prefix="/api")
+    application.include_router(_command_routes(control), prefix="/api")
+    application.include_router(_config_routes(control), prefix="/api")
     application.include_router(openai.routes(control), prefix=openai.PREFIX)
     return Guard(application, token, everywhere=everywhere)
 
 
-def _looking(control: Control) -> APIRouter:
+def _read_routes(control: Control) -> APIRouter:
     router = APIRouter()
 
     @router.get("/snapshot")
@@ -126,7 +129,7 @@ def _looking(control: Control) -> APIRouter:
 
     @router.get("/events", response_class=Response)
     async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> Response:
-        return EventStream(stream(control, last_event_id), "text/event-stream", failures.told)
+        return EventStream(stream(control, last_event_id), "text/event-stream", failures.response_to)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
@@ -167,16 +170,16 @@ def _looking(control: Control) -> APIRouter:
     return router
 
 
-def _acting(control: Control) -> APIRouter:
+def _command_routes(control: Control) -> APIRouter:
     router = APIRouter()
 
     @router.post("/create")
     async def create(request: CreateRequest) -> dict[str, Any]:
-        return _joining(await control.create(request.name, request.model, private=request.private))
+        return facts(await control.create(request.name, request.model, private=request.private))
 
     @router.post("/join")
     async def join(request: JoinRequest) -> dict[str, Any]:
-        return _joining(await control.join(request.target))
+        return facts(await control.join(request.target))
 
     @router.post("/leave")
     async def leave(request: LeaveRequest) -> dict[str, Any]:
@@ -189,7 +192,7 @@ def _acting(control: Control) -> APIRouter:
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:
-        return EventStream(json_lines(control.reply(request.request())), "application/x-ndjson", failures.told)
+        return EventStream(json_lines(control.reply(request.request())), "application/x-ndjson", failures.response_to)
 
     @router.post("/pause")
     async def pause(request: PauseRequest) -> dict[str, Any]:
@@ -211,7 +214,7 @@ def _acting(control: Control) -> APIRouter:
     return router
 
 
-def _configuring(control: Control) -> APIRouter:
+def _config_routes(control: Control) -> APIRouter:
     router = APIRouter()
 
     @router.get("/config")
@@ -224,7 +227,3 @@ def _configuring(control: Control) -> APIRouter:
         return control.config().facts(name)
 
     return router
-
-
-def _joining(outcome: Joining) -> dict[str, Any]:
-    return facts(outcome)

@@ -1,4 +1,7 @@
-"""The API's socket and server: loopback unless a person says otherwise, hypercorn on the node's own trio loop."""
+"""The API's socket and server: loopback unless `api_host` says otherwise, hypercorn in the node's own trio loop.
+
+`app.api.supervisor` restarts the server if it fails.
+"""
 
 from __future__ import annotations
 
@@ -21,50 +24,54 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 HOST = "127.0.0.1"
-# Answers that are under way when the node leaves get this long; streams of events end by themselves before.
+# Seconds that open responses get to finish when the node stops; event streams end by themselves before that.
 GRACE_S = 2.0
 
 log = logging.getLogger("shoal.api")
 
 
 class PortInUse(AppError):
-    """The port that was asked for the API is taken; choose another --api-port, or 0 for any free one."""
+    """The API's port is taken: choose another --api-port, or 0 for any free one."""
 
     code = "port_in_use"
 
 
 class NoSuchAddress(AppError):
-    """The API cannot listen on the address that was asked for; set `api_host` to one of this machine's."""
+    """The API cannot listen on this address: set `api_host` to an address of this machine."""
 
     code = "no_such_address"
 
 
 def open_socket(port: int, *, explicit: bool, host: str = HOST) -> socket.socket:
-    """A listening socket; a default port that is taken gives way to any free one, a chosen one does not."""
+    """Return a listening socket for the API.
+
+    If the port is taken, any free one is used instead, unless the user chose it (`explicit`): then raises `PortInUse`.
+    Raises `NoSuchAddress` if `host` is not an IP address of this machine.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        raise NoSuchAddress(f"the setting api_host is {host[:60]!r}, which is no IP address: write 127.0.0.1") from None
+        raise NoSuchAddress(f"the setting api_host is {host[:60]!r}, not an IP address: use 127.0.0.1") from None
     if not address.is_loopback:
-        log.warning("the API listens on %s: whoever reaches it and learns its token commands this node", host)
+        log.warning("the API listens on %s: anyone who can reach it and has its token controls this node", host)
     try:
         return _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            raise NoSuchAddress(f"the API cannot listen on {host}: it is no address of this machine") from None
+            raise NoSuchAddress(f"the API cannot listen on {host}: it is not an address of this machine") from None
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         if explicit:
             raise PortInUse(f"the API's port {port} is taken: choose another --api-port, or 0 for any") from None
-        log.info("the API's usual port %s is taken; any free one is used", port)
+        log.info("the API's default port %s is taken: using any free one", port)
         return _listen(host, 0)
 
 
 def url_of(sock: socket.socket) -> str:
-    """The API's address."""
+    """Return the URL at which this machine reaches the API."""
     host, port = sock.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
-        host = HOST if sock.family == socket.AF_INET else "::1"  # it listens everywhere, so here too
+        host = HOST if sock.family == socket.AF_INET else "::1"  # listens on all addresses, so on loopback too
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
@@ -75,7 +82,7 @@ async def serve(
     *,
     task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve on `sock`, which is closed at the end, until `until` returns."""
+    """Serve on `sock` until `until` returns; closes `sock`."""
     config = ServerConfig()
     config.bind = [f"fd://{sock.detach()}"]
     config.graceful_timeout = GRACE_S
@@ -104,7 +111,7 @@ def _listen(host: str, port: int) -> socket.socket:
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        # At once: until it listens, another process could still bind the same port.
+        # Now, because until it listens another process can bind the same port.
         sock.listen(100)
     except BaseException:
         sock.close()

@@ -1,6 +1,6 @@
-"""A response whose body comes piece by piece, and whose source is closed the moment the client is gone.
+"""Streamed responses, whose source is closed as soon as the client disconnects.
 
-What fails before the first piece has a status of its own; what fails later is told in the stream.
+An error before the first piece gets an HTTP status of its own; a later one is reported inside the stream.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from app.core.errors import AppError, reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
-OURS = (AppError, P2PError, EngineError)
-Refuse = Callable[[Exception], Response]
+OUR_ERRORS = (AppError, P2PError, EngineError)
+ErrorResponse = Callable[[Exception], Response]
 
 
 class EventStream(Response):
-    """Sends what an async generator yields; the generator is always run to its end or closed, whoever leaves first."""
+    """Sends what an async generator yields; the generator is always run to its end or closed."""
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, refuse: Refuse) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, error_response: ErrorResponse) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
         del self.headers["content-length"]
-        self._chunks, self._refuse = chunks, refuse
+        self._chunks, self._error_response = chunks, error_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One client."""
+        """Send the whole stream to one client, as an ASGI application."""
         async with trio.open_nursery() as nursery, aclosing(self._chunks) as chunks:
-            nursery.start_soon(_cancel_when_gone, receive, nursery.cancel_scope)
+            nursery.start_soon(_cancel_on_disconnect, receive, nursery.cancel_scope)
             try:
                 chunk: bytes | None = await anext(chunks, None)
-            except OURS as error:
-                await self._refuse(error)(scope, receive, send)
+            except OUR_ERRORS as error:
+                await self._error_response(error)(scope, receive, send)
                 nursery.cancel_scope.cancel()
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -49,21 +49,21 @@ class EventStream(Response):
             nursery.cancel_scope.cancel()
 
 
-async def _cancel_when_gone(receive: Receive, scope: trio.CancelScope) -> None:
+async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()
 
 
 async def json_lines(pieces: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """One JSON value a line; a failure in the middle is the last line."""
+    """Yield one JSON value per line; an error after the first line is the last line."""
     began = False
     async with aclosing(pieces):
         try:
             async for value in pieces:
                 yield _line(value)
                 began = True
-        except OURS as error:
+        except OUR_ERRORS as error:
             if not began:
                 raise
             yield _line(failures.body(type(error).__name__, reason_of(error)))

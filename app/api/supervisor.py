@@ -1,6 +1,7 @@
-"""The node's API as a part that is kept alive: tried now and then as anybody would, and begun anew where it fails.
+"""Keeps the node's API alive: tests it with a request every `EVERY_S`, and restarts it after a crash or a failed test.
 
-The port stays the same throughout: whoever connects while the API begins anew waits a moment in the socket's queue.
+The listening socket stays open throughout, so the port does not change, and clients that connect during a restart wait
+in the socket's queue. `app.api.server` does the serving.
 """
 
 from __future__ import annotations
@@ -21,46 +22,48 @@ from p2p.supervise import supervise
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
-TRY_AGAIN_S = 1.0  # after a failed try, until it works again
+EVERY_S = 30.0
+TRY_AGAIN_S = 1.0  # between tests after a failed one, until one succeeds
+PATIENCE_S = 20.0  # a machine under full load answers slowly
 
 log = logging.getLogger("shoal.api")
 
 
 class ApiHealth:
-    """Whether the API answers, for those who offer something only while it does."""
+    """Result of the API's latest test; other parts of the node stop hosting while `trouble` is set."""
 
     def __init__(self) -> None:
         self.trouble: Reason | None = None
-        self._news = trio.Event()
+        self._changed = trio.Event()
 
     async def wait_change(self) -> None:
-        """Return after the next change."""
-        await self._news.wait()
+        """Wait until the API starts to fail, or works again."""
+        await self._changed.wait()
 
     def note(self, trouble: Reason | None) -> None:
-        """What the last try said."""
+        """Record the result of a test; None means that the API answered."""
         if (trouble is None) != (self.trouble is None):
             self.trouble = trouble
-            news, self._news = self._news, trio.Event()
-            news.set()
+            changed, self._changed = self._changed, trio.Event()
+            changed.set()
 
 
 class ApiSupervisor:
-    """The API on one socket; `run` ends after `end`."""
+    """Serves the API on one socket; `run` returns after `end` was called."""
 
     def __init__(self, sock: socket, build: Callable[[], Application], health: ApiHealth) -> None:
         self._sock, self._build, self._health = sock, build, health
         self.url = server.url_of(sock)
-        self._over, self._ended = trio.Event(), trio.Event()
+        self._stopping, self._ended = trio.Event(), trio.Event()
         self._serving = trio.CancelScope()
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve, and begin anew after a crash or a failed try."""
-        task_status.started()  # the socket listens already, so that nobody who comes now is turned away
+        """Serve, and restart after a crash or a failed test."""
+        task_status.started()  # the socket listens already, so clients that connect now are queued
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch)
             try:
-                while not self._over.is_set():
+                while not self._stopping.is_set():
                     with trio.CancelScope() as self._serving:
                         await supervise("the API", self._serve)
             finally:
@@ -69,31 +72,27 @@ class ApiSupervisor:
             nursery.cancel_scope.cancel()
 
     async def end(self) -> None:
-        """Let answers that are under way finish, a moment at most, then stop."""
-        self._over.set()
+        """Stop serving; open responses get `server.GRACE_S` seconds to finish."""
+        self._stopping.set()
         await self._ended.wait()
 
     async def _serve(self) -> None:
-        await server.serve(self._build(), self._sock.dup(), self._over.wait)
+        await server.serve(self._build(), self._sock.dup(), self._stopping.wait)
 
     async def _watch(self) -> None:
         while True:
             await trio.sleep(EVERY_S if self._health.trouble is None else TRY_AGAIN_S)
             trouble = await api_trouble(self.url)
             self._health.note(trouble)
-            if trouble is not None and not self._over.is_set():
-                log.error("the API failed its own test and starts anew: %s", trouble.text)
+            if trouble is not None and not self._stopping.is_set():
+                log.error("the API failed its own test and is restarted: %s", trouble.text)
                 self._serving.cancel()
 
 
-EVERY_S = 30.0
-PATIENCE_S = 20.0  # a device under full load takes its time
-
-
 async def api_trouble(url: str) -> Reason | None:
-    """Why the node's own API does not answer, or None."""
+    """Send the API a request, and return why it failed, or None if it answered."""
     parts = urlsplit(url)
-    assert parts.hostname is not None, "the API's address is our own"
+    assert parts.hostname is not None, "`server.url_of` always names a host"
     trouble = "the API does not answer as it should"
     try:
         with trio.fail_after(PATIENCE_S):

@@ -1,7 +1,7 @@
-"""The asker: prompts in, replies out, through whatever hops the swarm offers.
+"""The asker: generates replies to prompts over the hops of the swarm.
 
-It runs the model's two ends and chooses the tokens; `app.asker.route_session` keeps the hops. A reply is an async
-iterator inside an async context, so that leaving the context frees the hops at once, whatever happened.
+It runs embedding, head and sampler; `app.asker.route_session` runs the blocks in between over the hops. A reply is an
+async iterator inside an async context: leaving the context frees the hops at once, whatever happened.
 
     async with asker.reply(prompt_ids, settings, max_tokens=50) as reply:
         async for piece in reply: ...
@@ -18,13 +18,10 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from app.asker.audit import Auditor
-from app.asker.audit_sample import AuditSample, AuditSampler, HiddenStates, last_state
 from app.asker.evidence import Deviation, precisions
 from app.asker.head_batcher import HeadBatcher
-from app.asker.hop_links import HopLinks
-from app.asker.reply import Reply
-from app.asker.route_hops import RouteSource, SessionSettings, SessionShape
-from app.asker.route_session import RouteSession
+from app.asker.reply import AuditSample, AuditSampler, HiddenStates, Reply, last_state
+from app.asker.route_session import HopLinks, RouteSession, RouteSource, SessionSettings, SessionShape
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import Device, ReplyEnds, TokenChoice
 from app.core.errors import AppError
@@ -48,7 +45,7 @@ class PromptTooLong(AppError):
 
 @dataclass(frozen=True)
 class AskerOptions:
-    """What an asker takes from its node besides the network: settings of sessions, the person's wishes, and trust."""
+    """Session settings, the user's privacy preferences, trust in peers, and a source of randomness."""
 
     session: SessionSettings = field(default_factory=SessionSettings)
     preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences
@@ -67,14 +64,14 @@ class Asker:
         members: Members,
         *,
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
-        outlook: AskerOptions | None = None,
+        options: AskerOptions | None = None,
     ) -> None:
-        outlook = outlook or AskerOptions()
+        options = options or AskerOptions()
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
-        self._settings, self._rng = outlook.session, outlook.rng
-        self.planner = RoutePlanner(network, members, outlook.preferences, outlook.book)
-        self._auditor = Auditor(_AuditContext(self), outlook.book, outlook.rng)
+        self._settings, self._rng = options.session, options.rng
+        self.planner = RoutePlanner(network, members, options.preferences, options.book)
+        self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
         self._links: HopLinks | None = None
         self._replies: dict[bytes, Reply] = {}
         self._latest: AskedSession | None = None
@@ -83,11 +80,11 @@ class Asker:
 
     @property
     def bans(self) -> Bans:
-        """Who is avoided for a while."""
+        """Peers that routes avoid for a while."""
         return self.planner.bans
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Keep the streams to hops until cancelled."""
+        """Keep the streams to hops open, and audit, until cancelled."""
         async with trio.open_nursery() as nursery:
             self._links = HopLinks(self._network, nursery, self._own_server)
             nursery.start_soon(self._auditor.run)
@@ -98,15 +95,18 @@ class Asker:
     async def reply(
         self, prompt_ids: Sequence[int], settings: Any, *, max_tokens: int, private_blocks: int | None = None
     ) -> AsyncIterator[Reply]:
-        """Begin a reply of at most `max_tokens`; `settings` go to the ends as they are."""
+        """Begin a reply of at most `max_tokens`; `settings` go to head and sampler as they are.
+
+        Raises `PromptTooLong`.
+        """
         context = self._ends.context_length
         if len(prompt_ids) >= context:
             raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
             )
         text = self._ends.begin(prompt_ids, settings)
-        demand = self._demand(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
-        async with self._counted(SessionRoutes(self.planner, demand), demand.tokens) as session:
+        request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
+        async with self._counted(SessionRoutes(self.planner, request), request.tokens) as session:
             reply = self._replies[session.id] = Reply(
                 session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng)
             )
@@ -114,16 +114,18 @@ class Asker:
             try:
                 yield reply
             finally:
-                self._ended(self._replies.pop(session.id), demand, settings)
+                self._ended(self._replies.pop(session.id), request, settings)
 
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
-        """A session of at most `tokens` tokens, for those who choose them themselves."""
-        async with self._counted(SessionRoutes(self.planner, self._demand(tokens, prompt_tokens)), tokens) as session:
+        """Open a session of at most `tokens` tokens, for callers that choose the tokens themselves."""
+        async with self._counted(
+            SessionRoutes(self.planner, self._route_request(tokens, prompt_tokens)), tokens
+        ) as session:
             yield session
 
     def stats(self) -> AskerStats:
-        """What this asker does and did."""
+        """Figures of replies under way, and totals."""
         link_s, now = self.planner.link_s(), trio.current_time()
         replies = list(self._replies.values())
         return AskerStats(
@@ -135,48 +137,48 @@ class Asker:
             audits=self._auditor.counts,
         )
 
-    def _demand(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
+    def _route_request(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
         blocks = self._ends.n_blocks
         privacy = self.planner.privacy(blocks, private_blocks)
         return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
 
-    def _ended(self, reply: Reply, demand: RouteRequest, settings: Any) -> None:
-        """Count a reply, learn from it how fast its hops are, and keep something to audit."""
+    def _ended(self, reply: Reply, request: RouteRequest, settings: Any) -> None:
+        """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
         stats = reply.stats
         self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
         self._prompt_tokens += stats.prompt_tokens
         if seen.route_s is not None and not stats.recoveries:
-            self.planner.record_token_time(stats.route, seen.route_s, demand)
-        exchange = None
-        if reply.sampler.answers:
-            exchange = AuditSample(
-                reply.tokens,
-                stats.prompt_tokens + reply.sampler.first,
-                tuple(reply.sampler.answers),
-                frozenset(reply.sampler.peers),
-                precisions(stats.route, self.planner.members()),
-                demand.tokens,
-                demand.privacy,
-                settings,
+            self.planner.record_token_time(stats.route, seen.route_s, request)
+        sample, sampler = None, reply.sampler
+        if sampler.answers:
+            sample = AuditSample(
+                tokens=reply.tokens,
+                first=stats.prompt_tokens + sampler.first,
+                answers=tuple(sampler.answers),
+                peers=frozenset(hop.peer for route in sampler.routes for hop in route),
+                precisions=precisions(sampler.routes, self.planner.members()),
+                room=request.tokens,
+                privacy=request.privacy,
+                settings=settings,
             )
-        self._auditor.ended(exchange, len(reply.tokens))
+        self._auditor.ended(sample, len(reply.tokens))
 
     @asynccontextmanager
-    async def _counted(self, guide: RouteSource, tokens: int) -> AsyncIterator[RouteSession]:
+    async def _counted(self, source: RouteSource, tokens: int) -> AsyncIterator[RouteSession]:
         self.active += 1
         try:
-            async with self.open(guide, tokens, self._settings) as session:
+            async with self.open(source, tokens, self._settings) as session:
                 yield session
         finally:
             self.active -= 1
 
     @asynccontextmanager
-    async def open(self, guide: RouteSource, tokens: int, settings: SessionSettings) -> AsyncIterator[RouteSession]:
-        """A session that takes the ways its guide shows, freed at the end."""
+    async def open(self, source: RouteSource, tokens: int, settings: SessionSettings) -> AsyncIterator[RouteSession]:
+        """Open a session over the routes that `source` proposes; it is closed at the end."""
         assert self._links is not None, "the asker is not running"
         shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype)
-        session = RouteSession(self._links, guide, self._embed, shape, settings)
+        session = RouteSession(self._links, source, self._embed, shape, settings)
         try:
             yield session
         finally:
@@ -187,7 +189,7 @@ class Asker:
 
 
 class _AuditContext:
-    """What auditing needs of an asker; see `app.asker.audit.AuditContext`."""
+    """Opens sessions and computes heads for audits; satisfies `app.asker.audit.AuditContext`."""
 
     def __init__(self, asker: Asker) -> None:
         self._asker = asker
@@ -204,10 +206,10 @@ class _AuditContext:
     @asynccontextmanager
     async def pinned(self, route: Route, room: int) -> AsyncIterator[RouteSession]:
         asker = self._asker
-        guide = PinnedRoute(asker.planner, asker._demand(room, 0), route)
-        # A route that breaks is no longer the one that is asked about.
+        source = PinnedRoute(asker.planner, asker._route_request(room, 0), route)
+        # An audit is about this route: if it breaks, no other is taken.
         settings = replace(asker._settings, first_route_s=0.0, new_route_s=0.0)
-        async with asker.open(guide, room, settings) as session:
+        async with asker.open(source, room, settings) as session:
             yield session
 
     async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenStates:

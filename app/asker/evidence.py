@@ -1,8 +1,8 @@
-"""Who lied, from answers to the same tokens over different routes. Pure.
+"""Finds the peers that returned wrong results, from answers to the same tokens over different routes. Pure.
 
 Answers that agree form a group. An explanation is a smallest set of peers such that all routes without them agree, and
-all routes with them (strictly) say something else. Routes are tried until one explanation is left, or no other route
-could tell those that are left apart.
+all routes with them (strictly) give another answer. Routes are tried until one explanation is left, or no other route
+could tell the remaining ones apart.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from app.routing.route import Route
 from app.swarm.records import Announcement
 
-_MOST_LIARS = 2  # beyond it there are too many stories to tell apart
+_MOST_LIARS = 2  # with more there are too many explanations to tell apart
 
 
 class Tolerance(NamedTuple):
-    """How far two honest answers may lie apart."""
+    """Largest difference between two honest answers."""
 
     relative: float  # mean length of the difference, over the length of the answer
     scale: float  # one answer as a multiple of the other, less 1
@@ -33,31 +33,40 @@ ROUGH = Tolerance(0.15, 0.025)
 
 
 class Deviation(NamedTuple):
-    """How far two answers lie apart; as in `Tolerance`."""
+    """Difference between two answers; fields as in `Tolerance`."""
 
     relative: float
     scale: float
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether honest peers may differ so much; what is not a number never is."""
+        """True if honest peers may differ by this much; NaN is never within."""
         return self.relative <= tolerance.relative and abs(self.scale) <= tolerance.scale
 
 
-def precisions(route: Route, members: Iterable[Announcement]) -> tuple[str, ...]:
-    """For each block of a route in which numbers it is computed, as its holder says."""
-    said = {m.peer: f"{m.quantisation} {m.dtype}" for m in members}
-    return tuple(said.get(hop.peer, "?") for hop in route for _ in hop.span.blocks())
+def precisions(routes: Sequence[Route], members: Iterable[Announcement]) -> tuple[str, ...]:
+    """For each block, the number format of the peers that computed it on any of these routes.
+
+    Several formats are joined, and "?" stands for a peer that is no longer known: such blocks are never compared as
+    exact.
+    """
+    announced = {m.peer: f"{m.quantisation} {m.dtype}" for m in members}
+    formats: dict[int, set[str]] = {}
+    for route in routes:
+        for hop in route:
+            for block in hop.span.blocks():
+                formats.setdefault(block, set()).add(announced.get(hop.peer, "?"))
+    return tuple(" or ".join(sorted(formats[block])) for block in sorted(formats))
 
 
 def tolerance(one: Sequence[str], other: Sequence[str]) -> Tolerance:
-    """What may lie between answers computed in these precisions: float32 adds nothing, rounding must be the same."""
-    exact = one == other and all(precision.endswith(" f32") for precision in one)
+    """The tolerance between answers of these precisions: exact only if every block was float32 in both, alike."""
+    exact = one == other and all(precision.endswith(" f32") and " or " not in precision for precision in one)
     return EXACT if exact else ROUGH
 
 
 @dataclass(frozen=True)
 class Observation:
-    """An answer: who took part, and the group of answers that it agrees with."""
+    """One answer: the peers that took part, and the group of answers that it agrees with."""
 
     peers: frozenset[str]
     group: int
@@ -67,7 +76,7 @@ Explanation = frozenset[str]
 
 
 def explanations(seen: Sequence[Observation], not_accused: Collection[str]) -> tuple[list[Explanation], bool]:
-    """The smallest sets of liars that explain all answers, and whether they then lied every time."""
+    """Return the smallest sets of liars that explain all answers, and whether they then lied every time."""
     peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(not_accused))
     for size in range(1, _MOST_LIARS + 1):
         for always in (True, False):
@@ -85,9 +94,9 @@ def _explains(liars: Collection[str], seen: Sequence[Observation], always: bool)
 
 
 def undecided(peers: Collection[str], stories: Sequence[Explanation], seen: Sequence[Observation]) -> int:
-    """How many explanations would be left at worst after an answer in which these peers take part."""
+    """Number of explanations left, at worst, after one more answer in which these peers take part."""
     if any(one.peers == set(peers) for one in seen):
-        return len(stories)  # the same again
+        return len(stories)  # this answer is known already
     expected: Counter[object] = Counter()
     for liars in stories:
         if liars.isdisjoint(peers):
@@ -99,6 +108,6 @@ def undecided(peers: Collection[str], stories: Sequence[Explanation], seen: Sequ
 
 
 def blame(stories: Sequence[Explanation]) -> Mapping[str, float]:
-    """How likely each peer is to have lied, all explanations being equal."""
+    """Probability that each peer lied, if all explanations are equally likely."""
     counts = Counter(peer for liars in stories for peer in liars)
     return {peer: count / len(stories) for peer, count in counts.items()}

@@ -1,7 +1,7 @@
-"""Replies that wait for their next token share one pass through the model's head.
+"""Batches the head: replies that wait for their next token share one pass through head and sampler.
 
-While the device works for some, others gather; they go together next, and so come to the first hop together. Where one
-comes, others may be right behind it: a pass begins when none has come for a moment. A reply alone never waits.
+Requests that arrive during a pass go together in the next, and so reach the first hop together. A pass starts when no
+further request has arrived for an eighth of a pass; a single reply never waits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from weakref import WeakSet
 import trio
 
 from app.core.compute import Device, ReplyEnds, TextPiece, TokenChoice
+from app.core.smoothing import Ewma
 
-_SMOOTH = 0.25
+_SMOOTHING = 0.25
 
 
 class _HeadRequest:
-    """One reply's place in the queue."""
+    """One reply that waits for its next token."""
 
     __slots__ = ("choice", "failure", "piece", "woken")
 
@@ -29,69 +30,69 @@ class _HeadRequest:
 
 
 class HeadBatcher:
-    """Chooses tokens for many replies at a time."""
+    """Chooses the next tokens of many replies at once."""
 
     def __init__(self, ends: ReplyEnds, device: Device) -> None:
         self._ends, self._device = ends, device
         self._waiting: list[_HeadRequest] = []
         self._busy = False
         self._gathering: trio.Event | None = None
-        self._away: WeakSet[Any] = WeakSet()  # replies whose last token was chosen and that have not come back
-        self._pass_s = 0.0
+        self._away: WeakSet[Any] = WeakSet()  # replies whose last token is on its way through the hops
+        self._pass_s = Ewma(_SMOOTHING)
 
     async def choose(self, choice: TokenChoice) -> TextPiece:
-        """The next token of one reply; raises what the ends raise."""
-        ticket = _HeadRequest(choice)
-        self._waiting.append(ticket)
+        """Return the next token of one reply; raises whatever the ends raise."""
+        request = _HeadRequest(choice)
+        self._waiting.append(request)
         self._away.discard(choice.reply)
         if self._gathering is not None:
             self._gathering.set()
         try:
-            while ticket.piece is None and ticket.failure is None:
+            while request.piece is None and request.failure is None:
                 if self._busy:
-                    await ticket.woken.wait()
-                    ticket.woken = trio.Event()
+                    await request.woken.wait()
+                    request.woken = trio.Event()
                 else:
                     await self._lead()
         finally:
-            if ticket in self._waiting:  # cancelled: nobody wants this token any more
-                self._waiting.remove(ticket)
+            if request in self._waiting:  # cancelled
+                self._waiting.remove(request)
                 self._wake_next()
-        if ticket.failure is not None:
-            raise ticket.failure
-        assert ticket.piece is not None
-        return ticket.piece
+        if request.failure is not None:
+            raise request.failure
+        assert request.piece is not None
+        return request.piece
 
     async def _lead(self) -> None:
-        """Choose for all that wait now; the task that found the device free does it for the others."""
+        """Run one pass for all requests; the task that found the device free does it for the others."""
         self._busy = True
-        tickets: list[_HeadRequest] = []
+        requests: list[_HeadRequest] = []
         try:
             await self._gather()
-            tickets, self._waiting = self._waiting, []
+            requests, self._waiting = self._waiting, []
             begin = trio.current_time()
             with trio.CancelScope(shield=True):
-                pieces = await self._device.run(self._ends.choose, [ticket.choice for ticket in tickets])
-            self._pass_s += (_SMOOTH if self._pass_s else 1.0) * (trio.current_time() - begin - self._pass_s)
-            for ticket, piece in zip(tickets, pieces, strict=True):
-                ticket.piece = piece
+                pieces = await self._device.run(self._ends.choose, [request.choice for request in requests])
+            self._pass_s.add(trio.current_time() - begin)
+            for request, piece in zip(requests, pieces, strict=True):
+                request.piece = piece
                 if piece.finish_reason is None:
-                    self._away.add(ticket.choice.reply)
+                    self._away.add(request.choice.reply)
         except Exception as error:
-            for ticket in tickets:
-                ticket.failure = error
+            for request in requests:
+                request.failure = error
         finally:
             self._busy = False
-            for ticket in tickets:
-                ticket.woken.set()
+            for request in requests:
+                request.woken.set()
             self._wake_next()
 
     async def _gather(self) -> None:
-        """Wait until nobody has come for a moment, or half a pass is over, or all are here."""
-        with trio.move_on_after(self._pass_s / 2):
+        """Wait until no request arrives for an eighth of a pass, all are here, or half a pass is over."""
+        with trio.move_on_after(self._pass_s.value / 2):
             while self._away:
                 self._gathering = trio.Event()
-                with trio.move_on_after(self._pass_s / 8) as quiet:
+                with trio.move_on_after(self._pass_s.value / 8) as quiet:
                     await self._gathering.wait()
                 if quiet.cancelled_caught:
                     break

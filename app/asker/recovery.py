@@ -1,4 +1,4 @@
-"""What it means that an answer is late: which hop, or which link between two, is at fault. Pure."""
+"""Decisions after a failure: which hop or link is at fault when an answer is late, and who sends what again. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from app.core.reasons import Reason, because
 from app.routing.route import Route
 from app.session.wire import Frame
 
-MIN_OVERDUE_S = 1.0
-OVERDUE_TIMES = 8.0
-SLOW_LINK_BYTES_PER_S = 250_000  # tokens on their way over such a link are not lost yet
+SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a link takes
 
 
 class HopFailed(Exception):
-    """A hop cannot be used as it is; `blameless` where that is no fault of its own, or it was blamed already."""
+    """A hop cannot be used now; `blameless` if that is not its fault, or was reported already."""
 
     def __init__(self, peer: str, why: Reason, *, busy: bool = False, blameless: bool = False) -> None:
         super().__init__(why.text)
@@ -23,27 +21,25 @@ class HopFailed(Exception):
 
 
 class HopLoss(NamedTuple):
-    """What went missing on a route, and the hop that sent it where another hop did."""
+    """Something was lost on a route; `sender` is the hop that sent it, or empty if the asker did."""
 
     failure: HopFailed
     sender: str = ""
 
 
-def overdue_s(usual_s: float) -> float:
-    """How long to wait for a step that usually takes so long."""
-    return max(MIN_OVERDUE_S, OVERDUE_TIMES * usual_s)
-
-
 class HopProgress:
-    """How far the hops of a route have come since an answer is awaited, as their STATE frames tell."""
+    """Follows the hops' progress while an answer is late, from their STATE frames.
+
+    Claims count up to the tokens that were fed, so a hop can pretend to advance only that often.
+    """
 
     def __init__(self, now: float, row_bytes: int, stuck_s: float) -> None:
         self._row_bytes, self._stuck_s = row_bytes, stuck_s
         self._advanced_at, self._sum = now, -1
 
     def loss(self, route: Route, states: Mapping[str, Frame], epoch: int, fed: int, now: float) -> HopLoss | None:
-        """What went missing between hops that all answer; None while somebody is at work or may still receive."""
-        progress = sum(state.position + state.rows for state in states.values())
+        """Return what was lost between hops that all answer; None while a hop still computes or receives."""
+        progress = sum(min(state.position, fed) + min(state.rows, fed) for state in states.values())
         if progress > self._sum:
             self._advanced_at, self._sum = now, progress
         quiet_s = now - self._advanced_at
@@ -66,25 +62,25 @@ class HopProgress:
 
 
 class HopState(NamedTuple):
-    """What a hop said it holds: cached tokens, and outputs kept for [kept_from, length)."""
+    """What a hop holds of a session: cached tokens, and kept outputs of positions [kept_from, length)."""
 
     length: int
     kept_from: int
 
 
 class ResumePlan(NamedTuple):
-    """What each hop must do, and from where the asker feeds the first."""
+    """What each hop must do, and from which position the asker feeds the first."""
 
-    lengths: tuple[int, ...]  # cached tokens that each hop may keep; less than it has: cut
-    send_from: tuple[int, ...]  # from where each hop's successor needs outputs
+    lengths: tuple[int, ...]  # cached tokens that each hop keeps; it is cut if it has more
+    send_from: tuple[int, ...]  # each hop's successor needs outputs from this position on
     feed_from: int
 
 
 def plan_resume(states: Sequence[HopState], fed: int) -> ResumePlan:
-    """The least work after which the output of token `fed - 1` reaches the asker and every hop has cached all tokens.
+    """Plan the least work after which all hops have cached all tokens and the asker gets the output of the last one.
 
-    A hop that is ahead of its successor replays what it kept; where it kept too little, it is cut back so that it
-    computes those outputs again from its own predecessor, in the end from the asker's tokens.
+    A hop that is ahead of its successor sends its kept outputs again. If it kept too few, it is cut back and computes
+    them again from its own predecessor's outputs, in the end from the asker's tokens.
     """
     needed = fed - 1  # the asker needs the last output alone
     lengths, send_from = [], []

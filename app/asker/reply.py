@@ -1,37 +1,37 @@
-"""One reply as it is being written: its tokens, how they came, and how long they took.
+"""One reply as it is written: its tokens, the times they took, and the sample of answers that an audit may check.
 
-A session carries the tokens (`app.asker.route_session`), a chooser picks them (`app.asker.head_batcher`); both are
-given.
+A `RouteSession` carries the tokens and a `HeadBatcher` chooses them; both are passed in.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import trio
 
-from app.asker.audit_sample import AuditSampler, last_state
 from app.asker.head_batcher import HeadBatcher
 from app.asker.route_session import RouteSession
 from app.asker.stats import AskedSession, HopStats
 from app.core.compute import TextPiece, TokenChoice
-from app.routing.route import LinkSeconds, Route
-from app.session.wire import DTYPE_NAMES
+from app.core.smoothing import Ewma
+from app.routing.route import LinkSeconds, Privacy, Route
+from app.session.wire import DTYPE_NAMES, Frame
 
-_SMOOTH = 0.1
+_SMOOTHING = 0.1
 
 
 @dataclass
 class ReplyStats:
-    """How a reply goes; complete when it has ended."""
+    """Figures of a reply; complete when it has ended."""
 
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     ttft_s: float | None = None
-    tokens_per_s: float | None = None  # behind the first token; None where there was only one
+    tokens_per_s: float | None = None  # after the first token; None if there was only one
     recoveries: int = 0
     moves: int = 0  # to better routes while nothing was wrong
     longest_gap_s: float = 0.0
@@ -39,25 +39,30 @@ class ReplyStats:
 
 
 class Reply:
-    """An iterator over the pieces of one reply."""
+    """Iterates over the pieces of one reply, one for each token."""
 
     def __init__(
-        self, session: RouteSession, text: Any, chooser: HeadBatcher, prompt_ids: Sequence[int], sampler: AuditSampler
+        self,
+        session: RouteSession,
+        text: Any,
+        head_batcher: HeadBatcher,
+        prompt_ids: Sequence[int],
+        sampler: AuditSampler,
     ) -> None:
-        self._session, self._text, self._head_batcher, self.sampler = session, text, chooser, sampler
+        self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
         self._begin = self._last_at = trio.current_time()
         self._first_at = 0.0
-        self._route_s: float | None = None  # of a usual token, on its way through the hops
-        self._ends_s: float | None = None  # and here
+        self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
+        self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
         self.stats = ReplyStats(len(prompt_ids))
 
     def __aiter__(self) -> Reply:
         return self
 
     async def __anext__(self) -> TextPiece:
-        """The next token; raises `NoRoute` or `SessionLost` where the swarm cannot go on."""
+        """Return the next token; raises `NoRoute` or `SessionLost` if the swarm cannot carry the session."""
         if self.stats.finish_reason is not None:
             raise StopAsyncIteration
         token_ids, embedded = self._next
@@ -69,20 +74,20 @@ class Reply:
         self._next = ([piece.token_id], piece.embedding)
         now = trio.current_time()
         if self.stats.route != self._session.route:
-            self._route_s = None
+            self._route_s = Ewma(_SMOOTHING)
         elif self.stats.token_ids and self._session.recoveries == self.stats.recoveries:
-            self._route_s = _smoothed(self._route_s, answered - begin)
-            self._ends_s = _smoothed(self._ends_s, now - answered)
+            self._route_s.add(answered - begin)
+            self._ends_s.add(now - answered)
         self._note(piece, now)
         return piece
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The prompt and the reply so far."""
+        """Token ids of the prompt and of the reply so far."""
         return (*self._prompt_ids, *self.stats.token_ids)
 
     def seen(self, link_s: LinkSeconds, now: float) -> AskedSession:
-        """How it stands."""
+        """The reply's present figures, with the time that a token spends at each hop and link."""
         stats, route, paces = self.stats, self._session.route, self._session.paces
         before = ["", *(hop.peer for hop in route)]
         return AskedSession(
@@ -101,8 +106,8 @@ class Reply:
                 for here, hop in zip(before, route, strict=False)
             ),
             link_s(before[-1], "") if route else None,
-            self._route_s,
-            self._ends_s,
+            self._route_s.value if self._route_s else None,
+            self._ends_s.value if self._ends_s else None,
         )
 
     def _note(self, piece: TextPiece, now: float) -> None:
@@ -119,5 +124,59 @@ class Reply:
         self._last_at = now
 
 
-def _smoothed(usual_s: float | None, took_s: float) -> float:
-    return took_s if usual_s is None else usual_s + _SMOOTH * (took_s - usual_s)
+WINDOW = 8  # answers of a reply that are kept for an audit
+
+
+class HiddenStates(NamedTuple):
+    """One hidden state as it was received: its bytes and number format."""
+
+    data: bytes
+    dtype: str
+
+
+@dataclass(frozen=True)
+class AuditSample:
+    """What an audit needs of a reply: its tokens, the peers that took part, and `WINDOW` answers in a row."""
+
+    tokens: tuple[int, ...]
+    first: int  # number of tokens before the first kept answer
+    answers: tuple[HiddenStates, ...]  # of consecutive tokens
+    peers: frozenset[str]
+    precisions: tuple[str, ...]  # for each block, of all peers that computed it
+    room: int  # tokens that the session could hold
+    privacy: Privacy
+    settings: Any  # of the reply, for head and sampler
+
+    @property
+    def cost(self) -> int:
+        """Tokens that an audit sends through the swarm."""
+        return self.first + len(self.answers) - 1
+
+
+class AuditSampler:
+    """Reservoir sampling: keeps one window of `WINDOW` consecutive answers, every window with equal probability."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._count = 0
+        self.first = 0  # number of the first kept answer
+        self.answers: list[HiddenStates] = []
+        # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones.
+        self.routes: list[Route] = []
+
+    def note(self, answer: HiddenStates, route: Route) -> None:
+        """Take the reply's next answer, which came over this route."""
+        if not self.routes or self.routes[-1] != route:
+            self.routes.append(route)
+        stretch, at = divmod(self._count, WINDOW)
+        if at == 0 and self._rng.random() < 1 / (stretch + 1):
+            self.first, self.answers = self._count, []
+        if self._count < self.first + WINDOW:
+            self.answers.append(answer)
+        self._count += 1
+
+
+def last_state(frame: Frame) -> HiddenStates:
+    """Return the hidden state of the last token of a frame."""
+    size = len(frame.body) // frame.rows
+    return HiddenStates(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])

@@ -1,4 +1,8 @@
-"""Replies from the swarm for this node's own user: the model's two ends here, its blocks wherever they are."""
+"""The reply service: turns a user's request into a reply of the swarm, text in and text out.
+
+It gets tokenizer, embedding and head onto this machine before the first request, and loads them with it; the blocks in
+between run on the hops (`app.asker.asker`).
+"""
 
 from __future__ import annotations
 
@@ -29,16 +33,16 @@ if TYPE_CHECKING:
     from engine.text.reply import ReplySettings
 
 
-ENDS_PATIENCE_S = 30.0  # that a question waits for the model's ends to arrive
+WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
 TRY_AGAIN_S = 15.0
 
 
 @dataclass(frozen=True)
 class ReplyRequest:
-    """A conversation, or a text to go on with, and how what follows is to be chosen."""
+    """A conversation, or a text to continue, and the sampling settings of the reply."""
 
     messages: tuple[Mapping[str, str], ...] = ()
-    prompt: str | tuple[int, ...] | None = None  # a text or its token ids; the messages then do not count
+    prompt: str | tuple[int, ...] | None = None  # a text or its token ids, instead of the messages
     max_tokens: int = 512
     temperature: float = 0.7
     top_k: int = 0
@@ -47,17 +51,17 @@ class ReplyRequest:
     repetition_penalty: float = 1.0
     seed: int = 0
     stop: tuple[str, ...] = ()
-    private_blocks: int | None = None  # at either end, where the settings say less
+    private_blocks: int | None = None  # at either end, if more than the setting says
 
 
 class NoModelHere(AppError):
-    """The model's files are not on this machine, so that it cannot turn text into tokens and back."""
+    """Tokenizer, embedding or head are not on this machine yet."""
 
     code = "model_not_here"
 
 
 class ReplyService:
-    """Asks the swarm; the ends are loaded when the first question comes."""
+    """Answers requests over the swarm; the ends are loaded with the first one."""
 
     def __init__(
         self,
@@ -84,21 +88,21 @@ class ReplyService:
 
     @property
     def active(self) -> int:
-        """How many replies are being written."""
+        """Number of replies being written."""
         return 0 if self._asker is None else self._asker.active
 
     def stats(self) -> AskerStats:
-        """What this node's asker does and did."""
+        """Figures of this node's asker."""
         return AskerStats() if self._asker is None else self._asker.stats()
 
     def unused(self) -> dict[str, Reason]:
-        """Which members no reply goes through now, and why."""
-        outlook = self._options
-        planner = RoutePlanner(self._network, self._announcements, outlook.preferences, outlook.book)
+        """Members that routes do not use now, each with the reason."""
+        options = self._options
+        planner = RoutePlanner(self._network, self._announcements, options.preferences, options.book)
         return (planner if self._asker is None else self._asker.planner).unused(self._membership.n_blocks)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Be ready to ask until cancelled."""
+        """Get the ends, then keep the asker running until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
@@ -106,7 +110,7 @@ class ReplyService:
             await trio.sleep_forever()
 
     async def _obtain_ends(self) -> None:
-        """Have tokenizer, embedding and head on the disk before the first question, wherever they come from."""
+        """Get tokenizer, embedding and head onto the disk; try again until they are there."""
         while self._source is None:
             try:
                 self._source = await self._get_ends()
@@ -136,7 +140,7 @@ class ReplyService:
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:
             if self._ends is None or self._asker is None:
-                with trio.move_on_after(ENDS_PATIENCE_S):
+                with trio.move_on_after(WAIT_FOR_ENDS_S):
                     await self._arrived.wait()
                 if self._source is None:
                     raise NoModelHere(
@@ -150,7 +154,7 @@ class ReplyService:
                     self._thread,
                     self._announcements,
                     own_server=self._own_server,
-                    outlook=self._options,
+                    options=self._options,
                 )
                 assert self._nursery is not None, "replies need a running node"
                 await self._nursery.start(self._asker.run)

@@ -1,44 +1,490 @@
-"""One sequence of tokens and the hops that hold its cache, as its asker sees them.
+"""An asker's session: one sequence of tokens over the hops that hold its KV cache.
 
-It feeds tokens, waits for the last hop's answer, and mends the route when a hop dies, freezes, leaves or forgets. It
-knows no text: `app.asker.asker` chooses the tokens. How hops are spoken with is in `app.asker.route_hops`, what a late
-answer means in `app.asker.recovery`, who must send what again in `app.asker.recovery`; which route to take is a
-question to its `RouteSource`.
+Three classes, from the wire up:
+
+- `HopLinks`: one stream to each hop, shared by all sessions of this asker;
+- `RouteHops`: the hops of one session: epochs, orders, and the last word of each hop;
+- `RouteSession`: feeds tokens, waits for the last hop's answer, and repairs the route when a hop dies, freezes, leaves
+  or forgets. `_repair` is where a reply survives a dead hop.
+
+It knows no text (`app.asker.reply` chooses the tokens) and no swarm (a `RouteSource` proposes routes). What a late
+answer means, and which hop must send what again, are pure decisions in `app.asker.recovery`.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import trio
 
-from app.asker.hop_links import HopLinks
-from app.asker.recovery import HopFailed, HopProgress, HopState, overdue_s, plan_resume
-from app.asker.route_hops import RouteHops, RouteSource, SessionSettings, SessionShape
-from app.core.errors import AppError
-from app.core.reasons import because
+from app.asker.recovery import HopFailed, HopProgress, HopState, ResumePlan, plan_resume
+from app.core.errors import AppError, RecordError, reason_of
+from app.core.network import FrameStream, Network, Payload, Priority
+from app.core.reasons import Reason, because
+from app.core.signal import Signal
+from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
-from app.session.wire import DTYPES, KEEP, Frame, row_bytes
+from app.session.outbound import OutboundFrame, PeerOutbox
+from app.session.wire import (
+    DTYPES,
+    KEEP,
+    PROTOCOL,
+    SESSION_BYTES,
+    EpochOrder,
+    Frame,
+    HopError,
+    Kind,
+    decode,
+    decode_pace,
+    decode_trouble,
+    encode_turn,
+    header,
+    plain,
+    reason_told,
+    row_bytes,
+)
+from p2p.errors import P2PError, QueueFull, StreamClosed
 
 log = logging.getLogger("shoal.asker")
 
-_SMOOTH = 0.2
+LOOP_MESSAGES = 4096
+IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
+
+
+class Listener(Protocol):
+    """Receives the frames of one session, and the end of streams that it uses."""
+
+    async def heard(self, peer: str, frame: Frame) -> None: ...
+    def lost(self, peer: str) -> None: ...
+
+
+class HopLink:
+    """The stream to one hop."""
+
+    def __init__(self, stream: FrameStream, nursery: trio.Nursery) -> None:
+        self.peer = stream.peer
+        self.outbox = PeerOutbox(stream, nursery)
+        self.listeners: dict[bytes, Listener] = {}
+
+    async def send(self, *parts: bytes, priority: Priority = Priority.CONTROL) -> None:
+        """Send one frame; if it cannot be sent, the hop will be reported as lost."""
+        await self.outbox.push(OutboundFrame(parts, priority))
+
+    async def read(self) -> None:
+        """Pass each frame to the session that it names, until the stream ends."""
+        try:
+            while True:
+                frame = decode(await self.outbox.stream.receive())
+                listener = self.listeners.get(frame.session)
+                if listener is not None:
+                    await listener.heard(self.peer, frame)
+        except RecordError as error:
+            log.warning("%s sent a malformed frame, its stream is closed: %s", self.peer, error)
+            await self.outbox.stream.reset()
+        except P2PError:
+            pass
+        finally:
+            self.outbox.broken = True
+            for listener in list(self.listeners.values()):
+                listener.lost(self.peer)
+
+
+class HopLinks:
+    """One stream to each hop; this node's own block server is reached without the network."""
+
+    def __init__(
+        self, network: Network, nursery: trio.Nursery, own_server: Callable[[FrameStream], Awaitable[None]] | None
+    ) -> None:
+        self._network, self._nursery, self._own_server = network, nursery, own_server
+        self._links: dict[str, HopLink] = {}
+        self._opening: dict[str, trio.Lock] = {}
+        nursery.start_soon(self._close_idle)
+
+    async def to(self, peer: str, *, timeout_s: float) -> HopLink:
+        """Return the link to a peer, opened if need be; raises `P2PError` if the peer cannot be reached."""
+        link = self._links.get(peer)
+        if link is not None and not link.outbox.broken:
+            return link
+        async with self._opening.setdefault(peer, trio.Lock()):
+            link = self._links.get(peer)
+            if link is None or link.outbox.broken:
+                link = self._links[peer] = HopLink(await self._open(peer, timeout_s), self._nursery)
+                self._nursery.start_soon(link.read)
+            return link
+
+    def is_open(self, peer: str) -> bool:
+        """True if a link to the peer is open."""
+        link = self._links.get(peer)
+        return link is not None and not link.outbox.broken
+
+    def prepare(self, peer: str, *, timeout_s: float) -> None:
+        """Start to open a link that may be needed later."""
+        if not self.is_open(peer):
+            self._nursery.start_soon(self._prepare, peer, timeout_s)
+
+    async def _close_idle(self) -> None:
+        """Close streams that no session has used for a while: an open stream keeps its link from being pruned."""
+        while True:
+            await trio.sleep(IDLE_LINK_S / 2)
+            idle_since = trio.current_time() - IDLE_LINK_S
+            idle = [
+                peer for peer, link in self._links.items() if not link.listeners and link.outbox.used_at < idle_since
+            ]
+            for link in [self._links.pop(peer) for peer in idle]:
+                link.outbox.broken = True
+                await link.outbox.stream.reset()
+
+    async def _prepare(self, peer: str, timeout_s: float) -> None:
+        try:
+            await self.to(peer, timeout_s=timeout_s)
+        except P2PError as error:
+            log.info("%s cannot be reached for a better route: %s", peer, error)
+
+    async def _open(self, peer: str, timeout_s: float) -> FrameStream:
+        if peer == self._network.peer_id and self._own_server is not None:
+            here, there = loop_streams(peer)
+            self._nursery.start_soon(self._attend, self._own_server, there)
+            return here
+        return await self._network.open(peer, PROTOCOL, timeout_s=timeout_s)
+
+    async def _attend(self, server: Callable[[FrameStream], Awaitable[None]], stream: LoopStream) -> None:
+        """Run the server's handler and then end the stream, as a network does."""
+        try:
+            await server(stream)
+        finally:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+
+
+class LoopStream:
+    """One end of a stream between the asker and the block server of the same node."""
+
+    def __init__(
+        self, peer: str, out: trio.MemorySendChannel[bytes], incoming: trio.MemoryReceiveChannel[bytes]
+    ) -> None:
+        self.peer = peer
+        self._out, self._in = out, incoming
+
+    async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
+        """Pass one message; raises `QueueFull` if the other end does not keep up."""
+        body = bytes(message) if isinstance(message, bytes | bytearray | memoryview) else b"".join(message)
+        try:
+            self._out.send_nowait(body)
+        except trio.WouldBlock:
+            raise QueueFull("this node's own block server does not keep up") from None
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            raise StreamClosed("this node's own block server has stopped") from None
+
+    async def wait_room(self) -> None:
+        """Let the other end run for a moment."""
+        await trio.sleep(0.001)
+
+    async def receive(self) -> bytes:
+        """Return the next message; raises `StreamClosed` at the end."""
+        try:
+            return await self._in.receive()
+        except (trio.EndOfChannel, trio.ClosedResourceError):
+            raise StreamClosed("this node's own block server has stopped") from None
+
+    async def aclose(self) -> None:
+        """Close this side."""
+        await self._out.aclose()
+
+    async def reset(self) -> None:
+        """Close both sides."""
+        await self._out.aclose()
+        await self._in.aclose()
+
+
+def loop_streams(peer: str) -> tuple[LoopStream, LoopStream]:
+    """Return the two ends of a stream from a node to itself."""
+    there_out, here_in = trio.open_memory_channel[bytes](LOOP_MESSAGES)
+    here_out, there_in = trio.open_memory_channel[bytes](LOOP_MESSAGES)
+    return LoopStream(peer, here_out, here_in), LoopStream(peer, there_out, there_in)
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """Deadlines and sizes of a session."""
+
+    chunk_rows: int = 256
+    open_s: float = 5.0  # to reach a hop
+    ready_s: float = 5.0  # for a hop to begin an epoch
+    probe_s: float = 1.0  # for a hop to say how far it is
+    stuck_s: float = 30.0  # for a hop that answers probes but does not advance
+    first_route_s: float = 3.0  # to wait for a route at the beginning
+    new_route_s: float = 60.0  # and in the middle of a reply
+    repair_s: float = 60.0  # to try routes whose hops fail one after another
+    attempts_without_progress: int = 64
+
+
+@dataclass(frozen=True)
+class SessionShape:
+    """Size of a session: tokens, and width and format of a hidden state."""
+
+    tokens: int
+    width: int
+    dtype: str
+
+
+class RouteSource(Protocol):
+    """Proposes routes, and learns how hops did."""
+
+    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+        """Return a route that keeps as much of the current one as possible; raises `NoRoute`."""
+
+    def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
+        """Record that a hop failed, or was too busy."""
+
+    def worked(self, peer: str) -> None:
+        """Record that a hop did its part."""
+
+    def better(self, running: RunningRoute) -> Route | None:
+        """Return a route that is worth moving a healthy session to, if there is one."""
+
+
+def _lost(peer: str) -> HopFailed:
+    return HopFailed(peer, because("hop_lost", "its stream broke", peer))
+
+
+class RouteHops:
+    """The hops of one session: sends orders and tokens, and keeps the last word of each hop. A `Listener`."""
+
+    def __init__(self, links: HopLinks, guide: RouteSource, shape: SessionShape, settings: SessionSettings) -> None:
+        self.id = secrets.token_bytes(SESSION_BYTES)
+        self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
+        self._dtype = DTYPES[shape.dtype]
+        self._open: dict[str, HopLink] = {}
+        self._ready: dict[str, HopState] = {}
+        self._relayed: set[tuple[str, str]] = set()  # links that go through this asker
+        self._bad_links: dict[tuple[str, str], int] = {}
+        self._heard = Signal()
+        self.route: Route = ()  # in use, or being set up
+        self._epoch_route: Route = ()  # the route of the present epoch
+        self.epoch = 0
+        self.urgent_from = 0  # a reply waits for the tokens from this position on
+        self.awaited = 0  # the answer must be the output after this many tokens
+        self.answer: Frame | None = None
+        self.trouble: HopFailed | None = None
+        self.states: dict[str, Frame] = {}
+        self.leaving: set[str] = set()  # hops that are draining
+        self.paces: dict[str, tuple[float, float]] = {}  # peer -> seconds of a usual step, and of the wait for it
+
+    # --- what hops say ------------------------------------------------------------------------------------------------
+
+    async def heard(self, peer: str, frame: Frame) -> None:
+        """Take a frame from a hop; frames of another epoch, or that this hop may not send, are dropped."""
+        if peer not in self._open:
+            return
+        if frame.kind == Kind.STATE:
+            self.states[peer] = frame
+        elif frame.epoch != self.epoch:
+            return
+        elif frame.kind == Kind.DATA:
+            is_last = bool(self.route) and peer == self.route[-1].peer
+            if not is_last or frame.position + frame.rows != self.awaited or frame.width != self._shape.width:
+                return
+            self.answer = frame
+        elif frame.kind == Kind.RELAY:
+            await self._forward(peer, frame)
+            return
+        elif frame.kind == Kind.PACE:
+            self.paces[peer] = decode_pace(frame)
+            return
+        elif frame.kind == Kind.READY:
+            self._ready[peer] = HopState(frame.position, frame.rows)
+        elif frame.kind == Kind.TROUBLE:
+            self._on_error(peer, decode_trouble(frame))
+        self._heard.notify()
+
+    def lost(self, peer: str) -> None:
+        """Note that the stream to a hop broke."""
+        if any(hop.peer == peer for hop in self.route):
+            self.trouble = _lost(peer)
+            self._heard.notify()
+        else:
+            self._open.pop(peer, None)
+
+    def _on_error(self, peer: str, error: HopError) -> None:
+        log.info("session %s: %s reports %s: %s", self.id.hex()[:8], peer, error.code, error.text)
+        if error.code == "evicted":
+            return
+        why = reason_told(peer, error)
+        if error.code in ("busy", "refused", "failed"):
+            self.trouble = HopFailed(peer, why, busy=error.code == "busy")
+            return
+        if error.code == "draining":
+            self.leaving.add(peer)
+        elif error.code == "link":
+            self.note_bad_link(peer)
+        self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
+
+    def note_bad_link(self, peer: str) -> None:
+        """Count a failure of the link from a hop to its successor; after the second, relay it through this asker."""
+        successor = self._successor(peer)
+        if successor:
+            times = self._bad_links[peer, successor] = self._bad_links.get((peer, successor), 0) + 1
+            if times >= 2:
+                self._relayed.add((peer, successor))
+
+    async def _forward(self, peer: str, frame: Frame) -> None:
+        """Forward outputs that a hop cannot send to its successor itself.
+
+        The successor would take a frame that does not fit for this asker's fault, so it is checked here.
+        """
+        if frame.width != self._shape.width or frame.position + frame.rows > self.awaited:
+            why = because("hop_failed", "it sent outputs that do not fit the session", peer)
+            self.trouble = HopFailed(peer, why)
+            self._heard.notify()
+            return
+        successor = self._successor(peer)
+        if successor in self._open:
+            self._relayed.add((peer, successor))
+            await self._send_data(successor, frame.position, frame.rows, frame.dtype, bytes(frame.body))
+
+    def _successor(self, peer: str) -> str:
+        """The hop after `peer` on the route of this epoch; a route that is being set up does not count yet."""
+        peers = [hop.peer for hop in self._epoch_route]
+        index = peers.index(peer) if peer in peers else len(peers)
+        return peers[index + 1] if index + 1 < len(peers) else ""
+
+    # --- what hops are told -------------------------------------------------------------------------------------------
+
+    async def feed(self, position: int, rows: int, data: bytes) -> None:
+        """Send embedded tokens to the first hop."""
+        await self._send_data(self.route[0].peer, position, rows, self._dtype, data)
+
+    async def _send_data(self, peer: str, position: int, rows: int, dtype: int, data: bytes) -> None:
+        width = self._shape.width
+        head = header(Kind.DATA, self.id, self.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
+        priority = Priority.DECODE if position >= self.urgent_from else Priority.PREFILL
+        await self._open[peer].send(head, data, priority=priority)
+
+    async def ask_paces(self) -> None:
+        """Ask every hop how long this session's tokens take there, without waiting for the answers."""
+        for hop in self.route:
+            await self._open[hop.peer].send(plain(Kind.PACE, self.id, self.epoch))
+
+    async def settle(self, within_s: float) -> None:
+        """Wait for the answer or a failure, `within_s` at most."""
+        with trio.move_on_after(within_s):
+            await self._heard.wait_for(lambda: self.answer is not None or self.trouble is not None)
+
+    async def probe(self) -> None:
+        """Ask every hop how far it is, and wait for all their states, the answer or a failure."""
+        self.states.clear()
+        for hop in self.route:
+            await self._open[hop.peer].send(plain(Kind.PROBE, self.id, self.epoch, self.awaited))
+        with trio.move_on_after(self._settings.probe_s):
+            while self.answer is None and self.trouble is None and len(self.states) < len(self.route):
+                await self._heard.wait()
+
+    async def reach(self, route: Route) -> None:
+        """Open the links that a route needs; raises `HopFailed`."""
+        self.route = route
+        failures: list[HopFailed] = []
+
+        async def reach(peer: str) -> None:
+            try:
+                link = await self._links.to(peer, timeout_s=self._settings.open_s)
+            except P2PError as error:
+                failures.append(HopFailed(peer, reason_of(error, peer)))
+                return
+            self._open[peer] = link
+            link.listeners[self.id] = self
+
+        async with trio.open_nursery() as nursery:
+            for hop in route:
+                link = self._open.get(hop.peer)
+                if link is None or link.outbox.broken:
+                    if link is not None:
+                        link.listeners.pop(self.id, None)  # its late end is not the end of the link that follows
+                    nursery.start_soon(reach, hop.peer)
+        self._raise_first(failures)
+
+    def _raise_first(self, failures: Sequence[HopFailed]) -> None:
+        """Raise the first of several failures; report the others to the route source here."""
+        for failure in failures[1:]:
+            self._guide.failed(failure.peer, failure.why, busy=failure.busy)
+        if failures:
+            raise failures[0]
+
+    async def turn(self, cuts: Sequence[int], known: ResumePlan | None) -> list[HopState]:
+        """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`."""
+        self.epoch += 1
+        self._epoch_route = self.route
+        self._ready.clear()
+        self.trouble = None
+        for hop in self.route:  # one may have been lost while another was dialled
+            if self._open[hop.peer].outbox.broken:
+                raise _lost(hop.peer)
+        peers = ["", *(hop.peer for hop in self.route), ""]
+        for index, hop in enumerate(self.route):
+            predecessor, successor = peers[index], peers[index + 2]
+            send_from = known.send_from[index] if known is not None else None
+            relay = (hop.peer, successor) in self._relayed
+            turn = EpochOrder(hop.span, predecessor, successor, self._shape.tokens, self.urgent_from, send_from, relay)
+            await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
+        with trio.move_on_after(self._settings.ready_s):
+            await self._heard.wait_for(lambda: self.trouble is not None or len(self._ready) == len(self.route))
+        if self.trouble is not None:
+            raise self.trouble
+        silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
+        late = "it did not open the session in time"
+        self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
+        return [self._ready[hop.peer] for hop in self.route]
+
+    async def go(self, plan: ResumePlan) -> None:
+        """Tell every hop from which position on its successor needs outputs."""
+        for hop, send_from in zip(self.route, plan.send_from, strict=True):
+            await self._open[hop.peer].send(plain(Kind.GO, self.id, self.epoch, send_from))
+
+    async def leave_others(self) -> None:
+        """Close the session at hops that are not on the route."""
+        staying = {hop.peer for hop in self.route}
+        for peer in [peer for peer in self._open if peer not in staying]:
+            await self._leave(peer)
+
+    async def close(self) -> None:
+        """Close the session at all hops."""
+        for peer in list(self._open):
+            await self._leave(peer)
+
+    async def _leave(self, peer: str) -> None:
+        link = self._open.pop(peer)
+        link.listeners.pop(self.id, None)
+        await link.send(plain(Kind.CLOSE, self.id, self.epoch))
+
+
+_SMOOTHING = 0.2
 LOOK_AGAIN_S = 1.0
-PACE_EVERY = 16  # tokens, between two questions to the hops about their pace
-WAIT_FOR_HOLDER_S = 0.2  # between two looks for somebody who serves a block
+PACE_EVERY = 16  # tokens between two questions to the hops about their speed
+WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing block
+MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
+OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
 _ROUNDS = 3  # epochs until hops and plan agree
+_EXCUSES = 3  # failures in a row that are not held against a hop
+_PAUSE_S = 0.025  # after the second, doubled each time
+
+
+def overdue_s(step_s: float) -> float:
+    """Seconds after which a step that takes `step_s` on average counts as late."""
+    return max(MIN_OVERDUE_S, OVERDUE_TIMES * step_s)
 
 
 class SessionLost(AppError):
-    """A session could not be kept alive; the message says why."""
+    """The session cannot go on; the message says why."""
 
     code = "session_lost"
 
 
 class RouteSession:
-    """A session over a route; `close` must be awaited at its end, whatever happened."""
+    """One sequence of tokens over a route; `close` must be awaited at its end, whatever happened."""
 
     def __init__(
         self,
@@ -52,24 +498,25 @@ class RouteSession:
         self._guide, self._embed, self._settings = guide, embed, settings
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
         self._history: list[int] = []
-        self._settled: Route = ()  # the last one that stood
+        self._settled: Route = ()  # the last one that worked
         self._flowing = False  # the route is set up and has been fed all tokens
-        self._usual_s = 0.0  # a usual single-token step
+        self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
+        self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
-        self._look_again_at = 0.0  # for somebody to take over from hops that leave
+        self._look_again_at = 0.0  # for hops that could replace those that are leaving
         self._links = links
         self._recheck = RerouteTimer(trio.current_time())
-        self._better: Route = ()  # to be taken once its hops are linked
+        self._better: Route = ()  # to be taken once its links are open
         self._better_until = 0.0
         self.recoveries = 0
-        self.moves = 0  # to better routes, of its own accord
+        self.moves = 0  # to better routes while nothing was wrong
         self.reached: int | None = (
             None  # tokens that went through all blocks, as the last hop said while it was awaited
         )
 
     @property
     def id(self) -> bytes:
-        """The session's name at its hops."""
+        """The session's id, random and the same at all hops."""
         return self._hops.id
 
     @property
@@ -79,13 +526,13 @@ class RouteSession:
 
     @property
     def paces(self) -> Mapping[str, tuple[float, float]]:
-        """For each hop that said it: seconds of a usual step there, and of the wait for it."""
+        """For each hop that reported it: seconds of an average step there, and of the wait before it."""
         return self._hops.paces
 
     async def advance(self, token_ids: Sequence[int], embedded: bytes | None = None) -> Frame:
-        """Feed the next tokens: the frame with the last block's output behind the last of them.
+        """Feed the next tokens and return the frame with the last block's output for the last of them.
 
-        Raises `NoRoute` or `SessionLost` where the swarm cannot carry the session any longer.
+        Repairs the route as often as needed. Raises `NoRoute` or `SessionLost` if the swarm cannot carry the session.
         """
         first, hops = len(self._history), self._hops
         self._history += token_ids
@@ -111,20 +558,20 @@ class RouteSession:
                 for hop in () if smooth else self.route:
                     self._guide.worked(hop.peer)
                 if smooth and len(token_ids) == 1:
-                    took_s = trio.current_time() - begin
-                    self._usual_s += (_SMOOTH if self._usual_s else 1.0) * (took_s - self._usual_s)
+                    self._step_s.add(trio.current_time() - begin)
+                self._excuses.clear()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
 
     def cut(self, length: int) -> None:
-        """Forget the tokens from position `length` on; the hops are told with the next tokens, in a new epoch."""
-        assert 0 <= length <= len(self._history), "only what was fed can be forgotten"
+        """Drop the tokens from position `length` on; the hops learn it with the next tokens, in a new epoch."""
+        assert 0 <= length <= len(self._history), "only tokens that were fed can be dropped"
         del self._history[length:]
         self._cut_to = min(self._cut_to, length)
         self._flowing = False
 
     async def close(self) -> None:
-        """Free all hops at once; never waits for them."""
+        """Close the session at all hops; does not wait for them."""
         with trio.CancelScope(shield=True):
             await self._hops.close()
 
@@ -143,12 +590,14 @@ class RouteSession:
             await hops.feed(start, len(chunk), data)
 
     async def _wait_answer(self) -> Frame | None:
-        """The awaited frame, or None where the route needs mending."""
+        """Wait for the answer; None if the route needs repair."""
         hops = self._hops
-        progress = HopProgress(trio.current_time(), self._row_bytes, self._settings.stuck_s)
+        progress: HopProgress | None = None
+        begin = trio.current_time()
         while True:
-            await hops.settle(overdue_s(self._usual_s))
+            await hops.settle(overdue_s(self._step_s.value))
             if hops.answer is None and hops.trouble is None:
+                progress = progress or HopProgress(begin, self._row_bytes, self._settings.stuck_s)
                 await self._probe(progress)
             if hops.answer is not None:
                 return hops.answer
@@ -156,7 +605,7 @@ class RouteSession:
                 return None
 
     async def _probe(self, progress: HopProgress) -> None:
-        """Find out why nothing comes: whoever is silent, or a link that lost something, is the trouble."""
+        """Find out why no answer comes: a silent hop, or a link that lost something, becomes `hops.trouble`."""
         hops = self._hops
         await hops.probe()
         if hops.answer is not None or hops.trouble is not None:
@@ -168,7 +617,7 @@ class RouteSession:
             if hop.peer not in hops.states:
                 why = because("hop_silent", f"it has not answered for {self._settings.probe_s:g} s", hop.peer)
                 self._guide.failed(hop.peer, why, busy=False)
-                hops.trouble = HopFailed(hop.peer, why, blameless=True)  # blamed already, as others may be
+                hops.trouble = HopFailed(hop.peer, why, blameless=True)  # reported above, as others may be
         if hops.trouble is None:
             loss = progress.loss(hops.route, hops.states, hops.epoch, len(self._history), trio.current_time())
             if loss is not None:
@@ -178,13 +627,16 @@ class RouteSession:
     # --- routes -------------------------------------------------------------------------------------------------------
 
     async def _repair(self) -> None:
-        """Set up a route on which all tokens so far are cached or under way."""
+        """Set up a route on which all tokens so far are cached or under way.
+
+        Raises `NoRoute` or `SessionLost` after `first_route_s` or `new_route_s`.
+        """
         begin, hops = trio.current_time(), self._hops
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
         self.recoveries += bool(self._settled) and hops.trouble is not None
         self._better = ()
         while True:
-            self._note_failure()
+            await trio.sleep(self._note_failure())
             try:
                 await self._set_up(self._next_route())
                 return
@@ -194,10 +646,12 @@ class RouteSession:
                 hops.trouble = None
                 await trio.sleep(WAIT_FOR_HOLDER_S)
             except HopFailed as failure:
+                if trio.current_time() - begin > max(wait_s, self._settings.repair_s):
+                    raise SessionLost(f"no route worked for {self._settings.repair_s:g} s: {failure}") from failure
                 hops.trouble = failure
 
     def _next_route(self) -> Route:
-        """A route without the hops that leave; one that still has them where there is no other yet."""
+        """Return a route without the hops that are leaving, or with them if there is no other yet."""
         leaving = self._hops.leaving
         try:
             return self._guide.route(self._settled, sorted(leaving))
@@ -207,7 +661,7 @@ class RouteSession:
             return self._guide.route(self._settled, [])
 
     def _can_leave(self) -> bool:
-        """Whether the route has hops that are about to go and, looked up now and then, others could take over."""
+        """True if hops of the route are leaving and others could take over; looked up once a second at most."""
         now, leaving = trio.current_time(), self._hops.leaving
         if now < self._look_again_at or not any(hop.peer in leaving for hop in self.route):
             return False
@@ -219,27 +673,27 @@ class RouteSession:
         return True
 
     def _finds_better(self) -> bool:
-        """Whether a better route is there to be taken now: it was looked for a while ago, and its hops are linked."""
+        """True if a better route was found earlier and its links are open by now."""
         now = trio.current_time()
         if self._better:
             if all(self._links.is_open(hop.peer) for hop in self._better):
                 return True
             if now >= self._better_until:
                 self._better = ()
-        elif self._usual_s and self._recheck.is_due(now):
-            standing = RunningRoute(self.route, self._usual_s, len(self._history))
-            self._better = self._guide.better(standing) or ()
+        elif self._step_s and self._recheck.is_due(now):
+            running = RunningRoute(self.route, self._step_s.value, len(self._history))
+            self._better = self._guide.better(running) or ()
             self._better_until = now + self._settings.open_s
             for hop in self._better:
                 self._links.prepare(hop.peer, timeout_s=self._settings.open_s)
         return False
 
     async def _move(self) -> None:
-        """Go over to the better route; where that fails, what is left of the old one is mended."""
+        """Move to the better route; if that fails, the next `advance` repairs the old one."""
         route, self._better = self._better, ()
-        log.info("session %s: moves to %s, which is better", self.id.hex()[:8], ", ".join(hop.peer for hop in route))
+        log.info("session %s: moves to a better route over %s", self.id.hex()[:8], ", ".join(hop.peer for hop in route))
         self._recheck.moved(trio.current_time())
-        self._usual_s = 0.0
+        self._step_s = Ewma(_SMOOTHING)
         try:
             await self._set_up(route)
             self.moves += 1
@@ -247,22 +701,32 @@ class RouteSession:
             self._hops.trouble = failure
             self._note_failure()
 
-    def _note_failure(self) -> None:
-        trouble, self._hops.trouble = self._hops.trouble, None
-        if trouble is not None and not trouble.blameless:
-            log.warning("session %s: %s failed: %s", self.id.hex()[:8], trouble.peer, trouble.why.text)
-            self._guide.failed(trouble.peer, trouble.why, busy=trouble.busy)
+    def _note_failure(self) -> float:
+        """Report the present failure to the route source; returns how many seconds to pause before the next attempt.
+
+        A failure that is not the hop's fault is excused `_EXCUSES` times in a row: after that the hop is avoided like
+        any other that does not work, whatever it says.
+        """
+        failure, self._hops.trouble = self._hops.trouble, None
+        if failure is None:
+            return 0.0
+        times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
+        if failure.blameless and times <= _EXCUSES:
+            return 0.0 if times == 1 else _PAUSE_S * 2 ** min(times, 5)
+        log.warning("session %s: %s failed: %s", self.id.hex()[:8], failure.peer, failure.why.text)
+        self._guide.failed(failure.peer, failure.why, busy=failure.busy)
+        return 0.0
 
     async def _set_up(self, route: Route) -> None:
         """Begin an epoch on this route and get all tokens under way; raises `HopFailed`.
 
-        Hops of the old route are left when the new one stands: until then they may be needed again.
+        Hops of the old route are closed only when the new one works: they may be needed again until then.
         """
         hops, fed = self._hops, len(self._history)
         self._flowing = False
         hops.urgent_from = fed
         await hops.reach(route)
-        # Where every hop is new, it is known beforehand from where each must send.
+        # If every hop is new, it is known beforehand from which position each must send.
         known = plan_resume([HopState(0, 0)] * len(route), fed) if not hops.epoch else None
         cuts = [self._cut_to] * len(route)
         for _ in range(_ROUNDS):
@@ -274,7 +738,7 @@ class RouteSession:
                 break
             cuts, known = list(plan.lengths), None
         else:
-            raise HopFailed(wrong[0], because("hop_miscut", "it does not cut its cache as told", wrong[0]))
+            raise HopFailed(wrong[0], because("hop_miscut", "it does not cut its cache as ordered", wrong[0]))
         if known is None:
             await hops.go(plan)
         self._flowing, self._cut_to, self._settled = True, KEEP, route

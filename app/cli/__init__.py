@@ -1,6 +1,8 @@
-"""The command line: reads arguments, runs one command, and turns every failure into one line and an exit status.
+"""The command line: parses arguments, runs one command, and turns every failure into one line and an exit status.
 
-Exit 0 on success, 1 on failure, 2 on bad usage. What the commands do is written in the group modules beside this.
+Exit status 0 is success, 1 failure, 2 bad usage. Each module here defines the commands of one subject; `registry` lists
+the modules. Commands ask a running node through `app.api.client`, or else work on the home folder's files; the work
+itself is done in the other packages of `app` and in `engine`.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(commands, arguments)
     try:
         status = run(commands, arguments)
-        sys.stdout.flush()  # so that a closed pipe or a full disk shows here, not at exit
+        sys.stdout.flush()  # so that a closed pipe or a full disk raises here and not at exit
         return status
     except BrokenPipeError:
-        # The reader went away (`shoal models | head`): nothing is left to say, and nobody to say it to.
+        # The reader of the pipe is gone (`shoal models | head`): without this, the flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (Exception, KeyboardInterrupt) as error:
@@ -43,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def provide_streams() -> None:
-    """Give a process that has no console, as a service on Windows has none, streams that lead nowhere."""
+    """Replace missing standard streams by the null device: a service on Windows has no console, so they are None."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # for as long as the process lives
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # open until the process ends
 
 
 def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
-    """Run the chosen command, or the dashboard when none was chosen."""
+    """Run the chosen command, or the dashboard if none was given."""
     from app.config.home import home_folder
 
     arguments.home = home_folder(getattr(arguments, "home", None))
@@ -63,31 +65,31 @@ def run(commands: Sequence[Command], arguments: argparse.Namespace) -> int:
 
 
 def build_parser(commands: Sequence[Command]) -> Parser:
-    """The parser of the whole command line."""
-    parser = Parser(prog="shoal", description="A peer-to-peer swarm that holds a model together.")
+    """Build the parser of the whole command line."""
+    parser = Parser(prog="shoal", description="Run large language models together with other machines, peer to peer.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_home(parser)
-    parser.add_argument("--node", metavar="URL", help="show the dashboard of a node elsewhere (token: SHOAL_TOKEN)")
+    parser.add_argument("--node", metavar="URL", help="show the dashboard of the node at this URL (token: SHOAL_TOKEN)")
     parser.set_defaults(command=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands:
         child = subparsers.add_parser(command.name, help=command.help, description=command.help)
         _add_home(child)
         if command.prints_facts:
-            child.add_argument("--json", action="store_true", help="print facts for a program")
+            child.add_argument("--json", action="store_true", help="print JSON for programs")
         command.add_arguments(child)
         child.set_defaults(command=command, parser=child)
     return parser
 
 
 def _add_home(parser: argparse.ArgumentParser) -> None:
-    # SUPPRESS, because the child's default would overwrite what was given before the command's name.
+    # SUPPRESS, because the subparser's default would overwrite a value given before the command's name.
     where = "the node's home folder (default: SHOAL_HOME, else the user's data folder)"
     parser.add_argument("--home", metavar="DIR", default=argparse.SUPPRESS, help=where)
 
 
 class _Version(argparse.Action):
-    """Reads the version when asked and not before: the look-up costs more than the rest of the start."""
+    """Looks the version up only when asked for, because the look-up takes longer than the rest of the start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(f"shoal {importlib.metadata.version('shoal')}")

@@ -1,4 +1,4 @@
-"""`python -m app.cli` is `shoal`."""
+"""Lets `python -m app.cli` run the program `shoal`."""
 
 from __future__ import annotations
 

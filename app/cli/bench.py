@@ -1,4 +1,4 @@
-"""`shoal bench`: how fast this machine runs a model's blocks or, where a node runs, where a token's time goes."""
+"""`shoal bench`: where a token's time goes in the running node's swarm, or how fast this process runs a model."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from app.snapshot.views import RouteView, Snapshot
 
 _PROMPT = "Tell me a story about the sea."
-_TOKENS = 64  # hops tell their pace every 16 tokens
+_TOKENS = 64  # enough for several timings of each hop, which reports one every 16 tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and where."""
-    words = "measure this model in this process, whether or not a node runs (default: the node, else starter)"
+    """Add --model and --device."""
+    words = "measure this model in this process, even if a node runs (default: the node's swarm, else starter)"
     parser.add_argument("--model", metavar="M", help=words)
     parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best there is)")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """Measure the running node's route, or a whole model in this process."""
+    """Measure the running node's route or, without a node or with an option, a whole model in this process."""
     from app.api.client import running_client
 
     client = running_client(arguments.home)
@@ -35,7 +35,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 
 def bench_node(client: Client, *, as_json: bool) -> int:
-    """Have the swarm write a short reply, and tell where its time went."""
+    """Ask the swarm for a short reply, and print where its time went."""
     request = {"messages": [{"role": "user", "content": _PROMPT}], "max_tokens": _TOKENS, "temperature": 0.0}
     done: dict[str, Any] = {}
     for piece in client.chat(request):
@@ -51,7 +51,7 @@ def bench_node(client: Client, *, as_json: bool) -> int:
 
 
 def node_facts(snapshot: Snapshot, done: dict[str, Any]) -> dict[str, Any]:
-    """Compute, links and route of a running node, in seconds and tokens a second."""
+    """Return speed, links and route of a running node, in seconds and tokens per second; `done` ends its reply."""
     route = snapshot.route
     return {
         "ttft_s": done.get("ttft_s"),
@@ -73,7 +73,7 @@ def node_facts(snapshot: Snapshot, done: dict[str, Any]) -> dict[str, Any]:
 
 
 def unexplained_s(route: RouteView) -> float | None:
-    """What of a token's time is neither computing, waiting, travelling nor this end's; None while parts are unknown."""
+    """Seconds of a token's time beyond those of its hops, the way back and this node; None if a hop's are unknown."""
     parts = [part for hop in route.hops for part in (hop.link_s, hop.compute_s, hop.queue_s)]
     known = [part for part in (*parts, route.return_s, route.ends_s) if part is not None]
     if route.token_s is None or any(hop.compute_s is None for hop in route.hops):
@@ -82,7 +82,7 @@ def unexplained_s(route: RouteView) -> float | None:
 
 
 def node_lines(snapshot: Snapshot, facts: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """Return the lines that show `facts` to the user."""
     speed = facts["tokens_per_s"]
     lines = [f"{snapshot.swarm}: {_ms(facts['ttft_s'])} to the first token, then {speed or 0:.1f} tokens/s"]
     route = snapshot.route
@@ -102,7 +102,7 @@ def _ms(seconds: float | None) -> str:
 
 
 def bench_here(name: str, device: str | None, *, as_json: bool) -> int:
-    """Load a whole model and time its blocks."""
+    """Load a whole model in this process, and print how fast its blocks run."""
     from engine.benchmark import measure_span
 
     model = load_model(name, device)

@@ -1,4 +1,7 @@
-"""`shoal chat`: one question or a conversation, streamed to the terminal."""
+"""`shoal chat`: one question or a conversation, streamed to the terminal.
+
+The running node's swarm answers or, with --local, a whole model in this process (`engine.local_model`).
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,34 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
-from app.core.errors import UsageError
+from app.core.errors import NotRunning, UsageError
 from app.core.terminal_text import without_controls
 
 if TYPE_CHECKING:
+    from app.api.client import Client
     from engine.local_model import LocalModel, LocalReply
     from engine.text.reply import ReplySettings
-from typing import TYPE_CHECKING, Any
-
-from app.core.errors import NotRunning
-
-if TYPE_CHECKING:
-    from app.api.client import Client
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to say, to which model, and how the reply is chosen."""
+    """Add the prompt, the model and the sampling options."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one question; without it, a conversation")
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
     parser.add_argument("--model", default="starter", metavar="M", help="starter, tiny-random, a folder or a GGUF file")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best there is)")
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="the longest reply (default: 512)")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: 0.7)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the reply here (repeatable)")
+    words = "end the reply at this text (repeatable)"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=words)
     parser.add_argument(
         "--private-blocks",
         type=int,
@@ -49,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Answer one prompt, or talk until the end of the input."""
+    """Answer one prompt, or each line of the input until it ends."""
     if arguments.prompt is None and arguments.json:
-        raise UsageError("--json answers one prompt: give it as an argument")
+        raise UsageError("--json answers a single prompt: give it as an argument")
     conversation = local_conversation(arguments) if arguments.local else swarm_conversation(arguments)
     if arguments.prompt is not None:
         conversation.say(arguments.prompt, as_json=arguments.json)
@@ -62,13 +61,13 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def local_conversation(arguments: argparse.Namespace) -> Conversation:
-    """A conversation with a whole model in this process."""
+    """Start a conversation with a whole model in this process."""
     settings = reply_settings(arguments)
     return Conversation(load_model(arguments.model, arguments.device), settings, arguments.system)
 
 
 def reply_settings(arguments: argparse.Namespace) -> ReplySettings:
-    """The reply's settings from the command line, with a seed of the moment where none was given."""
+    """Return the reply's settings from the command line; without --seed the clock gives the seed."""
     from engine.text.reply import ReplySettings
     from engine.text.sampler import Sampling
 
@@ -80,7 +79,7 @@ def reply_settings(arguments: argparse.Namespace) -> ReplySettings:
 
 
 def load_model(name: str, device_name: str | None) -> LocalModel:
-    """Open and load a whole model on a device, with progress on stderr."""
+    """Open a model and load all of it on a device, with progress on stderr."""
     import torch
 
     from app.config.home import cache_folder
@@ -97,10 +96,13 @@ def load_model(name: str, device_name: str | None) -> LocalModel:
 
 
 def prompts() -> Iterator[str]:
-    """What the person types, line by line, until the end of the input or `/quit`."""
+    """Yield the non-empty lines that the user types, until the end of the input or `/quit`."""
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401  (line editing and history)
+        try:
+            import readline  # noqa: F401  (gives `input` line editing and history)
+        except ImportError:
+            pass  # Python on native Windows has no `readline`; the console there edits lines itself
 
         print("Type a message; ctrl+d or /quit ends.", file=sys.stderr)
     while True:
@@ -115,7 +117,7 @@ def prompts() -> Iterator[str]:
 
 
 class Conversation:
-    """The messages so far, and the model that answers."""
+    """The messages so far; a model in this process answers."""
 
     def __init__(self, model: LocalModel, settings: ReplySettings, system: str | None) -> None:
         self._model = model
@@ -123,7 +125,7 @@ class Conversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str, *, as_json: bool) -> None:
-        """Stream the answer to one message, and remember both."""
+        """Print the reply to one message, and append both to the conversation."""
         self._messages.append({"role": "user", "content": text})
         prompt_ids = self._model.prompt_ids(self._messages)
         reply = self._model.reply(prompt_ids, self._settings)
@@ -147,8 +149,8 @@ class Conversation:
 def reply_facts(
     reply: LocalReply, text: str, prompt_tokens: int, longest_gap_s: float, blocks: int
 ) -> dict[str, object]:
-    """The fields of `chat --json` for a reply that this process wrote alone."""
-    assert reply.stats is not None  # it was read to its end
+    """Return the fields of `chat --json` for a reply of a model in this process."""
+    assert reply.stats is not None, "the reply was read to its end"
     return {
         "text": text,
         "token_ids": reply.writer.token_ids,
@@ -162,9 +164,6 @@ def reply_facts(
     }
 
 
-COMMANDS = (Command("chat", "talk to a model", run_chat, add_arguments, prints_facts=True),)
-
-
 class SwarmConversation:
     """The messages so far; the running node's swarm answers."""
 
@@ -174,7 +173,7 @@ class SwarmConversation:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def say(self, text: str, *, as_json: bool) -> None:
-        """Stream the answer to one message, and remember both."""
+        """Print the reply to one message, and append both to the conversation."""
         messages = [*self._messages, {"role": "user", "content": text}]
         for piece in self._client.chat({"messages": messages, **self._settings}):
             if "done" in piece:
@@ -188,7 +187,7 @@ class SwarmConversation:
 
 
 def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
-    """A conversation with what the command line says of it; without a node, the ways to have one."""
+    """Start a conversation with the running node's swarm; raises `NotRunning` with the alternatives if no node runs."""
     from app.api.client import running_client
 
     client = running_client(arguments.home)
@@ -201,3 +200,6 @@ def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
     settings = {name: getattr(arguments, name) for name in names}
     settings["seed"] = (time.time_ns() if arguments.seed is None else arguments.seed) % 2**63
     return SwarmConversation(client, settings, arguments.system)
+
+
+COMMANDS = (Command("chat", "talk to a model", run_chat, add_arguments, prints_facts=True),)

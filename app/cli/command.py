@@ -1,7 +1,7 @@
-"""One command of the command line as a value.
+"""The type of a command, and how commands print JSON.
 
-A group module (`app/cli/models.py`, …) lists its commands in `COMMANDS`. It is imported whenever `shoal` starts, so
-at its top it imports nothing heavy: torch, trio, libp2p and Textual are imported inside the `run` functions.
+Each module of `app.cli` with commands lists them in `COMMANDS`. All of them are imported whenever `shoal` starts, so
+they import nothing heavy at the top: torch, trio, libp2p and Textual are imported inside the `run` functions.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 
 def no_arguments(parser: argparse.ArgumentParser) -> None:
-    """For commands that take only the common options."""
+    """Add nothing: for commands that have only the common options."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A name, a line of help, and the functions that declare the arguments and do the work."""
+    """A command: its name, a line of help, and the functions that add its arguments and run it."""
 
     name: str
     help: str
-    # Gets `home` (Path) and, where the command prints facts, `json` (bool) besides its own arguments; returns the
-    # exit status. Failures are raised as EngineError, P2PError or AppError, never printed here.
+    # Gets its own arguments, `home` (Path) and, if `prints_facts`, `json` (bool); returns the exit status. Failures are
+    # raised as EngineError, P2PError or AppError, and printed by `app.cli.main`.
     run: Callable[[argparse.Namespace], int]
     add_arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
     prints_facts: bool = False  # adds --json
 
 
 def print_json(value: Any) -> None:
-    """Print facts for a program: one JSON value on one line, in ASCII, which every console's encoding can carry."""
+    """Print one JSON value on one line, in ASCII, which every console can encode."""
     print(json.dumps(value, allow_nan=False))

@@ -1,4 +1,4 @@
-"""`shoal completion bash|zsh|fish`: a script for the shell, made from the commands and options that there are."""
+"""`shoal completion bash|zsh|fish`: a completion script for the shell, generated from the parser."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 from app.cli.command import Command
 
-Tree = Mapping[str, tuple[str, Sequence[str]]]  # command -> its help, and the words that may follow it
+Tree = Mapping[str, tuple[str, Sequence[str]]]  # command -> its help, and the options and choices that may follow it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which shell."""
+    """Add the shell."""
     parser.add_argument("shell", choices=tuple(SCRIPTS), help='for bash: eval "$(shoal completion bash)"')
 
 
 def run_completion(arguments: argparse.Namespace) -> int:
-    """Print the script."""
+    """Print the completion script of a shell."""
     from app.cli import build_parser
     from app.cli.registry import all_commands
 
@@ -25,7 +25,7 @@ def run_completion(arguments: argparse.Namespace) -> int:
 
 
 def tree_of(parser: argparse.ArgumentParser) -> Tree:
-    """The commands of a parser, and the options and choices of each."""
+    """Return the commands of a parser, with the help, options and choices of each."""
     [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     helps = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     return {name: (helps.get(name, ""), _words(child)) for name, child in commands.choices.items()}
@@ -38,7 +38,7 @@ def _words(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def bash_script(tree: Tree) -> str:
-    """For bash; file names complete where no word does."""
+    """Return the script for bash; file names complete if no word does."""
     cases = "\n".join(f'        {name}) words="{" ".join(words)}" ;;' for name, (_, words) in tree.items())
     return f"""_shoal() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" words="" command="" at
@@ -60,7 +60,7 @@ complete -o default -F _shoal shoal
 
 
 def zsh_script(tree: Tree) -> str:
-    """For zsh."""
+    """Return the script for zsh."""
     cases = "\n".join(f"        {name}) found=({' '.join(words)}) ;;" for name, (_, words) in tree.items())
     return f"""#compdef shoal
 _shoal() {{
@@ -85,7 +85,7 @@ compdef _shoal shoal
 
 
 def fish_script(tree: Tree) -> str:
-    """For fish."""
+    """Return the script for fish."""
     lines = ["complete -c shoal -n __fish_use_subcommand -f"]
     for name, (help, words) in tree.items():
         text = help.replace("\\", "\\\\").replace("'", "\\'")
@@ -97,4 +97,4 @@ def fish_script(tree: Tree) -> str:
 
 SCRIPTS: Mapping[str, Callable[[Tree], str]] = {"bash": bash_script, "zsh": zsh_script, "fish": fish_script}
 
-COMMANDS = (Command("completion", "a script that completes commands in a shell", run_completion, add_arguments),)
+COMMANDS = (Command("completion", "print a completion script for a shell", run_completion, add_arguments),)

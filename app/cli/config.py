@@ -1,4 +1,7 @@
-"""`shoal config`: every setting, its value and where it comes from."""
+"""`shoal config`: reads and changes settings.
+
+A running node is asked, and applies what it can at once; without one, the home folder's file is read and written.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,24 @@ from app.cli.command import Command, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """get NAME, set NAME VALUE, unset NAME, list."""
+    """Add the actions get NAME, set NAME VALUE, unset NAME and list, which is the default."""
     parser.set_defaults(action="list")
     actions = parser.add_subparsers(metavar="get|set|unset|list")
     get = actions.add_parser("get", help="print one setting's value")
-    put = actions.add_parser("set", help="change one setting; lists are written with commas")
-    unset = actions.add_parser("unset", help="let one setting have its default again")
-    everything = actions.add_parser("list", help="print every setting, explained")
+    put = actions.add_parser("set", help="change one setting; separate the items of a list by commas")
+    unset = actions.add_parser("unset", help="reset one setting to its default")
+    everything = actions.add_parser("list", help="print every setting with its explanation")
     for name, action in (("get", get), ("set", put), ("unset", unset), ("list", everything)):
         action.set_defaults(action=name)
-        # A child's default must not undo what stood before the action's name.
-        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print facts for a program")
+        # SUPPRESS, because this default would overwrite a --json given before the action's name.
+        action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON for programs")
         if name != "list":
             action.add_argument("name", metavar="NAME")
     put.add_argument("value", metavar="VALUE")
 
 
 def run_config(arguments: argparse.Namespace) -> int:
-    """Read or change settings, through the running node where there is one."""
+    """Read or change settings, through the running node if there is one."""
     if arguments.action == "list":
         return _print_all(_settings(arguments), arguments)
     from app.config.file import setting_named
@@ -97,7 +100,7 @@ def _shown(value: Any) -> str:
 
 def _note(facts: dict[str, Any], arguments: argparse.Namespace) -> str:
     if facts["origin"] in ("environment", "flag"):
-        return f"  (the file is changed, but the {facts['origin']} goes before it)"
+        return f"  (the file is changed, but the {facts['origin']} overrides it)"
     from app.api.client import running_client
 
     if facts["live"] or running_client(arguments.home) is None:

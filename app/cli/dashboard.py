@@ -1,7 +1,7 @@
-"""`shoal` alone: the dashboard of the node in the home folder, which is started if none runs, or of one elsewhere.
+"""`shoal` without a command: the dashboard of the home folder's node, started if none runs, or of the node at a URL.
 
-A node that is started here is a process of its own: it inherits nothing but its environment, and stays when the
-dashboard goes.
+A node started here is a detached process: it inherits only the environment, and keeps running after the dashboard ends.
+The dashboard itself is `ui.app`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from app.api.client import Client
 
 START_LOG = "start.log"
-_MAX_LAST_WORDS = 4096
+_LOG_TAIL_BYTES = 4096
 
 
 def run_dashboard(arguments: argparse.Namespace) -> int:
-    """Show the dashboard; without a terminal, serve."""
-    elsewhere: str | None = arguments.node
+    """Show the dashboard; without a terminal, run the node in the foreground as `shoal serve` does."""
+    url: str | None = arguments.node
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        if elsewhere is not None:
+        if url is not None:
             raise UsageError("--node shows the dashboard, which needs a terminal")
         return _serve(arguments.home)
     from ui.app import Dashboard
 
-    door = HomeConnector(arguments.home) if elsewhere is None else UrlConnector(elsewhere, arguments.home)
-    dashboard = Dashboard(door, folder=arguments.home)
-    gc.freeze()  # what is loaded stays: to look through it for garbage again and again would hold up keys
+    connector = HomeConnector(arguments.home) if url is None else UrlConnector(url, arguments.home)
+    dashboard = Dashboard(connector, folder=arguments.home)
+    gc.freeze()  # what is imported stays loaded; scanning it again and again would delay key presses
     dashboard.run()
     return dashboard.return_code or 0
 
@@ -50,7 +50,7 @@ def _serve(home: Path) -> int:
 
 
 class HomeConnector:
-    """The node of a home folder; satisfies `ui.state.follower.NodeConnector`."""
+    """Connects to the node of a home folder, and can start it; satisfies `ui.state.follower.NodeConnector`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class HomeConnector:
         self._was_reached = False
 
     def client(self) -> Client:
-        """The running node's client."""
+        """Return a client for the running node; raises `NotRunning` if none runs."""
         from app.api.client import client_of
 
         client = client_of(self.folder)
@@ -66,25 +66,25 @@ class HomeConnector:
         return client
 
     def coming_up(self) -> bool:
-        """Whether the node that was started here has not been reached yet."""
+        """True while a node that was started here runs but has not been reached yet."""
         return self.process is not None and not self._was_reached and self.process.poll() is None
 
     def ended(self) -> str | None:
-        """How the node that was started here failed, in its own last words."""
+        """Return how the node that was started here failed, with the last line of its stderr; None if it did not."""
         status = None if self.process is None else self.process.poll()
         if not status:
             return None
-        if status < 0:  # what it said last has nothing to do with it
-            return f"the node was ended by signal {-status}"
+        if status < 0:  # killed by a signal, so the last line of its log is not the cause
+            return f"the node was killed by signal {-status}"
         try:
-            raw = self._log_path().read_bytes()[-_MAX_LAST_WORDS:]
+            raw = self._log_path().read_bytes()[-_LOG_TAIL_BYTES:]
         except OSError:
             raw = b""
         lines = [line for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"the node ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
+        return f"the node ended with status {status}: {lines[-1] if lines else 'it printed nothing'}"
 
     def start(self) -> None:
-        """Start a node unless one runs."""
+        """Start a node unless one runs; raises `HomeError` if that fails."""
         from app.api.client import running_client
         from app.config.home import Home
 
@@ -100,36 +100,36 @@ class HomeConnector:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=log,
-                    start_new_session=True,  # ctrl+c in this terminal is not for the node
+                    start_new_session=True,  # so that ctrl+c in this terminal does not reach the node
                     creationflags=getattr(subprocess, "DETACHED_PROCESS", 0),
                 )
         except OSError as error:
-            raise HomeError(f"no node could be started in {self.folder}: {error.strerror or error}") from error
+            raise HomeError(f"cannot start a node in {self.folder}: {error.strerror or error}") from error
 
     def _log_path(self) -> Path:
         return self.folder / "logs" / START_LOG
 
 
 class UrlConnector:
-    """A node elsewhere; satisfies `ui.state.follower.NodeConnector`."""
+    """Connects to a node by URL, and never starts one; satisfies `ui.state.follower.NodeConnector`."""
 
     def __init__(self, url: str, home: Path) -> None:
         self._url, self._home = url, home
 
     def client(self) -> Client:
-        """Its client, with the token of `SHOAL_TOKEN` or of the home folder."""
+        """Return a client with the token from `SHOAL_TOKEN` or from the home folder."""
         from app.api.client import Client
         from app.config.home import Home, api_token
 
         return Client(self._url, os.environ.get("SHOAL_TOKEN") or api_token(Home(self._home)))
 
     def coming_up(self) -> bool:
-        """It is not for us to start."""
+        """Return False: this class starts no node."""
         return False
 
     def ended(self) -> str | None:
-        """Nor to see end."""
+        """Return None: this class does not watch the node's process."""
         return None
 
     def start(self) -> None:
-        """Nothing."""
+        """Do nothing: a node given by URL is started by its own user."""

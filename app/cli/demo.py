@@ -1,4 +1,7 @@
-"""`shoal demo`: a three-node swarm on this machine, one prompt, one node killed in the middle, the reply finished."""
+"""`shoal demo`: starts a three-node swarm on this machine, asks one prompt, and kills a node during the reply.
+
+This module runs the demo and prints it; `app.cli.demo_swarm` starts and stops the nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ if TYPE_CHECKING:
     from app.cli.demo_swarm import DemoSwarm, Place
 
 PROMPT = "Explain in a few sentences how a school of fish stays together."
-SHARE = 2 / 3  # of the model that each node has room for: no one holds all of it, any two can
+SHARE = 2 / 3  # of the model that each node has room for: no node holds all of it, any two can
 MIN_TOKENS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is asked, and of which model."""
+    """Add the prompt, the model and the reply's length."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", default=PROMPT, help="what to ask the swarm")
     parser.add_argument("--model", default="starter", metavar="M", help="starter, tiny-random, a folder or a GGUF file")
     parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="the longest reply (default: 96)")
@@ -30,61 +33,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What was seen."""
+    """The demo's outcome."""
 
-    done: dict[str, Any]  # the reply's figures
+    done: dict[str, Any]  # the fields of `chat --json`
     asker: int
-    victim: int | None  # None: the reply ended before anybody could be killed
-    killed_behind: int
+    victim: int | None  # number of the killed node; None if the reply ended before the kill
+    killed_behind: int  # tokens of the reply before the kill
     route_before: list[dict[str, Any]]
     same_as_undisturbed: bool
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Show a swarm that survives."""
+    """Run the demo and print its outcome."""
     from app.cli.demo_swarm import choose_asker, open_demo
 
     if arguments.max_tokens < MIN_TOKENS:
-        raise UsageError(f"--max-tokens: at least {MIN_TOKENS} are needed to see anything happen")
-    stage = DemoOutput(quiet=arguments.json)
+        raise UsageError(f"--max-tokens must be at least {MIN_TOKENS}: a shorter reply leaves no time for a kill")
+    output = DemoOutput(quiet=arguments.json)
     with open_demo() as swarm:
-        model, blocks = set_up(swarm, arguments.model, stage)
+        model, blocks = set_up(swarm, arguments.model, output)
         places = swarm.places()
         asker = choose_asker(places, blocks)
-        stage.show_map(places, blocks, asker)
-        outcome = perform(swarm, asker, arguments.prompt, arguments.max_tokens, stage)
+        output.show_map(places, blocks, asker)
+        outcome = perform(swarm, asker, arguments.prompt, arguments.max_tokens, output)
         if arguments.json:
             print_json(facts(outcome, places, model, blocks))
         else:
-            stage.show_figures(outcome, places)
+            output.show_figures(outcome, places)
     return 0
 
 
-def set_up(swarm: DemoSwarm, model: str, stage: DemoOutput) -> tuple[str, int]:
-    """Found the swarm and start its nodes: the model that it became, and how many blocks that has."""
+def set_up(swarm: DemoSwarm, model: str, output: DemoOutput) -> tuple[str, int]:
+    """Create the swarm and start its nodes; return the model used and its number of blocks.
+
+    If the starter model cannot be downloaded, tiny-random is used instead.
+    """
     from app.cli.demo_swarm import DemoFailed, memory_for
 
-    stage.say(f"Founding a swarm of the model {model} ...")
+    output.say(f"Creating a swarm for the model {model} ...")
     try:
         swarm.found(model)
     except DemoFailed as error:
         if model != "starter":
             raise
-        stage.say(f"{error}; a tiny random model, which talks nonsense, takes its place.")
+        output.say(f"{error}; using a tiny random model instead, whose replies make no sense.")
         model = "tiny-random"
         swarm.found(model)
     memory_bytes, blocks = memory_for(model, SHARE)
-    stage.say(
+    output.say(
         f"Starting {len(swarm.nodes)} nodes, each with room for {-(-blocks * SHARE // 1):.0f} of {blocks} blocks ..."
     )
     for node in swarm.start(memory_bytes):
-        stage.say(f"  node {node.number} serves: {node.peer}")
+        output.say(f"  node {node.number} is serving: {node.peer}")
     return model, blocks
 
 
-def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, stage: DemoOutput) -> DemoResult:
-    """Ask, kill a hop of the reply's route in the middle, and ask again for comparison."""
-    stage.begin_reply(asker, prompt)
+def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, output: DemoOutput) -> DemoResult:
+    """Ask, kill a node on the reply's route in the middle, and ask again undisturbed for comparison."""
+    output.begin_reply(asker, prompt)
     kill_at = max(2, min(max_tokens // 4, 24))
     route: list[dict[str, Any]] = []
     route_before: list[dict[str, Any]] = []
@@ -93,16 +99,16 @@ def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, stage: D
     for count, piece in enumerate(swarm.ask(asker, prompt, max_tokens), 1):
         if "done" in piece:
             break
-        stage.stream(piece["text"])
+        output.stream(piece["text"])
         route = piece.get("route", route)
         if count == kill_at:
             others = [numbers[hop["peer"]] for hop in route if numbers[hop["peer"]] != asker]
             victim, route_before = others[0], route
             swarm.node(victim).kill()
-            stage.killed(victim, count)
-    stage.end_reply()
+            output.killed(victim, count)
+    output.end_reply()
     done = piece["done"]
-    stage.say("Asking the same again, undisturbed, for comparison ...")
+    output.say("Asking again without a kill, for comparison ...")
     again = next(piece["done"] for piece in swarm.ask(asker, prompt, max_tokens) if "done" in piece)
     return DemoResult(
         done, asker, victim, kill_at, route_before or done["route"], again["token_ids"] == done["token_ids"]
@@ -110,7 +116,7 @@ def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, stage: D
 
 
 def facts(outcome: DemoResult, places: Sequence[Place], model: str, blocks: int) -> dict[str, Any]:
-    """What `--json` prints: the fields of `chat --json`, and what happened around the reply."""
+    """Return the fields of `demo --json`: those of `chat --json`, the nodes and the kill."""
     return {
         **outcome.done,
         "model": model,
@@ -125,7 +131,7 @@ def facts(outcome: DemoResult, places: Sequence[Place], model: str, blocks: int)
 
 
 class DemoOutput:
-    """Where it is shown: in colour on a terminal, plainly elsewhere, and not at all for programs."""
+    """Prints the demo: in colour on a terminal, plain elsewhere, and nothing if `quiet`."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
@@ -134,15 +140,15 @@ class DemoOutput:
         self._held, self._free = ("█", "░") if encoding.lower().startswith("utf") else ("#", ".")
 
     def say(self, text: str) -> None:
-        """One line about what happens."""
+        """Print one line of progress."""
         if not self._quiet:
             print(self._style("2", without_controls(text)), flush=True)
 
     def show_map(self, places: Sequence[Place], blocks: int, asker: int) -> None:
-        """Who holds which blocks."""
+        """Print the blocks that each node holds."""
         if self._quiet:
             return
-        print(f"\n{self._style('1', 'Who holds what')}")
+        print(f"\n{self._style('1', 'Blocks of each node')}")
         for place in places:
             held = (self._held if place.start <= block < place.stop else self._free for block in range(blocks))
             bar = self._style(str(30 + 2 * place.number), "".join(held))
@@ -150,39 +156,39 @@ class DemoOutput:
             print(f"  node {place.number}  {bar}  blocks {place.start}:{place.stop}{asks}")
 
     def begin_reply(self, asker: int, prompt: str) -> None:
-        """The question."""
+        """Print who asks, and the prompt."""
         if not self._quiet:
             print(f"\n{self._style('1', f'node {asker} asks:')} {without_controls(prompt)}\n", flush=True)
 
     def stream(self, text: str) -> None:
-        """A piece of the reply."""
+        """Print a piece of the reply."""
         if not self._quiet:
             print(without_controls(text), end="", flush=True)
 
     def killed(self, victim: int, count: int) -> None:
-        """Between two tokens, a node died."""
+        """Print that a node was killed after `count` tokens."""
         if not self._quiet:
-            note = f"[node {victim} killed behind token {count}]"
+            note = f"[node {victim} killed after token {count}]"
             print(self._style("1;31", f" {note} "), end="", flush=True)
 
     def end_reply(self) -> None:
-        """The reply is complete."""
+        """End the reply's line."""
         if not self._quiet:
             print("\n", flush=True)
 
     def show_figures(self, outcome: DemoResult, places: Sequence[Place]) -> None:
-        """What the reply was like."""
+        """Print the routes, the speed and the recoveries of the reply."""
         done = outcome.done
         numbers = {place.peer: place.number for place in places}
         speed = "-" if done["tokens_per_s"] is None else f"{done['tokens_per_s']:.1f} tokens/s"
-        same = "yes" if outcome.same_as_undisturbed else "no: two tokens were all but equally likely"
+        same = "yes, as without a kill" if outcome.same_as_undisturbed else "no: two tokens were almost equally likely"
         print(self._style("1", "Figures"))
         rows = (
             ("route before", _route(outcome.route_before, numbers)),
             ("route after", _route(done["route"], numbers)),
             ("reply", f"{len(done['token_ids'])} tokens, {speed}, first token after {done['ttft_s']:.2f} s"),
             ("recoveries", f"{done['recoveries']}, longest gap between two tokens {done['longest_gap_s']:.2f} s"),
-            ("as undisturbed", same),
+            ("same tokens", same),
         )
         for label, value in rows:
             print(f"  {label:<16}{value}")
@@ -196,5 +202,5 @@ def _route(route: Sequence[dict[str, Any]], numbers: dict[str, int]) -> str:
 
 
 COMMANDS = (
-    Command("demo", "a swarm of three nodes here, one of which dies", run_demo, add_arguments, prints_facts=True),
+    Command("demo", "watch a swarm of three local nodes survive a kill", run_demo, add_arguments, prints_facts=True),
 )

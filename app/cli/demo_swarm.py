@@ -1,6 +1,6 @@
-"""A swarm on this machine to look at: three nodes in processes of their own, one of which is killed in a reply.
+"""The swarm of `shoal demo`: three `shoal serve` processes on this machine, each with a home folder of its own.
 
-It starts and ends the processes and asks them through their API; what is shown of it is for `app.cli.demo`.
+It starts and ends the processes and asks them through their API; `app.cli.demo` prints what happens.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from app.core.errors import AppError
 
 NODES = 3
 SWARM = "demo"
-READY_S = 180.0
-COVERED_S = 30.0
-END_S = 5.0
+READY_S = 180.0  # for a node to print `ready`
+COVERED_S = 30.0  # for all nodes to see all blocks hosted
+END_S = 5.0  # for all nodes to leave, before they are killed
 
 
 class DemoFailed(AppError):
-    """A node of the demonstration did not come up; the message says what it said."""
+    """The demo could not be set up; the message says why, with a node's last output if it ended."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One node's part of the map."""
+    """The blocks `start:stop` that one node hosts."""
 
     number: int  # from 1
     peer: str
@@ -50,10 +50,10 @@ class DemoNode:
         self.peer = ""
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()
-        self._complaints: list[str] = []
+        self._last_errors: list[str] = []
 
     def start(self, memory_bytes: int, invite: str | None) -> None:
-        """Begin to come up, hosting what fits in so much memory."""
+        """Start the process, which hosts what fits in `memory_bytes`; `wait_ready` waits for it."""
         flags = ["--listen=/ip4/127.0.0.1/tcp/0", "--api-port=0", "--discovery=invite", "--device=cpu"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "app.cli", "serve", *flags, f"--max-vram={memory_bytes}"],
@@ -62,17 +62,17 @@ class DemoNode:
             stderr=subprocess.PIPE,
             env=environment(self.home, {} if invite is None else {"SHOAL_INVITE": invite}),
             text=True,
-            start_new_session=True,  # Ctrl-C is for the demonstration, which ends its nodes itself
+            start_new_session=True,  # so that Ctrl-C reaches only the demo, which ends its nodes itself
         )
-        for stream, heard in ((self._process.stdout, self._lines.put), (self._process.stderr, self._complain)):
-            threading.Thread(target=_read, args=(stream, heard), daemon=True).start()
+        for stream, on_line in ((self._process.stdout, self._lines.put), (self._process.stderr, self._keep_error)):
+            threading.Thread(target=_read, args=(stream, on_line), daemon=True).start()
 
-    def _complain(self, line: str) -> None:
-        self._complaints = [*self._complaints[-4:], line]
+    def _keep_error(self, line: str) -> None:
+        self._last_errors = [*self._last_errors[-4:], line]
 
     def wait_ready(self) -> None:
-        """Wait for its `ready` line."""
-        assert self._process is not None, "only what was started gets ready"
+        """Wait for the node's `ready` line; raises `DemoFailed` if it ends or takes longer than `READY_S`."""
+        assert self._process is not None, "`start` comes first"
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
@@ -80,65 +80,65 @@ class DemoNode:
                     self.peer = self.client.snapshot().peer_id
                     return
             if self._process.poll() is not None:
-                raise DemoFailed(f"node {self.number} ended at once: {' '.join(self._complaints) or 'it said nothing'}")
-        raise DemoFailed(f"node {self.number} did not come up in {READY_S:.0f} s: is this machine very busy?")
+                raise DemoFailed(f"node {self.number} failed to start: {' '.join(self._last_errors) or 'no output'}")
+        raise DemoFailed(f"node {self.number} was not ready after {READY_S:.0f} s: is this machine very busy?")
 
     @property
     def client(self) -> Client:
-        """Its API."""
+        """A client for the node's API."""
         return client_of(self.home)
 
     def kill(self) -> None:
-        """End it at once, without a goodbye."""
+        """Kill the process, which cannot say goodbye to the swarm."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     def ask_to_end(self) -> None:
-        """Let it leave in order; `kill` follows where it takes too long."""
+        """Ask the process to leave the swarm and end; `close` kills it if that takes too long."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def close(self, by: float) -> None:
-        """Wait for its end until then, and no longer."""
+        """Wait for the process to end until the monotonic time `by`, then kill it."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, by - time.monotonic()))
             self.kill()
 
 
-def _read(stream: Any, heard: Any) -> None:
+def _read(stream: Any, on_line: Any) -> None:
     with stream:
         for line in stream:
-            heard(line.rstrip("\n"))
+            on_line(line.rstrip("\n"))
 
 
 def environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """What a node of the demonstration sees: none of the person's own settings but the cache of weights."""
+    """Return a demo node's environment: without the user's `SHOAL_` settings, except the cache of weights."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_") or name == "SHOAL_CACHE"}
-    # Three nodes share this machine's cores: threads that wait for each other would slow all of them down.
+    # The nodes share this machine's cores: more threads than cores would wait for each other.
     threads = str(max(1, (os.cpu_count() or 1) // NODES))
     return {"OMP_NUM_THREADS": threads, **kept, "SHOAL_HOME": str(home), **more}
 
 
 class DemoSwarm:
-    """Three nodes; made by `open_demo`."""
+    """The demo's nodes; `open_demo` makes and ends it."""
 
     def __init__(self, folder: Path) -> None:
         self.nodes = [DemoNode(number, folder / f"node{number}") for number in range(1, NODES + 1)]
 
     def found(self, model: str) -> None:
-        """Let the first node found a swarm of a model; its progress goes to stderr."""
+        """Create the swarm in the first node's home folder; raises `DemoFailed` if the model cannot be opened."""
         command = [sys.executable, "-m", "app.cli", "create", SWARM, "--model", model]
         done = subprocess.run(
             command, env=environment(self.nodes[0].home, {}), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise DemoFailed(f"the model {model} cannot be had: {done.stderr.strip().removeprefix('shoal: ')}")
+            raise DemoFailed(f"cannot use the model {model}: {done.stderr.strip().removeprefix('shoal: ')}")
 
     def start(self, memory_bytes: int) -> Iterator[DemoNode]:
-        """Start all nodes, each with so much memory; yields each when it serves."""
+        """Start all nodes with this memory limit each; yields each node once it is ready."""
         first, *others = self.nodes
         first.start(memory_bytes, None)
         first.wait_ready()
@@ -155,7 +155,7 @@ class DemoSwarm:
         deadline = time.monotonic() + COVERED_S
         while not all(self._sees_all(node) for node in self.nodes):
             if time.monotonic() > deadline:
-                raise DemoFailed("the nodes did not share the blocks out among themselves; run it again")
+                raise DemoFailed(f"the nodes did not cover all blocks within {COVERED_S:.0f} s: run the demo again")
             time.sleep(0.1)
 
     def _sees_all(self, node: DemoNode) -> bool:
@@ -163,7 +163,7 @@ class DemoSwarm:
         return all(holders) and len({holder["peer"] for held in holders for holder in held}) == NODES
 
     def places(self) -> list[Place]:
-        """Who holds what now."""
+        """Return the blocks that each node hosts now."""
         places = []
         for node in self.nodes:
             seen = node.client.snapshot()
@@ -172,17 +172,17 @@ class DemoSwarm:
         return places
 
     def node(self, number: int) -> DemoNode:
-        """The node with this number."""
+        """Return the node with this number, from 1."""
         return self.nodes[number - 1]
 
     def ask(self, asker: int, prompt: str, max_tokens: int) -> Iterator[dict[str, Any]]:
-        """The pieces of a greedy reply to one node's user."""
+        """Yield the pieces of a greedy reply that one node asks for."""
         messages = [{"role": "user", "content": prompt}]
         return self.node(asker).client.chat({"messages": messages, "max_tokens": max_tokens, "temperature": 0.0})
 
 
 def choose_asker(places: Sequence[Place], blocks: int) -> int:
-    """The node that asks: one that, with any one of the others, holds all blocks, so that either of them may die."""
+    """Choose the node that asks: one that with any single other node holds all blocks, so that any other may die."""
     for asker in places:
         others = [place for place in places if place is not asker]
         if all(_cover(asker, other, blocks) for other in others):
@@ -196,7 +196,7 @@ def _cover(a: Place, b: Place, blocks: int) -> bool:
 
 
 def memory_for(model: str, share: float) -> tuple[int, int]:
-    """A memory limit under which a node holds this share of a model's blocks, and how many blocks the model has."""
+    """Return a memory limit with which a node hosts this share of a model's blocks, and the number of its blocks."""
     from app.config.home import cache_folder
     from engine.hosting import plan_hosting
     from engine.sources.opening import open_source
@@ -206,13 +206,13 @@ def memory_for(model: str, share: float) -> tuple[int, int]:
     if not budget.blocks:
         raise DemoFailed(f"this machine has no room for the model: {budget.reason}")
     wanted = -(-config.n_blocks * share // 1)
-    # A quarter of what a node may take is for conversations; half a block to spare hides rounding.
+    # A quarter of a node's memory is for the KV cache; half a block to spare absorbs rounding.
     return int((budget.workspace_bytes + (wanted + 0.5) * budget.weight_bytes_per_block) / 0.75), config.n_blocks
 
 
 @contextlib.contextmanager
 def open_demo() -> Iterator[DemoSwarm]:
-    """A place for a demonstration; all of it is gone afterwards, whatever happened."""
+    """Make a demo swarm in a temporary folder; its processes and files are removed afterwards, even after an error."""
     with tempfile.TemporaryDirectory(prefix="shoal-demo-", ignore_cleanup_errors=True) as folder:
         swarm = DemoSwarm(Path(folder))
         try:

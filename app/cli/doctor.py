@@ -1,4 +1,7 @@
-"""`shoal doctor`: looks at this machine and says what to mend."""
+"""`shoal doctor`: checks this machine and says what to fix.
+
+`app.system.doctor` judges; this module gathers what is judged, and prints the results.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ if TYPE_CHECKING:
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """A model to size the devices for, and a cap to try."""
-    parser.add_argument("--model", metavar="MODEL", help="how many blocks of this model fit (default: each cached one)")
-    parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help="as if hosting were capped, like 6GB")
-    words = "write a zip for a bug report: these lines, state, devices, settings without secrets, end of the log"
+    """Add the model to size the devices for, the memory limit to assume, and the bug report."""
+    parser.add_argument("--model", metavar="MODEL", help="show how many blocks of MODEL fit (default: each cached one)")
+    parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help="assume this memory limit, like 6GB")
+    words = "write a zip for a bug report: checks, state, devices, settings without secrets, end of the log"
     parser.add_argument("--bundle", metavar="FILE", type=Path, help=words)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the checks as they are made, or all of them as JSON; exit 1 where one failed."""
+    """Print each check as it is made, or all of them as JSON; exit status 1 if one failed."""
     devices: list[Device] = []
     checks: list[Check] = []
     for check in examine(arguments, devices):
@@ -48,7 +51,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(facts)
     elif arguments.bundle is not None:
-        print(f"{arguments.bundle} holds the following; look at it before you give it to anybody:")
+        print(f"{arguments.bundle} contains the following; read it before you share it:")
         print("\n".join(f"  {line}" for line in facts["bundle"]))
     if failed:
         print(f"shoal: doctor found what stops Shoal from working: {', '.join(failed)}", file=sys.stderr)
@@ -56,7 +59,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
-    """Write the zip; returns what is in it."""
+    """Write the zip for a bug report; return one line for each file in it."""
     import importlib.metadata
 
     from app.api.client import running_client
@@ -67,24 +70,24 @@ def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
     from app.system.bug_report import about, write_bundle
 
     home = Home(arguments.home)
-    told: dict[str, Any] = {
+    contents: dict[str, Any] = {
         "about": about(importlib.metadata.version("shoal")),
         "doctor": facts["checks"],
         "devices": facts["devices"],
     }
     try:
         config = load_config(home.config_file, os.environ)
-        told["settings"] = [config.facts(name) for name in SETTINGS]
+        contents["settings"] = [config.facts(name) for name in SETTINGS]
         client = running_client(arguments.home)
         if client is not None:
-            told["snapshot"] = client.get("/api/snapshot")
+            contents["snapshot"] = client.get("/api/snapshot")
     except AppError as error:
-        told["trouble"] = str(error)
-    return write_bundle(arguments.bundle, home, told)
+        contents["trouble"] = str(error)
+    return write_bundle(arguments.bundle, home, contents)
 
 
 def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
-    """All checks of this machine; the devices that were found are added to `devices`."""
+    """Yield all checks of this machine; the devices found are added to `devices`."""
     from app.config.home import cache_folder
     from app.system.doctor import check_driver, check_python, disk_of
     from engine.device.sensors import driver_version, nvidia_cards
@@ -98,7 +101,7 @@ def examine(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Ch
 
 
 def examine_home(folder: Path) -> Iterator[Check]:
-    """The lines about the settings, and about the sensors that courtesy rules need."""
+    """Yield the checks of the settings, and of the sensors that the courtesy rules need."""
     from app.config.file import load_config
     from app.config.home import Home
     from app.config.settings import Settings
@@ -121,7 +124,7 @@ def examine_home(folder: Path) -> Iterator[Check]:
 
 
 def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Iterator[Check]:
-    """The lines about torch and what it can compute on."""
+    """Yield the checks of torch and of the devices that it can use."""
     from app.system.doctor import check_torch, examine_machine
 
     try:
@@ -137,7 +140,7 @@ def examine_devices(arguments: argparse.Namespace, devices: list[Device]) -> Ite
 
 
 def examine_network(folder: Path) -> Iterator[Check]:
-    """The lines about the network: of the running node, or what can be said without one."""
+    """Yield the checks of the network: the running node's, or those that need no node."""
     from app.api.client import running_client
     from app.config.file import load_config
     from app.config.home import Home, read_sequence
@@ -153,7 +156,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
         home = Home(folder)
         settings = load_config(home.config_file, os.environ).settings
     except AppError as error:
-        yield Check("network", "fail", str(error), "mend this first, then run it again")
+        yield Check("network", "fail", str(error), "fix this first, then run `shoal doctor` again")
         return
     ports = [parse_address(text).port for text in settings.listen]
     now_ms = time.time_ns() // 10**6
@@ -161,7 +164,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
 
 
 def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
-    """The shapes of the models to size the devices for: the named one, or every whole one in the cache."""
+    """Return the configurations of the models to size devices for: the named one, or every intact one in the cache."""
     from app.cli.models import cached_models
     from app.config.home import cache_folder
     from engine.errors import SourceError
@@ -171,15 +174,15 @@ def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
     if name is None or name in cached:
         return cached if name is None else {name: cached[name]}
     if name in BUILT_IN:
-        raise SourceError(f"{name} is not in the cache: `shoal pull {name}` fetches it")
+        raise SourceError(f"{name} is not in the cache: `shoal pull {name}` downloads it")
     return {name: open_source(name, cache_folder()).config}
 
 
 def print_check(check: Check) -> None:
-    """One line, and the mend under it."""
+    """Print a check on one line, with the fix on the next."""
     print(f"{check.status:<5} {check.name:<14} {check.detail}", flush=True)
     if check.mend:
         print(f"{'':<21}→ {check.mend}", flush=True)
 
 
-COMMANDS = (Command("doctor", "check this machine and say what to mend", run_doctor, add_doctor_arguments, True),)
+COMMANDS = (Command("doctor", "check this machine and say what to fix", run_doctor, add_doctor_arguments, True),)

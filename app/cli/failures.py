@@ -1,4 +1,4 @@
-"""Turns whatever a command raises into one line that says what to do."""
+"""Turns any exception of a command into one line for the user, and an exit status."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from engine.errors import EngineError
 from p2p.errors import P2PError
 
 DEBUG_VARIABLE = "SHOAL_DEBUG"
-_OUR_OWN = (AppError, EngineError, P2PError)
+_OUR_ERRORS = (AppError, EngineError, P2PError)
 
 
 def explain(error: BaseException) -> str:
-    """The text after `shoal: `, without line breaks."""
-    # A nursery wraps what its tasks raise, even a single error.
+    """Return the text to print after `shoal: `, without line breaks."""
+    # A trio nursery wraps even a single error in a group.
     if isinstance(error, BaseExceptionGroup):
-        return explain(_most_telling(error))
-    if isinstance(error, _OUR_OWN):
+        return explain(_first_of_ours(error))
+    if isinstance(error, _OUR_ERRORS):
         text = str(error) or (type(error).__doc__ or type(error).__name__)
     elif isinstance(error, KeyboardInterrupt):
         text = "interrupted"
@@ -31,14 +31,14 @@ def explain(error: BaseException) -> str:
 
 
 def exit_status(error: BaseException) -> int:
-    """2 where the person's words make no sense, else 1."""
+    """Return the exit status: 2 for bad usage, 1 for any other failure."""
     if isinstance(error, BaseExceptionGroup):
-        return exit_status(_most_telling(error))
+        return exit_status(_first_of_ours(error))
     return error.exit_code if isinstance(error, AppError) else 1
 
 
-def _most_telling(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    ours = group.subgroup(_OUR_OWN)
+def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    ours = group.subgroup(_OUR_ERRORS)
     return (ours or group).exceptions[0]
 
 

@@ -1,4 +1,4 @@
-"""`shoal models` and `shoal pull`: which models are on this machine, and how to get one."""
+"""`shoal models` and `shoal pull`: lists, verifies and downloads the models on this machine."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 PULLED = (
-    "starter (98 MB, talks), tiny-random (for tests, no download), or ORG/NAME of the Hugging Face Hub "
-    "(ORG/NAME/FILE.gguf where it holds several)"
+    "starter (98 MB, a small chat model), tiny-random (for tests, no download), or ORG/NAME of the Hugging Face Hub "
+    "(ORG/NAME/FILE.gguf if it holds several)"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What is said about a cached model; a damaged one has an `error` instead of a shape."""
+    """A model on this machine as `--json` shows it; `error` says what is wrong with a damaged one."""
 
     name: str
     path: str
@@ -37,22 +37,22 @@ class ModelFacts:
     licence: str | None = None
     blocks: int | None = None
     error: str | None = None
-    parts_held: int | None = None  # of a model that came from peers
+    parts_held: int | None = None  # of a model that was downloaded from peers
     parts_total: int | None = None
 
 
 def add_pull_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model to fetch."""
+    """Add the model to download."""
     parser.add_argument("model", metavar="MODEL", help=PULLED)
 
 
 def add_models_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to do with them."""
-    parser.add_argument("action", nargs="?", choices=("verify",), help="read every model again, and name what is wrong")
+    """Add the action verify."""
+    parser.add_argument("action", nargs="?", choices=("verify",), help="read every model completely, and report damage")
 
 
 def run_models(arguments: argparse.Namespace) -> int:
-    """List the cached models, or check them."""
+    """List the models on this machine, or verify them."""
     if arguments.action == "verify":
         return _verify(arguments)
     facts = [*(model for model, _ in cached_models()), *models_from_peers()]
@@ -62,7 +62,7 @@ def run_models(arguments: argparse.Namespace) -> int:
     for model in facts:
         print(describe(model))
     if not facts:
-        print("No model is cached. `shoal pull starter` fetches a small one that talks (98 MB).")
+        print("No model is cached. `shoal pull starter` downloads a small chat model (98 MB).")
     return 0
 
 
@@ -74,7 +74,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         for model in found:
             print(describe(model) if model.error is None else f"{model.name}: {model.error}")
         if not found:
-            print("There is no model on this machine to verify.")
+            print("No model is on this machine, so there is nothing to verify.")
     damaged = [model.name for model in found if model.error is not None]
     if damaged:
         print(f"shoal: damaged: {', '.join(damaged)}", file=sys.stderr)
@@ -82,7 +82,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def verified_models() -> list[ModelFacts]:
-    """Every model after all its bytes were read again; whatever is wrong with one is its `error`."""
+    """Read all bytes of every model, and return the models; a damaged one has its `error` set."""
     from app.config.home import cache_folder
     from app.weights.verify import bytes_to_read, verify
     from engine.errors import EngineError
@@ -111,7 +111,7 @@ def verified_models() -> list[ModelFacts]:
 
 
 def models_from_peers() -> list[ModelFacts]:
-    """The models whose parts came from peers."""
+    """Return the models whose parts were downloaded from peers."""
     from app.config.home import cache_folder
     from app.weights.verify import models_by_manifest
 
@@ -121,21 +121,21 @@ def models_from_peers() -> list[ModelFacts]:
 
 def _from_manifest(model: VerifiedPart, folder: str) -> ModelFacts:
     wrong = f"{', '.join(model.wrong[:4])}{', …' if len(model.wrong) > 4 else ''}"
-    mend = "a node fetches them anew" if model.source is None else f"look at {model.source}, or pull it again"
+    fix = "a node downloads them again" if model.source is None else f"check {model.source}, or pull it again"
     return ModelFacts(
         name=model.manifest[:8],
         path=model.source or folder,
         size_bytes=model.bytes_held,
         licence=model.licence,
         blocks=model.blocks,
-        error=f"{len(model.wrong)} of {model.parts_total} parts are damaged ({wrong}): {mend}" if wrong else None,
+        error=f"{len(model.wrong)} of {model.parts_total} parts are damaged ({wrong}): {fix}" if wrong else None,
         parts_held=model.parts_held,
         parts_total=model.parts_total,
     )
 
 
 def run_pull(arguments: argparse.Namespace) -> int:
-    """Fetch a model into the cache, unless it is there."""
+    """Download a model into the cache unless it is there; raises `UsageError` for a path on this machine."""
     from app.config.home import cache_folder
     from engine.sources.opening import BUILT_IN, fetch_source
 
@@ -153,7 +153,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
 
 
 def cached_models() -> list[tuple[ModelFacts, ModelSource | None]]:
-    """The models in the cache, with the opened source of each that is whole."""
+    """Return the models in the cache, each with its opened source, or None if it is damaged."""
     from app.config.home import cache_folder
     from engine.errors import EngineError
     from engine.sources.opening import list_cached, open_source
@@ -164,7 +164,7 @@ def cached_models() -> list[tuple[ModelFacts, ModelSource | None]]:
     for cached in list_cached(cache):
         facts = ModelFacts(cached.name, str(cached.path), cached.size_bytes)
         try:
-            # By its path, because opening the starter by name would fetch a damaged one again, unasked.
+            # By its path, because opening the starter by name would download a damaged one again.
             source = open_source(cached.path if cached.name == STARTER else cached.name, cache)
         except EngineError as error:
             found.append((dataclasses.replace(facts, error=str(error)), None))
@@ -175,7 +175,7 @@ def cached_models() -> list[tuple[ModelFacts, ModelSource | None]]:
 
 
 def describe(model: ModelFacts) -> str:
-    """A model in one line."""
+    """Return a model as one line."""
     if model.error is not None:
         return f"{model.name}: damaged: {model.error}"
     licence = without_controls(model.licence or "licence unknown")
@@ -185,7 +185,7 @@ def describe(model: ModelFacts) -> str:
 
 @contextlib.contextmanager
 def progress_on_stderr(label: str) -> Iterator[ProgressBar]:
-    """A progress bar whose line is ended whatever happens, so that an error starts on a line of its own."""
+    """Make a progress bar on stderr; its line is ended even after an error, which then starts on a new line."""
     progress = ProgressBar(label, sys.stderr)
     try:
         yield progress
@@ -195,5 +195,5 @@ def progress_on_stderr(label: str) -> Iterator[ProgressBar]:
 
 COMMANDS = (
     Command("models", "list or verify the models on this machine", run_models, add_models_arguments, prints_facts=True),
-    Command("pull", "fetch a model", run_pull, add_pull_arguments, prints_facts=True),
+    Command("pull", "download a model", run_pull, add_pull_arguments, prints_facts=True),
 )

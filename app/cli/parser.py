@@ -1,4 +1,4 @@
-"""The parser of the command line: one line on a mistake, with the nearest thing that would have made sense."""
+"""The argument parser: a usage error is one line with the closest known word, and exit status 2."""
 
 from __future__ import annotations
 
@@ -10,43 +10,50 @@ from typing import NoReturn
 
 from app.core.units import parse_duration, parse_size
 
-_CHOICE = re.compile(r"invalid choice: '([^']*)'")
+_CHOICE = re.compile(r"(?:argument (?P<name>.+?): )?invalid choice: '(?P<word>[^']*)'")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong on one line and exits with 2."""
+    """Reports a usage error on one line and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
-        """What argparse found wrong."""
+        """Print one line with argparse's message, or with a suggestion if a choice is unknown, and exit."""
         wrong = _CHOICE.search(message)
         if wrong is not None:
-            message = f"there is no {wrong.group(1)!r} here{nearest(wrong.group(1), self._choices())}"
+            name, word = wrong["name"] or "", wrong["word"]
+            kind = "command" if name in self._command_metavars() else "choice"
+            option = f" for {name}" if name.startswith("-") else ""
+            message = f"unknown {kind} {word!r}{option}{nearest(word, self._choices())}"
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; `{self.prog} --help` explains\n")
 
     def options(self) -> list[str]:
-        """Every option, as it is written."""
+        """Return every option of this parser, as the user writes it."""
         return [option for action in self._actions for option in action.option_strings]
 
     def parse_all(self, argv: Sequence[str] | None) -> argparse.Namespace:
-        """As `parse_args`, but an unknown option is answered with the nearest one of the command that was given."""
+        """Parse like `parse_args`, but suggest the closest option of the given command for an unknown one."""
         arguments, unknown = self.parse_known_args(argv)
         if unknown:
             parser: Parser = getattr(arguments, "parser", self)
-            parser.error(f"{unknown[0]!r} makes no sense here{nearest(unknown[0], parser.options())}")
+            kind = "unknown option" if unknown[0].startswith("-") else "unexpected argument"
+            parser.error(f"{kind} {unknown[0]!r}{nearest(unknown[0], parser.options())}")
         return arguments
+
+    def _command_metavars(self) -> list[object]:
+        return [action.metavar for action in self._actions if isinstance(action, argparse._SubParsersAction)]
 
     def _choices(self) -> list[str]:
         return [str(choice) for action in self._actions for choice in action.choices or ()]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`: did you mean …?`, or nothing where nothing is near."""
+    """Return `: did you mean …?` with the closest known word, or nothing if none is close."""
     found = difflib.get_close_matches(word.split("=")[0], list(known), n=1)
     return f": did you mean {found[0]}?" if found else ""
 
 
 def size_argument(text: str) -> int:
-    """A size like 6GB, in bytes."""
+    """Parse a size like 6GB into bytes."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -54,7 +61,7 @@ def size_argument(text: str) -> int:
 
 
 def duration_argument(text: str) -> float:
-    """A time like 2h, in seconds."""
+    """Parse a duration like 2h into seconds."""
     try:
         return parse_duration(text)
     except ValueError as error:

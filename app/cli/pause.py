@@ -1,4 +1,4 @@
-"""`shoal pause`, `resume`, `drain`, `stop`: courtesy by hand."""
+"""`shoal pause`, `resume`, `drain`, `stop`: stop and restart hosting by hand, or end the node."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from app.api.client import Client
 
 _STOP_S = 60.0
-_LOOK_S = 0.1
-_GOING = ("draining", "loading", "joining", "fetching", "serving")  # states that a pause has yet to reach
+_POLL_S = 0.1
+_NOT_YET_PAUSED = ("draining", "loading", "joining", "fetching", "serving")
 
 
 def add_pause_arguments(parser: argparse.ArgumentParser) -> None:
-    """For how long."""
+    """Add --for, the length of the pause."""
     words = "like 90s, 30m, 2h or 1d; without it until `shoal resume`"
     parser.add_argument("--for", dest="for_s", metavar="TIME", type=duration_argument, help=words)
 
 
 def run_pause(arguments: argparse.Namespace) -> int:
-    """Let sessions move on and give the memory back; returns when that is done."""
-    return _rest(arguments, "/api/pause", {"for_s": arguments.for_s})
+    """Move sessions to other members and free the memory; returns when that is done."""
+    return _pause_and_wait(arguments, "/api/pause", {"for_s": arguments.for_s})
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
-    """Let sessions finish, then give the memory back; returns when that is done."""
-    return _rest(arguments, "/api/drain", {})
+    """Wait for sessions to finish, then free the memory; returns when that is done."""
+    return _pause_and_wait(arguments, "/api/drain", {})
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
-    """Host again."""
+    """Host again, and say so if a courtesy rule still keeps the node paused."""
     from app.api.client import client_of
 
     client = client_of(arguments.home)
@@ -42,14 +42,14 @@ def run_resume(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(courtesy)
     elif courtesy["paused"]:
-        print(f"still paused, by a rule: {client.get('/api/status')['reason']}")
+        print(f"still paused by a courtesy rule: {client.get('/api/status')['reason']}")
     else:
         print("resumed")
     return 0
 
 
 def run_stop(arguments: argparse.Namespace) -> int:
-    """Ask the node to drain and end, and wait until it has."""
+    """Ask the node to drain and end, and wait until it has; raises `AppError` after `_STOP_S` seconds."""
     from app.api.client import client_of
     from app.config.home import Home
     from app.core.errors import AppError
@@ -59,18 +59,18 @@ def run_stop(arguments: argparse.Namespace) -> int:
     deadline = time.monotonic() + _STOP_S
     while is_locked(Home(arguments.home).lock_file):
         if time.monotonic() > deadline:
-            raise AppError(f"the node is still draining after {_STOP_S:.0f} s: look at its log, or end the process")
+            raise AppError(f"the node is still draining after {_STOP_S:.0f} s: look at its log, or kill the process")
         time.sleep(0.05)
     print("stopped")
     return 0
 
 
-def _rest(arguments: argparse.Namespace, path: str, body: dict[str, Any]) -> int:
+def _pause_and_wait(arguments: argparse.Namespace, path: str, body: dict[str, Any]) -> int:
     from app.api.client import client_of
 
     client = client_of(arguments.home)
     courtesy = client.post(path, body)
-    status = _when_resting(client)
+    status = _wait_paused(client)
     if arguments.json:
         print_json({**courtesy, "state": status["state"], "reason": status["reason"]})
     elif status["state"] == "paused":
@@ -80,17 +80,17 @@ def _rest(arguments: argparse.Namespace, path: str, body: dict[str, Any]) -> int
     return 0
 
 
-def _when_resting(client: Client) -> dict[str, Any]:
-    """The node's status once it hosts nothing, or once somebody resumed it."""
+def _wait_paused(client: Client) -> dict[str, Any]:
+    """Wait until the node hosts nothing, or was resumed meanwhile; return its state and reason."""
     while True:
         snapshot = client.snapshot()
-        if snapshot.state not in _GOING or not snapshot.courtesy.paused:
+        if snapshot.state not in _NOT_YET_PAUSED or not snapshot.courtesy.paused:
             return {"state": snapshot.state, "reason": snapshot.reason}
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 COMMANDS = (
-    Command("pause", "host nothing for a while, and give the memory back", run_pause, add_pause_arguments, True),
+    Command("pause", "stop hosting for a while, and free the memory", run_pause, add_pause_arguments, True),
     Command("resume", "host again", run_resume, prints_facts=True),
     Command("drain", "let the sessions finish, then host nothing", run_drain, prints_facts=True),
     Command("stop", "ask the node to drain and end", run_stop),

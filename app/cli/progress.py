@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a download: a bar on a terminal, a line for every quarter elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE_EVERY = 0.25  # of the whole
 
 
 class ProgressBar:
-    """Called with (bytes done, bytes in all) as often as the caller likes; prints as often as a person can use."""
+    """Called with (bytes done, total bytes) as often as the caller likes; prints only when due."""
 
     def __init__(self, label: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._label = label
@@ -26,13 +26,13 @@ class ProgressBar:
         self._open = False
 
     def __call__(self, done: int, total: int) -> None:
-        """Show how far it is, where that is due."""
+        """Print the progress if it is due."""
         share = min(1.0, done / total) if total else 1.0
         draw = self._draw_bar if self._stream.isatty() else self._print_line
         draw(share, f"{format_size(done)} of {format_size(total)}{self._rate(done)}")
 
     def finish(self) -> None:
-        """End the bar's line, so that what follows stands on its own."""
+        """End the bar's line, so that later output starts on a new one."""
         if self._open:
             self._stream.write("\n")
             self._stream.flush()
@@ -44,7 +44,7 @@ class ProgressBar:
             return
         self._drawn_at = now
         bar = "#" * int(share * _WIDTH)
-        # The last characters erase what a longer line left behind.
+        # The escape sequence at the end erases the rest of a longer line.
         self._stream.write(f"\r{self._label} [{bar:<{_WIDTH}}] {share:4.0%}  {amount}\x1b[K")
         self._stream.flush()
         self._open = True

@@ -1,4 +1,4 @@
-"""Which commands exist. A command is listed once it works, and not before."""
+"""The list of all commands, gathered from the modules of `app.cli`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ GROUPS: tuple[str, ...] = (
 
 
 def all_commands() -> tuple[Command, ...]:
-    """Every command of every group."""
+    """Import the modules, and return all their commands."""
     modules = [importlib.import_module(f"app.cli.{group}") for group in GROUPS]
     return tuple(command for module in modules for command in module.COMMANDS)

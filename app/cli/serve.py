@@ -1,4 +1,7 @@
-"""`shoal serve`: the node, in the foreground."""
+"""`shoal serve`: runs the node in the foreground.
+
+This module reads the settings and prepares the process; `app.node.node.Node` is the node.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,22 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How this node takes part; what is not given comes from the configuration."""
-    words = "a swarm's name, an invite, a file that holds one, or - to read it (default: the last active swarm)"
+    """Add the options that override settings, and --join."""
+    words = "a swarm's name, an invite, a file with one, or - for stdin (default: the last active swarm)"
     parser.add_argument("--join", metavar="NAME", help=words)
-    parser.add_argument("--blocks", metavar="A:B", help="host exactly these (default: the node chooses by itself)")
-    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, … (default: the best there is)")
+    parser.add_argument("--blocks", metavar="A:B", help="host exactly these blocks (default: the node chooses)")
+    parser.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, … (default: the best available)")
     parser.add_argument(
-        "--max-vram", metavar="SIZE", type=size_argument, help="the most memory to host with, like 6GB; 0: host nothing"
+        "--max-vram", metavar="SIZE", type=size_argument, help="memory limit for hosting, like 6GB; 0 hosts nothing"
     )
     parser.add_argument("--listen", metavar="ADDR", action="append", help="like /ip4/0.0.0.0/tcp/7464 (repeatable)")
-    parser.add_argument("--advertise", metavar="MULTIADDR", action="append", help="told to others instead of guesses")
-    parser.add_argument("--discovery", metavar="MEANS", help="some of mdns,dht,invite,remembered")
+    words = "announce this address instead of the detected ones (repeatable)"
+    parser.add_argument("--advertise", metavar="MULTIADDR", action="append", help=words)
+    parser.add_argument("--discovery", metavar="MEANS", help="any of mdns,dht,invite,remembered, separated by commas")
     parser.add_argument("--peer", metavar="MULTIADDR", action="append", help="connect to this peer (repeatable)")
-    parser.add_argument("--api-port", metavar="P", type=int, help="the control API's port; 0 is any free one")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="for the log file and stderr")
-    parser.add_argument("--log-json", action="store_true", default=None, help="log one JSON object a line")
+    parser.add_argument("--api-port", metavar="P", type=int, help="the control API's port; 0 means any free one")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="level of the log file and stderr")
+    parser.add_argument("--log-json", action="store_true", default=None, help="log one JSON object per line")
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -51,24 +55,24 @@ def run_serve(arguments: argparse.Namespace) -> int:
     with hold(home):
         config = configure(home, arguments)
         if target is not None:
-            target_swarm(load(home), target)  # what makes no sense is said before anything heavy is loaded
+            target_swarm(load(home), target)  # raises for a bad target before the slow imports
         start_logging(home.log_folder, arguments.log_level, as_json=config.settings.log_json)
         live(home, config, target)
     return 0
 
 
 def live(home: Home, config: Config, target: str | None) -> None:
-    """The node's whole life; an error that nobody foresaw is in the log with all that is known of it."""
+    """Run the node until it ends; an error is logged with its traceback at level debug, and raised."""
     log = logging.getLogger("shoal.node")
     for name in config.unknown:
-        log.warning("%s: there is no setting %r; the line is ignored", home.config_file, name)
+        log.warning("%s: unknown setting %r is ignored", home.config_file, name)
     import trio
 
     from app.config.home import cache_folder
     from app.node.node import Node
     from p2p.platform import keep_freed_memory
 
-    # The loop must get its turn soon beside the threads that compute: the default costs it 5 ms each time.
+    # The event loop shares the interpreter with computing threads: the default makes it wait 5 ms for each turn.
     sys.setswitchinterval(0.0005)
     keep_freed_memory()
     bind_threads()
@@ -80,10 +84,10 @@ def live(home: Home, config: Config, target: str | None) -> None:
 
 
 def bind_threads() -> None:
-    """Give each of torch's threads a core of its own; read when torch is loaded, later.
+    """Bind each of torch's threads to a core of its own, by environment variables that OpenMP reads when torch loads.
 
-    A hop computes in bursts. Left to itself the system wakes those threads on one core and parts them only after many
-    milliseconds. Nodes of one machine begin at different cores, so that their first threads do not meet.
+    A hop computes in bursts. By default the system wakes these threads on one core and spreads them only after many
+    milliseconds. Nodes of one machine start at different cores, so that their first threads do not share one.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) > 1 and "OMP_PROC_BIND" not in os.environ and "OMP_PLACES" not in os.environ:
@@ -93,12 +97,12 @@ def bind_threads() -> None:
 
 
 def configure(home: Home, arguments: argparse.Namespace) -> Config:
-    """The settings in force: the file, which is written or migrated first, the environment, and the flags."""
+    """Return the settings in force: the file, which is created or migrated first, the environment and the flags."""
     from app.config.file import ensure_file, load_config, migrate, setting_named
 
-    kept = migrate(home.config_file)
-    if kept is not None:
-        print(f"shoal: the configuration was brought up to date; its former text is in {kept}", file=sys.stderr)
+    backup = migrate(home.config_file)
+    if backup is not None:
+        print(f"shoal: the configuration was updated; its old version is in {backup}", file=sys.stderr)
     ensure_file(home.config_file)
     discovery = None if arguments.discovery is None else setting_named("discovery").parse(arguments.discovery)
     flags = {
@@ -120,7 +124,7 @@ def _many(values: list[str] | None) -> tuple[str, ...] | None:
 
 
 def say_ready(snapshot: Snapshot) -> None:
-    """The one line that scripts wait for; a node that hosts nothing says why."""
+    """Print the `ready` line that scripts wait for, with the reason if the node hosts nothing."""
     swarm = "none" if snapshot.swarm is None else f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}"
     why = "" if snapshot.state == "serving" else f" ({snapshot.reason})"
     print(f"ready {snapshot.state} swarm={swarm} peer={snapshot.peer_id} api={snapshot.api_url}{why}", flush=True)

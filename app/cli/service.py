@@ -1,4 +1,4 @@
-"""`shoal service`: have the system start this node by itself."""
+"""`shoal service`: has the operating system start this node; `app.system.service` knows how."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to do with the service."""
-    words = "install: write it, start it now and after each restart; uninstall: stop and remove it; status: look"
+    """Add the action."""
+    words = "install: start the node now and after each restart; uninstall: stop and remove it; status: show it"
     parser.add_argument("action", choices=("install", "uninstall", "status"), help=words)
 
 
 def run_service(arguments: argparse.Namespace) -> int:
-    """Install, remove or look at the service of this home folder."""
+    """Install, remove or show the service of this home folder."""
     from app.system import service
 
     plan = plan_here(arguments.home)
-    said = ""
+    text = ""
     if arguments.action == "install":
         _warn_of_variables()
         arguments.home.mkdir(parents=True, exist_ok=True)
-        said = f"installed and started; {service.install(plan)}"
+        text = f"installed and started; {service.install(plan)}"
     elif arguments.action == "uninstall":
-        said = "removed" if service.uninstall(plan) else "there was none"
+        text = "removed" if service.uninstall(plan) else "no service was installed"
     installed, running = plan.file.exists(), service.is_running(plan)
     if arguments.json:
         file = str(plan.file) if installed else None
@@ -48,19 +48,19 @@ def run_service(arguments: argparse.Namespace) -> int:
         state = "running" if running else "not running"
         print(f"{plan.system}: {f'installed, {state}: {plan.file}' if installed else 'not installed'}")
     else:
-        print(f"{plan.system}: {said}")
+        print(f"{plan.system}: {text}")
     return 0
 
 
 def plan_here(home: Path) -> ServicePlan:
-    """How this system would start this home's node."""
+    """Return how this operating system starts this home folder's node."""
     from app.system.service import plan_for, service_of
 
     return plan_for(service_of(home, os.environ), sys.platform, Path.home())
 
 
 def _warn_of_variables() -> None:
-    """Settings of this shell alone do not reach a service, and secrets must not."""
+    """Warn of settings in this shell's environment: the service does not see them."""
     from app.config.settings import SETTINGS
 
     lost = [setting.variable for setting in SETTINGS.values() if setting.variable in os.environ]
@@ -68,4 +68,4 @@ def _warn_of_variables() -> None:
         print(f"shoal: the service does not see {', '.join(lost)}: use `shoal config set` instead", file=sys.stderr)
 
 
-COMMANDS = (Command("service", "have the system start this node by itself", run_service, add_arguments, True),)
+COMMANDS = (Command("service", "have the system start this node automatically", run_service, add_arguments, True),)

@@ -1,4 +1,4 @@
-"""`shoal status`, `peers`, `blocks`, `sessions`: what the running node and its swarm are doing."""
+"""`shoal status`, `peers`, `blocks`, `sessions`: show the running node and its swarm."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from app.cli.command import Command, print_json
 
-_DAYS, _PEERS = 7, 10  # of what was given and got, in `status --json`
+_DAYS, _PEERS = 7, 10  # number of days and peers in `status --json`
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print what the node does."""
+    """Print the node's state."""
     from app.api.client import client_of
 
     status = client_of(arguments.home).get("/api/status")
@@ -26,7 +26,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def _history(folder: Path) -> dict[str, Any]:
-    """What was given and got by day and by peer, from the file that the node writes every few seconds."""
+    """Return the sums by day and by peer, from the statistics file that the node writes every few seconds."""
     from app.config.home import Home
     from app.node.statistics import read_days, read_peers
 
@@ -47,12 +47,12 @@ def run_peers(arguments: argparse.Namespace) -> int:
     for peer in peers:
         print(describe_peer(peer))
     if not peers:
-        print("Nobody else is here yet. `shoal invite` prints an invite for others.")
+        print("No other members yet. `shoal invite` prints an invite for others.")
     return 0
 
 
 def run_blocks(arguments: argparse.Namespace) -> int:
-    """Print for every block who serves it."""
+    """Print who hosts each block."""
     from app.api.client import client_of
 
     blocks = client_of(arguments.home).get("/api/blocks")
@@ -67,7 +67,7 @@ def run_blocks(arguments: argparse.Namespace) -> int:
 
 
 def coverage_lines(blocks: list[dict[str, Any]]) -> list[str]:
-    """Runs of blocks with the same holders, one line each."""
+    """Return one line for each run of blocks with the same holders."""
     lines = []
     for _, run in itertools.groupby(blocks, key=lambda block: [holder["peer"] for holder in block["holders"]]):
         same = list(run)
@@ -77,7 +77,7 @@ def coverage_lines(blocks: list[dict[str, Any]]) -> list[str]:
 
 
 def run_sessions(arguments: argparse.Namespace) -> int:
-    """Print what is being generated: asked by this node's user, or served for somebody."""
+    """Print the open sessions: those of this node's user, and those served for others."""
     from app.api.client import client_of
 
     sessions = client_of(arguments.home).get("/api/sessions")
@@ -92,16 +92,17 @@ def run_sessions(arguments: argparse.Namespace) -> int:
 
 
 def describe_session(session: dict[str, Any]) -> str:
-    """A session in one line."""
+    """Return a session as one line."""
     whose = "asked here" if session["role"] == "asking" else f"for {session['asker']}"
     span = "" if session["start"] is None else f", blocks {session['start']}:{session['stop']}"
-    mended = f", {session['recoveries']} recoveries" if session["recoveries"] else ""
+    recovered = f", {session['recoveries']} recoveries" if session["recoveries"] else ""
     speed = f", {session['tokens_per_s']:.1f} tokens/s" if session["tokens_per_s"] else ""
-    return f"{session['id'][:8]}  {whose}{span}, {session['tokens']} tokens in {session['age_s']:.0f} s{speed}{mended}"
+    tokens = f"{session['tokens']} tokens in {session['age_s']:.0f} s"
+    return f"{session['id'][:8]}  {whose}{span}, {tokens}{speed}{recovered}"
 
 
 def describe_peer(peer: dict[str, Any]) -> str:
-    """A member in one line."""
+    """Return a member as one line."""
     who = f"{peer['peer']} {peer['name']}".strip()
     span = f"blocks {peer['start']}:{peer['stop']}" if peer["start"] is not None else "no blocks"
     link = peer["link"] or "no link"
@@ -136,7 +137,7 @@ def _lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _given(sums: dict[str, Any]) -> str:
-    """What was given and got, in one line."""
+    """Return tokens and bytes given and received as one line."""
     from app.core.units import format_size
 
     served = f"{sums['served_tokens']} tokens served to {sums['peers']} peers, {sums['asked_tokens']} asked"
@@ -144,8 +145,8 @@ def _given(sums: dict[str, Any]) -> str:
 
 
 COMMANDS = (
-    Command("status", "what this node is doing", run_status, prints_facts=True),
-    Command("peers", "the other members of the swarm", run_peers, prints_facts=True),
-    Command("blocks", "who serves which block of the model", run_blocks, prints_facts=True),
-    Command("sessions", "what is being generated, asked here or served for others", run_sessions, prints_facts=True),
+    Command("status", "show what this node is doing", run_status, prints_facts=True),
+    Command("peers", "list the other members of the swarm", run_peers, prints_facts=True),
+    Command("blocks", "show who hosts which block of the model", run_blocks, prints_facts=True),
+    Command("sessions", "list open sessions, asked here or served for others", run_sessions, prints_facts=True),
 )

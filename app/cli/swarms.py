@@ -1,6 +1,7 @@
-"""`shoal create`, `join`, `leave`, `swarms`, `invite`: which swarms this node belongs to.
+"""`shoal create`, `join`, `leave`, `swarms`, `invite`: change and list the swarms of this node.
 
-Where a node runs it is asked, and acts at once; else the home folder is changed, and the next `shoal serve` acts.
+A running node is asked, and acts at once. Without one, `app.joining.offline` changes the home folder's files, and the
+next `shoal serve` acts on them.
 """
 
 from __future__ import annotations
@@ -22,74 +23,74 @@ if TYPE_CHECKING:
 
 INVITE_VARIABLE = "SHOAL_INVITE"
 _MAX_INPUT = 8192
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _BEFORE_START = "start a node with `shoal serve` to take part"
 
 
 def add_create_arguments(parser: argparse.ArgumentParser) -> None:
-    """The new swarm's name and model."""
+    """Add the new swarm's name and model."""
     parser.add_argument("name", metavar="NAME", help="up to 63 letters a-z, digits, '-', '.' and '_'")
     parser.add_argument("--model", required=True, metavar="MODEL", help="starter, tiny-random, a folder or a GGUF file")
-    parser.add_argument("--private", action="store_true", help="only who has an invite can connect")
+    parser.add_argument("--private", action="store_true", help="only peers with an invite can connect")
 
 
 def add_join_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where to go."""
-    words = f"a name, a name#hash, an invite, a file that holds one, or - to read it; default: {INVITE_VARIABLE}"
+    """Add the swarm to join."""
+    words = f"a name, a name#hash, an invite, a file with one, or - for stdin (default: {INVITE_VARIABLE})"
     parser.add_argument("target", nargs="?", metavar="NAME|NAME#HASH|INVITE", help=words)
 
 
 def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to forget."""
+    """Add the swarm to leave."""
     parser.add_argument("name", metavar="NAME", help="as `shoal swarms` shows it")
 
 
 def add_invite_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which swarm, and how to show it."""
+    """Add the swarm to invite to, and --qr."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="default: the active swarm")
     parser.add_argument("--qr", action="store_true", help="draw a QR code too")
 
 
 def run_create(arguments: argparse.Namespace) -> int:
-    """Found a swarm and join it; the model is read here, so that its progress can be shown."""
+    """Create a swarm and join it; the model is read in this process, so that its progress can be shown."""
     from app.api.client import running_client
     from app.config.home import Home, cache_folder
     from app.joining.create import SwarmSpec, found
     from app.swarm.saved import update
 
     home = Home.open(arguments.home)
-    wish = SwarmSpec(arguments.name, arguments.model, arguments.private)
+    spec = SwarmSpec(arguments.name, arguments.model, arguments.private)
     with progress_on_stderr(arguments.model) as fetching, progress_on_stderr("reading the model") as reading:
-        swarm = found(home, cache_folder(), wish, fetching, reading)
+        swarm = found(home, cache_folder(), spec, fetching, reading)
     update(home, lambda known: known.joined(swarm))
     client = running_client(arguments.home)
     if client is None:
-        _say_resting(arguments, swarm, f"created {swarm}: {_BEFORE_START}")
+        _print_offline(arguments, swarm, f"created {swarm}: {_BEFORE_START}")
     else:
-        _say(arguments, client.post("/api/join", {"target": f"{swarm.name}#{swarm.model_hash}"}), "created")
+        _print_outcome(arguments, client.post("/api/join", {"target": f"{swarm.name}#{swarm.model_hash}"}), "created")
     return 0
 
 
 def run_join(arguments: argparse.Namespace) -> int:
-    """Go to a swarm."""
+    """Join a swarm; without --json, show the download until the node serves its first blocks."""
     from app.api.client import running_client
 
     target = read_target(arguments.target)
     client = running_client(arguments.home)
     if client is not None:
         outcome = client.post("/api/join", {"target": target})
-        _say(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
+        _print_outcome(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
         return 0
     from app.config.home import Home
     from app.joining.offline import join_offline
 
     swarm = join_offline(Home.open(arguments.home), target, os.environ)
-    _say_resting(arguments, swarm, f"{swarm} is this node's swarm now: {_BEFORE_START}")
+    _print_offline(arguments, swarm, f"{swarm} is this node's swarm now: {_BEFORE_START}")
     return 0
 
 
 def run_leave(arguments: argparse.Namespace) -> int:
-    """Forget a swarm."""
+    """Leave a swarm and forget it."""
     from app.api.client import running_client
     from app.config.home import Home
     from app.joining.offline import leave_offline
@@ -120,12 +121,12 @@ def run_swarms(arguments: argparse.Namespace) -> int:
         mark = "*" if swarm["active"] else " "
         print(f"{mark} {swarm['pinned']}{'  private' if swarm['private'] else ''}")
     if not swarms:
-        print("This node is in no swarm. `shoal join NAME|INVITE` goes to one, `shoal create NAME` founds one.")
+        print("This node is in no swarm: join one with `shoal join NAME|INVITE` or create one with `shoal create`.")
     return 0
 
 
 def run_invite(arguments: argparse.Namespace) -> int:
-    """Print an invite: on stdout the line alone, so that it can be piped on."""
+    """Print an invite; notices go to stderr, so that stdout can be piped."""
     from app.api.client import running_client
     from app.config.home import Home
     from app.joining.offline import invite_offline
@@ -136,7 +137,7 @@ def run_invite(arguments: argparse.Namespace) -> int:
         invite = parse_invite(client.post("/api/invite", {"name": arguments.name})["invite"])
     else:
         invite = invite_offline(Home.open(arguments.home), arguments.name, os.environ)
-        print("shoal: no node runs here: the invite leads to this machine once one does", file=sys.stderr)
+        print("shoal: no node runs here: the invite works once one does", file=sys.stderr)
     if arguments.json:
         addresses = list(invite.addresses)
         print_json({"invite": str(invite), "name": invite.name, "manifest": invite.model_hash, "addresses": addresses})
@@ -148,16 +149,16 @@ def run_invite(arguments: argparse.Namespace) -> int:
 
 
 def read_target(argument: str | None) -> str:
-    """What to join: the argument itself, or the invite that a file, the input or the environment holds.
+    """Return the target to join: the argument, or the invite from the file, stdin or environment that it stands for.
 
-    An argument can be seen by every user of the machine while the command runs, the other three cannot.
+    Every user of the machine can see an argument while the command runs, but not the other three.
     """
     from app.swarm.invite import is_invite
 
     if argument is None:
         if INVITE_VARIABLE not in os.environ:
             raise UsageError(
-                f"say where to go: a swarm's name, or an invite (also as a file, from -, or {INVITE_VARIABLE})"
+                f"name the swarm to join, or give an invite (also as a file, - for stdin, or {INVITE_VARIABLE})"
             )
         return os.environ[INVITE_VARIABLE].strip()
     if argument == "-":
@@ -166,13 +167,13 @@ def read_target(argument: str | None) -> str:
         with open(argument, encoding="utf-8", errors="replace") as file:
             text = file.read(_MAX_INPUT).strip()
         if not is_invite(text):
-            raise UsageError(f"the file {argument} holds no invite, which begins with 'shoal:'")
+            raise UsageError(f"the file {argument} contains no invite: an invite begins with 'shoal:'")
         return text
     return argument
 
 
 def swarm_facts(swarm: SavedSwarm, *, active: bool) -> dict[str, Any]:
-    """A remembered swarm as `--json` shows it."""
+    """Return a remembered swarm as `--json` shows it."""
     from app.joining.targets import view_of
     from app.snapshot.codec import facts
 
@@ -180,9 +181,10 @@ def swarm_facts(swarm: SavedSwarm, *, active: bool) -> dict[str, Any]:
 
 
 def while_fetching(client: Client, outcome: dict[str, Any]) -> dict[str, Any]:
-    """Show how far the model's files are until the node serves some of them, or gives up; it goes on without us.
+    """Show the download's progress until the node serves its first blocks or gives up; return the latest outcome.
 
-    Where it hosts nothing: until it has what it needs to ask.
+    A node that hosts nothing downloads only the embedding and the head, which it needs to ask. Interrupting this does
+    not stop the node's download.
     """
     with progress_on_stderr("weights from members") as progress:
         while outcome["state"] in ("fetching", "client"):
@@ -195,11 +197,11 @@ def while_fetching(client: Client, outcome: dict[str, Any]) -> dict[str, Any]:
             outcome = {**outcome, "state": snapshot.state, "reason": snapshot.reason}
             if snapshot.state == "client" and not running:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     return outcome
 
 
-def _say(arguments: argparse.Namespace, outcome: dict[str, Any], done: str) -> None:
+def _print_outcome(arguments: argparse.Namespace, outcome: dict[str, Any], done: str) -> None:
     if arguments.json:
         print_json(outcome)
     elif outcome["state"] == "joining":
@@ -208,7 +210,7 @@ def _say(arguments: argparse.Namespace, outcome: dict[str, Any], done: str) -> N
         print(f"{done} {outcome['swarm']['pinned']}: {outcome['reason'] or outcome['state']}")
 
 
-def _say_resting(arguments: argparse.Namespace, swarm: SavedSwarm, words: str) -> None:
+def _print_offline(arguments: argparse.Namespace, swarm: SavedSwarm, words: str) -> None:
     if arguments.json:
         print_json({"swarm": swarm_facts(swarm, active=True), "state": "idle", "reason": "no node runs"})
     else:
@@ -216,9 +218,9 @@ def _say_resting(arguments: argparse.Namespace, swarm: SavedSwarm, words: str) -
 
 
 COMMANDS = (
-    Command("create", "found a swarm and join it", run_create, add_create_arguments, prints_facts=True),
-    Command("join", "go to a swarm by name or invite", run_join, add_join_arguments, prints_facts=True),
+    Command("create", "create a swarm and join it", run_create, add_create_arguments, prints_facts=True),
+    Command("join", "join a swarm by name or invite", run_join, add_join_arguments, prints_facts=True),
     Command("leave", "leave a swarm and forget it", run_leave, add_leave_arguments, prints_facts=True),
-    Command("swarms", "list the swarms this node remembers", run_swarms, prints_facts=True),
+    Command("swarms", "list the swarms that this node remembers", run_swarms, prints_facts=True),
     Command("invite", "print an invite to a swarm", run_invite, add_invite_arguments, prints_facts=True),
 )

@@ -1,4 +1,4 @@
-"""`shoal uninstall`: says all that Shoal has put on this machine and, when told so, removes it."""
+"""`shoal uninstall`: lists Shoal's files and service on this machine and, with --yes, removes them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whether to do it."""
-    parser.add_argument("--yes", action="store_true", help="remove it; without this it is only listed")
+    """Add --yes."""
+    parser.add_argument("--yes", action="store_true", help="remove everything; without it, only list it")
 
 
 def run_uninstall(arguments: argparse.Namespace) -> int:
-    """List what would be removed, and remove it after --yes; the identity cannot be made again."""
+    """List the files and the service, and remove them if --yes is given; the identity cannot be recovered."""
     from app.cli.service import plan_here
     from app.config.home import cache_folder
     from app.system.uninstall import items_in_cache, items_in_home
@@ -34,15 +34,15 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
     program = f"{sys.executable} -m pip uninstall shoal"
     if arguments.json:
         facts = [{"path": str(item.path), "bytes": item.size_bytes} for item in items]
-        told = {"service": None if service is None else str(service), "items": facts, "program": program}
-        print_json({"removed": arguments.yes, **told, "left": [str(folder) for folder in left]})
+        found = {"service": None if service is None else str(service), "items": facts, "program": program}
+        print_json({"removed": arguments.yes, **found, "left": [str(folder) for folder in left]})
         return 0
     print("Removed:" if arguments.yes else "This would be removed (`shoal uninstall --yes` does it):")
     for line in [f"the service {service}"] * (service is not None) + [_line(item) for item in items]:
         print(f"  {line}")
     for folder in left:
-        print(f"{folder} holds other things too: what is there was left")
-    print(f"The program itself: {program}")
+        print(f"{folder} was kept, because it contains other files")
+    print(f"To remove the program itself: {program}")
     return 0
 
 
@@ -53,7 +53,7 @@ def _line(item: RemovableItem) -> str:
 
 
 def _stop(home: Path, plan: ServicePlan) -> None:
-    """A running node is asked to drain and end first; a service's would be started again by the system."""
+    """Remove the service first, because the system would restart its node, then stop a running node."""
     from app.api.client import running_client
     from app.cli.pause import run_stop
     from app.system import service
@@ -64,7 +64,7 @@ def _stop(home: Path, plan: ServicePlan) -> None:
 
 
 def _remove(items: list[RemovableItem], folders: list[Path]) -> list[Path]:
-    """Take all of it away; returns the folders in which something is left."""
+    """Remove the items; return the folders that were kept because they contain other files."""
     from app.system.uninstall import remove, remove_if_empty
 
     for item in items:

@@ -1,8 +1,8 @@
-"""The configuration file: one commented TOML file of `app.config.settings`, read, changed in place, and migrated.
+"""The configuration file: reads, edits and migrates one commented TOML file with the settings of `app.config.settings`.
 
-A value comes from the first of: a flag of the command, a `SHOAL_…` variable, the file, the default. The file is a
-person's: changing one setting leaves every other line as it is, keys that are not known are kept and reported, and
-an older file is migrated on start with its former text kept beside it.
+A value comes from the first of: a command's flag, a `SHOAL_…` variable, the file, the default. The file belongs to the
+user: changing one setting leaves every other line unchanged, unknown keys are kept and reported, and an older version
+is migrated when a node starts, with a backup beside it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from p2p.platform import FileLock, create_private, write_private
 VERSION = 1
 _MAX_FILE_BYTES = 2**20
 _TOP = """\
-# Shoal's settings. Take away a line's leading "# " to change it from its default; `shoal config list` shows what is
-# in force, and `shoal config set NAME VALUE` edits this file.
+# Shoal's settings. Remove the leading "# " of a line to change that setting from its default. `shoal config list` shows
+# the values in use, and `shoal config set NAME VALUE` edits this file.
 """
 
 Origin = Literal["default", "file", "environment", "flag"]
-# From each older version, what turns its values into those of the next one.
+# Older version -> the function that turns its values into those of the next version.
 MIGRATIONS: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings in force, where each came from, and keys of the file that are none."""
+    """The settings in use, where each value comes from, and the unknown keys of the file."""
 
     settings: Settings
     origins: Mapping[str, Origin]
     unknown: tuple[str, ...] = ()
 
     def explicit(self, name: str) -> bool:
-        """Whether somebody chose this value: a chosen port that is taken is an error, a default one is replaced."""
+        """True if the user chose this value: a chosen port that is in use is an error, a default one is replaced."""
         return self.origins.get(name, "default") != "default"
 
     def facts(self, name: str) -> dict[str, Any]:
-        """One setting as the API and `shoal config --json` say it."""
+        """Return one setting as the JSON object of the API and of `shoal config --json`."""
         setting = setting_named(name)
         return {
             "name": setting.name,
@@ -58,14 +58,14 @@ class Config:
         }
 
     def with_flags(self, flags: Mapping[str, Value]) -> Config:
-        """With what a command's flags say; None is a flag that was not given."""
+        """Return the configuration overridden by a command's flags; a flag of None was not given."""
         given = {name: setting_named(name).check(value) for name, value in flags.items() if value is not None}
         origins: dict[str, Origin] = {**self.origins, **dict.fromkeys(given, "flag")}
         return Config(replace(self.settings, **given), origins, self.unknown)  # type: ignore[arg-type]
 
 
 def load_config(path: Path, environment: Mapping[str, str]) -> Config:
-    """The settings in force for the file `path`, which need not exist."""
+    """Load the settings from the file, which need not exist, and the environment; raises `ConfigError`."""
     written = _values_in(_text_of(path), path)
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
@@ -79,17 +79,17 @@ def load_config(path: Path, environment: Mapping[str, str]) -> Config:
 
 
 def setting_named(name: str) -> Setting:
-    """One setting; an unknown name is answered with the nearest known one."""
+    """Find a setting by name; raises `UsageError`, which suggests the most similar name."""
     key = name.strip().lower().replace("-", "_")
     if key in SETTINGS:
         return SETTINGS[key]
     near = difflib.get_close_matches(key, SETTINGS, n=1)
     hint = f"did you mean {near[0]}?" if near else "`shoal config list` shows them all"
-    raise UsageError(f"there is no setting {name[:60]!r}: {hint}")
+    raise UsageError(f"unknown setting {name[:60]!r}: {hint}")
 
 
 def set_value(path: Path, name: str, text: str) -> Value:
-    """Write one setting as a person said it; returns the value it now has."""
+    """Write one setting from its text form and return its new value; raises `ConfigError` or `UsageError`."""
     setting = setting_named(name)
     value = setting.parse(text)
     _edit(path, setting, value)
@@ -97,18 +97,18 @@ def set_value(path: Path, name: str, text: str) -> Value:
 
 
 def unset(path: Path, name: str) -> None:
-    """Let one setting have its default again."""
+    """Reset one setting to its default; raises `ConfigError` or `UsageError`."""
     _edit(path, setting_named(name), None)
 
 
 def ensure_file(path: Path) -> None:
-    """Write the commented file where there is none, so that a person finds every setting explained."""
+    """Create the commented file if it is missing, so that the user finds every setting explained."""
     if not path.exists():
         create_private(path, fresh_text({}).encode())
 
 
 def migrate(path: Path) -> Path | None:
-    """Bring an older file to this version, if it is one; returns where its former text was kept, comments and all."""
+    """Migrate an older file to this version and return the path of its backup; None if it is current."""
     text = _text_of(path)
     values = _parsed(text, path)
     version = _version_of(values, path)
@@ -124,7 +124,7 @@ def migrate(path: Path) -> Path | None:
 
 
 def fresh_text(values: Mapping[str, Value]) -> str:
-    """A whole file: every setting explained, those in `values` set, the others commented out at their default."""
+    """Compose a whole file: every setting explained, those in `values` set, the others commented out."""
     blocks = [_TOP, f"version = {VERSION}\n"]
     for name, setting in SETTINGS.items():
         when = "" if setting.live else " Takes effect at the next start."
@@ -133,7 +133,7 @@ def fresh_text(values: Mapping[str, Value]) -> str:
 
 
 def _edit(path: Path, setting: Setting, value: Value) -> None:
-    """Change one setting's line; the outcome is read back before it replaces the file."""
+    """Change one setting's line; the new text is parsed and compared before it replaces the file."""
     try:
         with FileLock.acquire(path.with_name(path.name + ".lock"), timeout_s=10.0):
             text = _text_of(path) or fresh_text({})
@@ -142,10 +142,9 @@ def _edit(path: Path, setting: Setting, value: Value) -> None:
             if value is not None:
                 after[setting.name] = value
             changed = _with_line(text, setting, value)
-            if not _says(changed, after):
+            if not _reads_as(changed, after):
                 raise ConfigError(
-                    f"{path} is written in a way that cannot be changed automatically (its {setting.name} spans "
-                    "several lines?): edit it by hand"
+                    f"{path} cannot be edited automatically (does {setting.name} span several lines?): edit it by hand"
                 )
             write_private(path, changed.encode())
     except TimeoutError as error:
@@ -155,20 +154,21 @@ def _edit(path: Path, setting: Setting, value: Value) -> None:
 
 
 def _with_line(text: str, setting: Setting, value: Value) -> str:
-    """The text with this setting's line replaced: the live one if there is one, else the commented one."""
+    """Return the text with this setting's line replaced: the active one if there is one, else the commented one."""
     line = _line(setting, value)
     for prefix in ("", r"#[ \t]*"):
         pattern = re.compile(rf"^{prefix}{setting.name}[ \t]*=.*$", re.MULTILINE)
         if pattern.search(text):
             return pattern.sub(lambda match: line, text, count=1)
-    # Above the first table, if a person made one: below it the key would belong to the table.
+    # Above the first table, if the user added one: below it, the key would belong to the table.
     table = re.search(r"^[ \t]*\[", text, re.MULTILINE)
     at = table.start() if table else len(text)
     head = text[:at] if not text[:at] or text[:at].endswith("\n") else text[:at] + "\n"
     return f"{head}{line}\n{text[at:]}"
 
 
-def _says(text: str, values: Mapping[str, Any]) -> bool:
+def _reads_as(text: str, values: Mapping[str, Any]) -> bool:
+    """True if the text is valid and has exactly these values."""
     try:
         written = tomllib.loads(text)
         return written.keys() == values.keys() and all(
@@ -199,7 +199,7 @@ def _toml(setting: Setting, value: Value) -> str:
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)  # values are printable, for which JSON's and TOML's rules are the same
+    return json.dumps(text, ensure_ascii=False)  # JSON and TOML quote printable text alike
 
 
 def _size_text(size: int) -> str:
@@ -219,9 +219,9 @@ def _text_of(path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text: mend it or move it away") from None
+        raise ConfigError(f"{path} is not UTF-8 text: fix it, or move it away to start with the defaults") from None
     if len(raw) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path} is too large to be a configuration: mend it or move it away")
+        raise ConfigError(f"{path} has more than 1 MiB: fix it, or move it away to start with the defaults")
     return text
 
 
@@ -242,7 +242,7 @@ def _version_of(values: Mapping[str, Any], path: Path) -> int:
 def _values_in(text: str, path: Path) -> dict[str, Any]:
     values = _parsed(text, path)
     if _version_of(values, path) != VERSION:
-        raise ConfigError(f"{path} is of an older version: it is migrated when a node starts (`shoal serve`)")
+        raise ConfigError(f"{path} has an older version: start a node (`shoal serve`) to migrate it")
     return values
 
 

@@ -1,19 +1,8 @@
-"""The folders of a node: which one is its home, which files lie in it, the API's token, and who runs there.
+"""The home folder of a node: where it is, every file that Shoal keeps there, the API token, and the running node.
 
-    config.toml    settings, for people (`app.config.file`)
-    identity.key   the node's key, mode 0600 (`p2p.identity`)
-    token          the control API's bearer token, mode 0600
-    swarms.json    remembered swarms and their secrets, mode 0600 (`app.swarm.saved`)
-    peers.json     addresses of peers that worked (`p2p`)
-    trust.json     what was seen of peers (`app.routing.trust`)
-    sequence       the last number this node gave a statement, so that a clock set back does not silence it
-    pause.json     that a person paused this node, for as long as it is so (`app.courtesy.pause`)
-    statistics.db  what this node gave and got (`app.node.statistics`)
-    node.lock      held by the running node for as long as it lives, however it ends
-    node.json      where that node is reached; without the lock held it is stale and means nothing
-    logs/          what the node has to say
-
-All homes of a user share one cache of weights, `cache_folder`.
+`HOME_FILES` is the one table of these files: `Home` takes its paths from it and `app.system.uninstall` removes what it
+lists. The contents of most files belong to the modules named in it. All homes of a user share one cache of weights,
+`cache_folder`.
 """
 
 from __future__ import annotations
@@ -23,7 +12,8 @@ import json
 import os
 import secrets
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import overload
 
 import platformdirs
 
@@ -33,12 +23,12 @@ from p2p.platform import FileLock, create_private, is_locked, private_directory,
 
 
 def home_folder(option: str | os.PathLike[str] | None = None) -> Path:
-    """The node's home: `--home` where given, else `SHOAL_HOME`, else the user's data folder."""
+    """Path of the home folder: `--home` if given, else `SHOAL_HOME`, else the user's data folder."""
     return _absolute(option or os.environ.get("SHOAL_HOME") or platformdirs.user_data_path("shoal", appauthor=False))
 
 
 def cache_folder() -> Path:
-    """Where weights live: `SHOAL_CACHE`, else the user's cache folder."""
+    """Path of the folder for weights: `SHOAL_CACHE`, else the user's cache folder."""
     return _absolute(os.environ.get("SHOAL_CACHE") or platformdirs.user_cache_path("shoal", appauthor=False))
 
 
@@ -47,13 +37,13 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 
 _MAX_FILE_BYTES = 64 * 1024
-# Whoever looks whether the lock is held takes it for a moment; a node that starts just then tries again.
-_LOCK_PATIENCE_S = 1.0
+# `is_locked` takes the lock for a moment to test it, so a node that starts just then must try again.
+_LOCK_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What `node.json` says about the running node."""
+    """The contents of `node.json`: process, API address and identity of the running node."""
 
     pid: int
     api_url: str
@@ -62,92 +52,132 @@ class NodeInfo:
 
 
 @dataclass(frozen=True)
+class HomeFile:
+    """One file that Shoal keeps in a home folder; read through a `Home`, it is the file's path there."""
+
+    name: str  # path within the home folder
+    holds: str
+    private: bool  # created with mode 0600 (a folder: 0700), so that other users of the machine cannot read it
+    related: tuple[str, ...] = ()  # glob patterns of files made from it: backups, SQLite's journals, rotated logs
+    is_folder: bool = False
+
+    @overload
+    def __get__(self, home: None, owner: type[Home]) -> HomeFile: ...
+    @overload
+    def __get__(self, home: Home, owner: type[Home]) -> Path: ...
+    def __get__(self, home: Home | None, owner: type[Home]) -> HomeFile | Path:
+        """Return the path in `home`, or this entry itself when read from the class."""
+        return self if home is None else home.folder / self.name
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Glob patterns, relative to the home folder, of every path that belongs to this entry.
+
+        Besides the file and `related`: the lock held while it is changed, and the temporary copies that are left behind
+        if the machine stops during a write (`p2p.platform`).
+        """
+        if self.is_folder:
+            return (self.name,)
+        names = (self.name, *self.related)
+        paths = [PurePosixPath(name) for name in names]
+        return (*names, f"{self.name}.lock", *(str(path.with_name(f".{path.name}.*.tmp")) for path in paths))
+
+
+def _sqlite_files(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}-{suffix}" for suffix in ("journal", "wal", "shm"))
+
+
+@dataclass(frozen=True)
 class Home:
-    """One node's home folder."""
+    """One node's home folder and the paths of its files.
+
+    Conversations that the user exports from the dashboard are also written here, as `TITLE.md`; they are the user's own
+    and not in the table.
+    """
 
     folder: Path
 
+    config_file = HomeFile(
+        "config.toml", "settings, edited by the user (`app.config.file`)", private=True, related=("config.toml.v*.bak",)
+    )
+    key_file = HomeFile(
+        "identity.key",
+        "the node's private key (`p2p.identity`); `shoal id import --replace` keeps the former one beside it",
+        private=True,
+        related=("identity-12D3KooW*.key",),
+    )
+    token_file = HomeFile("token", "bearer token of the control API", private=True)
+    swarms_file = HomeFile(
+        "swarms.json", "saved swarms and their secrets (`app.swarm.saved`)", private=True, related=("swarms.lock",)
+    )
+    peers_file = HomeFile(
+        "peers.json", "addresses of peers that could be dialled (`p2p.discovery.known_peers`)", private=True
+    )
+    trust_file = HomeFile("trust.json", "observed failures and lies of peers (`app.routing.trust`)", private=True)
+    sequence_file = HomeFile(
+        "sequence",
+        "last sequence number this node signed, so that they still rise after the clock was set back",
+        private=True,
+    )
+    pause_file = HomeFile(
+        "pause.json", "exists while the user has paused this node (`app.courtesy.pause`)", private=True
+    )
+    statistics_file = HomeFile(
+        "statistics.db",
+        "work done for and received from peers, by day (`app.node.statistics`)",
+        private=False,
+        related=(*_sqlite_files("statistics.db"), "statistics.db.damaged-*"),
+    )
+    conversations_file = HomeFile(
+        "conversations.db",
+        "the dashboard's conversations and choices (`ui.state.conversations`)",
+        private=True,
+        related=_sqlite_files("conversations.db"),
+    )
+    lock_file = HomeFile(
+        "node.lock", "locked by the running node until its process ends, however it ends", private=False
+    )
+    node_file = HomeFile(
+        "node.json", "where the running node is reached; stale unless node.lock is locked", private=True
+    )
+    log_folder = HomeFile("logs", "the folder of both logs", private=True, is_folder=True)
+    log_file = HomeFile(
+        "logs/node.log", "the node's log (`app.system.logs`)", private=False, related=("logs/node.log.*",)
+    )
+    start_log_file = HomeFile(
+        "logs/start.log", "stderr of a node started by the dashboard (`app.cli.dashboard`)", private=False
+    )
+    task_file = HomeFile(
+        "shoal.xml",
+        "task of the Windows Task Scheduler (`app.system.service`); shoal-HASH.xml in a home other than the default",
+        private=True,
+        related=("shoal-????????.xml",),
+    )
+
     @classmethod
     def open(cls, option: str | Path | None = None) -> Home:
-        """The home that `--home`, `SHOAL_HOME` or the system names, made if it is not there."""
+        """Return the home named by `--home`, `SHOAL_HOME` or the system, created if missing; raises `HomeError`."""
         folder = home_folder(option)
         try:
             return cls(private_directory(folder))
         except OSError as error:
-            raise HomeError(f"the home folder {folder} cannot be made: {error.strerror or error}") from error
+            raise HomeError(f"the home folder {folder} cannot be created: {error.strerror or error}") from error
 
-    @property
-    def config_file(self) -> Path:
-        """The settings."""
-        return self.folder / "config.toml"
 
-    @property
-    def key_file(self) -> Path:
-        """The node's identity."""
-        return self.folder / "identity.key"
-
-    @property
-    def token_file(self) -> Path:
-        """The control API's bearer token."""
-        return self.folder / "token"
-
-    @property
-    def swarms_file(self) -> Path:
-        """The remembered swarms."""
-        return self.folder / "swarms.json"
-
-    @property
-    def peers_file(self) -> Path:
-        """The remembered peers."""
-        return self.folder / "peers.json"
-
-    @property
-    def trust_file(self) -> Path:
-        """What was seen of peers."""
-        return self.folder / "trust.json"
-
-    @property
-    def node_file(self) -> Path:
-        """Where the running node is reached."""
-        return self.folder / "node.json"
-
-    @property
-    def lock_file(self) -> Path:
-        """The lock that the running node holds."""
-        return self.folder / "node.lock"
-
-    @property
-    def sequence_file(self) -> Path:
-        """The last number given to a statement."""
-        return self.folder / "sequence"
-
-    @property
-    def pause_file(self) -> Path:
-        """That a person paused this node."""
-        return self.folder / "pause.json"
-
-    @property
-    def statistics_file(self) -> Path:
-        """What this node gave and got."""
-        return self.folder / "statistics.db"
-
-    @property
-    def log_folder(self) -> Path:
-        """The node's logs."""
-        return self.folder / "logs"
+HOME_FILES: tuple[HomeFile, ...] = tuple(entry for entry in vars(Home).values() if isinstance(entry, HomeFile))
 
 
 # --- the token -------------------------------------------------------------------------------------------------------
 
 
 def api_token(home: Home) -> str:
-    """The bearer token of this home, made on first use; processes that ask at once get the same one."""
+    """Return the home's API token, created on first use without a race between processes; raises `HomeError`."""
     try:
         if not home.token_file.exists():
             create_private(home.token_file, secrets.token_urlsafe(32).encode() + b"\n")
         token = _read(home.token_file).decode("ascii", "replace").strip()
     except OSError as error:
-        raise HomeError(f"the token {home.token_file} cannot be used: {error.strerror or error}") from error
+        raise HomeError(f"the token file {home.token_file} cannot be used: {error.strerror or error}") from error
     if len(token) < 16 or not (token.isascii() and token.isprintable()):
         raise HomeError(f"the token in {home.token_file} is damaged: delete the file and start the node again")
     return token
@@ -157,12 +187,12 @@ def api_token(home: Home) -> str:
 
 
 def hold(home: Home) -> FileLock:
-    """Take this home for the running node; raises `AlreadyRunning` where another one has it.
+    """Lock the home for this process; raises `AlreadyRunning` if a node runs in it, `HomeError` if it is unusable.
 
-    What `node.json` an earlier node left behind is removed, so that it exists only once this node is reachable.
+    Removes the `node.json` of an earlier node, so that the file exists only once this node is reachable.
     """
     try:
-        lock = FileLock.acquire(home.lock_file, timeout_s=_LOCK_PATIENCE_S)
+        lock = FileLock.acquire(home.lock_file, timeout_s=_LOCK_TIMEOUT_S)
     except TimeoutError:
         node = find_node(home)
         where = f" (process {node.pid}, {node.api_url})" if node else ""
@@ -176,31 +206,31 @@ def hold(home: Home) -> FileLock:
 
 
 def write_node_file(home: Home, node: NodeInfo) -> None:
-    """Say where this node is reached."""
+    """Publish where this node is reached, for other commands on this machine."""
     write_private(home.node_file, json.dumps(asdict(node)).encode() + b"\n")
 
 
 def remove_node_file(home: Home) -> None:
-    """The node is leaving: nobody should try to reach it any more."""
+    """Remove `node.json`, so that commands no longer try to reach a node that is stopping."""
     home.node_file.unlink(missing_ok=True)
 
 
 def find_node(home: Home) -> NodeInfo | None:
-    """The node that runs in this home and can be reached, or None.
+    """Return the running node of this home; None if there is none, or it is not reachable yet.
 
-    The lock decides, not the process id: an id may have gone to another process, and a lock dies with its holder.
+    Decided by the lock, not by the process id: the system reuses ids, and releases a lock when its process ends.
     """
     return _node_in(home.node_file) if is_locked(home.lock_file) else None
 
 
 def require_node(home: Home) -> NodeInfo:
-    """The running node, or `NotRunning`, which says how to start one."""
+    """Return the running node; raises `NotRunning`, which says how to start one."""
     node = find_node(home)
     if node is not None:
         return node
     if is_locked(home.lock_file):
-        raise NotRunning(f"the node in {home.folder} is starting or leaving; try again in a moment")
-    raise NotRunning(f"no node runs in {home.folder}: start one with `shoal serve`, or name its folder with --home")
+        raise NotRunning(f"the node in {home.folder} is starting or stopping; try again in a moment")
+    raise NotRunning(f"no node runs in {home.folder}: start one with `shoal serve`, or give its folder with --home")
 
 
 def _node_in(path: Path) -> NodeInfo | None:
@@ -220,7 +250,7 @@ def _node_in(path: Path) -> NodeInfo | None:
 
 
 def read_sequence(home: Home) -> int:
-    """The last number that was stored, or 0; a damaged file counts as none, for the clock is nearly always enough."""
+    """Return the stored sequence number; 0 if it is missing or damaged, since the clock is nearly always enough."""
     try:
         text = _read(home.sequence_file).decode("ascii").strip()
     except (OSError, ValueError):
@@ -229,7 +259,7 @@ def read_sequence(home: Home) -> int:
 
 
 def write_sequence(home: Home, sequence: int) -> None:
-    """Store the last number that was given; a failure is no reason to stop a node that is leaving."""
+    """Store the last sequence number; errors are ignored, because the node is stopping."""
     with contextlib.suppress(OSError):
         write_private(home.sequence_file, f"{sequence}\n".encode())
 

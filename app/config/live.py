@@ -1,4 +1,4 @@
-"""The settings of a running node: the file, the environment and its flags, followed as they change."""
+"""The settings of a running node, from file, environment and flags, applied again whenever they change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("shoal.node")
 
 
 class LiveSettings:
-    """The settings in force; `follow` is called with each change."""
+    """Holds the settings in use; `follow` applies a changed configuration, `note` records an event for the user."""
 
     def __init__(
         self, path: Path, config: Config, follow: Callable[[Config], Awaitable[None]], note: Callable[[str, str], None]
@@ -29,25 +29,25 @@ class LiveSettings:
         }
 
     async def change(self, name: str, text: str | None) -> Value:
-        """Write one setting to the file, and follow it at once where that can be done; None is its default."""
+        """Write one setting to the file and apply it; `text` None resets it. Raises `ConfigError` or `UsageError`."""
         edit = partial(unset, self._path, name) if text is None else partial(set_value, self._path, name, text)
         value: Value = await trio.to_thread.run_sync(edit)
-        await self._take(load_config(self._path, os.environ))
+        await self._apply(load_config(self._path, os.environ))
         self._note("setting", f"the setting {name} was changed")
         return value
 
     async def reload(self) -> None:
-        """A person edited the file; what makes no sense is said, and the former settings hold."""
+        """Read the file again after the user edited it; if it is invalid, report that and keep the old settings."""
         try:
             config = await trio.to_thread.run_sync(load_config, self._path, os.environ)
         except AppError as error:
-            log.warning("the settings stay as they were: %s", error)
-            self._note("problem", f"the settings stay as they were: {error}")
+            log.warning("the old settings stay in use: %s", error)
+            self._note("problem", f"the old settings stay in use: {error}")
             return
         if config.with_flags(self._flags) != self.current:
-            await self._take(config)
+            await self._apply(config)
             self._note("setting", "the configuration file was changed")
 
-    async def _take(self, config: Config) -> None:
+    async def _apply(self, config: Config) -> None:
         self.current = config.with_flags(self._flags)
         await self._follow(self.current)

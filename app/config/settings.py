@@ -1,7 +1,7 @@
-"""Every setting there is, as data: name, kind, default, what it does, and whether a running node takes it at once.
+"""All settings as data: name, kind, default, help, and whether a change applies to a running node at once.
 
-A field of `Settings` is a setting; adding one here adds it to the configuration file, to `SHOAL_…` variables and to
-`shoal config`. Reading and writing the file is for `app.config.file`.
+Every field of `Settings` is a setting; adding one adds it to the configuration file, the `SHOAL_…` variables and
+`shoal config`. `app.config.file` reads and writes the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: how it is checked and explained."""
+    """Declaration of one setting: kind, default, help, bounds, and whether it applies to a running node (`live`)."""
 
     name: str
     kind: Kind
@@ -45,11 +45,11 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """The environment variable that overrides it."""
+        """Name of the environment variable that overrides it."""
         return f"SHOAL_{self.name.upper()}"
 
     def parse(self, text: str) -> Value:
-        """The value that a person wrote on the command line or in the environment."""
+        """Parse a value from the command line or the environment; raises `ConfigError`."""
         text = text.strip()
         if self.kind in LISTS:
             return self.check([item.strip() for item in text.split(",") if item.strip()])
@@ -62,7 +62,7 @@ class Setting:
         return self.check(text)
 
     def check(self, value: object) -> Value:
-        """The value as the node uses it; raises `ConfigError` that says what would be right."""
+        """Validate and normalise a value; raises `ConfigError`, which says what is expected."""
         try:
             return self._checked(value)
         except (ValueError, P2PError, UsageError) as error:
@@ -97,20 +97,20 @@ class Setting:
         if not isinstance(item, str) or len(item) > _MAX_CHARS:
             raise ValueError(f"expected {self.expected}")
         if self.kind == "choices" and item not in self.options:
-            raise ValueError(f"{item!r} is none of {', '.join(self.options)}")
+            raise ValueError(f"{item!r} is not one of {', '.join(self.options)}")
         if self.kind == "addresses":
             return str(parse_address(item))
         if self.kind == "programs":
             return program_name(item)
         if self.kind == "peers" and not is_peer_id(item):
-            raise ValueError(f"{item!r} is no peer id")
+            raise ValueError(f"{item!r} is not a peer id")
         if self.kind == "denials" and not is_peer_id(item):
             return str(ipaddress.ip_network(item, strict=False))
         return item
 
     @property
     def expected(self) -> str:
-        """What a value of this kind looks like."""
+        """The form of a valid value, for error messages and the settings screen."""
         return {
             "text": "printable text of at most 32 characters",
             "integer": f"a whole number from {self.bounds[0]} to {self.bounds[1]}",
@@ -127,10 +127,10 @@ class Setting:
 
 
 def program_name(text: str) -> str:
-    """A program's name as rules compare it: without case and Windows' ending."""
+    """Normalise a program's name for comparison: lower case, without `.exe`; raises `ValueError` if it is empty."""
     name = text.strip().lower().removesuffix(".exe")
     if not name or not name.isprintable():
-        raise ValueError("expected a program's name as the system lists it")
+        raise ValueError("expected a program's name as in the system's process list")
     return name
 
 
@@ -144,68 +144,81 @@ _MINUTES: Mapping[str, Any] = {"live": True, "bounds": (0, 24 * 60)}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings' values, checked."""
+    """Validated values of all settings."""
 
-    name: str = _setting("text", "", "How this node is called in other members' lists.", live=True)
+    name: str = _setting("text", "", "Name of this node in other members' lists.", live=True)
     listen: tuple[str, ...] = _setting(
-        "addresses", ("/ip4/0.0.0.0/tcp/7464", "/ip6/::/tcp/7464"), "Where this node listens; port 0 is any free one."
+        "addresses",
+        ("/ip4/0.0.0.0/tcp/7464", "/ip6/::/tcp/7464"),
+        "Addresses this node listens on; port 0 takes any free port.",
     )
     advertise: tuple[str, ...] = _setting(
-        "addresses", (), "What others are told instead of the guessed addresses; mDNS is then off."
+        "addresses", (), "Addresses to announce instead of the detected ones; turns mDNS off."
     )
-    discovery: tuple[str, ...] = _setting(
-        "choices", DISCOVERY, "By which means swarms and members are looked for.", options=DISCOVERY
-    )
+    discovery: tuple[str, ...] = _setting("choices", DISCOVERY, "Ways to find swarms and members.", options=DISCOVERY)
     peers: tuple[str, ...] = _setting("addresses", (), "Peers to connect to at start, each ending in /p2p/ and its id.")
-    deny: tuple[str, ...] = _setting("denials", (), "Peers and networks that are never spoken with.", live=True)
+    deny: tuple[str, ...] = _setting("denials", (), "Peers and networks that are refused and never dialled.", live=True)
     relay: bool = _setting(
-        "flag", True, "Pass on traffic, within limits, for nodes behind a NAT when this one is public.", live=True
+        "flag",
+        True,
+        "Relay limited traffic for nodes behind a NAT if this one is publicly reachable.",
+        live=True,
     )
     max_upload: int | None = _setting(
-        "size", None, "Bytes a second sent at most, LAN exempt; unset: no limit.", live=True
+        "size", None, "Most bytes sent per second, LAN exempt; unset: no limit.", live=True
     )
     max_download: int | None = _setting(
-        "size", None, "Bytes a second received at most, LAN exempt; unset: no limit.", live=True
+        "size", None, "Most bytes received per second, LAN exempt; unset: no limit.", live=True
     )
     limit_times: str = _setting(
-        "timetable", "", "When the next two limits hold instead, like mon-fri 09:00-18:00.", live=True
+        "timetable",
+        "",
+        "Times when timed_upload and timed_download apply instead, like mon-fri 09:00-18:00.",
+        live=True,
     )
     timed_upload: int | None = _setting(
-        "size", None, "Bytes a second sent at most in those times, LAN exempt; unset: no limit.", live=True
+        "size", None, "Most bytes sent per second at those times, LAN exempt; unset: no limit.", live=True
     )
     timed_download: int | None = _setting(
-        "size", None, "Bytes a second received at most in those times, LAN exempt; unset: no limit.", live=True
+        "size", None, "Most bytes received per second at those times, LAN exempt; unset: no limit.", live=True
     )
     api_host: str = _setting(
         "text",
         "127.0.0.1",
-        "The IP address that the control API listens on; any but loopback lets other machines try its token.",
+        "IP address the control API listens on; any but loopback exposes it to other machines, protected by its token.",
     )
     cache_limit: int | None = _setting(
-        "size", None, "The most disk space for parts that came from peers; unset: as much as is free."
+        "size", None, "Most disk space for weights downloaded from peers; unset: all free space."
     )
     api_port: int = _setting(
-        "integer", 7465, "The control API's port on this machine; 0 is any free one.", bounds=(0, 65535)
+        "integer", 7465, "Port of the control API on this machine; 0 takes any free port.", bounds=(0, 65535)
     )
-    device: str = _setting("text", "auto", "What computes: auto, cpu, cuda, cuda:1, mps, xpu, …")
+    device: str = _setting("text", "auto", "Device to compute on: auto, cpu, cuda, cuda:1, mps, xpu, …")
     max_vram: int | None = _setting(
-        "size", None, "The most memory that hosting may take, KV included; 0 hosts nothing; unset: what is free."
+        "size", None, "Most memory for hosting, KV cache included; 0 hosts nothing; unset: all free memory."
     )
-    blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses by itself.")
+    blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses.")
     private_blocks: int = _setting(
-        "integer", 0, "So many blocks at either end run only here or on trusted peers.", live=True, bounds=(0, 4096)
+        "integer",
+        0,
+        "Blocks at either end of the model that run only here or on trusted peers.",
+        live=True,
+        bounds=(0, 4096),
     )
     trusted: tuple[str, ...] = _setting(
-        "peers", (), "Ids of peers that may run private blocks and are never suspected.", live=True
+        "peers", (), "Ids of peers that may run private blocks and are never distrusted.", live=True
     )
     pause_busy: int = _setting(
-        "integer", 0, "Pause while other programs use this much of the device, in percent; 0: never.", **_PERCENT
+        "integer",
+        0,
+        "Pause while other programs use at least this percentage of the device; 0: never.",
+        **_PERCENT,
     )
     pause_busy_memory: int | None = _setting(
-        "size", None, "Pause while other programs hold this much of the GPU's memory; unset: never.", live=True
+        "size", None, "Pause while other programs hold at least this much GPU memory; unset: never.", live=True
     )
     pause_active: int = _setting(
-        "integer", 0, "Pause while somebody used this machine within so many minutes; 0: never.", **_MINUTES
+        "integer", 0, "Pause if somebody used this machine within this many minutes; 0: never.", **_MINUTES
     )
     pause_on_battery: bool = _setting("flag", True, "Pause while this machine runs on battery.", live=True)
     pause_above: int = _setting(
@@ -215,12 +228,12 @@ class Settings:
         "programs", (), "Pause while one of these programs runs, like blender,steam.", live=True
     )
     pause_times: str = _setting(
-        "timetable", "", "When to pause, in local time, like mon-fri 09:00-18:00, sat 22:00-02:00.", live=True
+        "timetable", "", "Times to pause, in local time, like mon-fri 09:00-18:00, sat 22:00-02:00.", live=True
     )
     disk_floor: int | None = _setting(
-        "size", 10**9, "Fetch no weights that would leave less of the disk free than this.", live=True
+        "size", 10**9, "Download no weights that would leave less free disk space than this.", live=True
     )
-    log_json: bool = _setting("flag", False, "Write the log as one JSON object a line.")
+    log_json: bool = _setting("flag", False, "Write the log as one JSON object per line.")
 
 
 def _declared(field: dataclasses.Field[Any]) -> Setting:

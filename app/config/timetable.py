@@ -1,7 +1,7 @@
-"""Times of the week, as people write them: "mon-fri 09:00-18:00, sat 22:00-02:00".
+"""Times of the week as users write them: "mon-fri 09:00-18:00, sat 22:00-02:00".
 
-All is wall-clock time, looked up at each moment, so that a change to or from summer time moves nothing: 09:00 is when
-the clock on the wall says so. A range that ends before it begins goes over midnight, into the next day.
+All times are local wall-clock times, so that 09:00 stays 09:00 when summer time begins or ends. A range that ends
+before it begins extends over midnight into the next day.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ _ENTRY = re.compile(rf"(?:([a-z]+)(?:\s*-\s*([a-z]+))?\s+)?{_CLOCK}\s*-\s*{_CLOC
 
 @dataclass(frozen=True)
 class Schedule:
-    """A set of times of the week: ranges of minutes since Monday's midnight, apart and in order."""
+    """A set of times of the week, as disjoint sorted ranges of minutes since Monday 00:00, stop excluded."""
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     def covers(self, moment: datetime) -> bool:
-        """Whether a local time lies within it."""
+        """True if the schedule covers a local time."""
         minute = _minute_of(moment)
         return any(start <= minute < stop for start, stop in self.ranges)
 
     def until(self, moment: datetime) -> str | None:
-        """When the range that covers this local time ends, as a person says it; None where it never does."""
+        """End of the range that covers a local time, like "mon 18:00"; None if it never ends or none covers it."""
         minute = _minute_of(moment)
         stop = next((stop for start, stop in self.ranges if start <= minute < stop), None)
         if stop == _WEEK_MINUTES and self.ranges[0][0] == 0:
-            stop = self.ranges[0][1]  # it goes on after Sunday's midnight
-        return None if stop is None or self.ranges == ((0, _WEEK_MINUTES),) else _said(stop)
+            stop = self.ranges[0][1]  # the range continues on Monday
+        return None if stop is None or self.ranges == ((0, _WEEK_MINUTES),) else _as_text(stop)
 
     def next_start(self, moment: datetime) -> str | None:
-        """When it begins next after a local time that it does not cover, as a person says it; None for never."""
+        """Next start after a local time, like "mon 09:00"; None if the schedule is empty or covers that time."""
         if not self.ranges or self.covers(moment):
             return None
         minute = _minute_of(moment)
-        return _said(min((start for start, _ in self.ranges), key=lambda start: (start - minute) % _WEEK_MINUTES))
+        return _as_text(min((start for start, _ in self.ranges), key=lambda start: (start - minute) % _WEEK_MINUTES))
 
 
-@lru_cache(maxsize=16)  # the same few are looked up every other second
+@lru_cache(maxsize=16)  # called every few seconds with the same few texts
 def parse_schedule(text: str) -> Schedule:
-    """The times that a person wrote, none for empty text; raises `ValueError` that says what would be right."""
+    """Parse a schedule; empty text is never. Raises `ValueError`, which says what is expected."""
     if len(text) > _MAX_CHARS:
         raise ValueError(f"expected at most {_MAX_CHARS} characters")
     pieces: list[tuple[int, int]] = []
     for entry in text.lower().split(","):
         if entry.strip():
             pieces += _pieces(entry.strip())
-    return Schedule(_joined(pieces))
+    return Schedule(_merged(pieces))
 
 
 def _pieces(entry: str) -> list[tuple[int, int]]:
@@ -65,14 +65,14 @@ def _pieces(entry: str) -> list[tuple[int, int]]:
     first, last, *clock = match.groups()
     start, stop = _minutes(*clock[:2]), _minutes(*clock[2:])
     if start == _DAY_MINUTES or start == stop:
-        raise ValueError(f"{entry!r} begins where it ends; a whole day is 00:00-24:00")
+        raise ValueError(f"{entry!r} is empty; a whole day is 00:00-24:00")
     pieces = []
     for day in _days(first, last):
         begin = day * _DAY_MINUTES + start
         end = begin + (stop - start) % _DAY_MINUTES if stop != _DAY_MINUTES else (day + 1) * _DAY_MINUTES
         pieces.append((begin, min(end, _WEEK_MINUTES)))
         if end > _WEEK_MINUTES:
-            pieces.append((0, end - _WEEK_MINUTES))  # Sunday's night belongs to Monday's morning
+            pieces.append((0, end - _WEEK_MINUTES))  # from Sunday over midnight into Monday
     return pieces
 
 
@@ -84,9 +84,9 @@ def _days(first: str | None, last: str | None) -> list[int]:
 
 
 def _day(name: str) -> int:
-    # "monday", "mond" and "mon" are the same day; "m" might be none.
+    # Three letters are enough: "monday", "mond" and "mon" are the same day.
     if name[:3] not in DAYS:
-        raise ValueError(f"{name!r} is not a day: they are {', '.join(DAYS)}")
+        raise ValueError(f"{name!r} is not a day: use {', '.join(DAYS)}")
     return DAYS.index(name[:3])
 
 
@@ -97,21 +97,21 @@ def _minutes(hours: str, minutes: str) -> int:
     return value
 
 
-def _joined(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The same minutes in as few ranges as there can be."""
-    joined: list[tuple[int, int]] = []
+def _merged(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Merge overlapping and adjacent ranges."""
+    merged: list[tuple[int, int]] = []
     for start, stop in sorted(pieces):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            joined.append((start, stop))
-    return tuple(joined)
+            merged.append((start, stop))
+    return tuple(merged)
 
 
 def _minute_of(moment: datetime) -> int:
     return moment.weekday() * _DAY_MINUTES + moment.hour * 60 + moment.minute
 
 
-def _said(minute: int) -> str:
+def _as_text(minute: int) -> str:
     day, rest = divmod(minute % _WEEK_MINUTES, _DAY_MINUTES)
     return f"{DAYS[day]} {rest // 60:02}:{rest % 60:02}"

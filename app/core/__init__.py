@@ -1,1 +1,6 @@
-"""Values that every other package of the application knows: errors, spans, the network's and the engine's interface."""
+"""Values and interfaces that every other room of the application uses; this room imports none of them.
+
+Errors and the reasons shown to users, spans of blocks, units, canonical JSON, text made safe for terminals, and the
+interfaces of what others implement: `network` (by `p2p`) and `compute` (by `engine`). `device_thread` runs blocking
+work on a device.
+"""

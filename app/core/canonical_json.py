@@ -1,9 +1,9 @@
-"""JSON from strangers: canonical encoding, strict decoding, and typed reading of one field at a time.
+"""JSON from untrusted sources: canonical encoding, strict decoding, and typed reading of one field at a time.
 
-Canonical JSON is UTF-8 without spaces, keys sorted by code point, every character that JSON allows written as itself.
-It is what Python's `json` writes with sorted keys and the tightest separators. Every refusal is a `RecordError` that
-names the thing and the field. Fields nobody asks for are ignored; who stores or passes on a record does so byte for
-byte, which keeps them.
+Canonical JSON is UTF-8 without spaces, with keys sorted by code point and every character that JSON allows unescaped:
+what Python's `json` writes with sorted keys and the tightest separators. Everything invalid raises a `RecordError` that
+names the document and the field. Unknown fields are ignored; they survive because records are stored and forwarded as
+raw bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ABSENT: Any = object()
 
 
 def canonical(value: Any) -> bytes:
-    """The canonical JSON of a value; raises `RecordError` for what JSON cannot say."""
+    """Encode a value as canonical JSON; raises `RecordError` for values that JSON cannot express."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode()
@@ -28,12 +28,18 @@ def canonical(value: Any) -> bytes:
 
 
 def decode_object(raw: bytes, what: str, *, max_bytes: int, floats: bool = True) -> Fields:
-    """The JSON object in `raw`, ready to be read field by field."""
+    """Parse a JSON object of at most `max_bytes`; raises `RecordError`, which names it as `what`.
+
+    NaN, infinities and duplicate keys are refused, and fractional numbers too unless `floats`.
+    """
     if len(raw) > max_bytes:
-        raise RecordError(f"{what}: {len(raw)} bytes are too many, the bound is {max_bytes}")
+        raise RecordError(f"{what}: {len(raw)} bytes are too many, the limit is {max_bytes}")
     try:
         value = json.loads(
-            raw.decode(), parse_constant=_refuse, parse_float=float if floats else _refuse, object_pairs_hook=_no_twins
+            raw.decode(),
+            parse_constant=_refuse,
+            parse_float=float if floats else _refuse,
+            object_pairs_hook=_unique_keys,
         )
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{what}: not valid JSON ({str(error)[:100]})") from error
@@ -43,7 +49,7 @@ def decode_object(raw: bytes, what: str, *, max_bytes: int, floats: bool = True)
 
 
 def check_version(fields: Fields, name: str, understood: int) -> None:
-    """Refuse another major version by name."""
+    """Raise `RecordError` if the field `name` is any other version than `understood`."""
     version = fields.integer(name, 1, 2**31)
     if version != understood:
         raise RecordError(
@@ -55,7 +61,7 @@ def _refuse(text: str) -> NoReturn:
     raise ValueError(f"the number {text[:20]} is not allowed here")
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key appears twice")
@@ -63,7 +69,10 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Fields:
-    """One JSON object whose fields are taken out with their type and bounds checked."""
+    """A decoded JSON object whose fields are read with type and bounds checked.
+
+    Readers raise `RecordError` for a wrong value, and for a missing field that has no default.
+    """
 
     def __init__(self, what: str, values: Mapping[str, Any]) -> None:
         self.what = what
@@ -76,44 +85,44 @@ class Fields:
         return default if value is _ABSENT else value
 
     def refuse(self, name: str, expected: str) -> NoReturn:
-        """Raise the refusal of one field."""
+        """Raise `RecordError` for one field, naming its value and what was expected."""
         shown = repr(self.values.get(name))
         raise RecordError(f"{self.what}: {name!r} is {shown[:60]}, expected {expected}")
 
     def integer(self, name: str, low: int, high: int, default: int = _ABSENT) -> int:
-        """A whole number in `low..high`, both included."""
+        """Read an integer in `low..high`, both included."""
         value = self._take(name, default)
         if type(value) is not int or not low <= value <= high:
             self.refuse(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str, low: float, high: float, default: float = _ABSENT) -> float:
-        """A finite number in `low..high`, both included."""
+        """Read a finite number in `low..high`, both included."""
         value = self._take(name, default)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             self.refuse(name, f"a number from {low} to {high}")
         return float(value)
 
     def flag(self, name: str, default: bool = _ABSENT) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self._take(name, default)
         if not isinstance(value, bool):
             self.refuse(name, "true or false")
         return value
 
     def text(self, name: str, max_chars: int, default: str = _ABSENT) -> str:
-        """A text of at most `max_chars` characters that can be written as UTF-8."""
+        """Read a string of at most `max_chars` characters without lone surrogates."""
         value = self._take(name, default)
         if not isinstance(value, str) or len(value) > max_chars or not _is_unicode(value):
             self.refuse(name, f"a text of at most {max_chars} characters")
         return value
 
     def optional_text(self, name: str, max_chars: int) -> str | None:
-        """A text, or None where it is null or missing."""
+        """Read a string like `text`; None if it is null or missing."""
         return None if self._take(name, None) is None else self.text(name, max_chars)
 
     def hex_bytes(self, name: str, length: int) -> bytes:
-        """Exactly `length` bytes in lower-case hex."""
+        """Read exactly `length` bytes, written in lower-case hex."""
         value = self.text(name, 2 * length)
         try:
             raw = bytes.fromhex(value)
@@ -124,33 +133,33 @@ class Fields:
         return raw
 
     def items(self, name: str, max_items: int, default: list[Any] = _ABSENT) -> list[Any]:
-        """A list of at most `max_items`; what is in it is still unchecked."""
+        """Read a list of at most `max_items`; its items are not checked."""
         value = self._take(name, default)
         if not isinstance(value, list) or len(value) > max_items:
             self.refuse(name, f"a list of at most {max_items}")
         return value
 
     def integers(self, name: str, low: int, high: int, *, max_items: int, default: list[Any] = _ABSENT) -> list[int]:
-        """A list of whole numbers in `low..high`."""
+        """Read a list of at most `max_items` integers in `low..high`, both included."""
         value = self.items(name, max_items, default)
         if not all(type(item) is int and low <= item <= high for item in value):
             self.refuse(name, f"whole numbers from {low} to {high}")
         return value
 
     def texts(self, name: str, max_items: int, max_chars: int, default: list[Any] = _ABSENT) -> tuple[str, ...]:
-        """A list of texts."""
+        """Read a list of at most `max_items` strings of at most `max_chars` characters each."""
         value = self.items(name, max_items, default)
         if not all(isinstance(item, str) and len(item) <= max_chars and _is_unicode(item) for item in value):
             self.refuse(name, f"texts of at most {max_chars} characters")
         return tuple(value)
 
     def inner(self, name: str) -> Fields:
-        """An object inside this one."""
+        """Read a nested object."""
         return Fields.of(f"{self.what}: {name}", self._take(name, _ABSENT))
 
     @staticmethod
     def of(what: str, value: Any) -> Fields:
-        """Any decoded JSON value as an object, or a refusal."""
+        """Wrap a decoded JSON value; raises `RecordError` unless it is an object."""
         if not isinstance(value, dict):
             raise RecordError(f"{what}: not a JSON object")
         return Fields(what, value)
@@ -159,6 +168,6 @@ class Fields:
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can escape and nothing can print
+    except UnicodeEncodeError:  # a lone surrogate: JSON can escape it, UTF-8 cannot encode it
         return False
     return True

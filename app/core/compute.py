@@ -1,7 +1,8 @@
-"""What serving needs of an engine, declared by its consumer: bytes in, bytes out, no tensors.
+"""The interface that the application needs of an engine: bytes in, bytes out, no tensors.
 
-`engine.session_runner` implements `BlockRunner` and `engine.swarm_ends` implements `ReplyEnds` without knowing this
-file. Both are plain synchronous objects; who calls them and on which thread is decided here and by the callers.
+`engine.session_runner` implements `BlockRunner` and `engine.swarm_ends` implements `ReplyEnds` without importing this
+file. Both are synchronous and not thread-safe; callers run them through a `Device`, which `app.core.device_thread`
+implements.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ T = TypeVar("T")
 
 
 class StepWork(NamedTuple):
-    """One session's share of a device step: `rows` tokens, the first at `position`, through blocks start to stop."""
+    """One session's share of a device step: `rows` tokens from `position` on, through blocks `start` to `stop - 1`."""
 
     session: bytes
     start: int
     stop: int
     position: int
     rows: int
-    data: memoryview  # rows x hidden numbers of format `dtype`
+    data: memoryview  # (rows, hidden_size) numbers of format `dtype`
     dtype: str
-    wire: str  # the format wanted back; empty: the device's own
+    wire: str  # number format of the output; empty: that of the device
 
 
 class StepOutput(Protocol):
-    """What one session's rows became."""
+    """Hidden states of one session's rows after the step: (rows, hidden_size) numbers of format `dtype`."""
 
     @property
     def data(self) -> bytes: ...
@@ -35,7 +36,7 @@ class StepOutput(Protocol):
 
 
 class BlockRunner(Protocol):
-    """Hosted blocks on one device, with a cache for sessions; never called from two threads at once."""
+    """Hosted blocks on one device with the KV cache of their sessions; never call it from two threads at once."""
 
     @property
     def start(self) -> int: ...
@@ -50,20 +51,20 @@ class BlockRunner(Protocol):
     @property
     def kv_total_tokens(self) -> int: ...
     def open(self, session: bytes, tokens: int) -> None:
-        """Lease cache for a session of this many tokens; raises `engine.errors.CacheFull` where there is no room."""
+        """Reserve KV cache for a session of this many tokens; raises `engine.errors.CacheFull`."""
 
     def close(self, session: bytes) -> None:
-        """Give a session's cache back; unknown ones are fine."""
+        """Free a session's cache; an unknown session is ignored."""
 
     def truncate(self, session: bytes, length: int) -> None:
-        """Forget a session's tokens from position `length` on."""
+        """Drop a session's cached tokens from position `length` on."""
 
     def step(self, work: Sequence[StepWork]) -> Sequence[StepOutput]:
-        """Advance all these sessions, or raise `engine.errors.EngineError` and advance none."""
+        """Run one step for all these sessions; raises `engine.errors.EngineError` and then advances none."""
 
 
 class TextPiece(Protocol):
-    """One more token of a reply: the text that it completes (maybe none), and its embedding unless it is the last."""
+    """The next token of a reply: the text that it completes (may be empty), and its embedding unless it is the last."""
 
     @property
     def token_id(self) -> int: ...
@@ -76,15 +77,15 @@ class TextPiece(Protocol):
 
 
 class TokenChoice(NamedTuple):
-    """A reply that waits for its next token, with the last block's output behind its last one."""
+    """A reply whose next token is to be sampled, with the last block's output for its latest token."""
 
-    reply: Any  # what `ReplyEnds.begin` gave
-    hidden: memoryview  # of several rows the last one counts
+    reply: Any  # returned by `ReplyEnds.begin`
+    hidden: memoryview  # (rows, hidden_size); only the last row is used
     dtype: str
 
 
 class ReplyEnds(Protocol):
-    """The two ends of a model, run by the asker: tokens to hidden states, hidden states to tokens."""
+    """Embedding, head and sampler of a model, which run on the asking node; blocks run on the hosts."""
 
     @property
     def n_blocks(self) -> int: ...
@@ -95,20 +96,20 @@ class ReplyEnds(Protocol):
     @property
     def dtype(self) -> str: ...
     def embed(self, token_ids: Sequence[int]) -> bytes:
-        """Hidden states of these tokens in format `dtype`."""
+        """Return the embeddings of these tokens: (tokens, hidden_size) numbers of format `dtype`."""
 
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
-        """A new reply to this prompt."""
+        """Create the state of a new reply to this prompt."""
 
     def choose(self, choices: Sequence[TokenChoice]) -> Sequence[TextPiece]:
-        """The next token of each of these replies; they share one pass through the head."""
+        """Sample the next token of each of these replies, in one batch through the head."""
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
-        """How far hidden states (`data`, `dtype`) lie apart: mean relative distance, and common factor less 1."""
+        """Compare hidden states (`data`, `dtype`): mean relative distance, and their common scale factor minus 1."""
 
 
 class Device(Protocol):
-    """Where synchronous work runs, one piece at a time."""
+    """Runs blocking work of one device, one call at a time."""
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function(*args)` and wait for its result."""
+        """Run `function(*args)` after all calls queued before it, and return its result."""

@@ -1,4 +1,4 @@
-"""One thread for each device: everything that computes on a device runs in its thread."""
+"""One thread per device, in which everything that computes on the device runs, one call at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ T = TypeVar("T")
 
 
 class DeviceThread:
-    """The thread of one device, the same one for as long as the process lives: torch never runs on the event loop.
+    """Runs blocking calls in the thread of one device; the thread lives as long as the process.
 
-    On a CPU that is more than order. OpenMP keeps a team of helpers for each thread that ever computed; once the teams
-    outnumber the cores, helpers sleep between any two operations, and every step takes a tenth longer.
+    It keeps torch off the event loop, and on a CPU it saves time too: OpenMP keeps a team of worker threads for every
+    thread that ever computed, and once there are more workers than cores they sleep between operations, which makes
+    every step a tenth slower.
     """
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = device
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run it behind all that waits for this device; a cancelled caller still waits: a step cannot be undone."""
-        return await _lasting(self.device).run(function, *args)
+        """Run `function(*args)` after all calls queued before it.
+
+        A cancelled caller still waits for the result, because a running step cannot be stopped.
+        """
+        return await _worker_of(self.device).run(function, *args)
 
     async def run_apart(self, function: Callable[..., T], *args: Any) -> T:
-        """Run something long in a thread that ends with it, and its helpers too, while the device goes on."""
+        """Run a long call in a temporary thread, beside the device's queue; its OpenMP workers end with it."""
         worker = _Worker("shoal apart")
         try:
             return await worker.run(function, *args)
@@ -46,7 +50,7 @@ class _Job(NamedTuple):
 
 
 class _Worker:
-    """A thread that does one job after another for tasks that wait for them."""
+    """A thread that runs one job after another for trio tasks that wait for the results."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -67,9 +71,9 @@ class _Worker:
             result = outcome.capture(job.function, *job.args)
             with suppress(trio.RunFinishedError):
                 job.loop.run_sync_soon(trio.lowlevel.reschedule, job.task, result)
-            del job, result  # nothing that a step returned stays alive until the next one
+            del job, result  # so that a step's result is freed now and not when the next job arrives
 
 
 @functools.cache
-def _lasting(device: str) -> _Worker:
+def _worker_of(device: str) -> _Worker:
     return _Worker(f"shoal {device}")

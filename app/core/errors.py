@@ -1,7 +1,7 @@
-"""The errors of the application, under one base; an error's text is what the person reads.
+"""The errors of the application, under one base; their messages are shown to the user as they are.
 
 A message says what happened, to which file, swarm or peer, and what to do. The command line prints it on one line and
-exits with `exit_code`.
+exits with `exit_code`; the API sends its `reason`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from app.core.reasons import Reason, because
 
 
 class AppError(Exception):
-    """Something the person can act upon went wrong; `code` says what, for programs."""
+    """A failure that the user can act on; `code` is a stable name of it for programs, and a key of `NEXT_STEPS`."""
 
     exit_code = 1
     code = "failed"
@@ -21,14 +21,14 @@ class AppError(Exception):
 
     @property
     def reason(self) -> Reason:
-        """What went wrong, about whom, and what to do."""
+        """The error as a `Reason`: code, message, peers concerned, and next step."""
         return because(self.code, str(self) or type(self).__doc__ or self.code, *self.peers)
 
 
 def reason_of(error: Exception, *peers: str) -> Reason:
-    """An error as the reason that a person reads, about `peers` where the error does not name its peer itself.
+    """Convert any error to a `Reason` about `peers`, or about the error's own `peer` if none are given.
 
-    Errors of `p2p` and `engine` name their code in `reason_code`; anything else is `internal`.
+    Errors of `p2p` and `engine` name their code in `reason_code`; all others are `internal`.
     """
     if isinstance(error, AppError):
         return error.reason
@@ -39,7 +39,7 @@ def reason_of(error: Exception, *peers: str) -> Reason:
 
 
 class UsageError(AppError):
-    """The command or a value in it makes no sense as written."""
+    """A command, or a value given to it, is not valid."""
 
     exit_code = 2
     code = "bad_usage"
@@ -52,7 +52,7 @@ class ConfigError(AppError):
 
 
 class HomeError(AppError):
-    """A file of the home folder cannot be read, written or understood."""
+    """A file of the home folder cannot be read or written, or is damaged."""
 
     code = "bad_home"
 
@@ -70,21 +70,21 @@ class AlreadyRunning(AppError):
 
 
 class RecordError(AppError, ValueError):
-    """The bytes of a manifest, swarm record, announcement or invite are not valid; the one error their parsers raise.
+    """The bytes of a manifest, swarm record, announcement or invite are not valid; the only error their parsers raise.
 
-    It is a `ValueError` so that `p2p`, which knows nothing of records, can take it as a validator's refusal.
+    It is a `ValueError` because `p2p`, which does not know records, expects that of the validators passed to it.
     """
 
     code = "bad_record"
 
 
 class UnknownSwarm(AppError):
-    """Nobody that could be asked knows a swarm of this name."""
+    """No reachable peer knows a swarm of this name."""
 
     code = "unknown_swarm"
 
 
 class NameConflict(AppError):
-    """Two or more swarms claim one name; the person must pin one as `name#hash`."""
+    """Several swarms have this name; the user must choose one as `name#hash`."""
 
     code = "name_conflict"

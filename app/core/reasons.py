@@ -1,35 +1,34 @@
-"""Reasons: why something is as it is, in one form for states, exclusions and refusals.
+"""Reasons shown to the user for states, exclusions and refusals: a stable code, a text, and a next step.
 
-A reason is given by the function that decided, carried along, and shown the same everywhere. Its code is stable, for
-programs; what a person can do about it goes with the code and stands in one table here. Only the standard library is
-needed.
+The function that decides makes the reason; the command line, the API and the dashboard show it unchanged. `NEXT_STEPS`
+is the one table of codes, with what the user can do about each. Imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_ITSELF = "nothing: it is tried again by itself, and other members are used meanwhile"
-_OTHERS = "nothing: other members are used until it has room again"
-_PARDON = "nothing: the tokens are sent again by themselves"
+_RETRIED_AUTOMATICALLY = "nothing: Shoal retries by itself and uses other members meanwhile"
+_OTHERS_USED = "nothing: other members are used until it has room again"
+_RESENT_AUTOMATICALLY = "nothing: Shoal sends the tokens again by itself"
 _HOSTING = "`shoal blocks` shows who serves what"
-_MODEL = "see what is wrong with its files with `shoal models verify`"
+_MODEL = "`shoal models verify` shows what is wrong with its files"
 _REPORT = "look at the node's log; `shoal doctor --bundle FILE` packs it for a bug report"
 
-# For each code, one thing that a person can do; a function that decided may know a better one.
+# Code -> one thing that the user can do; `because` accepts a more specific one.
 NEXT_STEPS: dict[str, str] = {
     # --- states of a node
-    "starting": "wait: it says how far it has come",
+    "starting": "wait: `shoal status` shows the progress",
     "no_swarm": "`shoal join NAME|INVITE` or `shoal create NAME --model MODEL`",
-    "looking": "wait, or ask a member for an invite (`shoal invite`) and join with that",
-    "looking_around": "wait a moment: it is about to choose its blocks",
-    "leaving": "wait: sessions move to other members, half a minute at most",
+    "looking": "wait, or ask a member for an invite (`shoal invite`) and join with it",
+    "looking_around": "wait a moment: the node is about to choose its blocks",
+    "leaving": "wait: sessions move to other members, which takes at most half a minute",
     "left": "`shoal serve` starts it again",
     "wrong_secret": "ask a member for a new invite (`shoal invite`)",
-    "probe_blocks": "nothing: hosting starts anew by itself; if this comes again, look at the node's log",
-    "probe_api": "nothing: the API starts anew by itself; if this comes again, look at the node's log",
+    "probe_blocks": "nothing: hosting restarts by itself; if this happens again, look at the node's log",
+    "probe_api": "nothing: the API restarts by itself; if this happens again, look at the node's log",
     "cannot_host": "`shoal doctor` says what this machine can host",
-    "limit_zero": "raise it with `shoal config set max_vram SIZE` and start again to host",
+    "limit_zero": "to host, raise the limit with `shoal config set max_vram SIZE` and restart the node",
     "no_room": "close other programs, or raise the limit with `shoal config set max_vram SIZE`",
     "asked_for": "start without --blocks to let the node choose by itself",
     "worst_served": _HOSTING,
@@ -37,94 +36,94 @@ NEXT_STEPS: dict[str, str] = {
     "make_way": _HOSTING,
     "lone_holder": _HOSTING,
     "gain": _HOSTING,
-    # --- pauses; a rule names the setting that drops it
+    # --- pauses; each rule is turned off by its setting
     "pause_by_hand": "`shoal resume` hosts again",
     "drained_by_hand": "`shoal resume` hosts again",
-    "pause_busy": "`shoal config set pause_busy 0` drops this rule",
-    "pause_memory": '`shoal config set pause_busy_memory ""` drops this rule',
-    "pause_active": "`shoal config set pause_active 0` drops this rule",
-    "pause_battery": "`shoal config set pause_on_battery false` drops this rule",
-    "pause_heat": "`shoal config set pause_above 0` drops this rule",
-    "pause_program": '`shoal config set pause_programs ""` drops this rule',
-    "pause_schedule": '`shoal config set pause_times ""` drops this rule',
-    # --- members that no session goes through
-    "peer_suspect": "nothing: it is asked again at once, and used again if it answers",
-    "peer_dead": "nothing, if it was switched off: its blocks are taken over by others",
-    "peer_left": "nothing: its blocks are taken over by others",
+    "pause_busy": "`shoal config set pause_busy 0` turns this rule off",
+    "pause_memory": '`shoal config set pause_busy_memory ""` turns this rule off',
+    "pause_active": "`shoal config set pause_active 0` turns this rule off",
+    "pause_battery": "`shoal config set pause_on_battery false` turns this rule off",
+    "pause_heat": "`shoal config set pause_above 0` turns this rule off",
+    "pause_program": '`shoal config set pause_programs ""` turns this rule off',
+    "pause_schedule": '`shoal config set pause_times ""` turns this rule off',
+    # --- members that sessions are not routed through
+    "peer_suspect": "nothing: it is probed again at once, and used again if it answers",
+    "peer_dead": "nothing, if it was switched off: other members take its blocks over",
+    "peer_left": "nothing: other members take its blocks over",
     "peer_paused": "wait until its owner resumes it",
     "peer_draining": "nothing: its sessions move to other members",
-    "peer_loading": "wait: it serves in a moment",
-    "peer_client": "nothing: it asks and does not host",
+    "peer_loading": "wait: it will serve in a moment",
+    "peer_client": "nothing: it only asks and does not host",
     "peer_full": "wait until sessions there end, or let more members join",
-    "peer_private": "name it with `shoal config set trusted` if you know it, or lower private_blocks",
-    "distrusted": "nothing: what was seen of it fades with time; `shoal config set trusted` overrules it",
-    # --- what a hop says of itself
-    "sessions_full": _OTHERS,
+    "peer_private": "if you know it, add it with `shoal config set trusted`; or lower private_blocks",
+    "distrusted": "nothing: past failures count less with time; `shoal config set trusted` overrides this",
+    # --- reported by a hop about itself
+    "sessions_full": _OTHERS_USED,
     "asker_sessions_full": "end some of your sessions there, or let other members host these blocks",
-    "cache_full": _OTHERS,
-    "cache_reserved": _OTHERS,
-    "not_hosted": _ITSELF,
+    "cache_full": _OTHERS_USED,
+    "cache_reserved": _OTHERS_USED,
+    "not_hosted": _RETRIED_AUTOMATICALLY,
     "context_exceeded": "ask for fewer tokens",
-    "hop_busy": _OTHERS,
-    "hop_refused": _ITSELF,
-    "hop_failed": _ITSELF,
+    "hop_busy": _OTHERS_USED,
+    "hop_refused": _RETRIED_AUTOMATICALLY,
+    "hop_failed": _RETRIED_AUTOMATICALLY,
     "hop_draining": "nothing: the session moves to another member",
-    "hop_gap": _PARDON,
-    "hop_link": _PARDON,
-    "hop_missing": _PARDON,
-    "hop_closed": _PARDON,
-    "hop_evicted": "nothing: should a hop fail, the tokens are computed anew",
-    # --- what its asker saw of a hop
-    "hop_lost": _ITSELF,
-    "hop_unopened": _ITSELF,
-    "hop_silent": _ITSELF,
-    "hop_stuck": _ITSELF,
-    "hop_miscut": _ITSELF,
-    "hop_forgot": _PARDON,
-    "tokens_lost": _PARDON,
-    "answer_lost": _PARDON,
-    # --- what a request is refused for
-    "no_route": "wait for a member to take the block over, or host it: `shoal blocks` shows who serves what",
+    "hop_gap": _RESENT_AUTOMATICALLY,
+    "hop_link": _RESENT_AUTOMATICALLY,
+    "hop_missing": _RESENT_AUTOMATICALLY,
+    "hop_closed": _RESENT_AUTOMATICALLY,
+    "hop_evicted": "nothing: if a hop fails, its tokens are computed again",
+    # --- observed by the asker about a hop
+    "hop_lost": _RETRIED_AUTOMATICALLY,
+    "hop_unopened": _RETRIED_AUTOMATICALLY,
+    "hop_silent": _RETRIED_AUTOMATICALLY,
+    "hop_stuck": _RETRIED_AUTOMATICALLY,
+    "hop_miscut": _RETRIED_AUTOMATICALLY,
+    "hop_forgot": _RESENT_AUTOMATICALLY,
+    "tokens_lost": _RESENT_AUTOMATICALLY,
+    "answer_lost": _RESENT_AUTOMATICALLY,
+    # --- refused requests
+    "no_route": "wait until a member hosts the block, or host it here: `shoal blocks` shows who serves what",
     "busy": "ask again in a moment, or let more members join",
-    "private_blocks": "host them here, name a holder with `shoal config set trusted`, or lower private_blocks",
+    "private_blocks": "host them here, add one of their hosts with `shoal config set trusted`, or lower private_blocks",
     "session_lost": "ask again",
     "context_length_exceeded": "shorten the conversation",
-    "model_not_here": "wait until it has come from the members: `shoal status` says how far it is",
-    "weights_missing": "wait for a member that has them, or bring the model's files here with `shoal pull`",
+    "model_not_here": "wait until it is downloaded from the members: `shoal status` shows the progress",
+    "weights_missing": "wait for a member that has them, or download the model with `shoal pull`",
     "already_member": "leave it first with `shoal leave NAME`, or choose another name",
-    "other_secret": "if this invite is the right one, forget the old one first with `shoal leave NAME`",
+    "other_secret": "if this invite is the right one, leave the old swarm first with `shoal leave NAME`",
     "private_swarm": "ask a member for an invite (`shoal invite`)",
     "unknown_swarm": "check the name, or ask a member for an invite (`shoal invite`)",
-    "name_conflict": "join one of those that are listed, written as NAME#HASH",
-    "bad_usage": "look at `shoal COMMAND --help`",
-    "bad_request": "look at /docs, which lists every route and its fields",
-    "model_not_found": "use a name that /v1/models lists",
+    "name_conflict": "join one of those listed, as NAME#HASH",
+    "bad_usage": "see `shoal COMMAND --help`",
+    "bad_request": "see /docs, which lists every route and its fields",
+    "model_not_found": "use one of the names in /v1/models",
     "unsupported_parameter": "leave it out",
-    "bad_record": "get it again from where it came, or update Shoal",
+    "bad_record": "get it again from its source, or update Shoal",
     "bad_config": "`shoal config list` explains every setting",
-    "bad_home": "check the home folder's owner and mode, and its disk",
+    "bad_home": "check the owner and mode of the home folder, and its disk",
     "not_running": "`shoal serve` starts a node",
-    "already_running": "`shoal stop` ends it, or choose another --home",
+    "already_running": "`shoal stop` stops it; or choose another --home",
     "port_in_use": "choose another --api-port, or 0 for any",
     "no_such_address": "`shoal config set api_host 127.0.0.1`",
     "failed": "do what the message says",
-    "wrong_token": "use the token in the file `token` of the home folder",
+    "wrong_token": "use the token from the file `token` in the home folder",
     "foreign_host": "use http://127.0.0.1 or http://localhost, or set api_host",
     "foreign_origin": "open the API from its own address",
     "internal": _REPORT,
-    # --- what the network and the engine refuse
-    "network": "`shoal doctor` looks at the network",
-    "peer_protocol": "update Shoal here or there",
-    "peer_refused": _ITSELF,
-    "queue_full": "slow down, and try again",
-    "stream_closed": _ITSELF,
-    "stream_broke": _ITSELF,
-    "handshake": "update Shoal here or there",
-    "unreachable": "`shoal doctor` looks at the network; it is tried again by itself",
-    "deadline": _ITSELF,
-    "peer_error": _ITSELF,
+    # --- errors of the network and the engine
+    "network": "`shoal doctor` checks the network",
+    "peer_protocol": "update Shoal on this node or on the peer",
+    "peer_refused": _RETRIED_AUTOMATICALLY,
+    "queue_full": "send more slowly, and try again",
+    "stream_closed": _RETRIED_AUTOMATICALLY,
+    "stream_broke": _RETRIED_AUTOMATICALLY,
+    "handshake": "update Shoal on this node or on the peer",
+    "unreachable": "nothing: Shoal retries by itself; `shoal doctor` checks the network",
+    "deadline": _RETRIED_AUTOMATICALLY,
+    "peer_error": _RETRIED_AUTOMATICALLY,
     "bad_identity": "check the file and the passphrase",
-    "bad_envelope": "set the clock, or update Shoal",
+    "bad_envelope": "check this machine's clock, or update Shoal",
     "engine": _REPORT,
     "bad_source": _MODEL,
     "bad_device": "`shoal doctor` says what this machine can host",
@@ -134,14 +133,14 @@ NEXT_STEPS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Why something is as it is; see `because`."""
+    """A code, the text shown to the user, and what to do; create it with `because`."""
 
-    code: str  # stable, for programs: `pause_battery`, `hole`, `no_room`
+    code: str  # stable, for programs; a key of `NEXT_STEPS`, like `pause_battery`
     text: str
-    peers: tuple[str, ...] = ()  # whom it is about, this node not counted
-    next_step: str = ""  # one thing that a person can do about it
+    peers: tuple[str, ...] = ()  # peers concerned, never this node
+    next_step: str = ""  # one thing that the user can do about it
 
 
 def because(code: str, text: str, *peers: str, next_step: str = "") -> Reason:
-    """The reason of this code, in these words, about these peers."""
+    """Build a reason; the next step is that of `NEXT_STEPS` unless given. An unknown code raises `KeyError`."""
     return Reason(code, text, peers, next_step or NEXT_STEPS[code])

@@ -1,4 +1,4 @@
-"""A contiguous run of blocks."""
+"""`Span`, a contiguous range of blocks, and its text form `A:B`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT = re.compile(r"(\d{1,4}):(\d{1,4})", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Blocks `start` to `stop`, the last one not included."""
+    """Blocks `start` to `stop - 1`, never empty."""
 
     start: int
     stop: int
@@ -23,16 +23,16 @@ class Span:
 
     @staticmethod
     def is_possible(start: int, stop: int) -> bool:
-        """Whether these bounds make a span of any model."""
+        """True if these bounds make a span of some model, of at most `MAX_BLOCKS` blocks."""
         return 0 <= start < stop <= MAX_BLOCKS
 
     @classmethod
     def parse(cls, text: str) -> Span:
-        """Read `A:B` as a person writes it."""
+        """Parse `A:B` as typed by a user; raises `UsageError`."""
         match = _TEXT.fullmatch(text.strip())
         bounds = (int(match[1]), int(match[2])) if match else (0, 0)
         if not cls.is_possible(*bounds):
-            raise UsageError(f"{text[:40]!r} is not a span of blocks: write it like 0:12, the last one not included")
+            raise UsageError(f"{text[:40]!r} is not a span of blocks: write 0:12 for blocks 0 to 11")
         return cls(*bounds)
 
     def __len__(self) -> int:
@@ -45,9 +45,5 @@ class Span:
         return f"{self.start}:{self.stop}"
 
     def blocks(self) -> range:
-        """Every block of the span."""
+        """The numbers of its blocks."""
         return range(self.start, self.stop)
-
-    def overlaps(self, other: Span) -> bool:
-        """Whether they share a block."""
-        return self.start < other.stop and other.start < self.stop

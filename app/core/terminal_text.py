@@ -1,4 +1,4 @@
-"""Text from elsewhere, made safe for a terminal: a model, a peer or a file must not move the cursor or type."""
+"""Text from models, peers and files made safe to print: without sequences that a terminal would execute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SPACES = dict.fromkeys(map(ord, "\n\r\t\v\f"), " ")
 
 @lru_cache(maxsize=4096)
 def one_line(text: str) -> str:
-    """The text on one line, without characters that could command a terminal or turn its direction."""
+    """Return the text on one line, without control characters and without marks that reverse its direction."""
     if text.isascii() and text.isprintable():
         return text
     kinds = [(c, unicodedata.category(c)) for c in text.translate(_SPACES)]
@@ -18,15 +18,15 @@ def one_line(text: str) -> str:
 
 
 def short_peer(peer: str) -> str:
-    """A peer id as it fits into a table: its last six characters tell ids apart."""
+    """Return the last six characters of a peer id, which tell peers apart in a table; all ids begin alike."""
     return one_line(peer)[-6:]
 
 
 _KEPT = (ord("\n"), ord("\t"))
-# Escape begins sequences that move the cursor, change colours or titles, even type for the person; C1 codes likewise.
+# ESC and the C1 codes start sequences that move the cursor, change the title, or even enter text as if typed.
 _CONTROLS = dict.fromkeys(code for code in (*range(32), *range(127, 160), *range(0xD800, 0xE000)) if code not in _KEPT)
 
 
 def without_controls(text: str) -> str:
-    """The text without control characters and lone surrogates; new lines and tabs stay."""
+    """Return the text without control characters and lone surrogates; line breaks and tabs are kept."""
     return text.translate(_CONTROLS)

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them: "6GB" is 6·10⁹ bytes, "6GiB" is 6·2³⁰, "2h" is 7200 seconds."""
+"""Sizes and durations as users write them: "6GB" is 6·10⁹ bytes, "6GiB" is 6·2³⁰ bytes, "2h" is 7200 seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([smhd])", re.IGNORECASE | re.ASC
 
 
 def parse_duration(text: str) -> float:
-    """The seconds that `text` names, at least one; raises ValueError with the accepted forms."""
+    """Parse a duration of 1 s to 366 days, in seconds; raises `ValueError` that shows the accepted forms."""
     match = _TIME.fullmatch(text.strip())
     seconds = float(match.group(1)) * _SECONDS[match.group(2).lower()] if match else 0.0
     if not 1 <= seconds <= 366 * 86400:
-        raise ValueError(f"{text!r} is not a time; write it like 90s, 30m, 2h or 1d, a year at most")
+        raise ValueError(f"{text!r} is not a duration; write it like 90s, 30m, 2h or 1d, a year at most")
     return seconds
 
 
 def parse_size(text: str) -> int:
-    """The bytes that `text` names; raises ValueError with the accepted forms."""
+    """Parse a size, in bytes; raises `ValueError` that shows the accepted forms."""
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() if match else ""
     factor = (_DECIMAL | _BINARY).get(unit)
@@ -34,13 +34,13 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """A size for people, in powers of ten: "1.5 GB"."""
+    """Format a size with one decimal in powers of ten, like "1.5 GB"."""
     if size_bytes < 1000:
         return f"{size_bytes} B"
     value = float(size_bytes)
     for unit in ("kB", "MB", "GB", "TB"):
         value /= 1000
-        # 999.95 would print as "1000.0", so it belongs to the next unit.
+        # 999.95 would print as "1000.0", so it moves to the next unit.
         if value < 999.95 or unit == "TB":
             break
     return f"{value:.1f} {unit}"

@@ -1,4 +1,6 @@
-"""Courtesy: the machine's owner comes first. Sensors look, rules decide, a watch pauses and resumes the hosting.
+"""Courtesy: hosting pauses while the machine's owner needs the machine.
 
-`rules` and `schedule` are pure; `sensors` and `idle` ask the system; `watch` joins them and speaks with the node.
+`rules` decides, purely, from readings and settings; `sensors` and `idle` read the machine; `watch` runs the rules and
+asks the node to pause and resume; `pause` holds the pause in force, by hand or by rule. Draining sessions and unloading
+blocks is done by `app.node`, the settings and timetables are in `app.config`.
 """

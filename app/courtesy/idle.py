@@ -1,7 +1,7 @@
-"""How long nobody has used this machine, by whichever of its means the system has.
+"""Measures the time since this machine was last used, by whatever the operating system offers.
 
-Each means is one function that returns seconds, or None where it cannot tell. The parsing is apart from the asking, for
-each system's words are known beforehand and its machines are not at hand.
+Each method is one function that returns seconds, or None if it cannot tell. Parsing is separate from running the
+commands, so that every system's output can be tested on any machine.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import psutil
 
 from engine.device.sensors import Unavailable
 
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0  # for one command
 _NS = 10**9
 
 
 def idle_s() -> float:
-    """Seconds since somebody last used keyboard, mouse or terminal; raises `Unavailable` where nobody tells."""
-    means = {"darwin": (_macos,), "win32": (_windows,)}.get(sys.platform, (_screen, _terminals))
-    answers = [answer for answer in (_tried(ask) for ask in means) if answer is not None]
+    """Seconds since keyboard, mouse or a terminal was last used; raises `Unavailable` if no method can tell."""
+    methods = {"darwin": (_macos,), "win32": (_windows,)}.get(sys.platform, (_screen, _terminals))
+    answers = [answer for answer in (_or_none(ask) for ask in methods) if answer is not None]
     if not answers:
-        raise Unavailable("this system does not tell when somebody last used it")
-    return max(0.0, min(answers))  # whatever was used last counts
+        raise Unavailable("this system does not report when it was last used")
+    return max(0.0, min(answers))  # the most recent use counts
 
 
-def _tried(ask: Callable[[], float | None]) -> float | None:
+def _or_none(ask: Callable[[], float | None]) -> float | None:
     try:
         return ask()
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError):
@@ -44,9 +44,9 @@ def _tried(ask: Callable[[], float | None]) -> float | None:
 
 
 def _screen() -> float | None:
-    """The desktop's own word: GNOME's, X's, else what the desktop told logind."""
+    """Idle seconds of the desktop: from GNOME, else X11, else logind."""
     for ask in (_gnome, _x11, _logind):
-        answer = _tried(ask)
+        answer = _or_none(ask)
         if answer is not None:
             return answer
     return None
@@ -58,7 +58,7 @@ def _gnome() -> float | None:
 
 
 def parse_gnome(text: str) -> float | None:
-    """Milliseconds as `busctl` writes a 64-bit number: `t 1234`."""
+    """Parse `busctl`'s output of a 64-bit number of milliseconds, `t 1234`; return seconds."""
     match = re.fullmatch(r"t (\d{1,18})", text.strip())
     return int(match[1]) / 1000 if match else None
 
@@ -76,7 +76,7 @@ class _ScreenSaverInfo(ctypes.Structure):
 
 def _x11() -> float | None:
     if not os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
-        return None  # X beside Wayland sees only a part of what is typed
+        return None  # under Wayland, X sees only part of the input
     x11, xss = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXss.so.1")
     x11.XOpenDisplay.restype = ctypes.c_void_p
     x11.XDefaultRootWindow.restype = ctypes.c_ulong
@@ -101,21 +101,21 @@ def _logind() -> float | None:
 
 
 def parse_logind(text: str, now_s: float) -> float | None:
-    """The least idle of the sessions with a screen; of the others the terminals tell better."""
+    """Idle seconds of the most recently used session with a screen; text sessions are left to `_terminals`."""
     idle: list[float] = []
     for session in text.split("\n\n"):
-        said = dict(line.split("=", 1) for line in session.splitlines() if "=" in line)
-        if said.get("Type") not in ("x11", "wayland", "mir"):
+        values = dict(line.split("=", 1) for line in session.splitlines() if "=" in line)
+        if values.get("Type") not in ("x11", "wayland", "mir"):
             continue
-        if said.get("IdleHint") == "no":
+        if values.get("IdleHint") == "no":
             idle.append(0.0)
-        elif said.get("IdleHint") == "yes" and said.get("IdleSinceHint", "").isdecimal():
-            idle.append(max(0.0, now_s - int(said["IdleSinceHint"]) / 10**6))
+        elif values.get("IdleHint") == "yes" and values.get("IdleSinceHint", "").isdecimal():
+            idle.append(max(0.0, now_s - int(values["IdleSinceHint"]) / 10**6))
     return min(idle, default=None)
 
 
 def _terminals() -> float | None:
-    """A terminal's access time moves when somebody types into it."""
+    """Idle seconds of the terminals: typing into one updates its access time."""
     times = []
     for user in psutil.users():
         device = Path("/dev") / (user.terminal or "")
@@ -132,7 +132,7 @@ def _macos() -> float | None:
 
 
 def parse_ioreg(text: str) -> float | None:
-    """Nanoseconds under `HIDIdleTime`."""
+    """Parse the nanoseconds under `HIDIdleTime`; return seconds."""
     match = re.search(r'"HIDIdleTime"\s*=\s*(\d{1,20})\b', text)
     return int(match[1]) / _NS if match else None
 
@@ -146,10 +146,10 @@ def _windows() -> float | None:
     info = _LastInput(ctypes.sizeof(_LastInput), 0)
     if not libraries.windll.user32.GetLastInputInfo(ctypes.byref(info)):
         return None
-    # Both count milliseconds since the start of the system in 32 bits, and begin anew after 49 days.
+    # Both are 32-bit milliseconds since boot, which wrap around after 49 days.
     return float((libraries.windll.kernel32.GetTickCount() - info.tick_ms) % 2**32) / 1000
 
 
 def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
     return done.stdout

@@ -1,8 +1,7 @@
-"""Whether this node hosts: paused by hand, by a rule, or not at all. What a hand did, no rule undoes.
+"""The pause in force: by hand, by a rule, or none. A pause by hand overrides the rules.
 
-A pause by hand is kept in the home folder, so that a restart does not end it before its time; a rule's pause is not,
-for the rule will ask for it again. Draining and unloading are for `app.node.active_swarm`, which looks here for what is
-wanted.
+A pause by hand is kept in the home folder, so that a restart does not end it early. A rule's pause is not kept: the
+rule asks for it again. Draining and unloading is done by `app.node.active_swarm`, which reads the pause here.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from p2p.platform import write_private
 
 log = logging.getLogger("shoal.node")
 
-LOOK_S = 30.0  # the longest between two looks at the clock: the machine may have slept
+LOOK_S = 30.0  # longest time between checks of the wall clock, which jumps when the machine sleeps
 LONGEST_S = 366 * 86400.0
 _MAX_FILE_BYTES = 4096
 _MAX_MS = 2**53
@@ -32,16 +31,16 @@ _MAX_MS = 2**53
 
 @dataclass(frozen=True)
 class Pause:
-    """Why hosting rests, and until when."""
+    """One pause of hosting: its cause and its end."""
 
     by: str  # hand, rule
     why: Reason
     until_ms: int | None = None
-    patient: bool = False  # sessions may finish, however long they take
+    patient: bool = False  # let sessions finish, however long they take
 
 
 def pause_by_hand(until_ms: int | None, *, patient: bool = False) -> Pause:
-    """What a person asked for."""
+    """Return the pause for a user's command; `patient` is `shoal drain`."""
     if patient:
         return Pause("hand", because("drained_by_hand", "drained by hand"), None, patient=True)
     end = "" if until_ms is None else f" until {time.strftime('%Y-%m-%d %H:%M', time.localtime(until_ms / 1000))}"
@@ -49,7 +48,7 @@ def pause_by_hand(until_ms: int | None, *, patient: bool = False) -> Pause:
 
 
 class PauseControl:
-    """The node's wish to rest; `run` ends pauses that have an end."""
+    """Holds the node's pause by hand and by rule; `run` ends a pause by hand at its time."""
 
     def __init__(
         self,
@@ -57,58 +56,59 @@ class PauseControl:
         changed: Callable[[], None],
         now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6,
     ) -> None:
-        self._path, self._tell, self._now_ms = path, changed, now_ms
-        self._hand = _read(path)
-        self._rule: Pause | None = None
-        self._ends_at: float | None = None  # of the person's pause, on trio's clock
-        self._news = trio.Event()
+        self._path, self._on_change, self._now_ms = path, changed, now_ms
+        self._hand_pause = _read(path)
+        self._rule_pause: Pause | None = None
+        self._ends_at: float | None = None  # end of the pause by hand, on trio's clock
+        self._change = trio.Event()
         self._writing = trio.Lock()
 
     @property
     def current(self) -> Pause | None:
-        """The pause in force, a person's before a rule's."""
-        return self._hand if self._hand is not None else self._rule
+        """The pause in force; one by hand comes before one by rule."""
+        return self._hand_pause if self._hand_pause is not None else self._rule_pause
 
     def view(self, rules: tuple[RuleView, ...] = (), next_text: str = "") -> CourtesyView:
-        """As a person sees it."""
+        """Return the pause and the rules for the snapshot."""
         pause = self.current
         if pause is None:
             return CourtesyView(next_text=next_text, rules=rules)
         return CourtesyView(True, pause.by, pause.until_ms, next_text, rules)
 
     async def by_hand(self, for_s: float | None, *, patient: bool = False) -> None:
-        """Rest until `resume`, or for so long."""
+        """Pause until `resume`, or for `for_s` seconds."""
         until_ms = None if for_s is None else self._now_ms() + int(min(for_s, LONGEST_S) * 1000)
         self._ends_at = None
         await self._set_hand(pause_by_hand(until_ms, patient=patient))
 
     async def resume(self) -> None:
-        """Undo what a person asked for; a rule that still applies keeps the node paused."""
+        """End a pause by hand; a rule that still applies keeps the node paused."""
         await self._set_hand(None)
 
     def by_rule(self, why: Reason) -> None:
-        """Rest until `rule_over`."""
-        if self._rule is None or self._rule.why != why:
-            self._rule = Pause("rule", why)
+        """Pause until `rule_over`."""
+        if self._rule_pause is None or self._rule_pause.why != why:
+            self._rule_pause = Pause("rule", why)
             self._changed()
 
     def rule_over(self) -> None:
-        """No rule asks for rest any more."""
-        if self._rule is not None:
-            self._rule = None
+        """End the pause by rule."""
+        if self._rule_pause is not None:
+            self._rule_pause = None
             self._changed()
 
     async def wait_change(self) -> None:
         """Return after the next change."""
-        await self._news.wait()
+        await self._change.wait()
 
     async def run(self) -> None:
-        """End the pause of a person at its time; until cancelled.
+        """End a pause by hand at its time; runs until cancelled.
 
-        By the wall clock, which goes on while the machine sleeps; but a clock that is set back makes no pause longer.
+        The wall clock counts, because it advances while the machine sleeps; but setting it back does not make a pause
+        longer.
         """
         while True:
-            until_ms = None if self._hand is None else self._hand.until_ms
+            until_ms = None if self._hand_pause is None else self._hand_pause.until_ms
             left_s = LOOK_S
             if until_ms is not None:
                 left_s, now = (until_ms - self._now_ms()) / 1000, trio.current_time()
@@ -118,21 +118,21 @@ class PauseControl:
                 await self._set_hand(None)
                 continue
             with trio.move_on_after(min(left_s, LOOK_S)):
-                await self._news.wait()
+                await self._change.wait()
 
     async def _set_hand(self, pause: Pause | None) -> None:
-        self._hand = pause
+        self._hand_pause = pause
         self._changed()
         try:
-            async with self._writing:  # whoever comes last writes what holds then
-                await trio.to_thread.run_sync(_write, self._path, self._hand)
+            async with self._writing:  # the last of several writers writes the latest state
+                await trio.to_thread.run_sync(_write, self._path, self._hand_pause)
         except OSError as error:
-            log.warning("%s cannot be written, so that a restart forgets this pause: %s", self._path, error)
+            log.warning("%s cannot be written, so a restart forgets this pause: %s", self._path, error)
 
     def _changed(self) -> None:
-        news, self._news = self._news, trio.Event()
-        news.set()
-        self._tell()
+        change, self._change = self._change, trio.Event()
+        change.set()
+        self._on_change()
 
 
 def _write(path: Path, pause: Pause | None) -> None:
@@ -144,7 +144,7 @@ def _write(path: Path, pause: Pause | None) -> None:
 
 
 def _read(path: Path) -> Pause | None:
-    """What a person asked of an earlier run; a damaged file counts as a pause, for hosting unasked is the worse."""
+    """Read the pause by hand of an earlier run; a damaged file counts as a pause, since hosting unasked is worse."""
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_FILE_BYTES)
@@ -154,5 +154,5 @@ def _read(path: Path) -> Pause | None:
     except FileNotFoundError:
         return None
     except (OSError, RecordError) as error:
-        log.warning("%s cannot be read, so this node stays paused: %s", path, error)
+        log.warning("%s cannot be read, so this node stays paused until `shoal resume`: %s", path, error)
         return pause_by_hand(None)

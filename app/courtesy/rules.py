@@ -1,6 +1,6 @@
-"""The courtesy rules: what was read and what the person wants, to whether hosting should rest, and why. Pure.
+"""The courtesy rules: from sensor readings and settings to the decision if hosting should pause, and why. Pure.
 
-A reading that is not known (None) never speaks for a pause: what it said before is let go after the rule's usual time.
+An unknown reading (None) never causes a pause; a rule that applied before it is released after its usual time.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from app.core.reasons import Reason, because
 from app.core.units import format_size
 from app.snapshot.views import RuleView
 
-COOLER_C = 5.0  # below the limit before a hot device counts as cool again
+COOLER_C = 5.0  # degrees below the limit before a hot device counts as cool again
 
 
 @dataclass(frozen=True)
 class Readings:
-    """What the sensors say at one moment; None where one did not say."""
+    """Sensor readings at one moment; None if a sensor gave none."""
 
     now: datetime  # local wall-clock time
-    device: str = "processor"  # what computes here, as the person calls it
-    others_load: float | None = None  # the share of the device's time that other programs take, 0 to 1
-    others_bytes: int | None = None  # the device's memory that other programs hold
-    idle_s: float | None = None  # since somebody last used keyboard or mouse
+    device: str = "processor"  # name of the computing device for the user
+    others_load: float | None = None  # part of the device's time that other programs use, 0 to 1
+    others_bytes: int | None = None  # device memory that other programs hold
+    idle_s: float | None = None  # since keyboard or mouse was last used
     on_battery: bool | None = None
     temperature_c: float | None = None
-    programs: frozenset[str] | None = None  # names of all that runs, in lower case
+    programs: frozenset[str] | None = None  # names of all running programs, in lower case
     disk_free_bytes: int | None = None
 
 
-# What a working sensor can say: everything else counts as not known.
+# Range of a working sensor; anything else counts as unknown.
 _BOUNDS = {
     "others_load": (0.0, 1.0),
     "others_bytes": (0, 2**50),
@@ -46,7 +46,7 @@ _BOUNDS = {
 
 
 def believable(readings: Readings) -> Readings:
-    """The readings without what no working sensor says."""
+    """Return the readings with impossible values replaced by None."""
     nonsense = [name for name, (low, high) in _BOUNDS.items() if not _is_within(getattr(readings, name), low, high)]
     if not isinstance(readings.on_battery, bool):
         nonsense.append("on_battery")
@@ -62,36 +62,36 @@ def _is_within(value: object, low: float, high: float) -> bool:
 
 @dataclass(frozen=True)
 class RuleReading:
-    """What a rule says of one moment: whether it holds, and the figures behind it."""
+    """Result of a rule for one moment."""
 
     holds: bool
-    reason: str  # why hosting rests; the same words for as long as it is the same cause
-    detail: str  # with figures that may change at every look
+    reason: str  # why hosting pauses; the same text while the cause is the same
+    detail: str  # with figures, which may change at every check
 
 
-Judge = Callable[[Settings, Readings, bool], RuleReading]  # the bool: whether the rule applies already
+Judge = Callable[[Settings, Readings, bool], RuleReading]  # the bool: the rule applies already
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: when it is on, which reading it needs, how it judges, and how long it hesitates."""
+    """One rule: the setting that enables it, the reading it needs, its test, and its delays."""
 
     code: str
     label: str
     setting: str
-    needs: str  # the field of `Readings`
+    needs: str  # field of `Readings`
     judge: Judge
-    after_s: float  # it must hold so long before it applies
-    release_s: float  # and be over so long before it is let go
+    after_s: float  # it must hold for this long before it applies
+    release_s: float  # and be over for this long before it is released
     pauses: bool = True
 
     def is_on(self, settings: Settings) -> bool:
-        """Whether the person wants it."""
+        """True if the settings enable the rule."""
         return bool(getattr(settings, self.setting))
 
     @property
     def way_out(self) -> str:
-        """How a person drops it."""
+        """Command that disables the rule."""
         default = SETTINGS[self.setting].default
         off = {bool: "false", int: "0"}.get(type(default), '""')
         return f"shoal config set {self.setting} {off}"
@@ -138,14 +138,14 @@ def _scheduled(settings: Settings, readings: Readings, applies: bool) -> RuleRea
     if schedule.covers(readings.now):
         until = schedule.until(readings.now)
         when = f" until {until}" if until else ""
-        return RuleReading(True, f"the timetable says so{when}", settings.pause_times)
-    return RuleReading(False, "the timetable says so", f"begins {schedule.next_start(readings.now) or 'never'}")
+        return RuleReading(True, f"paused by timetable{when}", settings.pause_times)
+    return RuleReading(False, "paused by timetable", f"begins {schedule.next_start(readings.now) or 'never'}")
 
 
 def _disk(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     free, floor = readings.disk_free_bytes or 0, settings.disk_floor or 0
-    detail = f"{format_size(free)} of the disk is free; at least {format_size(floor)} stay so"
-    return RuleReading(free < floor, "the disk is nearly full, so nothing is fetched", detail)
+    detail = f"{format_size(free)} of the disk is free; the limit is {format_size(floor)}"
+    return RuleReading(free < floor, "the disk is nearly full, so nothing is downloaded", detail)
 
 
 RULES = (
@@ -154,7 +154,7 @@ RULES = (
     Rule("pause_active", "somebody uses this machine", "pause_active", "idle_s", _active, 0, 10),
     Rule("pause_battery", "on battery", "pause_on_battery", "on_battery", _battery, 4, 20),
     Rule("pause_heat", "too hot", "pause_above", "temperature_c", _hot, 4, 60),
-    Rule("pause_program", "a program of the list runs", "pause_programs", "programs", _program, 0, 10),
+    Rule("pause_program", "a program of the list is running", "pause_programs", "programs", _program, 0, 10),
     Rule("pause_schedule", "by timetable", "pause_times", "now", _scheduled, 0, 0),
     Rule("disk_floor", "the disk is nearly full", "disk_floor", "disk_free_bytes", _disk, 0, 10, pauses=False),
 )
@@ -162,16 +162,16 @@ RULES = (
 
 @dataclass(frozen=True)
 class RuleState:
-    """How a rule stands: whether it applies, since when the readings speak against that, and its last finding."""
+    """State of a rule between checks."""
 
     applies: bool = False
-    contrary_since: float | None = None
-    finding: RuleReading | None = None  # None: off, or its sensor does not say
+    contrary_since: float | None = None  # since when the readings contradict `applies`
+    finding: RuleReading | None = None  # None: the rule is off or its sensor gave nothing
     reason: str = ""  # of the last finding that held
 
 
 def advance_rules(rule: Rule, before: RuleState, settings: Settings, readings: Readings, now_s: float) -> RuleState:
-    """How a rule stands after another look."""
+    """Return a rule's state after another check, with its delays applied."""
     if not rule.is_on(settings):
         return RuleState()
     known = getattr(readings, rule.needs) is not None
@@ -187,28 +187,28 @@ def advance_rules(rule: Rule, before: RuleState, settings: Settings, readings: R
 
 
 def why_pause(rules: Sequence[Rule], states: Mapping[str, RuleState]) -> Reason | None:
-    """Why hosting should rest now: the first rule that applies; None: it should not."""
+    """Return the reason of the first pausing rule that applies, or None."""
     for rule in rules:
         state = states[rule.code]
         if rule.pauses and state.applies:
-            return because(rule.code, state.reason, next_step=f"`{rule.way_out}` drops this rule")
+            return because(rule.code, state.reason, next_step=f"`{rule.way_out}` turns this rule off")
     return None
 
 
 def rule_view(rule: Rule, state: RuleState, settings: Settings, trouble: str | None) -> RuleView:
-    """A rule as a person sees it; `trouble` is why its sensor does not say anything."""
+    """Return a rule for the snapshot; `trouble` is why its sensor gave no reading."""
     text = trouble or ("" if state.finding is None else state.finding.detail)
     return RuleView(rule.code, rule.label, rule.is_on(settings), state.applies, available=trouble is None, text=text)
 
 
 def limits_at(settings: Settings, now: datetime) -> tuple[int | None, int | None]:
-    """Bytes a second up and down, at most, at this local time; None: no limit."""
+    """Limits for upload and download in bytes per second at this local time; None: no limit."""
     if parse_schedule(settings.limit_times).covers(now):
         return settings.timed_upload or None, settings.timed_download or None
     return settings.max_upload or None, settings.max_download or None
 
 
 def next_pause(settings: Settings, now: datetime) -> str:
-    """The next pause that is known beforehand, as a person says it."""
+    """Text about the next scheduled pause; empty if there is none."""
     start = parse_schedule(settings.pause_times).next_start(now)
     return "" if start is None else f"pauses {start} by timetable"

@@ -1,7 +1,7 @@
-"""The sensors: each asked in a thread of its own with a deadline, so that a broken one costs nothing but its answer.
+"""Reads the sensors, each in its own thread with a deadline, so that a broken one costs only its own reading.
 
-Which there are is given from outside; `machine_sources` are those of this machine. What the answers mean for hosting
-is decided in `app.courtesy.rules`.
+The sources are passed in; `machine_sources` returns those of this machine. What readings mean for hosting is decided in
+`app.courtesy.rules`.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from engine.device.sensors import Unavailable
 log = logging.getLogger("shoal.courtesy")
 
 T = TypeVar("T")
-PATIENCE_S = 4.0
-_OF_THE_DEVICE = {"others_load", "others_bytes", "temperature_c"}
+TIMEOUT_S = 4.0  # for one reading
+_NEEDS_DEVICE = {"others_load", "others_bytes", "temperature_c"}
 Source = Callable[[], Any]
 Ask = Callable[[Source], Awaitable[Any]]
 
 
 async def ask_in_thread(source: Source) -> Any:
-    """The answer of one sensor, left alone when the caller is cancelled: a driver may hang for good."""
+    """Read one sensor in a thread, which is abandoned on cancellation: a driver may hang forever."""
     return await trio.to_thread.run_sync(source, abandon_on_cancel=True)  # type: ignore[call-arg]
 
 
 class Sensors:
-    """Asks sensors by the name of the reading that they give; never raises, never hangs."""
+    """Reads sensors by the name of their field in `Readings`; never raises, never hangs."""
 
     def __init__(self, sources: Mapping[str, Source], ask: Ask = ask_in_thread) -> None:
         self._sources, self._ask = sources, ask
-        self._running: set[str] = set()  # asked, and silent since
-        self.troubles: dict[str, str] = {}  # of those asked last: why one did not say anything
+        self._running: set[str] = set()  # names whose thread has not returned yet
+        self.troubles: dict[str, str] = {}  # why sensors of the last `read` gave nothing
 
     async def read(self, wanted: Collection[str], now: datetime) -> Readings:
-        """What these sensors say; those that do not are None, and `troubles` says why."""
+        """Read these sensors; those that give nothing are None, and `troubles` says why."""
         answers: dict[str, Any] = {}
-        asked = {*wanted, "device"} if _OF_THE_DEVICE & set(wanted) else set(wanted)
+        asked = {*wanted, "device"} if _NEEDS_DEVICE & set(wanted) else set(wanted)
         names = [name for name in self._sources if name in asked]
         self.troubles = {name: text for name, text in self.troubles.items() if name in names}
         async with trio.open_nursery() as nursery:
@@ -57,17 +57,17 @@ class Sensors:
 
     async def _read_one(self, name: str, answers: dict[str, Any]) -> None:
         if name in self._running:
-            return  # one silent thread for each sensor is enough
-        with trio.move_on_after(PATIENCE_S) as patience:
+            return  # its last thread still hangs; do not start another
+        with trio.move_on_after(TIMEOUT_S) as deadline:
             try:
                 answers[name] = await self._ask(self._guarded(name))
                 self.troubles.pop(name, None)
             except Unavailable as error:
                 self.troubles[name] = str(error)
-            except Exception as error:  # sensors fail in ways of their own on every system
-                self._complain(name, f"its sensor failed: {type(error).__name__}: {error}")
-        if patience.cancelled_caught:
-            self._complain(name, "its sensor does not answer")
+            except Exception as error:  # sensors raise different errors on every system
+                self._record_trouble(name, f"its sensor failed: {type(error).__name__}: {error}")
+        if deadline.cancelled_caught:
+            self._record_trouble(name, f"its sensor did not answer within {TIMEOUT_S:.0f} s")
 
     def _guarded(self, name: str) -> Source:
         source = self._sources[name]
@@ -81,31 +81,34 @@ class Sensors:
 
         return ask
 
-    def _complain(self, name: str, text: str) -> None:
+    def _record_trouble(self, name: str, text: str) -> None:
         if self.troubles.get(name) != text:
             log.warning("%s: %s", name, text)
         self.troubles[name] = text
 
 
-# --- this machine's ---------------------------------------------------------------------------------------------------
+# --- sensors of this machine ------------------------------------------------------------------------------------------
 
 
 def machine_sources(device: Callable[[], str | None], disk: Path) -> dict[str, Source]:
-    """The sensors of this machine, for what computes on `device` and is stored in `disk`."""
+    """Return the sensors of this machine, for the device that computes and the disk that stores."""
     processor = sensors.ProcessorShare()
 
     def others_load() -> float:
         card = _card(device())
-        return processor.others_share() if card is None else _said(card.others_load, "the driver tells no GPU shares")
+        if card is None:
+            return processor.others_share()
+        return _require(card.others_load, "the driver does not report other programs' use")
 
     def others_bytes() -> int:
         card = _card(device())
-        return _said(None if card is None else card.others_bytes, "only NVIDIA's driver tells what others hold")
+        held = None if card is None else card.others_bytes
+        return _require(held, "only NVIDIA's driver reports other programs' memory")
 
     def temperature_c() -> float:
         card = _card(device())
         reading = sensors.cpu_temperature() if card is None else card.temperature_c
-        return _said(reading, "this system tells no temperature")
+        return _require(reading, "this system reports no temperature")
 
     return {
         "device": lambda: "processor" if _card(device()) is None else "GPU",
@@ -120,15 +123,15 @@ def machine_sources(device: Callable[[], str | None], disk: Path) -> dict[str, S
 
 
 def on_battery() -> bool:
-    """Whether the machine runs on its battery now."""
+    """True if the machine runs on its battery; raises `Unavailable` if it reports none."""
     probe = getattr(psutil, "sensors_battery", None)  # not on every system
     battery = probe() if probe is not None else None
-    plugged = _said(None if battery is None else battery.power_plugged, "this machine has no battery that it tells of")
+    plugged = _require(None if battery is None else battery.power_plugged, "this machine reports no battery")
     return not plugged
 
 
 def running_programs() -> frozenset[str]:
-    """The names of all processes, as rules compare them."""
+    """Names of all processes, in the form that rules compare."""
     names = set()
     for process in psutil.process_iter(["name"]):
         name = process.info["name"]
@@ -138,7 +141,7 @@ def running_programs() -> frozenset[str]:
 
 
 def _card(device: str | None) -> sensors.CardUse | None:
-    """The card behind a device, or None for the processor; before a device is chosen, the busiest card."""
+    """Return the card of a device, or None for the processor; before a device is chosen, the busiest card."""
     if device is not None and not device.startswith("cuda"):
         return None
     cards = sensors.card_uses(needs_own=_has_context())
@@ -149,19 +152,20 @@ def _card(device: str | None) -> sensors.CardUse | None:
 
 
 def _uuid(device: str) -> str:
-    """The card's own name, which joins torch's numbers with the driver's; empty, which fits all, where none tells."""
-    torch = sys.modules.get("torch")  # whoever hosts on a card has loaded it
+    """Return the card's UUID, which links torch's device numbers to the driver's; empty (matches all) if unknown."""
+    torch = sys.modules.get("torch")  # already imported if this process hosts on a card
     if torch is None or not torch.cuda.is_initialized():
         return ""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _has_context() -> bool:
+    """True if this process uses CUDA, so that its own share must be subtracted."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def _said(value: T | None, otherwise: str) -> T:
+def _require(value: T | None, otherwise: str) -> T:
     if value is None:
         raise Unavailable(otherwise)
     return value

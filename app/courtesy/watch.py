@@ -1,7 +1,7 @@
-"""The watch: looks at the sensors now and then, and has the node pause and resume as the rules say.
+"""Checks the sensors every `LOOK_S` seconds and has the node pause and resume as the rules say.
 
-What a pause means, and that one by hand goes before it, is the node's. A rule's pause waits, a minute at most, while
-nobody else holds the blocks that would fall silent.
+How a pause is carried out, and that one by hand comes first, is up to the node. A pause by rule is delayed by up to
+`ONLY_HOLDER_S` while no other node hosts the blocks that would become unavailable.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ log = logging.getLogger("shoal.courtesy")
 
 
 class PauseTarget(Protocol):
-    """What the watch needs of a node."""
+    """The part of a node that the watch uses."""
 
     def pause_by_rule(self, reason: Reason) -> None:
-        """Drain and rest until `resume_by_rule`; a second reason takes the place of the first."""
+        """Drain and pause until `resume_by_rule`; a second reason replaces the first."""
 
     def resume_by_rule(self) -> None:
-        """No rule asks for rest any more."""
+        """End the pause by rule."""
 
     def is_only_holder(self) -> bool:
-        """Whether some block would have no holder if this node rested now."""
+        """True if a pause now would leave some block without a host."""
 
     def set_limits(self, upload: int | None, download: int | None) -> None:
-        """Bytes a second at most from now on; None: no limit."""
+        """Limit upload and download to these bytes per second from now on; None: no limit."""
 
     def note(self, kind: str, text: str) -> None:
-        """Something happened that a person may want to know."""
+        """Log an event that the user may want to know."""
 
 
 def local_now() -> datetime:
-    """The time on the wall, which is what timetables mean."""
+    """Local wall-clock time, which timetables refer to."""
     return datetime.now()
 
 
 class CourtesyWatch:
-    """Carries the rules out; `run` until cancelled."""
+    """Applies the rules; `run` until cancelled."""
 
     def __init__(
         self,
@@ -73,44 +73,44 @@ class CourtesyWatch:
     ) -> None:
         self._node, self._settings, self._sensors, self._now, self._rules = node, settings, sensors, now, rules
         self._states = {rule.code: RuleState() for rule in rules}
-        self._asked: Reason | None = None  # what the node was asked to rest for
-        self._waiting: Reason | None = None  # what it will be asked for unless it passes
-        self._waiting_since = 0.0
+        self._requested: Reason | None = None  # reason of the pause that was requested
+        self._delayed: Reason | None = None  # reason of a pause that is delayed
+        self._delayed_since = 0.0
         self._limits: tuple[int | None, int | None] | None = None
-        self._nudged = trio.Event()
+        self._wake = trio.Event()
 
     def nudge(self) -> None:
-        """Look at once: a setting has changed."""
-        self._nudged.set()
+        """Check now: a setting has changed."""
+        self._wake.set()
 
     async def run(self) -> None:
-        """Look, and act upon it, again and again."""
+        """Check and act until cancelled."""
         while True:
-            self._nudged = trio.Event()
-            await self._look()
+            self._wake = trio.Event()
+            await self._check()
             with trio.move_on_after(LOOK_S):
-                await self._nudged.wait()
+                await self._wake.wait()
 
     def view(self) -> CourtesyView:
-        """The rules as they stand, and what is going to happen; whether the node rests by hand is the node's."""
+        """Return the rules and the next pause; pauses by hand are added by the node."""
         settings = self._settings()
         views = tuple(
             rule_view(rule, self._states.get(rule.code, RuleState()), settings, self._sensors.troubles.get(rule.needs))
             for rule in RULES
         )
-        resting = self._asked is not None
-        return CourtesyView(paused=resting, by="rule" if resting else "", next_text=self._next_text(), rules=views)
+        paused = self._requested is not None
+        return CourtesyView(paused=paused, by="rule" if paused else "", next_text=self._next_text(), rules=views)
 
     def _next_text(self) -> str:
-        if self._waiting is not None:
-            left_s = ONLY_HOLDER_S - (trio.current_time() - self._waiting_since)
+        if self._delayed is not None:
+            left_s = ONLY_HOLDER_S - (trio.current_time() - self._delayed_since)
             return (
-                f"pauses within {max(0.0, left_s):.0f} s: {self._waiting.text}; "
-                "waits while nobody else holds its blocks"
+                f"pauses within {max(0.0, left_s):.0f} s: {self._delayed.text}; "
+                "waiting because no other node hosts its blocks"
             )
-        return "" if self._asked is not None else next_pause(self._settings(), self._now())
+        return "" if self._requested is not None else next_pause(self._settings(), self._now())
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         settings = self._settings()
         wanted = {rule.needs for rule in self._rules if rule.is_on(settings)}
         readings = believable(await self._sensors.read(wanted, self._now()))
@@ -119,41 +119,42 @@ class CourtesyWatch:
         self._states = {
             rule.code: advance_rules(rule, before[rule.code], settings, readings, at) for rule in self._rules
         }
-        self._tell_changes(before)
-        self._follow_limits(limits_at(settings, readings.now))
+        self._note_problems(before)
+        self._apply_limits(limits_at(settings, readings.now))
         self._act(why_pause(self._rules, self._states), at)
 
     def _act(self, reason: Reason | None, at: float) -> None:
         if reason is None:
-            self._waiting = None
-            if self._asked is not None:
-                self._asked = None
+            self._delayed = None
+            if self._requested is not None:
+                self._requested = None
                 self._node.resume_by_rule()
-        elif self._asked is not None or not self._should_wait(reason, at):
-            self._waiting = None
-            if self._asked != reason:
-                self._asked = reason
+        elif self._requested is not None or not self._should_delay(reason, at):
+            self._delayed = None
+            if self._requested != reason:
+                self._requested = reason
                 self._node.pause_by_rule(reason)
 
-    def _should_wait(self, reason: Reason, at: float) -> bool:
-        """Whether others are given time to take over what only this node holds."""
-        if self._waiting is None:
+    def _should_delay(self, reason: Reason, at: float) -> bool:
+        """True while other nodes are given time to host what only this node hosts."""
+        if self._delayed is None:
             if not self._node.is_only_holder():
                 return False
-            self._waiting_since = at
-            self._node.note("courtesy", f"pauses within {ONLY_HOLDER_S:.0f} s, for nobody else holds it: {reason.text}")
-        elif at - self._waiting_since >= ONLY_HOLDER_S or not self._node.is_only_holder():
+            self._delayed_since = at
+            wait = f"pauses within {ONLY_HOLDER_S:.0f} s, since no other node hosts its blocks"
+            self._node.note("courtesy", f"{wait}: {reason.text}")
+        elif at - self._delayed_since >= ONLY_HOLDER_S or not self._node.is_only_holder():
             return False
-        self._waiting = reason
+        self._delayed = reason
         return True
 
-    def _follow_limits(self, limits: tuple[int | None, int | None]) -> None:
+    def _apply_limits(self, limits: tuple[int | None, int | None]) -> None:
         if limits != self._limits:
             self._limits = limits
             self._node.set_limits(*limits)
 
-    def _tell_changes(self, before: dict[str, RuleState]) -> None:
-        """Rules that pause are told of by the node; the others here."""
+    def _note_problems(self, before: dict[str, RuleState]) -> None:
+        """Log rules that begin to apply and do not pause; the node logs those that pause."""
         for rule in self._rules:
             now, then = self._states[rule.code], before[rule.code]
             if not rule.pauses and now.applies and not then.applies and now.finding is not None:
@@ -161,7 +162,7 @@ class CourtesyWatch:
 
 
 def look_once(settings: Settings, disk: Path) -> list[tuple[Rule, RuleView]]:
-    """How every rule would stand on this machine at this moment, whether it is on or not."""
+    """Return the present state of every rule on this machine, enabled or not."""
     device = None if settings.device == "auto" else settings.device
     sensors = Sensors(machine_sources(lambda: device, disk))
     now = local_now()

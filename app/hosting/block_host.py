@@ -1,7 +1,7 @@
-"""The blocks that this node hosts in its swarm: how many fit, which ones are wanted most, loading, serving, moving.
+"""Hosts blocks in one swarm: chooses a span, loads it, serves it, and moves to another one when the swarm changes.
 
-The decisions are pure and elsewhere (`engine.budget`, `app.hosting.placement`); here they are carried out. Sessions are
-the block server's, membership is the swarm's.
+`engine.hosting` computes how many blocks fit and `app.hosting.placement` which ones; this module carries that out.
+`app.serving.block_server` runs the sessions, `app.membership` spreads the announcements.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -41,25 +41,36 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.hosting")
 
-REFRESH_S = 30.0  # between two announcements of figures that only drift
-NEWS_S = 0.25  # news that comes together is thought about once
-HOLE_CERTAIN_S = 1.5  # within which a second look shows whether a silent holder is gone or was only slow
-HOLE_DRAIN_S = 1.0  # while a block is served by nobody no session gets further, and all wait for this node
+REFRESH_S = 30.0  # between two announcements of figures such as load and free cache
+NEWS_S = 0.25  # changes of members within this time lead to one decision
+HOLE_CERTAIN_S = 1.5  # shortest wait before filling a hole: by then it is clear if its holder is gone or only slow
+HOLE_DRAIN_S = 1.0  # short: while a block has no holder, no session makes progress until this node has moved
 
 
 @dataclass(frozen=True)
 class HostingOptions:
-    """What the person wants of this node's hosting."""
+    """The user's settings for hosting."""
 
     device: str | None = None
     max_vram_bytes: int | None = None  # 0: host nothing
-    blocks: Span | None = None  # these and no others
+    blocks: Span | None = None  # host exactly these; None: choose
 
 
 class CannotHost(AppError):
-    """The blocks that the person asked for cannot be hosted here."""
+    """The blocks in the settings cannot be hosted on this machine."""
 
     code = "cannot_host"
+
+
+@dataclass(frozen=True)
+class HostedView:
+    """The snapshot's fields about hosted blocks; without a block host, the defaults."""
+
+    start: int | None = None
+    stop: int | None = None
+    device: str | None = None
+    tokens_per_s: float = 0.0
+    sessions: int = 0
 
 
 Say = Callable[[State, Reason], None]
@@ -68,7 +79,7 @@ LIMIT_ZERO = because("limit_zero", "the memory limit is 0, so this node hosts no
 
 
 class BlockHost:
-    """Hosts blocks in one swarm; `run` until cancelled."""
+    """Hosts one span of blocks at a time in one swarm; `run` until cancelled."""
 
     def __init__(
         self,
@@ -85,43 +96,43 @@ class BlockHost:
         self.server = BlockServer(network, None, self._device)
         self._plan: HostingPlan | None = None
         self._hosted: Hosted | None = None
-        self._seen: Device | None = None
-        self._span: Span | None = None
-        self._settled_at = self._announced_at = self._busy_s = 0.0
+        self._seen: Device | None = None  # the device at the last reading of its sensors
+        self._span: Span | None = None  # blocks that are served, a prefix of the span while it grows
+        self._settled_at = self._announced_at = self._announced_busy_s = 0.0
         self._news = trio.Event()
         self._move_timer: MoveTimer | None = None
         self._withdrawn = False
         self._choosing = trio.CancelScope()
-        self._chosen = trio.Event()  # no other place will be chosen
+        self._choosing_ended = trio.Event()  # set once no other span will be chosen
 
-    def facts(self) -> dict[str, Any]:
-        """The snapshot's fields about what is hosted."""
-        return {
-            "start": None if self._span is None else self._span.start,
-            "stop": None if self._span is None else self._span.stop,
-            "device": None if self._plan is None else self._plan.device.id,
-            "tokens_per_s": self._tokens_per_s,
-            "sessions": self.server.sessions,
-        }
+    def view(self) -> HostedView:
+        """Return the hosted blocks for the snapshot."""
+        return HostedView(
+            start=None if self._span is None else self._span.start,
+            stop=None if self._span is None else self._span.stop,
+            device=None if self._plan is None else self._plan.device.id,
+            tokens_per_s=self._tokens_per_s,
+            sessions=self.server.sessions,
+        )
 
     @property
     def span(self) -> Span | None:
-        """The blocks that are served."""
+        """The blocks that are served; None while none are."""
         return self._span
 
     @property
     def runner(self) -> BlockRunner | None:
-        """The hosted blocks."""
+        """The runner that computes the hosted blocks; None while none are loaded."""
         return None if self._hosted is None else self._hosted.runner
 
     def hardware(self) -> DeviceView | None:
-        """What computes here, and what it is doing."""
+        """Return the device, its memory and its load for the snapshot; None before a plan is made."""
         if self._plan is None:
             return None
         return device_view(self._seen or self._plan.device, self._plan, self._hosted, self.server.stats, self._options)
 
     async def look_at_device(self) -> None:
-        """Read the device's sensors anew."""
+        """Read the device's sensors in a thread; if that fails, log it and keep the last reading."""
         from engine.device.probe import find_device, probe_devices
 
         if self._plan is None:
@@ -130,24 +141,28 @@ class BlockHost:
         try:
             self._seen = await trio.to_thread.run_sync(lambda: find_device(name, probe_devices()))
         except EngineError as error:
-            log.warning("the device's sensors say nothing: %s", error)
+            log.warning("cannot read the device's sensors: %s", error)
 
     @property
     def _tokens_per_s(self) -> float:
         return 0.0 if self._hosted is None else self._hosted.throughput.decode_tokens_per_s
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Choose, load, serve, and choose again when the swarm changes; started once it serves or stays a client."""
+        """Choose, load and serve blocks, and move when the swarm changes; reports started once it serves.
+
+        If nothing fits or the memory limit is 0, announce this node as a client and return. Raises `CannotHost` if the
+        configured blocks do not fit.
+        """
         try:
             self._plan = await self._make_plan()
         finally:
             if self._plan is None:
-                self._chosen.set()
+                self._choosing_ended.set()
         if self._plan is None:
             self._swarm.announce(state="client", span=None)
             task_status.started()
             return
-        stop_listening = self._swarm.subscribe(self._hear)
+        stop_listening = self._swarm.subscribe(self._on_change)
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.server.run)
@@ -157,26 +172,26 @@ class BlockHost:
                     task_status.started()
                     while True:
                         await self._follow_the_swarm(self._plan)
-                self._chosen.set()
+                self._choosing_ended.set()
                 await trio.sleep_forever()
         finally:
-            self._chosen.set()
+            self._choosing_ended.set()
             stop_listening()
 
     async def drain(self, within_s: float = DRAIN_S) -> None:
-        """Take no more sessions, and let those that are here move on."""
+        """Announce `draining`, accept no new sessions, and wait up to `within_s` for the others to move."""
         if self._span is not None:
             self._swarm.announce(state="draining")
             await self.server.drain(within_s)
 
     async def retire(self, within_s: float = DRAIN_S) -> None:
-        """Choose no other place and drain; a load that is under way cannot be stopped and is waited for."""
+        """Stop moving, then drain; waits for a running load, which cannot be interrupted."""
         self._choosing.cancel()
-        await self._chosen.wait()
+        await self._choosing_ended.wait()
         await self.drain(within_s)
 
     async def unload(self) -> None:
-        """Give the blocks' memory back; sessions that are still here end."""
+        """Free the memory of the blocks; remaining sessions end."""
         from engine.hosting import release
 
         await self.server.host(None)
@@ -185,26 +200,26 @@ class BlockHost:
             await self._device.run(release, plan.device.id)
 
     def withdraw(self) -> None:
-        """Offer nothing until `appear`; what is loaded stays loaded, and sessions that are here go on."""
+        """Announce `loading` until `appear`, so that no new sessions come; blocks stay loaded and sessions continue."""
         self._withdrawn = True
         if self._span is not None:
             self._swarm.announce(state="loading")
 
     def appear(self) -> None:
-        """Offer again what is loaded."""
+        """Undo `withdraw`: announce the loaded blocks again."""
         self._withdrawn = False
         if self._hosted is not None:
             self._announce()
 
-    def _hear(self, change: Change) -> None:
-        # That a member was met, or a figure drifted, is no reason to think anew: a large swarm says so all the time.
+    def _on_change(self, change: Change) -> None:
+        # Not for newly met members or changed figures, which a large swarm reports all the time.
         if change.kind not in ("proven", "updated"):
             self._news.set()
 
-    # --- choosing ----------------------------------------------------------------------------------------------------
+    # --- choosing -----------------------------------------------------------------------------------------------------
 
     async def _make_plan(self) -> HostingPlan | None:
-        """What fits here, or None where this node stays a client."""
+        """Return the plan of device and number of blocks, or None if this node can only be a client."""
         from engine.hosting import plan_hosting
 
         options, config = self._options, self._weights.manifest.config
@@ -212,7 +227,7 @@ class BlockHost:
             self._say("client", LIMIT_ZERO)
             return None
         if options.blocks is not None and options.blocks.stop > config.n_blocks:
-            raise CannotHost(f"blocks {options.blocks} were asked for, but the model has {config.n_blocks} blocks")
+            raise CannotHost(f"the setting `blocks` is {options.blocks}, but the model has {config.n_blocks} blocks")
         plan = await self._device.run_apart(plan_hosting, config, options.device, options.max_vram_bytes)
         if options.blocks is not None and plan.blocks < len(options.blocks):
             raise CannotHost(f"blocks {options.blocks} do not fit here: {plan.budget.reason}")
@@ -226,14 +241,18 @@ class BlockHost:
 
     def _decide(self, plan: HostingPlan) -> Move | None:
         if self._options.blocks is not None:
-            wished = Move(self._options.blocks, 0.0, because("asked_for", "these blocks were asked for"))
-            return None if self._span is not None else wished
+            if self._span is not None:
+                return None
+            return Move(self._options.blocks, 0.0, because("asked_for", "the setting `blocks` names these blocks"))
         settled_s = trio.current_time() - self._settled_at
         me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span, settled_s)
         return decide(me, self._swarm.announcements(), self._swarm.n_blocks)
 
     async def _follow_the_swarm(self, plan: HostingPlan) -> None:
-        """Wait for news, and move once a reason to has stood until this node's turn."""
+        """Decide on a move and carry it out once its wait is over; until then, wait for changes of members.
+
+        A reason must last through the wait: each call decides again.
+        """
         self._news, now = trio.Event(), trio.current_time()
         move = self._decide(plan)
         is_hole = move is not None and move.why.code in ("hole", "make_way")
@@ -253,7 +272,7 @@ class BlockHost:
             await self.drain(HOLE_DRAIN_S if is_hole else DRAIN_S)
         await self._load(plan, move)
 
-    # --- hosting -----------------------------------------------------------------------------------------------------
+    # --- hosting ------------------------------------------------------------------------------------------------------
 
     async def _load(self, plan: HostingPlan, move: Move) -> None:
         span = move.span
@@ -265,7 +284,7 @@ class BlockHost:
         await self.server.host(None)
         if self._span is not None:
             self._weights.release(span_parts(self._span.start, self._span.stop))
-        self._hosted = self._span = None  # the old blocks' memory must be free before new ones come
+        self._hosted = self._span = None  # free the old blocks' memory before loading new ones
         hosted = await BlockLoader(self._weights, self._device, plan, self._steps).load(
             span, partial(self._serve_part, span, move)
         )
@@ -277,10 +296,10 @@ class BlockHost:
         self._say("serving", move.why)
 
     async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
-        """Serve what has come of a span."""
+        """Serve the loaded part of a span while the rest is downloaded."""
         await self._serve(hosted, part, span)
-        told = f"blocks {part} of {span}, the rest is on its way: {move.why.text}"
-        self._say("serving", replace(move.why, text=told))
+        text = f"blocks {part} of {span}, the rest is downloading: {move.why.text}"
+        self._say("serving", replace(move.why, text=text))
 
     async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:
         is_new = self._hosted is None
@@ -292,8 +311,8 @@ class BlockHost:
     def _announce(self, growing: Span | None = None) -> None:
         from engine.wire import wire_name
 
-        assert self._hosted is not None, "only what is loaded is announced"
-        assert self._plan is not None, "only what is loaded is announced"
+        assert self._hosted is not None, "only loaded blocks are announced"
+        assert self._plan is not None, "only loaded blocks are announced"
         throughput = self._hosted.throughput
         self._swarm.announce(
             state="loading" if self._withdrawn else "serving",
@@ -302,15 +321,15 @@ class BlockHost:
             decode_tokens_per_s=throughput.decode_tokens_per_s,
             prefill_tokens_per_s=throughput.prefill_tokens_per_s,
             kv_free_tokens=self.server.kv_free_tokens,
-            busy=self._busy_lately(),
+            busy=self._busy_share(),
             dtype=wire_name(self._plan.dtype),
             quantisation="int8" if self._plan.quantised else "none",
             rtts=rtts_to_tell(self._network.links(), self._span, self._swarm.announcements()),
         )
 
-    def _busy_lately(self) -> float:
-        """The share of the time since the last announcement that the device computed; begins to count anew."""
+    def _busy_share(self) -> float:
+        """Return the share (0 to 1) of the time since the last call in which the device computed."""
         now, busy_s = trio.current_time(), self.server.stats.busy_s
-        share = (busy_s - self._busy_s) / max(now - self._announced_at, 1.0)
-        self._announced_at, self._busy_s = now, busy_s
+        share = (busy_s - self._announced_busy_s) / max(now - self._announced_at, 1.0)
+        self._announced_at, self._announced_busy_s = now, busy_s
         return min(max(share, 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""What computes here, as a person sees it: the device, what the hosted blocks take of it, and what its sensors say."""
+"""The computing device as the snapshot shows it: its memory, the share of the hosted blocks, and its sensors. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MemoryCap(Protocol):
-    """The person's cap."""
+    """The user's memory limit."""
 
     @property
     def max_vram_bytes(self) -> int | None: ...
@@ -22,7 +22,7 @@ class MemoryCap(Protocol):
 def device_view(
     device: Device, plan: HostingPlan, hosted: Hosted | None, stats: ServerStats, limit: MemoryCap
 ) -> DeviceView:
-    """The device at this moment; what no sensor tells is None."""
+    """Return the device at this moment; figures without a sensor are None."""
     used_tokens = stats.kv_total_tokens - stats.kv_free_tokens
     share = used_tokens / stats.kv_total_tokens if stats.kv_total_tokens else 0.0
     cache_bytes = plan.budget.kv_bytes if hosted is not None else 0

@@ -1,7 +1,7 @@
-"""Bringing a span's blocks onto the device: at once where they are on the disk, else one by one as they arrive.
+"""Loads a span's blocks onto the device: all at once if they are on disk, else one by one as they are downloaded.
 
-Whoever waits for a whole span of many gigabytes serves nobody for hours: the first blocks are offered as soon as they
-are there, and the span grows behind them.
+A span can have many gigabytes and take hours to download, so its first blocks are served as soon as they are loaded,
+and the served part grows. `app.weights` downloads; `engine.hosting` loads.
 """
 
 from __future__ import annotations
@@ -24,100 +24,97 @@ if TYPE_CHECKING:
     from engine.hosting import Hosted, HostingPlan
     from engine.sources.base import ModelSource
 
-FIRST_SHARE = 4  # so many parts of a span are worth to be served before the rest is there
-LOOK_S = 0.5
+SERVE_FROM_FRACTION = 1 / 4  # start serving once this much of the span is downloaded
+LOOK_S = 0.5  # between two checks for downloaded blocks
 
-Grown = Callable[["Hosted", Span], Awaitable[None]]
+OnGrown = Callable[["Hosted", Span], Awaitable[None]]
 
 
 class BlockLoader:
-    """One span on its way onto the device."""
+    """Loads one span and reports progress in the startup steps."""
 
     def __init__(self, weights: ModelWeights, device: DeviceThread, plan: HostingPlan, steps: StartupSteps) -> None:
         self._weights, self._device, self._plan, self._steps = weights, device, plan, steps
         self._failure: WeightsError | None = None
 
-    async def load(self, span: Span, grown: Grown) -> Hosted:
-        """All blocks of a span; `grown` hears of each part of it that can be served already.
+    async def load(self, span: Span, on_grown: OnGrown) -> Hosted:
+        """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
 
-        Raises `WeightsError` where its parts cannot be had, `engine.errors.EngineError` where they cannot be loaded.
+        Raises `WeightsError` if the weights cannot be downloaded, `engine.errors.EngineError` if they do not load.
         """
         if not await trio.to_thread.run_sync(self._weights.library.missing, span_parts(span.start, span.stop)):
             self._steps.done("weights")
-            return await self._first(span, span)
+            return await self._load_first(span, span)
         hosted: Hosted | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fetch, span)
             while (hosted is None or hosted.runner.stop < span.stop) and self._failure is None:
                 ready = await trio.to_thread.run_sync(self._ready, span)
-                self._told(span)
+                self._report_download(span)
                 hosted = await self._advance(hosted, span, ready)
                 if hosted is None or hosted.runner.stop >= ready:
                     await trio.sleep(LOOK_S)
                 elif hosted.runner.stop < span.stop:
-                    await grown(hosted, Span(span.start, hosted.runner.stop))
+                    await on_grown(hosted, Span(span.start, hosted.runner.stop))
             nursery.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
-        assert hosted is not None, "a fetch that did not fail brought all blocks"
+        assert hosted is not None, "a download that did not fail has all blocks"
         return await self._device.run(hosted.measured)
 
     async def _advance(self, hosted: Hosted | None, span: Span, ready: int) -> Hosted | None:
-        """Load what can be loaded of the blocks up to `ready`, one more at a time once some are there."""
+        """Load downloaded blocks before `ready`: the first `SERVE_FROM_FRACTION` together, then one per call."""
         if hosted is not None:
             if hosted.runner.stop < ready:
                 source = await self._weights.need(span_parts(hosted.runner.stop, hosted.runner.stop + 1))
                 await self._device.run(hosted.grow, source)
-                self._loaded(hosted.runner.stop - span.start, len(span))
+                self._steps.progress("load", hosted.runner.stop - span.start, len(span))
             return hosted
-        enough = ready - span.start >= max(1, len(span) // FIRST_SHARE)
-        return await self._first(Span(span.start, ready), span) if enough else None
+        enough = ready - span.start >= max(1, int(len(span) * SERVE_FROM_FRACTION))
+        return await self._load_first(Span(span.start, ready), span) if enough else None
 
-    async def _first(self, part: Span, span: Span) -> Hosted:
+    async def _load_first(self, part: Span, span: Span) -> Hosted:
         from engine.hosting import load_blocks, measured_host
 
         self._steps.begin("load", f"blocks {span}")
         source = await self._weights.need(span_parts(part.start, part.stop), hosted=True)
-        load = partial(
-            load_blocks, source, part.start, part.stop, self._plan, self._loaded_of(span), grows_to=span.stop
-        )
+        on_loaded = self._load_progress(span)
+        load = partial(load_blocks, source, part.start, part.stop, self._plan, on_loaded, grows_to=span.stop)
         return await self._device.run(measured_host, await self._device.run_apart(load))
 
     async def _fetch(self, span: Span) -> None:
-        """Have the parts on the disk; how far that is shows in the steps."""
+        """Download the span's parts; keeps a `WeightsError` in `_failure` for `load` to raise."""
         self._steps.begin("weights", f"blocks {span} from members")
         try:
-            await self._weights.need(span_parts(span.start, span.stop), lambda name: self._told(span), hosted=True)
+            parts = span_parts(span.start, span.stop)
+            await self._weights.need(parts, lambda name: self._report_download(span), hosted=True)
             self._steps.done("weights")
         except WeightsError as error:
             self._failure = error
             self._steps.failed(str(error))
 
-    def _told(self, span: Span) -> None:
+    def _report_download(self, span: Span) -> None:
         progress = self._weights.progress(span_parts(span.start, span.stop))
         if progress is not None:
             self._steps.progress("weights", progress.bytes_done, progress.bytes_total)
 
     def _ready(self, span: Span) -> int:
-        """Behind the last of the blocks that are here without a gap."""
+        """Return the end of the gapless run of downloaded blocks from the span's start."""
         held = self._weights.library.held()
         stop = span.start
         while stop < span.stop and span_parts(stop, stop + 1)[0] in held:
             stop += 1
         return stop
 
-    def _loaded_of(self, span: Span) -> Callable[[int, int], None]:
-        return lambda done, total: self._loaded(done, len(span))
-
-    def _loaded(self, done: int, total: int) -> None:
-        """From the device's thread too."""
-        self._steps.progress("load", done, total)
+    def _load_progress(self, span: Span) -> Callable[[int, int], None]:
+        """Return a callback for `load_blocks` that counts against the whole span; called from another thread."""
+        return lambda done, total: self._steps.progress("load", done, len(span))
 
 
 async def obtain_ends(weights: ModelWeights, steps: StartupSteps) -> ModelSource:
-    """Tokenizer, embedding and head, from members where they are not here; how far they are shows in the steps.
+    """Return tokenizer, embedding and head, downloading missing ones with progress in the startup steps.
 
-    Raises `WeightsError` where they cannot be kept.
+    Raises `WeightsError` if they cannot be stored.
     """
     steps.begin_aside("ends", "from members")
     if not await trio.to_thread.run_sync(weights.library.missing, ENDS):
@@ -125,7 +122,7 @@ async def obtain_ends(weights: ModelWeights, steps: StartupSteps) -> ModelSource
         return await weights.need(ENDS)
     obtained: ModelSource | WeightsError
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_tell_ends, weights, steps)
+        nursery.start_soon(_report_ends, weights, steps)
         try:
             obtained = await weights.need(ENDS)
         except WeightsError as error:
@@ -138,7 +135,7 @@ async def obtain_ends(weights: ModelWeights, steps: StartupSteps) -> ModelSource
     return obtained
 
 
-async def _tell_ends(weights: ModelWeights, steps: StartupSteps) -> None:
+async def _report_ends(weights: ModelWeights, steps: StartupSteps) -> None:
     while True:
         progress = weights.progress(ENDS)
         if progress is not None:
@@ -147,10 +144,10 @@ async def _tell_ends(weights: ModelWeights, steps: StartupSteps) -> None:
 
 
 def fetching_text(weights: ModelWeights, names: Iterable[str]) -> str:
-    """How far a fetch of these parts is, in words; empty where none is under way."""
+    """Describe the progress of downloading these parts to the user; empty if no download runs."""
     progress = weights.progress(names)
     if progress is None:
         return ""
     if progress.wanted:
-        return f"nobody who is here has {progress.wanted}"
+        return f"no reachable member has {progress.wanted}"
     return f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"

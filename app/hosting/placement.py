@@ -1,10 +1,12 @@
-"""Which span a node hosts, decided by the node itself from what members announce. Pure: no I/O, no clock, no dice.
+"""Decides which span this node hosts, from the members' announcements. Pure: no I/O, no clock, no random numbers.
 
-A newcomer takes the window that lifts the worst-served blocks most; of several at once, one chooses after the other. A
-node that has a place leaves it for three reasons: a block that nobody serves (at once), a block that rests on one
-holder while others are held more often than they need to be (soon), and blocks that are served much worse than its own
-(after a long stay). Of those who could go, one goes after the other, in an order that all of them work out alike. No
-move leaves a block that nobody else serves, and only a hole is a reason to leave one to a single holder.
+A newcomer takes the window that most improves the worst-served blocks; simultaneous newcomers choose in turn. A node
+that hosts a span moves for three reasons: a hole, that is a block that no node serves (at once); a block with a single
+holder while others have spare ones (after seconds); and blocks served much worse than its own (after minutes). Nodes
+that could make the same move wait by rank, which each of them computes alike from the announcements. No move gives up a
+block that no other node serves, and only a hole justifies leaving a block to a single holder.
+
+`app.swarm.coverage` sums the announcements up; `app.hosting.block_host` waits and moves.
 """
 
 from __future__ import annotations
@@ -19,24 +21,24 @@ from app.core.span import Span
 from app.swarm.coverage import COMING, Coverage, survey
 from app.swarm.records import Announcement
 
-GAIN = 1.15  # how much better served the blocks left behind must be, even without this node, than those it joins
-STAY_S = 30 * 60.0
-UNEVEN = 2.0  # where the weakest block is so many times below the average, a short stay is enough
-SHORT_STAY_S = 3 * 60.0
-JITTER_S = 120.0
-HOLE_STAGGER_S = 2.0  # between the ranks of those who could fill a hole: the time that news needs
-THIN_WAIT_S = 5.0  # a node that restarts is back by then
-THIN_STAGGER_S = 4.0
-CHOICE_S = 0.6  # between two newcomers, unless there are many
-CHOICES_S = 20.0  # for all newcomers together
+GAIN = 1.15  # blocks given up must be served this many times better, without this node, than the weakest block
+REBALANCE_AFTER_S = 30 * 60.0  # shortest time on a span before moving to worse-served blocks
+UNEVEN = 2.0  # if the weakest block is this many times below the average, the shorter time counts
+REBALANCE_UNEVEN_AFTER_S = 3 * 60.0
+JITTER_S = 120.0  # spreads such moves of different nodes
+HOLE_STAGGER_S = 2.0  # per rank of those that could fill a hole: time for an announcement to spread
+THIN_WAIT_S = 5.0  # before helping a single holder: a second one that restarts is back by then
+THIN_STAGGER_S = 4.0  # per rank of those that could help
+JOIN_STAGGER_S = 0.6  # between two newcomers' choices, less if there are many
+JOIN_STAGGER_TOTAL_S = 20.0  # for all newcomers together
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """This node as placement sees it: how many blocks fit, and how fast it runs so many."""
+    """This node as input of a decision."""
 
     peer: str
-    blocks: int
+    blocks: int  # that fit
     tokens_per_s: float  # 0: not measured yet
     span: Span | None = None
     settled_s: float = 0.0  # since it took this span
@@ -44,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Move:
-    """Take this span after `after_s`, if there is still reason to move then."""
+    """Host `span` after `after_s` seconds, if the reason still holds then."""
 
     span: Span
     after_s: float
@@ -53,14 +55,14 @@ class Move:
 
 @dataclass(frozen=True)
 class MoveTimer:
-    """A move that waits for its time."""
+    """A move that is due at time `at` of the caller's clock, in seconds."""
 
     move: Move
     at: float
 
 
 def due(waiting: MoveTimer | None, move: Move | None, now: float) -> MoveTimer | None:
-    """What a new decision makes of the move that waits: without reason none; for the same reason, it comes no later."""
+    """Return the timer after a new decision: None without a move; the earlier time if the reason is the same."""
     if move is None:
         return None
     at = now + move.after_s
@@ -70,14 +72,14 @@ def due(waiting: MoveTimer | None, move: Move | None, now: float) -> MoveTimer |
 
 
 def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move | None:
-    """Where this node should go, or None where it should stay (or can host nothing)."""
+    """Return the move that this node should make, or None if it should stay or can host nothing."""
     length = min(me.blocks, n_blocks)
     if length < 1:
         return None
     found = survey(others, n_blocks, me.tokens_per_s)
     if me.span is None:
         best = best_window(found, _windows(length, n_blocks), me)
-        return Move(best, _turn(me.peer, others), because("worst_served", "the blocks that are served worst"))
+        return Move(best, _join_delay_s(me.peer, others), because("worst_served", "the blocks that are served worst"))
     with_me = found.plus(me.span, me.tokens_per_s)
     if min(with_me.holders) == 0:
         return _fill_hole(me, others, found, with_me.holders.index(0))
@@ -89,42 +91,42 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
 
 
 def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
-    """The window whose support lifts the worst-served blocks most; nodes differ in how they break ties."""
+    """Return the window where this node most improves the worst-served blocks; ties are broken by peer id."""
     speeds, n_blocks = found.speeds, len(found.speeds)
     before, after = found.worth(), found.worth(found.trusted(me.tokens_per_s))
 
     def merit(span: Span) -> tuple[list[float], int, float]:
         lifted = sorted(before[: span.start] + after[span.start : span.stop] + before[span.stop :])
-        # Of equal windows, one that joins others (or the model's ends) leaves no gap too small for the next node.
+        # Of equal windows, prefer one next to served blocks or the model's ends: it leaves no gap too small for others.
         joins = (span.start == 0 or speeds[span.start - 1] > 0) + (span.stop == n_blocks or speeds[span.stop] > 0)
-        return lifted, joins, _chance(me.peer, str(span.start))
+        return lifted, joins, _hash_fraction(me.peer, str(span.start))
 
     return max(windows, key=merit)
 
 
 def _windows(length: int, n_blocks: int, over: int | None = None) -> list[Span]:
-    """Every place of so many blocks, or those with a given block in them."""
+    """List all spans of `length` blocks, or those that contain block `over`."""
     first = 0 if over is None else max(0, over - length + 1)
     last = n_blocks - length if over is None else min(over, n_blocks - length)
     return [Span(start, start + length) for start in range(first, last + 1)]
 
 
-def _turn(peer: str, others: Sequence[Announcement]) -> float:
-    """Seconds that a newcomer lets others choose before it: all at once they would choose the same."""
+def _join_delay_s(peer: str, others: Sequence[Announcement]) -> float:
+    """Seconds before a newcomer chooses, by its place among joining peers; at once, all would pick the same span."""
     rivals = [other.peer for other in others if other.state == "joining" and other.span is None]
-    before_me = sum(_chance(rival, "turn") < _chance(peer, "turn") for rival in rivals)
-    return before_me * min(CHOICE_S, CHOICES_S / (1 + len(rivals)))
+    before_me = sum(_hash_fraction(rival, "turn") < _hash_fraction(peer, "turn") for rival in rivals)
+    return before_me * min(JOIN_STAGGER_S, JOIN_STAGGER_TOTAL_S / (1 + len(rivals)))
 
 
-# --- a block that nobody serves --------------------------------------------------------------------------------------
+# --- a block that no node serves --------------------------------------------------------------------------------------
 
 
 def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, hole: int) -> Move | None:
-    """The best window over a hole that can be moved to without opening another one."""
+    """Move to the best window over a hole that opens no other hole; if there is none, shift towards it."""
     n_blocks = len(found.speeds)
     count = _counter([serving == 0 for serving in found.serving])
     windows = _windows(min(me.blocks, n_blocks), n_blocks, hole)
-    possible = [window for window in windows if _left(me, window, count) == 0]
+    possible = [window for window in windows if _given_up(me, window, count) == 0]
     if not possible:
         return _make_way(me, found, hole)
     wait_s = HOLE_STAGGER_S * _rank(me, others, found, hole, spare=1)
@@ -132,7 +134,7 @@ def _fill_hole(me: Candidate, others: Sequence[Announcement], found: Coverage, h
 
 
 def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
-    """Shift towards a hole that nobody can fill, as far as others serve what is left behind; neighbours then follow."""
+    """Shift towards a hole that no node can fill, giving up only blocks that others serve; neighbours then follow."""
     assert me.span is not None
     span, towards_end = me.span, hole >= me.span.stop
     spare = 0
@@ -144,25 +146,26 @@ def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     if step == 0:
         return None
     step = step if towards_end else -step
-    wait_s = HOLE_STAGGER_S * (1 + 2 * _chance(me.peer, str(hole)))  # of two that could shift, one goes first
-    shifted = Span(span.start + step, span.stop + step)
-    return Move(shifted, wait_s, because("make_way", f"making way: nobody can take block {hole}"))
+    # The hash makes one of two nodes that could shift go first.
+    wait_s = HOLE_STAGGER_S * (1 + 2 * _hash_fraction(me.peer, str(hole)))
+    why = because("make_way", f"shifting towards block {hole}, which no node can take over directly")
+    return Move(Span(span.start + step, span.stop + step), wait_s, why)
 
 
-# --- a block that rests on one holder --------------------------------------------------------------------------------
+# --- a block with a single holder -------------------------------------------------------------------------------------
 
 
 def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, with_me: Coverage) -> Move | None:
-    """A window after whose support fewer blocks rest on one holder than now."""
+    """Move to the window that most reduces the number of blocks with a single holder; None if no move does."""
     n_blocks = len(found.speeds)
     alone, pairs = ([held == number for held in with_me.holders] for number in (1, 2))
     stuck = [alone[block] or found.serving[block] == 0 for block in range(n_blocks)]
     count_alone, count_pairs, count_stuck = _counter(alone), _counter(pairs), _counter(stuck)
 
     def cured(window: Span) -> int:
-        return _joined(me, window, count_alone) - _left(me, window, count_pairs)
+        return _added(me, window, count_alone) - _given_up(me, window, count_pairs)
 
-    windows = [w for w in _windows(min(me.blocks, n_blocks), n_blocks) if _left(me, w, count_stuck) == 0]
+    windows = [w for w in _windows(min(me.blocks, n_blocks), n_blocks) if _given_up(me, w, count_stuck) == 0]
     most = max(map(cured, windows), default=0)
     if most < 1:
         return None
@@ -173,50 +176,50 @@ def _thicken(me: Candidate, others: Sequence[Announcement], found: Coverage, wit
     return Move(best, wait_s, why)
 
 
-# --- blocks that are served worse than others ------------------------------------------------------------------------
+# --- blocks served much worse than others -----------------------------------------------------------------------------
 
 
 def _even_out(me: Candidate, others: Sequence[Announcement], found: Coverage, with_me: Coverage) -> Move | None:
-    """A window over the weakest block, if even without this node its own blocks are served clearly better."""
+    """Move to a window over the weakest block, if this node's blocks are served `GAIN` times better without it."""
     assert me.span is not None
     speeds, n_blocks = with_me.speeds, len(with_me.speeds)
     weakest, average = min(speeds), sum(speeds) / n_blocks
-    stay_s = SHORT_STAY_S if UNEVEN * weakest < average else STAY_S
+    min_settled_s = REBALANCE_UNEVEN_AFTER_S if UNEVEN * weakest < average else REBALANCE_AFTER_S
     block = speeds.index(weakest)
-    if me.settled_s < stay_s or GAIN * weakest > average or block in me.span:
+    if me.settled_s < min_settled_s or GAIN * weakest > average or block in me.span:
         return None
     needed = [
         found.speeds[b] < GAIN * weakest or found.holders[b] < 2 or found.serving[b] == 0 for b in range(n_blocks)
     ]
     count = _counter(needed)
     windows = _windows(min(me.blocks, n_blocks), n_blocks, block)
-    possible = [window for window in windows if _left(me, window, count) == 0]
+    possible = [window for window in windows if _given_up(me, window, count) == 0]
     if not possible:
         return None
-    wait_s = JITTER_S * _chance(me.peer, "even")
-    why = because("gain", f"block {block} is served much worse than mine", *_holders(others, block))
+    wait_s = JITTER_S * _hash_fraction(me.peer, "even")
+    why = because("gain", f"block {block} is served much worse than this node's blocks", *_holders(others, block))
     return Move(best_window(found, possible, me), wait_s, why)
 
 
-# --- counting and turns ----------------------------------------------------------------------------------------------
+# --- counting and ranks -----------------------------------------------------------------------------------------------
 
 Count = Callable[[int, int], int]
 
 
 def _counter(marked: Sequence[bool]) -> Count:
-    """How many of the blocks from one to another are marked."""
+    """Return a function that counts the marked blocks in [start, stop) in constant time."""
     sums = [0, *accumulate(marked)]
     return lambda start, stop: sums[stop] - sums[start] if start < stop else 0
 
 
-def _left(me: Candidate, window: Span, count: Count) -> int:
-    """How many marked blocks a move to `window` gives up."""
+def _given_up(me: Candidate, window: Span, count: Count) -> int:
+    """Count the marked blocks that a move to `window` gives up."""
     assert me.span is not None
     return count(me.span.start, me.span.stop) - _common(me.span, window, count)
 
 
-def _joined(me: Candidate, window: Span, count: Count) -> int:
-    """How many marked blocks it adds."""
+def _added(me: Candidate, window: Span, count: Count) -> int:
+    """Count the marked blocks that a move to `window` adds."""
     assert me.span is not None
     return count(window.start, window.stop) - _common(me.span, window, count)
 
@@ -226,31 +229,34 @@ def _common(a: Span, b: Span, count: Count) -> int:
 
 
 def _rank(me: Candidate, others: Sequence[Announcement], found: Coverage, block: int, *, spare: int) -> int:
-    """How many members should go first: of those who leave `spare` others behind, the best served place's."""
+    """This node's place in the queue to move: the number of members that go before it.
+
+    Members whose blocks keep more than `spare` serving nodes can go, those of the best-served spans first.
+    """
     assert me.span is not None
     own = Announcement(me.peer, 0, 0, "", "serving", me.span, me.tokens_per_s)
-    everybody = found.plus(me.span, me.tokens_per_s)
+    with_me = found.plus(me.span, me.tokens_per_s)
     n_blocks = len(found.speeds)
 
-    def eagerness(member: Announcement) -> tuple[bool, float, float]:
+    def precedence(member: Announcement) -> tuple[bool, float, float]:
         assert member.span is not None
         place = slice(member.span.start, min(member.span.stop, n_blocks))
-        free = min(everybody.serving[place]) > spare
-        left = min(everybody.speeds[place]) - everybody.trusted(member.decode_tokens_per_s)
-        return free, left, _chance(member.peer, str(block))
+        free = min(with_me.serving[place]) > spare
+        left = min(with_me.speeds[place]) - with_me.trusted(member.decode_tokens_per_s)
+        return free, left, _hash_fraction(member.peer, str(block))
 
-    mine = eagerness(own)
+    mine = precedence(own)
     able = (m for m in others if m.serves and m.span is not None and m.span.start < n_blocks)
-    return sum(theirs > mine for theirs in map(eagerness, able) if theirs[0])
+    return sum(theirs > mine for theirs in map(precedence, able) if theirs[0])
 
 
 def _holders(others: Iterable[Announcement], block: int) -> list[str]:
-    """Who else holds a block, or will in a moment."""
+    """List the other peers that hold a block or are loading it."""
     spans = ((other.peer, other.growing or other.span) for other in others if other.state in COMING)
     return [peer for peer, span in spans if span is not None and block in span]
 
 
-def _chance(peer: str, about: str) -> float:
-    """A number in [0, 1) that differs from node to node and from question to question."""
+def _hash_fraction(peer: str, about: str) -> float:
+    """Return a number in [0, 1) from the hash of peer and subject: reproducible, and different for every node."""
     digest = hashlib.blake2b(f"{peer}/{about}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

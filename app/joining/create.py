@@ -1,4 +1,7 @@
-"""Founding a swarm: from a model's files to a manifest in the cache and a record signed by this node."""
+"""Creates a swarm: reads a model's files, stores its manifest in the cache, and signs the swarm's record.
+
+The caller saves the swarm (`app.swarm.saved`) and starts taking part in it.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,27 @@ from engine.sources.layout import part_names
 from engine.sources.opening import BUILT_IN, open_source
 from p2p.identity import load_or_create
 
-# (bytes done, bytes in all)
+# (bytes done, total bytes)
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class SwarmSpec:
-    """The swarm that somebody wants to found."""
+    """The swarm to create, as the user asked for it; `model` is a built-in name or a path."""
 
     name: str
     model: str
     private: bool = False
 
 
-def found(home: Home, cache: Path, wish: SwarmSpec, fetching: Progress, reading: Progress) -> SavedSwarm:
-    """Read the whole model, keep its manifest, and sign the swarm's record; the caller remembers the swarm."""
-    name = new_name(home, wish.name)
-    source = open_source(wish.model, cache, fetching)
+def found(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, reading: Progress) -> SavedSwarm:
+    """Read the whole model, store its manifest and source, and return the new swarm with a signed record.
+
+    `fetching` reports the progress of a download, `reading` that of hashing the model. Blocks: run it on a thread.
+    Raises `UsageError` or `AppError` if the name cannot be used.
+    """
+    name = new_name(home, spec.name)
+    source = open_source(spec.model, cache, fetching)
     total, done = _total_bytes(source), 0
 
     def count(read: int) -> None:
@@ -45,24 +52,24 @@ def found(home: Home, cache: Path, wish: SwarmSpec, fetching: Progress, reading:
         done += read
         reading(min(done, total), total)
 
-    studied = survey(source, count)
-    label = wish.model if wish.model in BUILT_IN else str(Path(wish.model).expanduser().absolute())
-    ManifestStore(cache).save_survey(studied, label)
-    remember_source(cache, studied.manifest, source, tokenizer_bytes(source))
+    surveyed = survey(source, count)
+    label = spec.model if spec.model in BUILT_IN else str(Path(spec.model).expanduser().absolute())
+    ManifestStore(cache).save_survey(surveyed, label)
+    remember_source(cache, surveyed.manifest, source, tokenizer_bytes(source))
     now_ms = time.time_ns() // 10**6
     identity = load_or_create(home.key_file)
-    record = sign_record(identity, name, studied.manifest.hash, now_ms=now_ms, private=wish.private)
-    return SavedSwarm.from_record(record, now_ms=now_ms, secret=new_secret() if wish.private else None)
+    record = sign_record(identity, name, surveyed.manifest.hash, now_ms=now_ms, private=spec.private)
+    return SavedSwarm.from_record(record, now_ms=now_ms, secret=new_secret() if spec.private else None)
 
 
 def new_name(home: Home, text: str) -> str:
-    """A name that this node can found a swarm under."""
+    """Check the name of a new swarm; raises `UsageError` if it has a pin, `AppError` if this node has one so named."""
     wanted = SwarmName.parse(text)
     if wanted.pin is not None:
-        raise UsageError(f"a new swarm's name has no '#': its model follows from --model; write {wanted.name}")
+        raise UsageError(f"the name of a new swarm has no '#', as --model chooses the model; write {wanted.name}")
     known = load(home).matching(wanted)
     if known:
-        words = f"this node is a member of {known[0]} already: leave it first, or choose another name"
+        words = f"this node is already a member of {known[0]}: leave it first, or choose another name"
         raise AppError(words, code="already_member")
     return wanted.name
 

@@ -1,4 +1,7 @@
-"""Which swarm a bare name means, found out by asking whoever can be reached."""
+"""Resolves a swarm's name over libp2p, with a running node's network or one opened for the question.
+
+`app.membership.swarm_search` does the asking; this module adds the configured peers and the check for a wrong secret.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,29 @@ from p2p.errors import HandshakeError, WrongSecret
 from p2p.identity import load_or_create
 from p2p.network import Libp2pNetwork
 
-ROUNDS = 2  # of five seconds; the second only where the first met nobody at all
+ROUNDS = 2  # of up to 5 s each; the second only if the first linked no peer at all
 
+# Passes every `WrongSecret` of a handshake to a listener while the returned context is open.
 RefusalsTo = Callable[[Callable[[WrongSecret], None]], AbstractContextManager[None]]
 
 
 async def resolve_name(
     network: Libp2pNetwork, config: Config, wanted: SwarmName, refusals_to: RefusalsTo
 ) -> SavedSwarm:
-    """The swarm that members say a name means; raises `UnknownSwarm`, `NameConflict` or `WrongSecret`."""
-    told = told_peers(config, None)
-    for peer, addresses in told.items():
+    """Return the public swarm that a name means, according to reachable peers.
+
+    Raises `UnknownSwarm`, `NameConflict`, `WrongSecret`, or `AppError` if the swarm is private.
+    """
+    named = told_peers(config, None)
+    for peer, addresses in named.items():
         network.learn(peer, addresses)
-    refusals = SecretCheck(told)
+    refusals = SecretCheck(named)
     answer: list[SwarmRecord] = []
     failure: list[Exception] = []
 
     async def ask() -> None:
         try:
-            answer.append(await _ask(network, wanted, told))
+            answer.append(await _ask(network, wanted, named))
         except AppError as error:
             failure.append(error)
         nursery.cancel_scope.cancel()
@@ -59,27 +66,27 @@ async def resolve_name(
     return SavedSwarm.from_record(record, now_ms=time.time_ns() // 10**6)
 
 
-async def _ask(network: Libp2pNetwork, wanted: SwarmName, told: dict[str, list[str]]) -> SwarmRecord:
+async def _ask(network: Libp2pNetwork, wanted: SwarmName, named: dict[str, list[str]]) -> SwarmRecord:
     for turn in range(ROUNDS):
         try:
-            return (await resolve_swarm(network, wanted, via=told)).record
+            return (await resolve_swarm(network, wanted, via=named)).record
         except UnknownSwarm:
             if turn == ROUNDS - 1 or network.links():
                 raise
-    raise AssertionError("there is at least one round")
+    raise AssertionError("ROUNDS is at least 1")
 
 
 async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:
-    """The same over a public network that lives for this question alone, on any free port."""
-    heard: list[Callable[[WrongSecret], None]] = []
+    """Run `resolve_name` over a temporary public network on any free port."""
+    listeners: list[Callable[[WrongSecret], None]] = []
 
     def on_failure(error: HandshakeError) -> None:
-        for listener in heard:
+        for listener in listeners:
             if isinstance(error, WrongSecret) and error.peer is not None:
                 listener(error)
 
     def refusals_to(listener: Callable[[WrongSecret], None]) -> AbstractContextManager[None]:
-        heard.append(listener)
+        listeners.append(listener)
         return nullcontext()
 
     settings = replace(network_config(home, config, None), listen=("/ip4/0.0.0.0/tcp/0",), remember_at=home.peers_file)
@@ -90,6 +97,6 @@ async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> SavedS
         return await resolve_name(network, config, wanted, refusals_to)
 
 
-def resolve_in_passing(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:
-    """The same for a command, where no node runs."""
+def resolve_blocking(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:
+    """Run `resolve_aside` from a command, while no node runs."""
     return trio.run(resolve_aside, home, config, wanted)

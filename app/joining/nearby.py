@@ -1,6 +1,7 @@
-"""Swarms of neighbours: a node that is in none asks whoever it is linked with, and works out what each would give.
+"""Finds the swarms of linked peers for a node that is in none, and estimates how fast replies through each would be.
 
-What neighbours say is signed, bounded and checked; of a swarm's model only the manifest is fetched, and kept in memory.
+The peers' answers are signed statements, bounded and checked here; of a swarm's model only the manifest is fetched, and
+kept in memory. `app.joining.offers` compares the swarms with what this machine can do.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ ASK_TIMEOUT_S = 2.0
 MAX_ASKED = 32
 MAX_SWARMS = 8
 MAX_MEMBERS = 512
-TOKENS = 256  # of a usual reply: hops without that much room are used only where there are no others
+TOKENS = 256  # of a usual reply: hops with less KV-cache room are used only if there are no others
 _NEAREST = ("lan", "direct", "relayed")
 
 
 @dataclass(frozen=True)
 class ExpectedSpeed:
-    """What a reply through a swarm as it stands would take: seconds a token on the way, or the block that lacks."""
+    """Seconds per token through a swarm's present members, or the first block that no member serves."""
 
     token_s: float | None = None
     missing_block: int | None = None
@@ -53,84 +54,86 @@ class ExpectedSpeed:
 
 @dataclass(frozen=True)
 class NearbySwarm:
-    """A swarm that a neighbour is in; without a manifest nothing can be said of its model."""
+    """A swarm that a linked peer is in; without a manifest its model and speed are unknown."""
 
     record: SwarmRecord
-    link: str  # of the nearest neighbour that told of it: lan, direct, relayed
+    link: str  # to the nearest peer that reported it: lan, direct or relayed
     members: tuple[Announcement, ...] = ()
     manifest: Manifest | None = None
     expectation: ExpectedSpeed = ExpectedSpeed()
 
 
 @dataclass
-class _Heard:
+class _Report:
+    """One swarm as linked peers reported it."""
+
     record: SwarmRecord
     link: str
-    told_by: list[str] = field(default_factory=list)
+    reported_by: list[str] = field(default_factory=list)
     members: dict[str, Announcement] = field(default_factory=dict)
 
 
 class NearbySwarms:
-    """Looks around; manifests that were fetched are kept."""
+    """Asks linked peers for their swarms; keeps the manifests of the last `MAX_SWARMS` models."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
         self._manifests: dict[str, Manifest] = {}
 
     async def look(self, network: Network) -> list[NearbySwarm]:
-        """The swarms of everybody who is linked now, the nearest first; takes a few seconds at most."""
-        heard: dict[str, _Heard] = {}
+        """Return the swarms of all linked peers, the nearest first; takes at most twice `ASK_TIMEOUT_S`."""
+        reports: dict[str, _Report] = {}
         links = sorted(network.links(), key=lambda link: _NEAREST.index(link.kind))[:MAX_ASKED]
         async with trio.open_nursery() as nursery:
             for link in links:
-                nursery.start_soon(self._ask, network, link, heard)
+                nursery.start_soon(self._ask, network, link, reports)
         found: list[NearbySwarm] = []
         with trio.move_on_after(ASK_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
-                for one in heard.values():
-                    nursery.start_soon(self._have_manifest, network, one)
-        for one in heard.values():
+                for one in reports.values():
+                    nursery.start_soon(self._fetch_manifest, network, one)
+        for one in reports.values():
             manifest = self._manifests.get(one.record.model_hash)
             members = tuple(one.members.values())
             near = NearbySwarm(one.record, one.link, members, manifest)
             if manifest is not None:
-                way = RoutePlanner(network, lambda members=members: members).link_s()  # type: ignore[misc]
-                near = replace(near, expectation=expectation_of(members, manifest.config.n_blocks, way))
+                link_s = RoutePlanner(network, lambda members=members: members).link_s()  # type: ignore[misc]
+                near = replace(near, expectation=expectation_of(members, manifest.config.n_blocks, link_s))
             found.append(near)
         return found
 
-    async def _ask(self, network: Network, link: Link, heard: dict[str, _Heard]) -> None:
+    async def _ask(self, network: Network, link: Link, reports: dict[str, _Report]) -> None:
         try:
             answer = await network.call(link.peer, wire.FIND, b"", timeout_s=ASK_TIMEOUT_S)
             for raw in wire.unpack(answer, wire.MAX_BATCH_BYTES):
-                self._take(raw, link, heard)
+                self._take(raw, link, reports)
         except P2PError as error:
-            log.debug("%s did not tell of its swarm: %s", link.peer, error)
+            log.debug("%s did not say which swarm it is in: %s", link.peer, error)
 
-    def _take(self, raw: bytes, link: Link, heard: dict[str, _Heard]) -> None:
+    def _take(self, raw: bytes, link: Link, reports: dict[str, _Report]) -> None:
         now_ms = int(self._wall_clock() * 1000)
         domain = parse(raw).domain
         if domain == SWARM_DOMAIN:
             record = read_record(raw, now_ms=now_ms)
-            if record.id in heard or len(heard) < MAX_SWARMS:
-                heard.setdefault(record.id, _Heard(record, link.kind)).told_by.append(link.peer)
+            if record.id in reports or len(reports) < MAX_SWARMS:
+                reports.setdefault(record.id, _Report(record, link.kind)).reported_by.append(link.peer)
         elif domain == ANNOUNCEMENT_DOMAIN:
-            said = read_announcement(raw, now_ms=now_ms)
-            swarm = heard.get(said.swarm)
-            if swarm is None or (said.peer not in swarm.members and len(swarm.members) >= MAX_MEMBERS):
+            announcement = read_announcement(raw, now_ms=now_ms)
+            swarm = reports.get(announcement.swarm)
+            if swarm is None or (announcement.peer not in swarm.members and len(swarm.members) >= MAX_MEMBERS):
                 return
-            known = swarm.members.get(said.peer)
-            if known is None or known.sequence < said.sequence:
-                swarm.members[said.peer] = said
+            known = swarm.members.get(announcement.peer)
+            if known is None or known.sequence < announcement.sequence:
+                swarm.members[announcement.peer] = announcement
         else:
-            raise EnvelopeError(f"a {domain} is no answer")
+            raise EnvelopeError(f"unexpected statement of kind {domain}")
 
-    async def _have_manifest(self, network: Network, one: _Heard) -> None:
+    async def _fetch_manifest(self, network: Network, one: _Report) -> None:
         model_hash = one.record.model_hash
         if model_hash in self._manifests:
             return
         try:
-            found = await fetch_manifest(network, one.told_by, model_hash, timeout_s=ASK_TIMEOUT_S)
+            found = await fetch_manifest(network, one.reported_by, model_hash, timeout_s=ASK_TIMEOUT_S)
         except UnknownSwarm as error:
             log.debug("%s", error)
             return
@@ -140,7 +143,7 @@ class NearbySwarms:
 
 
 def expectation_of(members: Sequence[Announcement], n_blocks: int, link_s: LinkSeconds) -> ExpectedSpeed:
-    """What one token would take over the cheapest route, by what members claim and what links were measured."""
+    """Estimate seconds per token over the cheapest route, from the members' claims and the measured links."""
     demand = RouteRequest(Span(0, n_blocks), TOKENS)
     fitting = [member for member in members if member.serves]
     try:

@@ -1,4 +1,7 @@
-"""From settings to a network over libp2p: which listens, advertises, secret and limits a node's network has."""
+"""Maps settings to the libp2p network: its configuration, changes at run time, and the view of its state.
+
+`app.node.network_owner` opens and closes the network.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ MAX_STRANGERS = 16
 
 
 def network_config(home: Home, config: Config, swarm: SavedSwarm | None, bound: Sequence[str] = ()) -> NetworkConfig:
-    """The network of a node that is in `swarm`; `bound` is where it listened before, to be found there again.
+    """Return the network configuration of a node in `swarm`; `bound` are the addresses that it listened on before.
 
-    An empty listen means the usual port, or any free one where that is taken; a port that somebody chose is insisted
-    upon.
+    `bound` is reused, so that other peers find the node again. Without it and without a `listen` setting the default
+    port is used, or any free one if that is taken; a port from the settings is used or fails.
     """
     settings = config.settings
     listen = settings.listen if config.explicit("listen") else ()
@@ -41,7 +44,7 @@ def network_config(home: Home, config: Config, swarm: SavedSwarm | None, bound: 
 
 
 def told_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]:
-    """Whom this node was told to look for, by settings and by its swarm's invite: peer id to addresses."""
+    """Return the peers named in the settings and in the swarm's invite: peer id to addresses."""
     texts = list(config.settings.peers)
     if swarm is not None and "invite" in config.settings.discovery:
         texts += swarm.addresses
@@ -54,7 +57,7 @@ def told_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]
 
 
 async def apply_live(network: Libp2pNetwork, config: Config) -> None:
-    """Make a running network follow the settings that can be changed at any time."""
+    """Apply the settings that can change at run time: bandwidth limits, relaying, and denied peers."""
     settings = config.settings
     network.bandwidth.set_limits(*limits_at(settings, local_now()))
     network.allow_relaying(settings.relay)
@@ -66,7 +69,7 @@ async def apply_live(network: Libp2pNetwork, config: Config) -> None:
 
 
 def network_view(network: Libp2pNetwork | None, config: Config, members: Collection[str] = ()) -> NetworkView:
-    """How a node hangs on its network; `members` are those of its swarm."""
+    """Return the view of a node's network; linked peers that are not in `members` are listed as strangers."""
     if network is None:
         return NetworkView(discovery=config.settings.discovery)
     reach = network.reachability

@@ -1,9 +1,8 @@
-"""What this node could go to: the starter model, swarms of neighbours and remembered ones; what each would fetch,
-whether it fits, and how fast replies would be.
+"""The choices of a node that is in no swarm: the starter model, swarms nearby and saved ones.
 
-Nothing but manifests is fetched to find that out, and a swarm whose manifest is not at hand has no figures. Speeds are
-estimates: a token goes through all weights once, so that it takes what reading them takes; and through a swarm, what
-its members announce and the links that were measured.
+For each choice: the bytes to download, whether the model fits this machine, and the speed of replies. Only manifests
+are fetched for that (`app.joining.nearby`); a swarm without a manifest has no numbers. Speeds are estimates: alone, a
+token takes as long as reading all weights once; through a swarm, what its members announce and the links measured.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """What would compute here, and how fast it goes through weights."""
+    """This machine's device, its memory limits, and the speed at which it reads weights."""
 
     device: Device
     precision: Precision
     cap_bytes: int | None
     reading_bytes_per_s: float
-    block_floor_s: float = 0.0  # what a block takes however small it is
+    block_floor_s: float = 0.0  # least time per block, however small it is
 
     def view(self) -> DeviceView:
-        """As a person sees it."""
+        """Return the device as the dashboard shows it."""
         device = self.device
         return DeviceView(device.id, device.name, device.total_bytes, device.free_bytes, self.cap_bytes)
 
     def fit(self, config: ModelConfig) -> FitView:
-        """How many blocks the device takes now, and what it lacks for all of them."""
+        """Return how many blocks of a model the device can hold now, and the bytes it lacks for all of them."""
         headroom = default_headroom(self.device.kind, self.device.total_bytes)
         allowance = Allowance(self.device.free_bytes, headroom, self.cap_bytes)
         workspace = workspace_bytes(config, self.precision, allowance.prefill_rows, head=False)
@@ -57,17 +56,17 @@ class Machine:
         )
 
     def head_s(self, config: ModelConfig) -> float:
-        """Seconds that the head takes for one token; the asker runs it whoever hosts the blocks."""
+        """Seconds that the head takes per token; the asker always runs it, whoever hosts the blocks."""
         return ends_bytes(config, self.precision, embedding=False, head=True) / self.reading_bytes_per_s
 
     def alone_tokens_per_s(self, config: ModelConfig) -> float:
-        """Tokens a second with all blocks here."""
+        """Tokens per second if this machine hosts all blocks."""
         block_s = max(self.block_floor_s, block_bytes(config, self.precision) / self.reading_bytes_per_s)
         return 1 / (config.n_blocks * block_s + self.head_s(config))
 
 
 def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
-    """The device that would be used; its speed is measured once in a process."""
+    """Find the device that would be used and measure its speed; measured once per process."""
     from engine.device.dtypes import pick_dtype
     from engine.device.probe import find_device, probe_devices
     from engine.device.read_speed import block_floor_s, reading_bytes_per_s
@@ -81,16 +80,16 @@ def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
 def look_around(
     machine: Machine, cache: Path, swarms: Sequence[SavedSwarm], nearby: Sequence[NearbySwarm] = ()
 ) -> ProspectsView:
-    """Every choice with its figures: the starter model, what is nearby, what is remembered; reads the disk."""
+    """Return all choices with their estimates: the starter model, nearby swarms, saved swarms. Reads the disk."""
     from engine.sources import starter
 
     to_fetch = 0 if starter.starter_file(cache).exists() else starter.WHEEL_BYTES
     offers = [_offer(machine, starter.NAME, starter.LABEL, starter.SHAPE, to_fetch)]
     store = ManifestStore(cache)
-    met = {swarm.record.id for swarm in nearby}
+    nearby_ids = {swarm.record.id for swarm in nearby}
     offers += [_nearby_offer(machine, store, swarm) for swarm in nearby]
     for known in swarms:
-        if known.id not in met:
+        if known.id not in nearby_ids:
             offers.append(_swarm_offer(machine, store, str(known), store.load(known.model_hash)))
     free = shutil.disk_usage(_existing(cache)).free
     return ProspectsView(tuple(offers), machine.view(), free, machine.reading_bytes_per_s)
@@ -126,7 +125,7 @@ def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) ->
 
 
 def _shape_words(config: ModelConfig) -> str:
-    """What can be said of a model that nobody here has given a name."""
+    """Describe a model without a known name by its family and number of weights."""
     weights = config.n_blocks * block_bytes(config, Precision(1, 1)) + ends_bytes(
         config, Precision(1, 1), embedding=True, head=True
     )
@@ -135,5 +134,5 @@ def _shape_words(config: ModelConfig) -> str:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there already."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.parents) if path.exists())

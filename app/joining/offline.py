@@ -1,4 +1,7 @@
-"""Join, leave and invite while no node runs: the changes are made to the home folder alone."""
+"""Join, leave and invite while no node runs, by changing the home folder only.
+
+A running node does the same in `app.node.swarms`.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,28 @@ from p2p.identity import load_or_create
 
 
 def join_offline(home: Home, target: str, environment: Mapping[str, str]) -> SavedSwarm:
-    """Make the swarm that `target` means the active one of a home folder."""
+    """Make `target`, a name or an invite, the active swarm of a home folder; asks the network for an unknown name."""
     meant = target_swarm(load(home), target)
     if isinstance(meant, SwarmName):
-        from app.joining.name_lookup import resolve_in_passing
+        from app.joining.name_lookup import resolve_blocking
 
         config = load_config(home.config_file, environment)
-        with hold(home):  # the node's identity is used meanwhile
-            meant = resolve_in_passing(home, config, meant)
+        with hold(home):  # no node may start meanwhile, as this uses its identity
+            meant = resolve_blocking(home, config, meant)
     joined: SavedSwarm = meant
     update(home, lambda known: known.joined(joined))
     return joined
 
 
 def leave_offline(home: Home, name: str) -> SavedSwarm:
-    """Forget a swarm."""
+    """Remove a saved swarm and return it; raises `UnknownSwarm` if there is none of this name."""
     swarm = named(load(home), name)
     update(home, lambda known: known.left(swarm.id))
     return swarm
 
 
 def invite_offline(home: Home, name: str | None, environment: Mapping[str, str]) -> Invite:
-    """An invite with the addresses that a node here would listen on, and those that this one was invited through."""
+    """Return an invite with the addresses that a node here would listen on, and those from its own invite."""
     from p2p.sockets import own_ips
 
     swarm = named(load(home), name)

@@ -1,4 +1,8 @@
-"""When a wrong secret is certain: some peer that was to lead into a swarm said so, and no other one says otherwise."""
+"""Decides that this node's swarm secret is wrong.
+
+It is, if one of the peers named in the invite or the settings rejected it and none of them is linked `SECOND_OPINION_S`
+later.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +13,30 @@ import trio
 from app.core.network import Network
 from p2p.errors import WrongSecret
 
-# After one peer said that the secret is wrong, the others that were named beside it get this long to let us in.
+# From a rejection by one named peer until the others must have accepted this node.
 SECOND_OPINION_S = 0.7
 
 
 class SecretCheck:
-    """What the peers that this node was told of say of its secret; strangers' words do not count."""
+    """Collects rejections by the named peers; those by other peers are ignored, as anybody could send them."""
 
-    def __init__(self, told: Iterable[str]) -> None:
-        self._told = frozenset(told)
+    def __init__(self, named: Iterable[str]) -> None:
+        self._named = frozenset(named)
         self._error: WrongSecret | None = None
-        self._heard = trio.Event()
+        self._rejected = trio.Event()
 
     def hear(self, error: WrongSecret) -> None:
-        """A peer that this node dialled holds another secret."""
-        if error.peer in self._told:
+        """Record that a peer that this node dialled rejected the secret."""
+        if error.peer in self._named:
             self._error = error
-            self._heard.set()
+            self._rejected.set()
 
     async def conclusive(self, network: Network) -> WrongSecret:
-        """Wait until there is no doubt."""
+        """Wait until the secret is certainly wrong, and return the error; never returns while it may be right."""
         while True:
-            await self._heard.wait()
+            await self._rejected.wait()
             await trio.sleep(SECOND_OPINION_S)
             assert self._error is not None
-            if not any(link.peer in self._told for link in network.links()):
+            if not any(link.peer in self._named for link in network.links()):
                 return self._error
-            self._heard = trio.Event()
+            self._rejected = trio.Event()

@@ -1,4 +1,7 @@
-"""From a model's files to its manifest: every byte is read once, in the order of the parts, and hashed."""
+"""Makes the manifest of a model from its files, by reading every byte once in part order and hashing it.
+
+The file formats are read by `engine.sources`; the result is stored by `app.weights.manifest_store`.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,17 @@ from engine.sources.layout import expected_shapes, part_names
 
 @dataclass(frozen=True)
 class SourceSurvey:
-    """A source's manifest and, for each part, the hashes of its chunks."""
+    """The manifest of a model source, and the chunk hashes (leaves) of each part by its name."""
 
     manifest: Manifest
     leaves: Mapping[str, tuple[bytes, ...]]
 
 
-def manifest_of(source: ModelSource) -> Manifest:
-    """The manifest of a source; reads all of its bytes."""
-    return survey(source).manifest
-
-
 def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: None) -> SourceSurvey:
-    """Read the whole source; `on_bytes` hears of every piece read and may raise to stop."""
+    """Read and hash the whole source; `on_bytes` is called with the length of each piece read and may raise to stop.
+
+    Raises `RecordError` if a file is cut off or a part lacks tensors.
+    """
     leaves: dict[str, tuple[bytes, ...]] = {}
     parts: list[Part] = []
     for name in part_names(source.config):
@@ -45,16 +46,16 @@ def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: 
 
 
 def in_order(source: ModelSource, part: str) -> tuple[TensorEntry, ...]:
-    """A part's tensors in the order of its bytes, however the source lists them."""
+    """Return a part's tensors in manifest order, however the source lists them; raises `RecordError`."""
     by_role = {entry.role: entry for entry in source.parts.get(part, ())}
     roles = list(expected_shapes(source.config, part))
     if sorted(by_role) != sorted(roles):
-        raise RecordError(f"{source.label}: part {part} does not hold {', '.join(roles)}; download the model again")
+        raise RecordError(f"{source.label}: part {part} must consist of {', '.join(roles)}; download the model again")
     return tuple(by_role[role] for role in roles)
 
 
 def part_pieces(entries: tuple[TensorEntry, ...]) -> Iterator[bytes]:
-    """A part's bytes from its source's files, in pieces of at most 1 MiB."""
+    """Yield a part's bytes from the model files in pieces of up to 1 MiB; raises `RecordError` if a file is cut off."""
     for entry in entries:
         with open(entry.file, "rb") as file:
             file.seek(entry.offset)
@@ -68,12 +69,12 @@ def part_pieces(entries: tuple[TensorEntry, ...]) -> Iterator[bytes]:
 
 
 def tokenizer_bytes(source: ModelSource) -> bytes:
-    """The bytes of the tokenizer's part: its JSON in canonical form, whatever its spacing and order were."""
+    """Return the bytes of the tokenizer part: canonical JSON, independent of the file's spacing and key order."""
     raw = source.tokenizer.tokenizer_json.encode("utf-8", "surrogatepass")
     what = f"{source.label}: the tokenizer"
     result = canonical(decode_object(raw, what, max_bytes=4 * MAX_TOKENIZER_BYTES).values)
     if len(result) > MAX_TOKENIZER_BYTES:
-        raise RecordError(f"{what} takes {len(result)} bytes; the bound is {MAX_TOKENIZER_BYTES}")
+        raise RecordError(f"{what} has {len(result)} bytes; the limit is {MAX_TOKENIZER_BYTES}")
     return result
 
 

@@ -1,21 +1,21 @@
-"""The model manifest: what a model is, down to the hash of every part, in one canonical and unsigned document.
+"""The model manifest: one canonical, unsigned document that describes a model down to the hash of every part.
 
-Its hash (SHA-256 of its bytes) names the model, and depends on nothing but the source's bytes: two people who import
-the same files get the same one. It is canonical JSON (`app.core.canonical_json`) without numbers that have a fraction:
+Its SHA-256 names the model and depends only on the imported bytes: two users who import the same files get the same
+hash. It is canonical JSON (`app.core.canonical_json`) without fractional numbers:
 
     kind        "shoal-manifest"
-    version     1; another is refused by name. Fields that a reader does not know are kept, for the bytes are
-    model       the shape: `engine.config.ModelConfig` (`app.manifest.model_shape` says how its numbers are written)
+    version     1; any other is refused. Unknown fields are ignored, and survive because the raw bytes are kept
+    model       the shape: `engine.config.ModelConfig`, encoded by `app.manifest.model_shape`
     text        chat_template, bos_token, eos_token (text or null), add_bos, and template_variables, which is
-                canonical JSON inside a text, for it may hold any value
+                canonical JSON inside a string because it may hold any value
     licence     one line of printable text, or null
     parts       in this order: embedding, block.0, …, head, tokenizer. Each has name, bytes, root (hex), and tensors:
-                role, kind, shape, bytes, and interleaved_heads where it is not 0
+                role, kind, shape, bytes, and interleaved_heads if not 0
 
-A part's bytes are its tensors' bytes verbatim, one after another in the order listed, which is that of
-`engine.sources.base.BLOCK_ROLES`; the tokenizer's are its canonical JSON. The root is that of `app.manifest.merkle`.
-The hashes of the chunks are *not* in here: a model of 140 GB has 4.5 MB of them. They are asked for part by part (64
-KiB for a part of 2 GiB), from anybody, and checked against the root.
+A part's bytes are those of its tensors, unchanged and concatenated in the listed order, which is that of
+`engine.sources.base.BLOCK_ROLES`; the tokenizer part is its canonical JSON. `app.manifest.merkle` defines the root. The
+chunk hashes are *not* in the manifest: a model of 140 GB has 4.5 MB of them. They are requested per part (64 KiB for a
+part of 2 GiB) from any member and checked against the root.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VERSION = 1
 KIND = "shoal-manifest"
 TOKENIZER_PART = "tokenizer"
 MAX_MANIFEST_BYTES = 4 * 2**20
-MAX_PART_BYTES = 2**36  # 65,536 chunks, whose list takes 2 MiB
+MAX_PART_BYTES = 2**36  # 65,536 chunks, whose hashes take 2 MiB
 MAX_TOKENIZER_BYTES = 2**26
 _MAX_TEMPLATE_CHARS = 2**18
 _MAX_TOKEN_CHARS = 1024
@@ -48,7 +48,7 @@ _MAX_TENSORS = 32
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a part; its bytes lie where the tensors before it end."""
+    """One tensor of a part; its bytes start where those of the tensor before it end."""
 
     role: str
     kind: str
@@ -59,7 +59,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A content-addressed piece of a model; `root` names its bytes wherever they are."""
+    """A content-addressed piece of a model; `root` is the Merkle root of its bytes."""
 
     name: str
     size_bytes: int
@@ -69,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TextRules:
-    """How the model's text is framed: the chat template, its special tokens and its variables."""
+    """The chat template, its variables, and the special tokens that frame the model's text."""
 
     chat_template: str | None
     bos_token: str | None
@@ -80,7 +80,7 @@ class TextRules:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A model as every member of a swarm knows it; made by `build` or `from_bytes` only, which check it."""
+    """A validated manifest; create it with `build` or `from_bytes` only, which check every field."""
 
     config: ModelConfig
     text: TextRules
@@ -90,25 +90,25 @@ class Manifest:
 
     @cached_property
     def hash(self) -> str:
-        """The model's name: 64 hex digits."""
+        """SHA-256 of the manifest's bytes, 64 hex digits; the model's name."""
         return hashlib.sha256(self.raw).hexdigest()
 
     @cached_property
     def by_name(self) -> Mapping[str, Part]:
-        """The parts by their names."""
+        """All parts by name."""
         return {part.name: part for part in self.parts}
 
     @property
     def size_bytes(self) -> int:
-        """What the whole model takes on a disk."""
+        """Bytes of all parts together."""
         return sum(part.size_bytes for part in self.parts)
 
     def block(self, index: int) -> Part:
-        """The part of one block."""
+        """Return the part of block `index`."""
         return self.by_name[block_part(index)]
 
     def tokenizer_spec(self, part_bytes: bytes) -> TokenizerSpec:
-        """What the engine's tokenizer needs, from the (already verified) bytes of the tokenizer's part."""
+        """Return the engine's tokenizer spec, from the already verified bytes of the tokenizer part."""
         text = self.text
         variables = json.loads(text.template_variables)
         return TokenizerSpec(
@@ -122,10 +122,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Manifest:
-        """The manifest in `raw`, checked field by field; any other bytes raise `RecordError`."""
+        """Parse a manifest and check every field; raises `RecordError` for any other bytes."""
         fields = decode_object(raw, "manifest", max_bytes=MAX_MANIFEST_BYTES, floats=False)
         if fields.text("kind", 64) != KIND:
-            raise RecordError("these bytes are no model manifest")
+            raise RecordError("these bytes are not a model manifest")
         check_version(fields, "version", VERSION)
         if canonical(fields.values) != raw:
             raise RecordError("manifest: it is not in canonical form")
@@ -141,7 +141,7 @@ class Manifest:
 
 
 def build(config: ModelConfig, text: TextRules, licence: str | None, parts: tuple[Part, ...]) -> Manifest:
-    """The manifest of these values; what `from_bytes` would refuse is refused here already."""
+    """Build the manifest of these values; raises `RecordError` for anything that `from_bytes` would refuse."""
     check_numbers(config, "manifest: model")
     document = {
         "kind": KIND,
@@ -161,7 +161,7 @@ def build(config: ModelConfig, text: TextRules, licence: str | None, parts: tupl
 
 
 def check_parts(config: ModelConfig, parts: tuple[Part, ...]) -> None:
-    """Refuse parts that are not exactly those that the config promises."""
+    """Raise `RecordError` unless names, tensors and sizes of the parts are exactly those that the config implies."""
     expected = [*part_names(config), TOKENIZER_PART]
     if [part.name for part in parts] != expected:
         raise RecordError(f"manifest: the parts are not {', '.join(expected[:2])}, …, {expected[-1]} in this order")
@@ -172,7 +172,7 @@ def check_parts(config: ModelConfig, parts: tuple[Part, ...]) -> None:
         for tensor in part.tensors:
             _check_tensor(tensor, part.name)
         if part.size_bytes != sum(tensor.size_bytes for tensor in part.tensors):
-            raise RecordError(f"manifest: {part.name} has not the size of its tensors")
+            raise RecordError(f"manifest: the size of {part.name} is not the sum of its tensors")
     if parts[-1].tensors or parts[-1].size_bytes > MAX_TOKENIZER_BYTES:
         raise RecordError("manifest: the tokenizer holds tensors or is too large")
 
@@ -180,12 +180,12 @@ def check_parts(config: ModelConfig, parts: tuple[Part, ...]) -> None:
 def _check_tensor(tensor: Tensor, part: str) -> None:
     if byte_length(tensor.kind, tensor.shape) != tensor.size_bytes:
         raise RecordError(
-            f"manifest: {tensor.role} of {part} is {tensor.kind}, which this Shoal does not know, "
-            f"or which does not take {tensor.size_bytes} bytes in this shape"
+            f"manifest: {tensor.role} of {part} is {tensor.kind}, which this version of Shoal does not know, "
+            f"or which does not have {tensor.size_bytes} bytes in this shape"
         )
     heads = tensor.interleaved_heads
     if heads and (tensor.shape[0] % heads or tensor.shape[0] // heads % 2):
-        raise RecordError(f"manifest: {tensor.role} of {part} cannot be split in {heads} heads")
+        raise RecordError(f"manifest: {tensor.role} of {part} cannot be split into {heads} heads")
 
 
 def _plain_part(part: Part) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _tensor_from(item: Any, part: str) -> Tensor:
 
 
 def _licence_from(fields: Fields) -> str | None:
-    """It is shown on people's terminals: no escape sequences, no line breaks."""
+    """Read the licence; it is shown on terminals, so it must have no escape sequences or line breaks."""
     licence = fields.optional_text("licence", 256)
     if licence is not None and not licence.isprintable():
         fields.refuse("licence", "printable text")

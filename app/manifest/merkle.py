@@ -1,8 +1,8 @@
-"""A part's bytes cut in chunks of 1 MiB, their hashes, and one root over them.
+"""The Merkle tree over a part's bytes, cut into chunks of 1 MiB; the last chunk may be shorter.
 
-A leaf is ``sha256(0x00 + chunk)``, a node is ``sha256(0x01 + left + right)``; a level's odd last hash moves up as it
-is. The last chunk may be shorter. A manifest names the root; the list of leaves (32 bytes each) is fetched from
-anybody, checked against the root, and then every chunk can be checked by itself, whoever sent it.
+A leaf is ``sha256(0x00 + chunk)``, a node is ``sha256(0x01 + left + right)``; an odd last hash of a level moves up
+unchanged. A manifest holds only the root. The list of leaves (32 bytes each) is downloaded from any peer and checked
+against the root; after that, every chunk can be checked by itself.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ HASH_BYTES = 32
 
 
 def chunk_count(size_bytes: int) -> int:
-    """How many chunks a part of this size has."""
+    """Number of chunks of a part of this size."""
     return -(-size_bytes // CHUNK_BYTES)
 
 
 def leaf_hash(chunk: bytes | bytearray | memoryview) -> bytes:
-    """The hash of one chunk."""
+    """Return the leaf hash of one chunk."""
     digest = hashlib.sha256(b"\x00")
     digest.update(chunk)
     return digest.digest()
 
 
 def root_of(leaves: Sequence[bytes]) -> bytes:
-    """The root over the leaves of a part; a part has at least one."""
+    """Return the root over the leaves of a part, of which there is at least one."""
     assert leaves, "a part without bytes has no root"
     level = list(leaves)
     while len(level) > 1:
@@ -39,7 +39,7 @@ def root_of(leaves: Sequence[bytes]) -> bytes:
 
 
 def leaves_from(raw: bytes, *, size_bytes: int, root: bytes) -> tuple[bytes, ...]:
-    """The leaves of a part as a peer sent them, or `RecordError` where they do not lead to `root`."""
+    """Parse a list of leaves from a peer or a file; raises `RecordError` unless they hash to `root`."""
     count = chunk_count(size_bytes)
     if len(raw) != count * HASH_BYTES:
         raise RecordError(f"the chunk list of part {root.hex()[:8]} has {len(raw)} bytes instead of {count} hashes")
@@ -50,7 +50,7 @@ def leaves_from(raw: bytes, *, size_bytes: int, root: bytes) -> tuple[bytes, ...
 
 
 class ChunkHasher:
-    """Hashes a part's bytes as they come, in pieces of any size."""
+    """Computes the leaves of a part from its bytes, fed in pieces of any size."""
 
     def __init__(self) -> None:
         self._leaves: list[bytes] = []
@@ -58,7 +58,7 @@ class ChunkHasher:
         self._room = CHUNK_BYTES
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
+        """Hash the next bytes of the part."""
         view = memoryview(data)
         while len(view):
             piece = view[: self._room]
@@ -69,7 +69,7 @@ class ChunkHasher:
                 self._close_chunk()
 
     def finish(self) -> tuple[bytes, ...]:
-        """The leaves of everything taken."""
+        """Return the leaves of all bytes fed; call it once, at the end."""
         if self._room < CHUNK_BYTES:
             self._close_chunk()
         return tuple(self._leaves)

@@ -1,8 +1,8 @@
-"""A model's shape as it stands in a manifest: `ModelConfig` to plain JSON and back, with every number bounded.
+"""The encoding of `ModelConfig` in a manifest: to plain JSON and back, with every number bounded.
 
-Fields that hold their default are left out, so that a setting added to `ModelConfig` later changes no existing hash.
-Numbers with a fraction are written as text, the shortest decimal that reads back as the same 64-bit float (Python's
-`repr`, as in "1e-05" or "10000.0"): a JSON number would leave their spelling open, and with it the hash.
+Fields at their default are left out, so that a field added to `ModelConfig` later changes no existing hash. Floats are
+written as text, the shortest decimal that reads back as the same 64-bit float (Python's `repr`, as in "1e-05" or
+"10000.0"): JSON numbers have several spellings, and each would give another hash.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _MAX_INT = 2**31 - 1
 
 
 def plain_config(config: ModelConfig) -> dict[str, Any]:
-    """The config as JSON values."""
+    """Return the config as JSON values."""
     return _plain(ModelConfig, config)  # type: ignore[no-any-return]
 
 
 def config_from(fields: Fields) -> ModelConfig:
-    """The config in a manifest's fields, or `RecordError`."""
+    """Read the config from a manifest's fields; raises `RecordError`."""
     config: ModelConfig = _restored(ModelConfig, fields)
     check_numbers(config, fields.what)
     return config
 
 
 def check_numbers(config: ModelConfig, what: str) -> None:
-    """Refuse numbers that cannot belong to a model, or that would make a reader take absurd amounts of memory."""
+    """Raise `RecordError` for numbers that no model has, or that would make a reader allocate absurd memory."""
     bounds = {
         "n_blocks": MAX_BLOCKS, "hidden_size": MAX_WIDTH, "n_heads": MAX_WIDTH, "n_kv_heads": MAX_WIDTH,
         "head_dim": MAX_WIDTH, "intermediate_size": MAX_WIDTH, "vocab_size": MAX_VOCABULARY,
@@ -73,7 +73,7 @@ def _plain(kind: Any, value: Any) -> Any:
             if getattr(value, field.name) != field.default
         }
     if kind is float:
-        return repr(float(value))  # a source may hold a whole number here
+        return repr(float(value))  # a model source may have an int here
     return list(value) if typing.get_origin(kind) is tuple else value
 
 
@@ -117,7 +117,7 @@ def _float(fields: Fields, name: str) -> float:
 
 
 def _not_none(kind: Any) -> Any:
-    """`X` of `X | None`, and any other type as it is."""
+    """Return `X` for the type `X | None`, any other type unchanged."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         return next(option for option in typing.get_args(kind) if option is not type(None))
     return kind

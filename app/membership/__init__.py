@@ -1,16 +1,21 @@
-"""A swarm's membership, with nobody in the middle: who is there, how changes spread, and how it is found by name.
+"""One node's view of its swarm's members, kept without a central server: SWIM-like probes, gossip, table comparison.
 
-member.py     the values: a member, a change
-checking.py   the one place where statements are taken or refused
-table.py      who is there, bounded and hard to fill
-rumours.py    what is to be passed on, and to whom
-allowance.py  how much each peer may ask
-wire.py       the bodies of the calls (the protocol is specified there)
-talk.py       asking, answering, hearing
-prober.py     who is looked at, and when
-pusher.py     pushes changes
-seeking.py    how a node and its swarm find each other
-swarm.py      all of these together: `Membership`
+It knows who is a member, whether each one is alive (by this node's own probes only), how announcements spread, and how
+a swarm, its record and its manifest are found by name. It does not know what members host or compute: `app.routing` and
+`app.hosting` derive that from the announcements. The signed formats, names and rendezvous keys are in `app.swarm`.
+
+member.py            values: a member, a change of one
+verification.py      the only place that accepts or rejects signed statements
+table.py             the members, bounded in number and hard to flood
+gossip_queue.py      statements waiting to be sent to other members
+wire.py              bodies of the calls, and their specification
+exchange.py          makes and answers the calls; processes received statements
+failure_detector.py  decides which member to probe, and when
+gossip.py            pushes urgent statements
+bootstrap.py         finds other members and lets them find this node
+membership.py        `Membership`, which combines all of these
+query_service.py     answers non-members that ask about swarms and manifests
+swarm_search.py      asks others which swarm a name means, and for its manifest
 """
 
 from __future__ import annotations

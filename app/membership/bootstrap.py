@@ -1,8 +1,9 @@
-"""How a member and its swarm find each other: peers it was told of, links it has, and the directory's rendezvous.
+"""Finds other members of the swarm and lets them find this node.
 
-As long as it is alone a node asks everybody it can: whoever is a member answers with its table. Later it asks, now and
-then, linked peers that it does not know as members and the directory, so that two halves of a swarm that lost each
-other meet again. Every member makes itself findable under this hour's rendezvous key and the next hour's.
+While a node knows no other member, it asks the peers that it was given, those it knew before, linked peers, and
+providers of the rendezvous keys in the DHT; a member answers with its table. Later it still asks linked peers that are
+not in the table, and the DHT, from time to time, so that two halves of a swarm that lost each other meet again. Every
+member provides this hour's rendezvous key and the next one's (`app.swarm.rendezvous`).
 """
 
 from __future__ import annotations
@@ -24,76 +25,76 @@ log = logging.getLogger("shoal.membership")
 
 LOOK_UP_TIMEOUT_S = 3.0
 ASK_TIMEOUT_S = 2.0
-LOOK_AT_CLOCK_S = 30.0
+CLOCK_POLL_S = 30.0
 ASKS_AT_ONCE = 64
-ASK_AGAIN_S = 5.0  # and twice as long after each round in vain, up to
+ASK_AGAIN_S = 5.0  # before the same peer is asked again; doubles after each round without an answer, up to
 ASK_AGAIN_AT_MOST_S = 80.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_COMPANY = 16
-_MAX_TOLD = 256
+_ENOUGH_MEMBERS = 16  # known members from which on one rendezvous key is looked up at a time
+_MAX_CANDIDATES = 256
 _MAX_ASKED = 4096
 
 
 class Bootstrap:
-    """Looks for other members of one swarm, and lets them find this one."""
+    """Looks for other members of one swarm, and announces this node in the DHT; `met` is set once one was contacted."""
 
     def __init__(
         self,
-        talk: MembershipExchange,
+        exchange: MembershipExchange,
         record: SwarmRecord,
         secret: bytes | None,
         wall: Callable[[], float],
         timing: Timing,
         rng: random.Random,
     ) -> None:
-        self._exchange, self._record, self._secret, self._wall = talk, record, secret, wall
+        self._exchange, self._record, self._secret, self._wall = exchange, record, secret, wall
         self._timing, self._rng = timing, rng
         self.met = trio.Event()
-        self._told: dict[str, None] = {}
-        self._hurry = trio.Event()
+        self._candidates: dict[str, None] = {}
+        self._wake = trio.Event()
         self._asked_at: dict[str, float] = {}
         self._ask_again_s = ASK_AGAIN_S
         self._slots = trio.CapacityLimiter(ASKS_AT_ONCE)
 
     def try_first(self, peers: Iterable[str]) -> None:
-        """Peers that are likely to be members: ask them now, if this node is alone."""
+        """Add peers that are likely to be members, and ask them now if no other member is known."""
         for peer in peers:
             self.remember(peer)
             self._asked_at.pop(peer, None)
         self._ask_again_s = ASK_AGAIN_S
-        self._hurry.set()
+        self._wake.set()
 
     def remember(self, peer: str) -> None:
-        """Somebody to turn to, should this node find itself alone: after a long sleep it has forgotten all others."""
-        self._told.pop(peer, None)
-        self._told[peer] = None
-        if len(self._told) > _MAX_TOLD:
-            del self._told[next(iter(self._told))]
+        """Keep a peer to ask later in case the table becomes empty, as it does while a machine sleeps for long."""
+        self._candidates.pop(peer, None)
+        self._candidates[peer] = None
+        if len(self._candidates) > _MAX_CANDIDATES:
+            del self._candidates[next(iter(self._candidates))]
 
     async def run(self) -> None:
-        """Seek and be found, for ever."""
+        """Look for members and announce this node in the DHT until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._provide)
-            nursery.start_soon(self._look_up_now_and_then)
-            await self._seek_company()
+            nursery.start_soon(self._look_up_periodically)
+            await self._seek_members()
 
-    async def _seek_company(self) -> None:
-        """Ask those at hand, often while this node is alone."""
+    async def _seek_members(self) -> None:
+        """Ask linked peers and, while no other member is known, all candidates; often while alone, else every 30 s."""
         pause_s = _FIRST_PAUSE_S
         while True:
             alone = not self._exchange.table.present()
             if not alone:
                 self._ask_again_s = ASK_AGAIN_S
-            at_hand = [link.peer for link in self._exchange.network.links() if link.peer not in self._exchange.table]
-            await self._ask_all([*(self._told if alone else ()), *at_hand])
+            linked = [link.peer for link in self._exchange.network.links() if link.peer not in self._exchange.table]
+            await self._ask_all([*(self._candidates if alone else ()), *linked])
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if self._exchange.table.present() else _FIRST_PAUSE_S
-            self._hurry = trio.Event()
+            self._wake = trio.Event()
             with trio.move_on_after(pause_s):
-                await self._hurry.wait()
+                await self._wake.wait()
 
-    async def _look_up_now_and_then(self) -> None:
-        """Ask the directory: often at first and while this node is alone, then every few minutes."""
+    async def _look_up_periodically(self) -> None:
+        """Look members up in the DHT: often at first and while no other member is known, then every `provide_s`."""
         pause_s = _FIRST_PAUSE_S
         while True:
             if not self._exchange.table.present():
@@ -103,10 +104,10 @@ class Bootstrap:
             await trio.sleep(pause_s * self._rng.uniform(0.7, 1.0))
 
     async def _look_up(self) -> None:
-        """Ask everywhere while few are known: nodes that start together may have met in small groups."""
+        """Look up rendezvous keys: all while few members are known, as nodes that start together form small groups."""
         keys = keys_to_ask(self._record.name, self._exchange.network.peer_id, self._wall(), self._secret)
         was_alone = not self._exchange.table.present()
-        if len(self._exchange.table.present()) >= _COMPANY:
+        if len(self._exchange.table.present()) >= _ENOUGH_MEMBERS:
             await self._ask_providers([self._rng.choice(keys)])
             return
         for start in range(0, len(keys), ASK_AT_ONCE):
@@ -115,14 +116,14 @@ class Bootstrap:
                 return
 
     async def _ask_providers(self, keys: Iterable[bytes]) -> None:
-        """Look up all of these keys and ask whom they lead to; while alone, the first answer is enough."""
+        """Look up these keys and ask their providers; stops at the first answer if no other member was known."""
         alone = not self._exchange.table.present()
 
         async def look(key: bytes) -> None:
             try:
                 found = await self._exchange.network.find_providers(key, timeout_s=LOOK_UP_TIMEOUT_S)
             except P2PError as error:
-                log.debug("the directory gave no answer: %s", error)
+                log.debug("the DHT lookup failed: %s", error)
                 return
             await self._ask_all([peer for peer in found if peer not in self._exchange.table])
             if alone and self._exchange.table.present():
@@ -133,7 +134,7 @@ class Bootstrap:
                 nursery.start_soon(look, key)
 
     async def _ask_all(self, peers: Iterable[str]) -> None:
-        """Compare tables with all of these that were not asked lately; while alone, the first answer is enough."""
+        """Compare tables with those peers that are due; stops at the first answer if no other member was known."""
         due = self._due(peers)
         alone = not self._exchange.table.present()
 
@@ -149,6 +150,7 @@ class Bootstrap:
             self._ask_again_s = min(2 * self._ask_again_s, ASK_AGAIN_AT_MOST_S)
 
     def _due(self, peers: Iterable[str]) -> list[str]:
+        """Select the peers that were not asked within the last `_ask_again_s`, and mark them as asked now."""
         now = trio.current_time()
         due = [
             peer
@@ -163,7 +165,7 @@ class Bootstrap:
         return due
 
     async def _provide(self) -> None:
-        """Be findable, and keep the swarm's record in the directory."""
+        """Keep this node's rendezvous keys and the swarm's record in the DHT."""
         network, record = self._exchange.network, self._record
         while True:
             keys = self._own_keys()
@@ -173,11 +175,12 @@ class Bootstrap:
                 for pin in (None, record.model_hash):
                     await network.put_value(record_key(record.name, pin, self._secret), record.raw)
             except P2PError as error:
-                log.info("the directory cannot be told of %s now: %s", record, error)
+                log.info("%s could not be announced in the DHT: %s", record, error)
             again_at = trio.current_time() + self._timing.provide_s * self._rng.uniform(0.8, 1.0)
-            # A machine that slept wakes in another hour, under whose keys nobody finds it yet.
-            while trio.current_time() < again_at and self._own_keys()[0] in keys:  # noqa: ASYNC110 - a clock tells nobody
-                await trio.sleep(min(LOOK_AT_CLOCK_S, again_at - trio.current_time()))
+            # After the machine slept, its keys are those of a past hour. No event reports a jump of the wall clock,
+            # so it is polled.
+            while trio.current_time() < again_at and self._own_keys()[0] in keys:  # noqa: ASYNC110
+                await trio.sleep(min(CLOCK_POLL_S, again_at - trio.current_time()))
 
     def _own_keys(self) -> tuple[bytes, ...]:
         return keys_to_provide(self._record.name, self._exchange.network.peer_id, self._wall(), self._secret)

@@ -1,7 +1,7 @@
-"""Conversations between members: asking and answering, and what is made of the statements that are heard.
+"""Makes and answers the calls between members, and processes the statements that arrive with them.
 
-It keeps no time of its own and starts nothing: when to probe, push or compare tables is for
-`app.membership.failure_detector` and `app.membership.membership`, which hear of what follows through
+It starts no tasks and keeps no schedule: `app.membership.failure_detector`, `app.membership.gossip` and
+`app.membership.membership` decide when to probe, push or compare tables, and learn of the results through
 `MembershipEvents`.
 """
 
@@ -28,95 +28,99 @@ from p2p.rate_limit import PeerRateLimit
 log = logging.getLogger("shoal.membership")
 
 CALL_TIMEOUT_S = 2.0
-MEETING_TIMEOUT_S = 5.0  # for a stranger, who must first be dialled, and is not urgent
+MEETING_TIMEOUT_S = 5.0  # for a stranger, which must be dialled first and is not urgent
 TABLE_TIMEOUT_S = 5.0
-FRESH_S = 1.0  # a suspicion of somebody that was met so lately is not looked into
+FRESH_S = 1.0  # a suspicion of a member that was contacted within this time is ignored
+# Changes that other members may not know yet. Deaths are not among them: suspicions report those.
 _NEWS = ("joined", "moved", "draining", "updated", "left")
-_MISSING_LOOKED_AT = 16  # of those that a table handed in lacks: it may be a newcomer's
-_STATEMENTS_AT_ONCE = 32  # verified between two checkpoints
+_MISSING_CHECKED = 16  # members that a received vector lacks; a newcomer's vector lacks almost all
+_STATEMENTS_AT_ONCE = 32  # processed between two checkpoints, as verifying takes CPU time
 
 
 Request = TypeVar("Request", wire.Tell, wire.ProbeRequest, wire.TableRequest)
 
 
 class ProbeOutcome(Enum):
-    """What came of an attempt to reach a member."""
+    """Result of a call to a member."""
 
     ALIVE = "alive"
     FAILED = "failed"
-    UNCLEAR = "unclear"  # it, or this node, is too busy to say
+    UNCLEAR = "unclear"  # the member or this node was too busy
     NO_MEMBER = "no member"
 
 
 class MembershipEvents(Protocol):
-    """Who is told of what a conversation brought."""
+    """Receiver of the results of calls; `Membership` implements it."""
 
-    def changed(self, change: Change) -> None: ...
-    def look_at(self, peer: str, accusation: bytes | None = None) -> None:
-        """Somebody says that a member is gone, or that one held for dead is not: see for yourself."""
+    def changed(self, change: Change) -> None:
+        """Handle a change of a member."""
+
+    def check_liveness(self, peer: str, accusation: bytes | None = None) -> None:
+        """Probe a member: another peer says that it is gone, or that one believed dead is alive."""
 
     def refute(self, number: int) -> None:
-        """This node is doubted, or was heard, under a number as high as its present one: say something newer."""
+        """Announce again above `number`, at which a peer suspects this node or holds another announcement of it."""
 
-    def misbehaved(self, peer: str, why: str) -> None: ...
+    def misbehaved(self, peer: str, why: str) -> None:
+        """Disconnect a peer that broke the protocol."""
 
 
 class MembershipExchange:
-    """Everything that this node says to, and hears from, other members of one swarm."""
+    """The calls between this node and the other members of one swarm."""
 
     def __init__(
         self,
         network: Network,
         terms: SwarmTerms,
         table: Table,
-        hooks: MembershipEvents,
+        events: MembershipEvents,
         own: Callable[[], bytes],
         now_ms: Callable[[], int],
     ) -> None:
         self.network, self.table, self.gossip_queue = network, table, GossipQueue()
-        self._terms, self._events, self._own, self._now_ms = terms, hooks, own, now_ms
+        self._terms, self._events, self._own, self._now_ms = terms, events, own, now_ms
         self._id = bytes.fromhex(terms.swarm)
         self.listening = False
-        self.pressing = trio.Event()  # set while there is something to push
-        # A table of 2048 at once, then some; and what is heard in vain before a peer counts as misbehaving.
-        self._news = PeerRateLimit(burst=2 * 2048, per_s=64)
-        self._changes = PeerRateLimit(burst=5, per_s=0.5)
-        self._errors = PeerRateLimit(burst=512, per_s=8)
-        self._untold: set[str] = set()  # strangers whose coming is news, once this node has met them
+        self.urgent_added = trio.Event()  # set while the queue has urgent statements
+        # Two whole tables (2048 members each) at once.
+        self._announcement_limit = PeerRateLimit(burst=2 * 2048, per_s=64)
+        self._urgent_limit = PeerRateLimit(burst=5, per_s=0.5)  # pushes about one member
+        self._invalid_limit = PeerRateLimit(burst=512, per_s=8)  # invalid statements; beyond it a peer misbehaves
+        self._unpublished: set[str] = set()  # strangers to pass on once this node has contacted them
 
     def serve(self) -> None:
-        """Answer other members from now on."""
+        """Start answering calls of other members."""
         self.listening = True
         self.network.serve(wire.TELL, self._on_tell)
         self.network.serve(wire.PROBE, self._on_probe)
         self.network.serve(wire.TABLE, self._on_table)
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- outgoing calls -----------------------------------------------------------------------------------------------
 
     async def probe(self, peer: str) -> ProbeOutcome:
-        """See whether a member answers, and swap news with it."""
+        """Probe a member, exchange piggybacked statements with it, and record the contact and its round-trip time."""
         known = self.table.get(peer)
-        # Strangers are met in crowds, and may be nobody: no news is spent on them.
+        # Strangers may be many and may not exist: no piggybacked statements are used up on them.
         is_stranger = known is None or not known.proven
-        riders = [] if is_stranger else self.gossip_queue.take_piggyback()
+        piggyback = [] if is_stranger else self.gossip_queue.take_piggyback()
         lost = known if known is not None and not known.present else None
-        # Its own word under which it was lost: it may have forgotten it.
+        # Its own announcement, in case it has lost its sequence number.
         reminder = [] if lost is None else [lost.raw]
         number = 0 if lost is None else lost.announcement.sequence
-        request = wire.ProbeRequest(self._id, number, [self._own(), *reminder, *riders])
+        request = wire.ProbeRequest(self._id, number, [self._own(), *reminder, *piggyback])
         timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
         try:
             body, rtt_s = await self._ask(peer, request.encode(), timeout_s)
-            await self._hear_all(wire.unpack(body, wire.MAX_BATCH_BYTES), peer)
+            await self._receive_all(wire.unpack(body, wire.MAX_BATCH_BYTES), peer)
         except P2PError as error:
             return self._outcome_of(peer, error)
-        self._met(peer, rtt_s)
+        self._record_contact(peer, rtt_s)
         return ProbeOutcome.ALIVE
 
     async def _ask(self, peer: str, body: bytes, timeout_s: float) -> tuple[bytes, float]:
-        """The answer to a probe, and how long it took; a link that ends is dialled once more.
+        """Return the answer to a probe and the seconds it took; dials once more if the link ends.
 
-        The other side closes links that it has not used for long, perhaps just as this probe is on its way.
+        The other side closes idle links, possibly while this probe is on its way.
         """
         started_at = trio.current_time()
         try:
@@ -129,39 +133,39 @@ class MembershipExchange:
             answer = await self.network.call(peer, wire.PROBE, body, timeout_s=left_s)
         return answer, trio.current_time() - started_at
 
-    def telling(self, statements: list[bytes]) -> bytes:
-        """The body that passes these statements on."""
+    def encode_tell(self, statements: list[bytes]) -> bytes:
+        """Return the body of a `swarm.tell` with these statements."""
         return wire.Tell(self._id, statements).encode()
 
     async def tell(self, peer: str, body: bytes) -> ProbeOutcome:
-        """Pass statements on, as `telling` wrote them."""
+        """Send a member the body that `encode_tell` returned."""
         try:
             await self.network.call(peer, wire.TELL, body, timeout_s=CALL_TIMEOUT_S)
         except P2PError as error:
             return self._outcome_of(peer, error)
-        self._met(peer)
+        self._record_contact(peer)
         return ProbeOutcome.ALIVE
 
     async def compare(self, peer: str, timeout_s: float = TABLE_TIMEOUT_S) -> ProbeOutcome:
-        """Compare tables with a peer, so that both know what either knew; works for a newcomer too."""
+        """Compare tables with a peer, so that each receives what it lacks; a newcomer gets the whole table this way."""
         request = wire.TableRequest(self._id, self.table.vector(), [self._own()])
         try:
             body = await self.network.call(peer, wire.TABLE, request.encode(), timeout_s=timeout_s)
             answer = wire.TableAnswer.decode(body)
-            await self._hear_all(answer.statements, peer, asked=True)
+            await self._receive_all(answer.statements, peer, asked=True)
         except P2PError as error:
             return self._outcome_of(peer, error)
-        self._met(peer)
+        self._record_contact(peer)
         wanted = [member.raw for name in self.table.peers_of(iter(answer.wanted)) if (member := self.table.get(name))]
         while wanted:
             batch = wire.fitting(wanted, wire.MAX_BATCH_BYTES)
             wanted = wanted[len(batch) :]
-            if await self.tell(peer, self.telling(batch)) is not ProbeOutcome.ALIVE:
+            if await self.tell(peer, self.encode_tell(batch)) is not ProbeOutcome.ALIVE:
                 break
         return ProbeOutcome.ALIVE
 
     def _outcome_of(self, peer: str, error: P2PError) -> ProbeOutcome:
-        log.debug("%s gave no answer: %s", peer, error)
+        log.debug("%s did not answer: %s", peer, error)
         if isinstance(error, ProtocolError):
             self._events.misbehaved(peer, str(error))
             return ProbeOutcome.FAILED
@@ -169,158 +173,163 @@ class MembershipExchange:
             return ProbeOutcome.NO_MEMBER if error.code in (wire.NOT_MEMBER, "unknown_method") else ProbeOutcome.UNCLEAR
         return ProbeOutcome.UNCLEAR if isinstance(error, Refused | QueueFull) else ProbeOutcome.FAILED
 
-    # --- answering ---------------------------------------------------------------------------------------------------
+    # --- incoming calls -----------------------------------------------------------------------------------------------
 
     async def _on_tell(self, peer: str, body: bytes) -> bytes:
         request = self._admit(peer, body, wire.Tell.decode)
-        await self._hear_all(request.statements, peer)
-        self._met(peer)
+        await self._receive_all(request.statements, peer)
+        self._record_contact(peer)
         return b""
 
     async def _on_probe(self, peer: str, body: bytes) -> bytes:
         request = self._admit(peer, body, wire.ProbeRequest.decode)
-        self._doubted(request.suspected)
+        self._refute_if_current(request.suspected)
         is_known = self.table.seen_at(peer) is not None
-        await self._hear_all(request.statements, peer)
-        self._met(peer)
-        riders = self.gossip_queue.take_piggyback() if is_known else []
-        return wire.pack(wire.fitting([self._own(), *riders], wire.MAX_BATCH_BYTES))
+        await self._receive_all(request.statements, peer)
+        self._record_contact(peer)
+        piggyback = self.gossip_queue.take_piggyback() if is_known else []
+        return wire.pack(wire.fitting([self._own(), *piggyback], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
         request = self._admit(peer, body, wire.TableRequest.decode)
-        await self._hear_all(request.statements, peer)
-        self._met(peer)
+        await self._receive_all(request.statements, peer)
+        self._record_contact(peer)
         if peer in self.table:
             for name in self._disputed(request.vector):
-                self._events.look_at(name)
+                self._events.check_liveness(name)
         newer = wire.fitting([self._own(), *self.table.newer_than(request.vector)], wire.MAX_TABLE_BYTES)
         return wire.TableAnswer(list(self.table.wanted_from(request.vector)), newer).encode()
 
     def _disputed(self, vector: Mapping[bytes, int]) -> list[str]:
-        """Whom another member holds for alive and this node for dead; and a few of whom it is the other way round."""
+        """Members that only the vector's owner believes alive, and a few that only this node believes alive."""
         revived = [name for name in self.table.peers_of(iter(vector)) if self.table.state(name) == "dead"]
         missing = [name for name in self.table.present() if self.table.key(name) not in vector]
-        return [*revived, *missing[:_MISSING_LOOKED_AT]]
+        return [*revived, *missing[:_MISSING_CHECKED]]
 
     def _admit(self, peer: str, body: bytes, decode: Callable[[bytes], Request]) -> Request:
+        """Decode a request; raises `RemoteError` if it is malformed or of a swarm that this node is not in."""
         try:
             request = decode(body)
         except ProtocolError as error:
             self._events.misbehaved(peer, str(error))
             raise RemoteError(str(error), code=wire.MALFORMED) from error
         if request.swarm != self._id or not self.listening:
-            raise RemoteError("this node is no member of that swarm", code=wire.NOT_MEMBER)
+            raise RemoteError("this node is not a member of that swarm", code=wire.NOT_MEMBER)
         return request
 
-    # --- hearing -----------------------------------------------------------------------------------------------------
+    # --- received statements ------------------------------------------------------------------------------------------
 
-    async def _hear_all(self, statements: list[bytes], sender: str, *, asked: bool = False) -> None:
+    async def _receive_all(self, statements: list[bytes], sender: str, *, asked: bool = False) -> None:
         for count, raw in enumerate(statements, 1):
-            self.hear(raw, sender, asked=asked)
+            self.receive(raw, sender, asked=asked)
             if count % _STATEMENTS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
 
-    def hear(self, raw: bytes, sender: str, *, asked: bool = False) -> None:
-        """Take one statement for what it is worth; what was `asked` for is not news to pass on."""
+    def receive(self, raw: bytes, sender: str, *, asked: bool = False) -> None:
+        """Process one statement; strangers in an answer that was `asked` for are known to others and not passed on.
+
+        Invalid statements are dropped; a peer that sends too many of them misbehaves.
+        """
         now = trio.current_time()
         try:
             envelope = statement(raw)
             if envelope.domain == ANNOUNCEMENT_DOMAIN:
-                self._hear_announcement(envelope, sender, now, asked)
+                self._receive_announcement(envelope, sender, now, asked)
             elif envelope.domain == SUSPICION_DOMAIN:
-                self._hear_suspicion(envelope, now)
+                self._receive_suspicion(envelope, now)
         except EnvelopeError as error:
             log.debug("a statement from %s was refused: %s", sender, error)
-            if not self._errors.take(sender, now):
-                self._events.misbehaved(sender, f"too many worthless statements, the last: {error}")
+            if not self._invalid_limit.take(sender, now):
+                self._events.misbehaved(sender, f"too many invalid statements, the last one: {error}")
 
-    def _hear_announcement(self, envelope: Envelope, sender: str, now: float, asked: bool) -> None:
+    def _receive_announcement(self, envelope: Envelope, sender: str, now: float, asked: bool) -> None:
         peer = envelope.peer
         if peer == self.network.peer_id:
-            self._hear_of_self(envelope)
+            self._receive_own(envelope)
             return
         if envelope.sequence <= self.table.number(peer):
             if self.table.state(peer) == "dead" and sender != peer and sender in self.table:
-                self._events.look_at(peer)
+                self._events.check_liveness(peer)
             return
-        if not self._news.take(sender, now):
+        if not self._announcement_limit.take(sender, now):
             return
         change = self.table.offer(envelope.raw, sender=sender, now=now, now_ms=self._now_ms())
         for evicted in self.table.take_evicted():
-            self._note(evicted, now)
+            self._publish(evicted, now)
         if change is not None:
             self.network.learn(peer, change.member.announcement.addresses)
             if not (asked or change.member.proven):
-                self._untold.add(peer)
-            self._note(change, now)
+                self._unpublished.add(peer)
+            self._publish(change, now)
 
-    def _hear_of_self(self, envelope: Envelope) -> None:
-        """An announcement of this node's own: newer ones than it remembers were made before its memory was lost."""
+    def _receive_own(self, envelope: Envelope) -> None:
+        """Refute an announcement of this node that is not its current one: it may have lost its sequence number."""
         if envelope.raw != self._own():
             self._events.refute(check_announcement(envelope.raw, self._terms, self._now_ms()).sequence)
 
-    def _doubted(self, number: int) -> None:
-        """Somebody lost this node under a number; one that it does not remember must be shown with its signature."""
+    def _refute_if_current(self, number: int) -> None:
+        """Refute a suspicion of the current announcement; other numbers count only with a signed announcement."""
         if number == statement(self._own()).sequence:
             self._events.refute(number)
 
-    def _hear_suspicion(self, envelope: Envelope, now: float) -> None:
-        if self.table.state(envelope.peer) not in PRESENT:  # the word of members counts, and of nobody else
+    def _receive_suspicion(self, envelope: Envelope, now: float) -> None:
+        if self.table.state(envelope.peer) not in PRESENT:  # only suspicions from present members count
             return
-        said = check_suspicion(envelope.raw, self._terms, self._now_ms())
-        if said.accused == self.network.peer_id:
-            self._doubted(said.number)
-        elif said.number >= self.table.number(said.accused) and self.table.state(said.accused) in PRESENT:
-            seen_at = self.table.seen_at(said.accused)
+        suspicion = check_suspicion(envelope.raw, self._terms, self._now_ms())
+        accused = suspicion.accused
+        if accused == self.network.peer_id:
+            self._refute_if_current(suspicion.number)
+        elif suspicion.number >= self.table.number(accused) and self.table.state(accused) in PRESENT:
+            seen_at = self.table.seen_at(accused)
             if seen_at is not None and now - seen_at > FRESH_S:
-                self._events.look_at(said.accused, envelope.raw)
+                self._events.check_liveness(accused, envelope.raw)
 
-    def _met(self, peer: str, rtt_s: float | None = None) -> None:
+    def _record_contact(self, peer: str, rtt_s: float | None = None) -> None:
         now = trio.current_time()
         change = self.table.seen(peer, now, rtt_s)
         if change is not None:
-            self._note(change, now)
+            self._publish(change, now)
 
-    def _note(self, change: Change, now: float) -> None:
-        """Tell this node of a change, and others too, unless it is about a stranger: that waits until it was met."""
+    def _publish(self, change: Change, now: float) -> None:
+        """Report a change to `MembershipEvents` and pass news on; news of a stranger waits until it was contacted."""
         member = change.member
-        is_news = change.kind in _NEWS or (change.kind == "proven" and member.peer in self._untold)
+        is_news = change.kind in _NEWS or (change.kind == "proven" and member.peer in self._unpublished)
         if member.proven or change.kind in GONE:
-            self._untold.discard(member.peer)
+            self._unpublished.discard(member.peer)
         if member.proven and is_news:
-            urgent = change.kind != "updated" and self._changes.take(member.peer, now)
+            urgent = change.kind != "updated" and self._urgent_limit.take(member.peer, now)
             self._pass_on(ANNOUNCEMENT_DOMAIN, member.peer, member.raw, urgent)
         self._events.changed(change)
 
     def failed(self, peer: str) -> Change | None:
-        """This node could not reach a member."""
+        """Record that a member could not be reached; returns the change of its state."""
         change = self.table.failed(peer, trio.current_time())
         if change is not None:
-            self._note(change, trio.current_time())
+            self._publish(change, trio.current_time())
         return change
 
     def drop(self, peer: str) -> None:
-        """Give up a member that misbehaves or is no member any more."""
+        """Remove a peer that misbehaves or is no longer a member."""
         now = trio.current_time()
         change = self.table.drop(peer, now)
         if change is not None:
-            self._untold.discard(peer)
+            self._unpublished.discard(peer)
             self._events.changed(change)
 
     def expire(self) -> None:
-        """Forget what is too old."""
+        """Remove expired and long-gone members from the table."""
         for change in self.table.expire(trio.current_time(), self._now_ms()):
             self._events.changed(change)
 
-    def said(self, raw: bytes, *, urgent: bool) -> None:
-        """Pass on what this node itself announced."""
+    def queue_own(self, raw: bytes, *, urgent: bool) -> None:
+        """Queue this node's own announcement for other members."""
         self._pass_on(ANNOUNCEMENT_DOMAIN, self.network.peer_id, raw, urgent)
 
     def accuse(self, accused: str, accusation: bytes) -> None:
-        """Pass on a suspicion that this node found confirmed, its own or another's."""
+        """Queue a suspicion, this node's own or another's, that a probe of this node confirmed."""
         self._pass_on(SUSPICION_DOMAIN, accused, accusation, urgent=True)
 
     def _pass_on(self, domain: str, about: str, raw: bytes, urgent: bool) -> None:
         self.gossip_queue.add((domain, about), raw, urgent=urgent)
         if urgent:
-            self.pressing.set()
+            self.urgent_added.set()

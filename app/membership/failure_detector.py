@@ -1,10 +1,11 @@
-"""Who is looked at, and when: SWIM-like, with this node's own probes alone deciding.
+"""Decides which members to probe and when. Like SWIM, but only this node's own probes decide a member's state.
 
-Each period a few of the members that this node watches are probed, every one in its turn by a shuffled list, and all
-route neighbours besides; now and then somebody else, lest a death that no gossip told of stays unknown. A lost link to
-one of them, or a signed suspicion from another member, makes this node probe at once. A probe that fails makes its
-member suspect, and the suspicion is passed on (only now: a false one goes no further than its first hearers); a second
-failure makes it dead. The dead are tried again now and then, which is how a partition heals.
+Every period a few watched members are probed, in the order of a shuffled list, and all route neighbours besides; every
+`random_probe_s` one random member, in case gossip about a death was lost. A lost link to a watched member or neighbour,
+or a signed suspicion from another member, causes a probe at once. A failed probe makes the member suspect, and only
+then the suspicion is passed on, so that a false suspicion reaches no further than its first receivers; a second failure
+makes the member dead. Dead members are probed again every `dead_retry_s`, which heals partitions.
+`app.membership.exchange` makes the calls.
 """
 
 from __future__ import annotations
@@ -25,86 +26,86 @@ from p2p.rate_limit import PeerRateLimit
 
 @dataclass(frozen=True)
 class Timing:
-    """How often things happen, in seconds."""
+    """Intervals of the membership protocol in seconds, and limits on concurrent probes."""
 
-    period_s: float = 2.0
+    period_s: float = 2.0  # between two rounds of probes
     probes_per_period: int = 2
-    stray_s: float = 15.0  # between two looks at members that are not watched
-    retry_s: float = 1.0  # from a member's first failure to the second look
-    dead_retry_s: float = 6.0
-    push_delay_s: float = 0.2  # changes that come together go out together
-    compare_s: float = 60.0
-    refresh_s: float = 600.0
-    lifetime_s: float = 1800.0
-    provide_s: float = 600.0
+    random_probe_s: float = 15.0  # between two probes of members that are not watched
+    retry_s: float = 1.0  # between a member's first failed probe and the second attempt
+    dead_retry_s: float = 6.0  # between two probes of dead members
+    push_delay_s: float = 0.2  # changes within this time are sent in one batch
+    compare_s: float = 60.0  # between two comparisons of the table with another member's
+    refresh_s: float = 600.0  # after which this node renews its announcement
+    lifetime_s: float = 1800.0  # of an announcement
+    provide_s: float = 600.0  # between two announcements in the DHT
     strangers_at_once: int = 16
-    looks_at_once: int = 64
+    probes_at_once: int = 64
 
 
-Sign = Callable[[str, int], bytes]  # (accused, number) -> a suspicion of this node's own
+Sign = Callable[[str, int], bytes]  # (accused peer, number of its announcement) -> signed suspicion
 
 
 class FailureDetector:
-    """Keeps looking after the members of a table; `run` does."""
+    """Probes the members of a table while `run` runs; `neighbours` are probed in every period."""
 
-    def __init__(self, talk: MembershipExchange, timing: Timing, rng: random.Random, sign: Sign) -> None:
-        self._exchange, self._table, self._timing, self._rng, self._sign = talk, talk.table, timing, rng, sign
+    def __init__(self, exchange: MembershipExchange, timing: Timing, rng: random.Random, sign: Sign) -> None:
+        self._exchange, self._table, self._timing, self._rng, self._sign = exchange, exchange.table, timing, rng, sign
         self.neighbours: frozenset[str] = frozenset()
-        self._watch = WatchSet(talk.network.peer_id, rng)
+        self._watch = WatchSet(exchange.network.peer_id, rng)
         self._held: tuple[frozenset[str], tuple[str, ...]] = (frozenset(), ())
         self._nursery: trio.Nursery | None = None
-        self._looking: dict[str, bytes | None] = {}  # who is being looked at, and another's suspicion of it
+        self._probing: dict[str, bytes | None] = {}  # peers being probed -> another's suspicion that caused it
         self._meeting: dict[str, None] = {}
         self._round: list[str] = []
         self._woken = trio.Event()
-        self._prompted = PeerRateLimit(burst=1, per_s=0.2)  # looks at one member that others can bring about
-        # On a link that loses much, suspicions must not breed suspicions.
-        self._accusations = PeerRateLimit(burst=2, per_s=0.02)
-        self._reunions = PeerRateLimit(burst=1, per_s=0.2)
-        self._slots = trio.CapacityLimiter(timing.looks_at_once)
+        self._check_limit = PeerRateLimit(burst=1, per_s=0.2)  # probes of one member that other peers can cause
+        # On lossy links suspicions must not cause ever more suspicions.
+        self._accusation_limit = PeerRateLimit(burst=2, per_s=0.02)
+        self._reunion_limit = PeerRateLimit(burst=1, per_s=0.2)
+        self._slots = trio.CapacityLimiter(timing.probes_at_once)
 
     async def run(self) -> None:
-        """Probe for ever."""
+        """Probe members until cancelled."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._meet_strangers)
             try:
-                await self._beat()
+                await self._probe_periodically()
             finally:
                 self._nursery = None
 
     def watched(self) -> tuple[str, ...]:
-        """The members that this node keeps an eye on, besides its neighbours."""
+        """Return the members that this node probes in turn, besides its neighbours."""
         return self._watch.among(self._table.present())
 
-    def company(self) -> list[str]:
-        """The members at hand: those that are watched, and those that there is a link to anyway."""
+    def contacts(self) -> list[str]:
+        """Return the present members that are cheap to reach: the watched ones, and those with an open link."""
         linked = (link.peer for link in self._exchange.network.links())
-        at_hand = dict.fromkeys((*self.watched(), *linked))
-        return [peer for peer in at_hand if self._table.state(peer) in PRESENT]
+        peers = dict.fromkeys((*self.watched(), *linked))
+        return [peer for peer in peers if self._table.state(peer) in PRESENT]
 
     def lost_link(self, peer: str) -> None:
-        """The link to a peer was lost; to those that are not watched, links come and go."""
+        """Probe a watched member or neighbour whose link was lost; links to other members are closed when idle."""
         if peer in self.neighbours or peer in self.watched():
             self.probe(peer)
 
-    def look_at(self, peer: str, accusation: bytes | None = None) -> None:
-        """Probe a member at once because somebody else gave reason to."""
-        if peer not in self._looking and self._prompted.take(peer, trio.current_time()):
+    def check_liveness(self, peer: str, accusation: bytes | None = None) -> None:
+        """Probe a member at once because another peer reported something about it; rate-limited for each member."""
+        if peer not in self._probing and self._check_limit.take(peer, trio.current_time()):
             self.probe(peer, accusation)
 
     def probe(self, peer: str, accusation: bytes | None = None) -> None:
-        """Probe a member at once, unless that is under way."""
-        if self._nursery is not None and peer not in self._looking and peer in self._table:
-            self._looking[peer] = accusation
-            self._nursery.start_soon(self._look, peer)
+        """Probe a member at once, unless it is being probed already or is not in the table."""
+        if self._nursery is not None and peer not in self._probing and peer in self._table:
+            self._probing[peer] = accusation
+            self._nursery.start_soon(self._probe_twice, peer)
 
     def wake(self) -> None:
-        """There may be strangers to meet."""
+        """Probe strangers now: the table may have new ones."""
         self._woken.set()
 
-    async def _beat(self) -> None:
-        dead_due_at = stray_due_at = trio.current_time()
+    async def _probe_periodically(self) -> None:
+        dead_due_at = random_due_at = trio.current_time()
         await trio.sleep(self._rng.uniform(0, self._timing.period_s))
         while True:
             now = trio.current_time()
@@ -112,15 +113,15 @@ class FailureDetector:
             if now >= dead_due_at and (dead := self._table.dead()):
                 due[self._rng.choice(dead)] = None
                 dead_due_at = now + self._timing.dead_retry_s * self._rng.uniform(0.7, 1.3)
-            if now >= stray_due_at and len(self._table.present()) > len(self.watched()):
+            if now >= random_due_at and len(self._table.present()) > len(self.watched()):
                 due[self._rng.choice(self._table.present())] = None
-                stray_due_at = now + self._timing.stray_s * self._rng.uniform(0.7, 1.3)
-            self._hold_links()
+                random_due_at = now + self._timing.random_probe_s * self._rng.uniform(0.7, 1.3)
+            self._keep_links()
             for peer in due:
                 self.probe(peer)
             await trio.sleep(self._timing.period_s * self._rng.uniform(0.9, 1.1))
 
-    def _hold_links(self) -> None:
+    def _keep_links(self) -> None:
         held = (self.neighbours, self.watched())
         if held != self._held:
             self._held = held
@@ -136,32 +137,33 @@ class FailureDetector:
                 chosen.append(self._round.pop())
         return chosen
 
-    async def _look(self, peer: str) -> None:
+    async def _probe_twice(self, peer: str) -> None:
+        """Probe a member and, if that made it suspect, once more after `retry_s`."""
         try:
             async with self._slots:
-                if await self._attempt(peer):
+                if await self._probe_once(peer):
                     return
             await trio.sleep(self._timing.retry_s * self._rng.uniform(0.8, 1.2))
             if self._table.state(peer) == "suspect":
                 async with self._slots:
-                    await self._attempt(peer)
+                    await self._probe_once(peer)
         finally:
-            del self._looking[peer]
+            del self._probing[peer]
 
-    async def _attempt(self, peer: str) -> bool:
-        """Probe once; False where the member has become suspect."""
+    async def _probe_once(self, peer: str) -> bool:
+        """Probe a member and record the outcome; False if it became suspect."""
         was_dead = self._table.state(peer) == "dead"
         outcome = await self._exchange.probe(peer)
         if outcome is ProbeOutcome.NO_MEMBER:
             self._exchange.drop(peer)
-        elif outcome is ProbeOutcome.ALIVE and was_dead and self._reunions.take("", trio.current_time()):
-            await self._exchange.compare(peer)  # it may come from the other side of a partition, and know others there
+        elif outcome is ProbeOutcome.ALIVE and was_dead and self._reunion_limit.take("", trio.current_time()):
+            await self._exchange.compare(peer)  # it may come from the other side of a partition and know members there
         elif outcome is ProbeOutcome.FAILED:
             number = self._table.number(peer)
             change = self._exchange.failed(peer)
             if change is not None and change.kind == "suspected":
-                if self._accusations.take(peer, trio.current_time()):
-                    self._exchange.accuse(peer, self._looking[peer] or self._sign(peer, number))
+                if self._accusation_limit.take(peer, trio.current_time()):
+                    self._exchange.accuse(peer, self._probing[peer] or self._sign(peer, number))
                 return False
         return True
 
@@ -182,20 +184,27 @@ class FailureDetector:
             outcome = await self._exchange.probe(peer)
             if outcome is ProbeOutcome.NO_MEMBER:
                 self._exchange.drop(peer)
-            elif outcome is not ProbeOutcome.ALIVE:  # a stranger too busy to answer will be told of again
+            elif outcome is not ProbeOutcome.ALIVE:  # a busy stranger is removed too; others will report it again
                 self._exchange.failed(peer)
         finally:
             del self._meeting[peer]
             self.wake()
 
 
-WATCH_ALL = 32
+WATCH_ALL = 32  # members up to which all are watched
 BY_COMMON_HASH = 5
 BY_PRIVATE_HASH = 5
 
 
 class WatchSet:
-    """The members that one node watches, chosen anew only where the members have changed."""
+    """The members that one node watches: all of up to `WATCH_ALL`, else about a dozen.
+
+    This keeps the number of links small in a swarm of any size. In a larger swarm a node watches its two neighbours on
+    the ring of sorted peer ids, so that every member is watched; `BY_COMMON_HASH` members by a hash of both ids, which
+    is the same from both sides, so that most watching is mutual and uses one link; and `BY_PRIVATE_HASH` members by a
+    hash with this node's secret salt, so that an attacker who picks ids around a victim never has all of its links. A
+    choice depends on the two ids alone: a member that joins or leaves changes little else.
+    """
 
     def __init__(self, own_peer: str, rng: random.Random) -> None:
         self._own = own_peer.encode()
@@ -203,10 +212,10 @@ class WatchSet:
         self._salt = rng.randbytes(16)
         self._members: Sequence[str] = ()
         self._chosen: tuple[str, ...] = ()
-        self._weights: dict[str, tuple[bytes, bytes]] = {}  # by the common hash, by the private one
+        self._weights: dict[str, tuple[bytes, bytes]] = {}  # (common hash, private hash)
 
     def among(self, members: Sequence[str]) -> tuple[str, ...]:
-        """Whom to watch among the (sorted) members."""
+        """Return the watched ones of the sorted `members`; computed again only if `members` is another object."""
         if members is not self._members:
             self._members = members
             self._chosen = tuple(members) if len(members) <= WATCH_ALL else self._choose(members)

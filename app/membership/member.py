@@ -1,4 +1,7 @@
-"""The values that a swarm's table speaks in: a member, and a change of one."""
+"""Values of the membership table: a member, its state, and a change of it. Pure.
+
+`app.membership.table` decides the states; this module only names and words them.
+"""
 
 from __future__ import annotations
 
@@ -9,73 +12,73 @@ from typing import Literal
 from app.core.reasons import Reason, because
 from app.swarm.records import Announcement
 
-# Alive and draining are what a member says of itself; suspect and dead are what this node found; left is said again.
+# Members announce alive, draining and left themselves; suspect and dead come from this node's own probes.
 State = Literal["alive", "draining", "suspect", "dead", "left"]
 
-# joined: it is new, or back from the dead. proven: this node was in contact with it for the first time. moved: it says
-# another state or span. updated: it says something lesser, such as its speed. recovered: it was suspected wrongly.
+# joined: new, or back after it was dead. proven: this node's first own contact with it. moved: it announced another
+# state or span. updated: it announced a minor change, such as its speed. recovered: it was suspect and answered.
 ChangeKind = Literal["joined", "proven", "moved", "draining", "updated", "suspected", "recovered", "dead", "left"]
 
 _GONE = {
-    "suspect": ("peer_suspect", "it did not answer the last time"),
+    "suspect": ("peer_suspect", "it did not answer the last probe"),
     "dead": ("peer_dead", "it has not answered for a while"),
-    "left": ("peer_left", "it said goodbye"),
+    "left": ("peer_left", "it left the swarm"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Another node of the swarm, as this node knows it."""
+    """Another node of the swarm, with the state that this node believes it to be in."""
 
     peer: str
     announcement: Announcement
     state: State
-    seen_at: float | None  # on this node's clock (trio's): the last contact of its own
+    seen_at: float | None  # time of this node's last own contact with it, on trio's clock; None: never
     rtt_s: float | None
     raw: bytes = field(repr=False, compare=False)  # the announcement's envelope
 
     @property
     def proven(self) -> bool:
-        """Whether this node itself was ever in contact with it, and does not only know it from others."""
+        """True if this node itself was ever in contact with it; False if it is known from other members only."""
         return self.seen_at is not None
 
     @property
     def present(self) -> bool:
-        """Whether it takes part, as far as this node knows."""
+        """True unless this node believes it suspect, dead or left."""
         return self.state not in _GONE
 
     @property
     def absence(self) -> Reason | None:
-        """Why it takes no part, as far as this node knows; None where it does."""
+        """The reason why this node does not use the member; None if it is present."""
         return None if self.present else because(*_GONE[self.state], self.peer)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something happened to a member; `before` is what was known until now."""
+    """A change of one member; `before` is its previous value, None if it was unknown."""
 
     kind: ChangeKind
     member: Member
     before: Member | None = None
 
 
-Listener = Callable[[Change], None]  # must not block
+Listener = Callable[[Change], None]  # called synchronously; must not block
 
 
-def spoken_state(said: Announcement) -> State:
-    """The state that an announcement claims."""
-    if said.state == "left":
+def announced_state(announcement: Announcement) -> State:
+    """Return the table state that corresponds to the state in an announcement."""
+    if announcement.state == "left":
         return "left"
-    return "draining" if said.state == "draining" else "alive"
+    return "draining" if announcement.state == "draining" else "alive"
 
 
-def kind_of_news(before: Announcement, said: Announcement) -> ChangeKind:
-    """What a newer announcement of a present member is: a change for all to hear, or a lesser update."""
-    if said.state == "left":
+def kind_of_news(before: Announcement, announcement: Announcement) -> ChangeKind:
+    """Classify a newer announcement of a present member; all kinds except `updated` are pushed to everybody at once."""
+    if announcement.state == "left":
         return "left"
-    if said.state == "draining" and before.state != "draining":
+    if announcement.state == "draining" and before.state != "draining":
         return "draining"
-    return "moved" if (said.state, said.span) != (before.state, before.span) else "updated"
+    return "moved" if (announcement.state, announcement.span) != (before.state, before.span) else "updated"
 
 
 _BECAME = {"joined": "joined", "dead": "is gone: it does not answer", "left": "left", "draining": "is about to leave"}
@@ -83,11 +86,11 @@ _DOES = {"serving": "serves", "fetching": "fetches", "loading": "loads", "paused
 
 
 def in_words(change: Change) -> str:
-    """A change as a sentence for people; empty where it is not worth one."""
-    said = change.member.announcement
+    """Return a change as a sentence for the event log; empty for kinds that are not shown."""
+    announcement = change.member.announcement
     if change.kind == "moved":
-        does = _DOES.get(said.state, f"is {said.state}")
-        words = does if said.span is None else f"{does} blocks {said.span}"
+        does = _DOES.get(announcement.state, f"is {announcement.state}")
+        words = does if announcement.span is None else f"{does} blocks {announcement.span}"
     else:
         words = _BECAME.get(change.kind, "")
     return words and f"{change.member.peer} {words}"

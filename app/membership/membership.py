@@ -1,7 +1,7 @@
-"""One node's membership of one swarm: its own announcement, who else is there, and how they find each other.
+"""`Membership`: one node in one swarm, with its own announcement, the table of members, and the tasks that keep it.
 
-Works on any `Network`. Time is trio's clock; only the numbers and expiry of statements use the wall clock, which is
-given. What the members host and what follows from it is for others, who listen.
+Works on any `Network`. Intervals use trio's clock; only sequence numbers and expiry use the wall clock, which the
+caller provides. Subscribers in `app.hosting`, `app.routing` and `app.node` decide what follows from the announcements.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 log = logging.getLogger("shoal.membership")
-log.addFilter(LogLimit())  # peers can bring these lines about
+log.addFilter(LogLimit())  # peers can cause these lines
 
-FAREWELL_S = 2.0
-COMPARE_AFTER_DEATH_S = 20.0
+FAREWELL_S = 2.0  # limit for sending the goodbye
+COMPARE_AFTER_DEATH_S = 20.0  # from a death to the next comparison of tables
 
 
 class AnnouncementFields(TypedDict, total=False):
-    """What a node may announce of itself; the names are those of `Announcement`."""
+    """Fields that `Membership.announce` accepts; named and typed as in `Announcement`."""
 
     state: str
     span: Span | None
@@ -70,9 +70,9 @@ class AnnouncementFields(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class MembershipSetup:
-    """What a membership needs besides its network; tests choose the clock and chance.
+    """Options of a membership; tests replace the wall clock and the random generator.
 
-    `sequence` goes on from the last number that the home folder remembers; whoever made it stores its last one.
+    `sequence` continues from the last number saved in the home folder; the caller that created it saves its last one.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -83,7 +83,7 @@ class MembershipSetup:
 
 
 class Membership:
-    """This node in a swarm; `run` takes part until cancelled."""
+    """This node in one swarm; it takes part while `run` runs."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Membership:
         n_blocks: int,
         setup: MembershipSetup | None = None,
     ) -> None:
-        assert network.peer_id == identity.peer_id, "a node's network and its statements have one identity"
+        assert network.peer_id == identity.peer_id, "the network uses another identity than the node"
         self.record, self.n_blocks = record, n_blocks
         self._network, self._identity, self._setup = network, identity, setup or MembershipSetup()
         terms = SwarmTerms(record.id, n_blocks)
@@ -106,82 +106,82 @@ class Membership:
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
         self._refutations = PeerRateLimit(burst=2, per_s=0.2)
-        self._hanging_up: set[str] = set()
+        self._disconnecting: set[str] = set()
         self._member_died = trio.Event()
         self._own_raw = b""
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
         self.announce()
 
-    # --- what others use ---------------------------------------------------------------------------------------------
+    # --- used by other packages ---------------------------------------------------------------------------------------
 
     @property
     def own(self) -> Announcement:
-        """What this node says of itself."""
+        """This node's current announcement."""
         return self._own
 
     @property
     def own_raw(self) -> bytes:
-        """The signed form of it."""
+        """The signed envelope of `own`."""
         return self._own_raw
 
     def members(self) -> tuple[Member, ...]:
-        """Every other member that is not gone; those not `proven` are known from others only."""
+        """Return every other member that is not dead or left; those not `proven` are known from others only."""
         members = self.table.members()
         if all(member.rtt_s is not None for member in members):
             return members
-        # Not probed yet, only heard from: the link's heartbeat may know.
+        # Contacted but not probed yet: use the round-trip time of the link's heartbeat, if there is one.
         rtt_of = {link.peer: link.rtt_s for link in self._network.links()}
         return tuple(m if m.rtt_s is not None else replace(m, rtt_s=rtt_of.get(m.peer)) for m in members)
 
     def announcements(self) -> tuple[Announcement, ...]:
-        """What the other members that take part say of themselves."""
+        """Return the announcements of the other members that are alive or draining."""
         return self.table.announcements()
 
     def announce(self, **changes: Unpack[AnnouncementFields]) -> Announcement:
-        """Say something new of this node; another state or span reaches everybody within seconds.
+        """Sign and send a new announcement of this node; another state or span reaches all members within seconds.
 
-        Lesser changes (speed, room) ride along with probes: make them rarely, twice a minute at most.
+        Other changes (speed, free KV tokens) are piggybacked on probes: make them at most twice a minute.
         """
         before = self._own
         number = self._setup.sequence.next(self._now_ms())
         expires_at_ms = number + int(self._setup.timing.lifetime_s * 1000)
         addresses = tuple(self._network.addresses())[:MAX_ADDRESSES]
-        self._say(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
-        self._exchange.said(self._own_raw, urgent=kind_of_news(before, self._own) != "updated")
+        self._sign_own(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
+        self._exchange.queue_own(self._own_raw, urgent=kind_of_news(before, self._own) != "updated")
         return self._own
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Tell `listener` of every change at once; call what is returned to stop that."""
+        """Call `listener` with every change; returns a function that unsubscribes it."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     def set_neighbours(self, peers: Iterable[str]) -> None:
-        """The members that this node's routes depend on: they are probed every period."""
+        """Set the members that this node's routes depend on; they are probed every period."""
         self._detector.neighbours = frozenset(peers) - {self._network.peer_id}
 
     def join_via(self, peers: Iterable[str]) -> None:
-        """Peers that may be members; they are asked as long as this node is alone."""
+        """Add peers that may be members; they are asked as long as this node knows no other member."""
         self._bootstrap.try_first(peers)
 
     async def joined(self) -> None:
-        """Wait until another member was met."""
+        """Wait until this node has been in contact with another member."""
         await self._bootstrap.met.wait()
 
     async def leave(self) -> None:
-        """Tell the others goodbye; takes two seconds at most. Cancel `run` afterwards."""
+        """Announce that this node leaves; takes at most `FAREWELL_S`. Cancel `run` afterwards."""
         self.announce(state="left", span=None)
         with trio.move_on_after(FAREWELL_S):
             await self._gossip.farewell(self._own_raw)
         self._exchange.listening = False
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Take part until cancelled; reports started once it answers others."""
+        """Take part until cancelled; reports started once it answers other members."""
         self._exchange.serve()
         stop_listening = self._network.on_link_lost(self._on_link_lost)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                for task in (self._detector.run, self._gossip.run, self._bootstrap.run, self._keep_up):
+                for task in (self._detector.run, self._gossip.run, self._bootstrap.run, self._maintain):
                     nursery.start_soon(task)
                 task_status.started()
         finally:
@@ -189,10 +189,10 @@ class Membership:
             self._exchange.listening = False
             stop_listening()
 
-    # --- what conversations bring about ------------------------------------------------------------------------------
+    # --- `MembershipEvents` -------------------------------------------------------------------------------------------
 
     def changed(self, change: Change) -> None:
-        """Pass a change on to the listeners."""
+        """Pass a change on to bootstrap, failure detector and subscribers."""
         if change.kind == "dead" and change.member.proven:
             self._member_died.set()
         if change.member.present:
@@ -205,35 +205,35 @@ class Membership:
         for listener in tuple(self._listeners):
             try:
                 listener(change)
-            except Exception:  # a listener's error must not end the conversation that brought the news
+            except Exception:  # a listener's error must not end the call that caused the change
                 log.exception("a listener failed on %s of %s", change.kind, change.member.peer)
 
-    def look_at(self, peer: str, accusation: bytes | None = None) -> None:
-        """See for oneself."""
-        self._detector.look_at(peer, accusation)
+    def check_liveness(self, peer: str, accusation: bytes | None = None) -> None:
+        """Probe a member that another peer reported something about."""
+        self._detector.check_liveness(peer, accusation)
 
     def refute(self, number: int) -> None:
-        """Announce again, above `number`, so that doubts about this node end."""
-        # Anybody can claim a number: one near the edge would make members whose clock lags refuse this node.
+        """Re-announce with a sequence number above `number`, to refute a suspicion of this node; rate-limited."""
+        # Any peer can claim a number: one too far ahead would make members whose clocks lag reject this node.
         if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS // 2 and self._may_refute():
             self._setup.sequence.last = max(self._setup.sequence.last, number)
             self.announce()
-            self._exchange.said(self._own_raw, urgent=True)
+            self._exchange.queue_own(self._own_raw, urgent=True)
 
     def misbehaved(self, peer: str, why: str) -> None:
-        """Drop a peer that sends what no member would, and hang up on it; once until it is gone.
+        """Remove a peer that broke the protocol from the table and disconnect it.
 
-        What it still says meanwhile counts for nothing: hundreds of its calls may be under way.
+        Further reports are ignored until it is disconnected: hundreds of its calls may still be running.
         """
-        if peer in self._hanging_up:
+        if peer in self._disconnecting:
             return
         log.warning("%s misbehaves: %s", peer, why)
         self._exchange.drop(peer)
         if self._nursery is not None:
-            self._hanging_up.add(peer)
-            self._nursery.start_soon(guarded, f"hanging up on {peer}", self._hang_up, peer)
+            self._disconnecting.add(peer)
+            self._nursery.start_soon(guarded, f"disconnecting {peer}", self._disconnect, peer)
 
-    # --- within ------------------------------------------------------------------------------------------------------
+    # --- internal -----------------------------------------------------------------------------------------------------
 
     def _now_ms(self) -> int:
         return int(self._setup.wall_clock() * 1000)
@@ -241,20 +241,20 @@ class Membership:
     def _may_refute(self) -> bool:
         return self._refutations.take("", trio.current_time())
 
-    def _say(self, said: Announcement) -> None:
-        """Sign an announcement with as much of it as fits, and keep it as others will read it."""
+    def _sign_own(self, announcement: Announcement) -> None:
+        """Sign and keep this node's announcement; drops RTTs, then addresses, from the end until it is short enough."""
         while True:
-            raw = sign_announcement(self._identity, said)
+            raw = sign_announcement(self._identity, announcement)
             try:
-                self._own, self._own_raw = read_announcement(raw, now_ms=said.sequence), raw
+                self._own, self._own_raw = read_announcement(raw, now_ms=announcement.sequence), raw
                 return
             except EnvelopeError:
-                if not said.rtts and not said.addresses:
+                if not announcement.rtts and not announcement.addresses:
                     raise
-                if said.rtts:
-                    said = replace(said, rtts=said.rtts[:-1])
+                if announcement.rtts:
+                    announcement = replace(announcement, rtts=announcement.rtts[:-1])
                 else:
-                    said = replace(said, addresses=said.addresses[:-1])
+                    announcement = replace(announcement, addresses=announcement.addresses[:-1])
 
     def _sign_suspicion(self, accused: str, number: int) -> bytes:
         sequence = self._setup.sequence.next(self._now_ms())
@@ -264,17 +264,17 @@ class Membership:
         if self._nursery is not None and self.table.state(peer) in PRESENT:
             self._detector.lost_link(peer)
 
-    async def _hang_up(self, peer: str) -> None:
+    async def _disconnect(self, peer: str) -> None:
         try:
             await self._network.disconnect(peer, misbehaved=True)
         finally:
-            self._hanging_up.discard(peer)
+            self._disconnecting.discard(peer)
 
-    async def _keep_up(self) -> None:
-        """Compare tables with one member a minute, and renew the own announcement before it expires.
+    async def _maintain(self) -> None:
+        """Compare tables with a random member every minute, and renew this node's announcement before it expires.
 
-        A table is also compared soon after a death: where many die at once, some gossip is lost. How old the own
-        announcement is, the wall clock says, as others do: a laptop that slept must not go on with an expired one.
+        Tables are also compared soon after a death: when many members die at once, some gossip is lost. The age of the
+        announcement is taken from the wall clock, as other members do: trio's clock may stop while a laptop sleeps.
         """
         timing, rng = self._setup.timing, self._setup.rng
         refresh_ms = 1000 * timing.refresh_s * rng.uniform(0.8, 1.0)

@@ -1,7 +1,7 @@
-"""What a node tells anybody who asks about swarms: which ones of a name it knows, and their models' manifests.
+"""Answers other peers' questions about swarms: which swarms of a name this node knows, and their manifests.
 
-Answers peers that are no members too: that is how a bare name is resolved. A private swarm is spoken of only on a
-network that its secret gates.
+Peers that are not members are answered too: joiners resolve bare names this way (`app.membership.swarm_search`).
+A private swarm is mentioned only on a network that is gated by its secret.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from p2p.rate_limit import PeerRateLimit
 
 MAX_RECORDS = 8  # of one name
 MAX_KNOWN = 1024
-MEMBERS_NAMED = 16
+MEMBERS_NAMED = 16  # members whose announcements follow the records
 MANIFESTS_AT_ONCE = 4
 MANIFESTS_KEPT = 4  # in memory, 16 MiB at most
 UNKNOWN = "unknown"
 
 
 class Manifests(Protocol):
-    """Where manifests are kept."""
+    """Storage of manifests by hash; load blocks."""
 
     def load(self, model_hash: str) -> Manifest | None: ...
 
 
 class QueryService:
-    """Answers questions about swarms, for as long as its network runs."""
+    """Serves `swarm.find` and `swarm.manifest` as long as its network runs."""
 
     def __init__(self, network: Network, manifests: Manifests, *, gated: bool = False) -> None:
         self._manifests, self._gated = manifests, gated
@@ -50,25 +50,21 @@ class QueryService:
         network.serve(wire.MANIFEST, self._on_manifest)
 
     def know(self, record: SwarmRecord) -> None:
-        """Answer for this swarm from now on."""
+        """Include this swarm in answers from now on; of several records of one swarm the oldest is kept."""
         known = self._records.get(record.id)
         if known is None or (record.created_ms, record.creator) < (known.created_ms, known.creator):
             self._records[record.id] = record
         for oldest in list(self._records)[:-MAX_KNOWN]:
             del self._records[oldest]
 
-    def forget(self, swarm_id: str) -> None:
-        """Answer for a swarm no more."""
-        self._records.pop(swarm_id, None)
-
     def take_part(self, swarm: Membership | None) -> None:
-        """Name members of this swarm to those who ask for it."""
+        """Set the swarm whose members are named in answers; None for no swarm."""
         self._active = swarm
         if swarm is not None:
             self.know(swarm.record)
 
     def keep(self, manifest: Manifest) -> None:
-        """Have a manifest at hand: the active swarm's is asked for by every newcomer."""
+        """Keep a manifest in memory; every newcomer asks for that of the active swarm."""
         self._kept[manifest.hash] = manifest.raw
         for oldest in list(self._kept)[:-MANIFESTS_KEPT]:
             del self._kept[oldest]
@@ -76,14 +72,14 @@ class QueryService:
     async def _on_find(self, peer: str, body: bytes) -> bytes:
         if not body:
             if not self._looks.take(peer, trio.current_time()):
-                raise Refused("this node was asked for its swarm too often; ask later")
+                raise Refused("this node was asked for its swarm too often; ask again later")
             return wire.pack(wire.fitting(self._own_swarm(), wire.MAX_BATCH_BYTES))
         try:
             if len(body) > wire.MAX_NAME_BYTES:
                 raise UsageError("too long")
             wanted = SwarmName.parse(body.decode("ascii", "replace"))
         except UsageError as error:
-            raise RemoteError("that is not a swarm's name", code=wire.MALFORMED) from error
+            raise RemoteError("not a swarm's name", code=wire.MALFORMED) from error
         return wire.pack(wire.fitting(self._known_of(wanted), wire.MAX_BATCH_BYTES))
 
     def _known_of(self, wanted: SwarmName) -> Iterator[bytes]:
@@ -102,7 +98,7 @@ class QueryService:
                     yield member.raw
 
     def _own_swarm(self) -> Iterator[bytes]:
-        """The swarm that this node is in, with all its members: a neighbour looks around before it joins any."""
+        """Yield the record and all announcements of this node's swarm, for `app.joining.nearby` of another node."""
         active = self._active
         if active is None or (active.record.private and not self._gated):
             return
@@ -114,20 +110,20 @@ class QueryService:
 
     async def _on_manifest(self, peer: str, body: bytes) -> bytes:
         if len(body) != wire.HASH_BYTES:
-            raise RemoteError("that is not the hash of a manifest", code=wire.MALFORMED)
+            raise RemoteError("not the hash of a manifest", code=wire.MALFORMED)
         if self._busy >= MANIFESTS_AT_ONCE or not self._asks.take(peer, trio.current_time()):
-            raise Refused("too many manifests are asked for; ask another member, or later")
+            raise Refused("too many manifests are requested; ask another member, or later")
         kept = self._kept.get(body.hex())
         return kept if kept is not None else await self._load(body.hex())
 
     async def _load(self, model_hash: str) -> bytes:
         self._busy += 1
         try:
-            # On a thread: it reads a file, and checks it as if a stranger had sent it.
+            # On a thread: it reads a file of up to 4 MiB and checks all of it.
             manifest = await trio.to_thread.run_sync(self._manifests.load, model_hash)
         finally:
             self._busy -= 1
         if manifest is None:
-            raise RemoteError("this node has not that manifest", code=UNKNOWN)
+            raise RemoteError("this node does not have that manifest", code=UNKNOWN)
         self.keep(manifest)
         return manifest.raw

@@ -1,7 +1,8 @@
-"""Finding a swarm by its name, and its model's manifest by its hash, by asking whoever can be reached.
+"""Finds a swarm by its name, and a model's manifest by its hash, by asking reachable peers and the DHT.
 
-A pinned name (`name#hash`) is settled by the first record that fits. A bare name is settled once everybody asked has
-answered, or some time after the first answer: so that two swarms of one name are seen, and the person can choose.
+A pinned name (`name#hash`) is resolved by the first record that matches. A bare name is resolved once everybody has
+answered, or `QUIET_S` after the first answer, so that two swarms of the same name are noticed and the user can choose.
+`app.swarm.name_resolution` decides from the records; `app.membership.query_service` is the answering side.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from p2p.errors import EnvelopeError, P2PError
 
 log = logging.getLogger("shoal.membership")
 
-FIND_TIMEOUT_S = 5.0
+FIND_TIMEOUT_S = 5.0  # for the whole search
 ASK_TIMEOUT_S = 2.0
 MANIFEST_TIMEOUT_S = 30.0
-QUIET_S = 1.5  # how long after the first answer others may still contradict it
+QUIET_S = 1.5  # from the first answer to a bare name until the search ends
 _ASKS_AT_ONCE = 64
 _POLL_S = 0.25
 _MAX_ASKED = 512
-_PATIENCE_S = 2.0
-_NAMED = 3  # peers that gave no answer
+_PATIENCE_S = 2.0  # for a manifest, before the next peer is asked as well
+_MAX_FAILURES_SHOWN = 3  # in the error, of peers that did not answer
 DIRECTORY = "the directory"
 
 
 @dataclass(frozen=True)
 class FoundSwarm:
-    """A swarm that was found, and peers that are likely to be members of it."""
+    """A swarm's record, and peers that are likely to be members of it."""
 
     record: SwarmRecord
     peers: tuple[str, ...]
@@ -49,16 +50,18 @@ class FoundSwarm:
 
 @dataclass
 class _Search:
+    """State of one search: who was asked, and the valid records and members received so far."""
+
     network: Network
     wanted: SwarmName
     secret: bytes | None
     wall_clock: Callable[[], float]
-    heard: dict[str, list[SwarmRecord]] = field(default_factory=dict)
+    records: dict[str, list[SwarmRecord]] = field(default_factory=dict)  # by the peer that sent them
     members: dict[str, dict[str, None]] = field(default_factory=dict)  # swarm id -> peers
     asked: set[str] = field(default_factory=set)
-    failures: dict[str, str] = field(default_factory=dict)  # of those that were asked: why they gave no answer
+    failures: dict[str, str] = field(default_factory=dict)  # peer -> why it did not answer
     waiting: int = 0
-    idle: trio.Event = field(default_factory=trio.Event)  # set while no question is open
+    idle: trio.Event = field(default_factory=trio.Event)  # set while no question is unanswered
     answered: trio.Event = field(default_factory=trio.Event)
     slots: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_ASKS_AT_ONCE))
 
@@ -67,14 +70,14 @@ class _Search:
         return int(self.wall_clock() * 1000)
 
     def start(self, nursery: trio.Nursery, peers: Iterable[str]) -> None:
-        """Ask all of these who were not asked yet."""
+        """Ask those of these peers that were not asked yet."""
         for peer in peers:
             if peer not in self.asked and peer != self.network.peer_id and len(self.asked) < _MAX_ASKED:
                 self.asked.add(peer)
                 self.spawn(nursery, self._ask, peer)
 
     def spawn(self, nursery: trio.Nursery, ask: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run one question; the search is over when none is open."""
+        """Run one question in the background and count it in `waiting`."""
         if self.waiting == 0:
             self.idle = trio.Event()
         self.waiting += 1
@@ -83,7 +86,7 @@ class _Search:
             try:
                 await ask(*args)
             except P2PError as error:
-                log.debug("a question about %s was not answered: %s", self.wanted, error)
+                log.debug("a request about %s failed: %s", self.wanted, error)
             finally:
                 self.waiting -= 1
                 if self.waiting == 0:
@@ -102,34 +105,34 @@ class _Search:
             self.take(peer, wire.unpack(answer, wire.MAX_BATCH_BYTES))
 
     async def ask_record(self, key: bytes) -> None:
-        """Ask the directory for the record itself."""
+        """Ask the DHT for the swarm's record."""
         value = await self.network.get_value(key, timeout_s=ASK_TIMEOUT_S)
         if value:
             self.take(DIRECTORY, [value])
 
     async def ask_rendezvous(self, nursery: trio.Nursery, key: bytes) -> None:
-        """Ask the directory for members, and them."""
+        """Ask the DHT for providers of a rendezvous key, and then those."""
         found = await self.network.find_providers(key, timeout_s=ASK_TIMEOUT_S)
         self.start(nursery, found)
 
     def take(self, peer: str, statements: list[bytes]) -> None:
-        """Keep the records, and whom they name as members; what is not valid is left aside."""
+        """Keep the matching records and the members that the statements name; invalid statements are skipped."""
         for raw in statements:
             try:
                 domain = parse(raw).domain
                 if domain == SWARM_DOMAIN:
                     record = read_record(raw, now_ms=self.now_ms)
                     if record.name == self.wanted.name and self.wanted.allows(record.model_hash):
-                        self.heard.setdefault(peer, []).append(record)
+                        self.records.setdefault(peer, []).append(record)
                         self.answered.set()
                         if peer != DIRECTORY:
                             self.members.setdefault(record.id, {})[peer] = None
                 elif domain == ANNOUNCEMENT_DOMAIN:
-                    said = read_announcement(raw, now_ms=self.now_ms)
-                    self.network.learn(said.peer, said.addresses)
-                    self.members.setdefault(said.swarm, {})[said.peer] = None
+                    announcement = read_announcement(raw, now_ms=self.now_ms)
+                    self.network.learn(announcement.peer, announcement.addresses)
+                    self.members.setdefault(announcement.swarm, {})[announcement.peer] = None
             except EnvelopeError as error:
-                log.debug("%s sent something worthless: %s", peer, error)
+                log.debug("%s sent an invalid statement: %s", peer, error)
 
 
 async def resolve_swarm(
@@ -137,35 +140,33 @@ async def resolve_swarm(
     wanted: SwarmName,
     *,
     via: Iterable[str] = (),
-    remembered: SwarmRecord | None = None,
     secret: bytes | None = None,
     wall_clock: Callable[[], float] = time.time,
 ) -> FoundSwarm:
-    """Which swarm a name means, by asking peers at hand, `via`, and the directory; takes five seconds at most.
+    """Return the swarm that a name means, by asking linked peers, `via` and the DHT for at most `FIND_TIMEOUT_S`.
 
-    `remembered` is what the name meant to this node before: that stays so. Raises `NameConflict` where several swarms
-    fit, `UnknownSwarm` where nobody knows one.
+    Raises `NameConflict` if several swarms match and `UnknownSwarm` if nobody knows one.
     """
     search, via = _Search(network, wanted, secret, wall_clock), tuple(via)
     with trio.move_on_after(FIND_TIMEOUT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask_around, search, nursery, via)
             await search.answered.wait()
-            if wanted.pin is None and remembered is None:
+            if wanted.pin is None:
                 with trio.move_on_after(QUIET_S):
                     while search.waiting:
                         await search.idle.wait()
             nursery.cancel_scope.cancel()
     try:
-        record = resolve(wanted, search.heard, remembered).one()
+        record = resolve(wanted, search.records).one()
     except UnknownSwarm as error:
-        vain = [search.failures[peer] for peer in via if peer in search.failures]
-        raise UnknownSwarm("; ".join([str(error), *vain[:_NAMED]])) from None
+        failures = [search.failures[peer] for peer in via if peer in search.failures]
+        raise UnknownSwarm("; ".join([str(error), *failures[:_MAX_FAILURES_SHOWN]])) from None
     return FoundSwarm(record, tuple(search.members.get(record.id, ())))
 
 
 async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ...]) -> None:
-    """Ask everybody within reach, and those who come within reach meanwhile."""
+    """Ask `via`, the DHT, and linked peers, including those that are linked during the search."""
     network, wanted = search.network, search.wanted
     search.start(nursery, via)
     search.spawn(nursery, search.ask_record, record_key(wanted.name, wanted.pin, search.secret))
@@ -183,9 +184,10 @@ async def _ask_around(search: _Search, nursery: trio.Nursery, via: tuple[str, ..
 async def fetch_manifest(
     network: Network, peers: Iterable[str], model_hash: str, *, timeout_s: float = MANIFEST_TIMEOUT_S
 ) -> Manifest:
-    """A model's manifest from whoever of `peers` sends it first; its hash proves it.
+    """Return a model's manifest from the first of `peers` that sends one with this hash.
 
-    They are asked one after another; one that takes long does not keep the next one waiting.
+    The peers are asked in order, the next one after `_PATIENCE_S` at the latest. Raises `UnknownSwarm` if none sends
+    it.
     """
     found: list[Manifest] = []
 
@@ -213,7 +215,7 @@ async def fetch_manifest(
 def value_check(
     secret: bytes | None = None, wall_clock: Callable[[], float] = time.time
 ) -> Callable[[bytes, bytes], bool]:
-    """What the directory should keep: swarm records under their own keys, and nothing else."""
+    """Return the check for values in the DHT: True only for swarm records under their own keys."""
 
     def is_valid(key: bytes, value: bytes) -> bool:
         try:

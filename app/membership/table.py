@@ -1,9 +1,10 @@
-"""Who is in the swarm, as one node knows it: the latest valid announcement of each member, and whether it lives. Pure.
+"""The members of a swarm as one node knows them: the latest valid announcement and the state of each. Pure.
 
-Whether a member lives is for this node's own contact with it, on its own clock; what others say only makes it look.
-The table is bounded, and hard to fill: a member that this node was in contact with is never given up for a stranger,
-strangers have a limited number of places, and these are shared fairly among the peers that told of them. A stranger
-that does not answer is forgotten, and not taken again from others for a while.
+Only this node's own contact with a member, timed by its own clock, decides whether the member is alive; reports of
+others only cause a probe (`app.membership.failure_detector`). The table is bounded and hard to flood. A *stranger* is
+a member that this node has not been in contact with yet: a contacted member is never evicted for a stranger, strangers
+have a limited number of places, and these are shared fairly among the peers that passed their announcements on. A
+stranger that does not answer is removed, and for `held_off_s` not accepted again from anybody but itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from app.membership.member import Change, ChangeKind, Member, State, kind_of_news, spoken_state
+from app.membership.member import Change, ChangeKind, Member, State, announced_state, kind_of_news
 from app.membership.verification import SwarmTerms, check_announcement, statement
 from app.membership.wire import KEY_BYTES
 from app.swarm.records import Announcement
@@ -24,12 +25,12 @@ GONE = ("dead", "left")
 
 @dataclass(frozen=True)
 class TableLimits:
-    """How many members a table holds, and how long it remembers the gone."""
+    """Bounds of a table: numbers of entries, and seconds that entries of gone members are kept."""
 
     members: int = 2048
-    strangers: int = 1024  # members that this node was not yet in contact with
-    gone: int = 512
-    held_off: int = 4096
+    strangers: int = 1024  # members that this node has not been in contact with yet
+    gone: int = 512  # dead or left
+    held_off: int = 4096  # peers whose announcements are accepted from themselves only
     gone_kept_s: float = 1800.0
     held_off_s: float = 15.0
 
@@ -38,28 +39,28 @@ class TableLimits:
 class _Entry:
     key: bytes
     raw: bytes
-    said: Announcement
+    announcement: Announcement
     state: State
-    since: float
-    via: str  # who told of it first
+    since: float  # when it entered this state, on trio's clock
+    via: str  # the peer that first passed its announcement on
     seen_at: float | None = None
     rtt_s: float | None = None
-    listed: bool = False  # among those that are present
+    listed: bool = False  # True while it is part of `Table.present()`
 
     def member(self) -> Member:
-        return Member(self.said.peer, self.said, self.state, self.seen_at, self.rtt_s, self.raw)
+        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, self.rtt_s, self.raw)
 
 
 class Table:
-    """The members of one swarm without this node itself."""
+    """The members of one swarm, without this node itself."""
 
     def __init__(self, own_peer: str, terms: SwarmTerms, limits: TableLimits | None = None) -> None:
         self._own_peer, self._terms, self._limits = own_peer, terms, limits or TableLimits()
         self._entries: dict[str, _Entry] = {}
         self._peer_of: dict[bytes, str] = {}
-        self._strangers: OrderedDict[str, dict[str, None]] = OrderedDict()  # who told -> of whom, the oldest first
+        self._strangers: OrderedDict[str, dict[str, None]] = OrderedDict()  # via -> its strangers, oldest first
         self._stranger_count = 0
-        self._gone: dict[str, None] = {}  # the longest gone first
+        self._gone: dict[str, None] = {}  # the longest gone first; an ordered set
         self._held_off: OrderedDict[str, float] = OrderedDict()
         self._present: tuple[str, ...] | None = None
         self._announcements: tuple[Announcement, ...] | None = None
@@ -72,51 +73,54 @@ class Table:
         return peer in self._entries
 
     def get(self, peer: str) -> Member | None:
-        """What is known of one member."""
+        """Return a member by peer id, None if unknown."""
         entry = self._entries.get(peer)
         return entry.member() if entry else None
 
     def state(self, peer: str) -> State | None:
-        """One member's state."""
+        """Return the state of a member, None if unknown."""
         entry = self._entries.get(peer)
         return entry.state if entry else None
 
     def number(self, peer: str) -> int:
-        """The number of one member's announcement, or 0."""
+        """Return the sequence number of a member's latest announcement, 0 if unknown."""
         entry = self._entries.get(peer)
-        return entry.said.sequence if entry else 0
+        return entry.announcement.sequence if entry else 0
 
     def key(self, peer: str) -> bytes:
-        """What stands for a known member in a vector."""
+        """Return the first `KEY_BYTES` of a known member's public key, which identify it in vectors."""
         return self._entries[peer].key
 
     def seen_at(self, peer: str) -> float | None:
-        """When this node was last in contact with a member."""
+        """Return the time of the last own contact with a member (trio's clock), None if there was none."""
         entry = self._entries.get(peer)
         return entry.seen_at if entry else None
 
     def members(self) -> tuple[Member, ...]:
-        """Every member that is not gone."""
+        """Return every member that is not dead or left, strangers included."""
         return tuple(entry.member() for entry in self._entries.values() if entry.state not in GONE)
 
     def announcements(self) -> tuple[Announcement, ...]:
-        """What the members say that are alive or draining; the same object as long as none of it changes."""
+        """Return the announcements of members that are alive or draining; the same object until one of them changes."""
         if self._announcements is None:
-            self._announcements = tuple(e.said for e in self._entries.values() if e.state in PRESENT)
+            self._announcements = tuple(e.announcement for e in self._entries.values() if e.state in PRESENT)
         return self._announcements
 
     def present(self) -> tuple[str, ...]:
-        """The members that this node was in contact with and holds for alive, sorted; likewise."""
+        """Return the sorted ids of contacted members that are alive or draining; the same object until they change."""
         if self._present is None:
             self._present = tuple(sorted(peer for peer, entry in self._entries.items() if entry.listed))
         return self._present
 
     def dead(self) -> list[str]:
-        """The members that were lost, the longest ago first."""
+        """Return the ids of dead members, the longest dead first."""
         return [peer for peer in self._gone if self._entries[peer].state == "dead"]
 
     def next_stranger(self, besides: Mapping[str, object]) -> str | None:
-        """The stranger to get in contact with next: each teller's in turn, so that none is kept waiting by another."""
+        """Return a stranger to probe that is not in `besides`, None if there is none.
+
+        Round-robin over the peers that reported strangers, so that one that reports many does not delay the others.
+        """
         for via in list(self._strangers):
             self._strangers.move_to_end(via)
             for peer in self._strangers[via]:
@@ -124,36 +128,38 @@ class Table:
                     return peer
         return None
 
-    # --- what changes it ---------------------------------------------------------------------------------------------
+    # --- changes ------------------------------------------------------------------------------------------------------
 
     def offer(self, raw: bytes, *, sender: str, now: float, now_ms: int) -> Change | None:
-        """Take an announcement that `sender` passed on, if it is news; what is not valid raises `EnvelopeError`."""
+        """Accept an announcement that `sender` passed on if it is newer; raises `EnvelopeError` if it is invalid."""
         envelope = statement(raw)
         peer = envelope.peer
         entry = self._entries.get(peer)
-        if peer == self._own_peer or (entry is not None and envelope.sequence <= entry.said.sequence):
+        if peer == self._own_peer or (entry is not None and envelope.sequence <= entry.announcement.sequence):
             return None
         if sender == peer:
             self._held_off.pop(peer, None)
         elif self._held_off.get(peer, now) > now:
             return None
         if entry is None and not self._has_room(sender):
-            return None  # before the signature is checked: a flood costs next to nothing
-        said = check_announcement(raw, self._terms, now_ms)
+            return None  # before the signature is checked, so that a flood costs little CPU time
+        announcement = check_announcement(raw, self._terms, now_ms)
         if entry is None:
             key = envelope.public_key[:KEY_BYTES]
-            return None if said.state == "left" else self._welcome(_Entry(key, raw, said, "alive", now, sender))
+            if announcement.state == "left":
+                return None
+            return self._add(_Entry(key, raw, announcement, "alive", now, sender))
         before = entry.member()
-        kind = _kind_for(entry, said)
-        entry.raw, entry.said = raw, said
+        kind = _kind_for(entry, announcement)
+        entry.raw, entry.announcement = raw, announcement
         if kind == "joined":
-            entry.seen_at = entry.rtt_s = None  # it must be met again
+            entry.seen_at = entry.rtt_s = None  # a stranger again until it answers a probe
             entry.via = sender
-        self._enter(entry, spoken_state(said), now)
+        self._set_state(entry, announced_state(announcement), now)
         return Change(kind, entry.member(), before)
 
     def seen(self, peer: str, now: float, rtt_s: float | None = None) -> Change | None:
-        """This node was in contact with a member just now."""
+        """Record a successful contact with a member; returns a change if it was a stranger, suspect or dead."""
         entry = self._entries.get(peer)
         if entry is None or entry.state == "left":
             return None
@@ -165,16 +171,16 @@ class Table:
         before = entry.member() if kind else None
         entry.seen_at = now
         if rtt_s is not None:
-            # The least is the wire, what comes on top is load: fall at once, rise slowly.
+            # The lowest value is the link's, the rest is load: follow falls at once and rises slowly.
             rises = entry.rtt_s is not None and rtt_s > entry.rtt_s
             entry.rtt_s = entry.rtt_s + 0.2 * (rtt_s - entry.rtt_s) if rises and entry.rtt_s is not None else rtt_s
         if kind is None:
             return None
-        self._enter(entry, spoken_state(entry.said), now)
+        self._set_state(entry, announced_state(entry.announcement), now)
         return Change(kind, entry.member(), before)
 
     def failed(self, peer: str, now: float) -> Change | None:
-        """This node tried to reach a member and could not: once makes it suspect, twice makes it dead."""
+        """Record a failed contact: the first makes a member suspect, the second dead; a stranger is removed at once."""
         entry = self._entries.get(peer)
         if entry is None or entry.state in GONE:
             return None
@@ -184,11 +190,11 @@ class Table:
             self._remove(peer)
             entry.state = "dead"
             return Change("dead", entry.member(), before)
-        self._enter(entry, "dead" if entry.state == "suspect" else "suspect", now)
+        self._set_state(entry, "dead" if entry.state == "suspect" else "suspect", now)
         return Change("dead" if entry.state == "dead" else "suspected", entry.member(), before)
 
     def drop(self, peer: str, now: float) -> Change | None:
-        """Give up a member that misbehaves or is no member any more."""
+        """Remove a peer that misbehaves or is no longer a member."""
         entry = self._entries.get(peer)
         if entry is None:
             return None
@@ -199,106 +205,106 @@ class Table:
         return None if before.state in GONE else Change("left", entry.member(), before)
 
     def expire(self, now: float, now_ms: int) -> list[Change]:
-        """Forget the long gone, and those whose word has run out though they could have renewed it."""
+        """Remove members that have been gone for `gone_kept_s`, and those whose announcement has expired."""
         for peer in [p for p in self._gone if now - self._entries[p].since >= self._limits.gone_kept_s]:
             self._remove(peer)
-        stale = [p for p, e in self._entries.items() if e.said.expires_at_ms + CLOCK_TOLERANCE_MS <= now_ms]
+        stale = [p for p, e in self._entries.items() if e.announcement.expires_at_ms + CLOCK_TOLERANCE_MS <= now_ms]
         return [change for peer in stale if (change := self.drop(peer, now))]
 
     def take_evicted(self) -> list[Change]:
-        """The strangers that lost their places to others since this was last asked."""
+        """Return, and clear, the changes of strangers that were evicted since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
-    # --- comparing with others ---------------------------------------------------------------------------------------
+    # --- comparison with another table --------------------------------------------------------------------------------
 
     def vector(self) -> dict[bytes, int]:
-        """What this table holds, in short."""
-        return {entry.key: entry.said.sequence for entry in self._entries.values() if entry.state not in GONE}
+        """Return the sequence number held for each member, by key; what a `swarm.table` call sends."""
+        return {entry.key: entry.announcement.sequence for entry in self._entries.values() if entry.state not in GONE}
 
     def newer_than(self, vector: Mapping[bytes, int]) -> Iterator[bytes]:
-        """The announcements that the owner of `vector` lacks; only of members that this node knows to be alive."""
+        """Yield announcements that the owner of `vector` lacks; only of members in `present`."""
         for peer in self.present():
             entry = self._entries[peer]
-            if vector.get(entry.key, -1) < entry.said.sequence:
+            if vector.get(entry.key, -1) < entry.announcement.sequence:
                 yield entry.raw
 
     def wanted_from(self, vector: Mapping[bytes, int]) -> Iterator[bytes]:
-        """The keys in `vector` under which its owner has something newer."""
+        """Yield the keys for which the owner of `vector` has a newer announcement."""
         for key, number in vector.items():
             peer = self._peer_of.get(key)
-            if peer is None or self._entries[peer].said.sequence < number:
+            if peer is None or self._entries[peer].announcement.sequence < number:
                 yield key
 
     def peers_of(self, keys: Iterator[bytes]) -> list[str]:
-        """The members with these keys, where known."""
+        """Return the ids of the known members among these keys."""
         return [peer for key in keys if (peer := self._peer_of.get(key))]
 
-    # --- within ------------------------------------------------------------------------------------------------------
+    # --- internal -----------------------------------------------------------------------------------------------------
 
-    def _welcome(self, entry: _Entry) -> Change | None:
-        if entry.key in self._peer_of:
+    def _add(self, entry: _Entry) -> Change | None:
+        if entry.key in self._peer_of:  # another peer's key begins with the same 8 bytes
             return None
         self._make_room()
-        peer = entry.said.peer
+        peer = entry.announcement.peer
         self._entries[peer], self._peer_of[entry.key] = entry, peer
-        self._enter(entry, spoken_state(entry.said), entry.since)
+        self._set_state(entry, announced_state(entry.announcement), entry.since)
         return Change("joined", entry.member())
 
     def _has_room(self, via: str) -> bool:
         if self._stranger_count >= self._limits.strangers:
-            return len(self._strangers[self._greediest()]) > len(self._strangers.get(via, ())) + 1
+            return len(self._strangers[self._fullest_source()]) > len(self._strangers.get(via, ())) + 1
         return len(self._entries) < self._limits.members or bool(self._gone)
 
     def _make_room(self) -> None:
         if self._stranger_count >= self._limits.strangers:
-            evicted = self._entries[next(iter(self._strangers[self._greediest()]))]
-            self._remove(evicted.said.peer)
+            evicted = self._entries[next(iter(self._strangers[self._fullest_source()]))]
+            self._remove(evicted.announcement.peer)
             self._evicted.append(Change("left", evicted.member(), evicted.member()))
         elif len(self._entries) >= self._limits.members:
             self._remove(next(iter(self._gone)))
 
-    def _greediest(self) -> str:
+    def _fullest_source(self) -> str:
         return max(self._strangers, key=lambda via: len(self._strangers[via]))
 
-    def _enter(self, entry: _Entry, state: State, now: float) -> None:
-        peer = entry.said.peer
+    def _set_state(self, entry: _Entry, state: State, now: float) -> None:
+        peer = entry.announcement.peer
         if state != entry.state:
             entry.since = now
         entry.state = state
-        self._list(entry)
-        self._file(entry, peer)
+        self._update_lists(entry)
+        self._index(entry, peer)
         if len(self._gone) > self._limits.gone:
             self._remove(next(iter(self._gone)))
 
-    def _list(self, entry: _Entry) -> None:
-        """Keep the lists of members current, which are made anew only where they change."""
+    def _update_lists(self, entry: _Entry) -> None:
+        """Invalidate the cached results of `announcements` and `present` that this entry changes."""
         self._announcements = None
         listed = entry.state in PRESENT and entry.seen_at is not None
         if listed != entry.listed:
             entry.listed, self._present = listed, None
 
-    def _file(self, entry: _Entry, peer: str) -> None:
-        """Put a member in the lists that its state belongs to."""
-        self._unfile(peer)
+    def _index(self, entry: _Entry, peer: str) -> None:
+        """Put an entry among the gone or the strangers, according to its state."""
+        self._unindex(peer)
         if entry.state in GONE:
             self._gone[peer] = None
         elif entry.seen_at is None:
             self._strangers.setdefault(entry.via, {})[peer] = None
             self._stranger_count += 1
 
-    def _unfile(self, peer: str) -> None:
+    def _unindex(self, peer: str) -> None:
         self._gone.pop(peer, None)
         via = self._entries[peer].via
-        told = self._strangers.get(via, {})
-        if peer in told:
-            del told[peer]
+        reported = self._strangers.get(via, {})
+        if peer in reported:
+            del reported[peer]
             self._stranger_count -= 1
-            if not told:
+            if not reported:
                 del self._strangers[via]
 
     def _remove(self, peer: str) -> None:
-        self._unfile(peer)
+        self._unindex(peer)
         entry = self._entries.pop(peer)
         del self._peer_of[entry.key]
         self._announcements = None
@@ -312,9 +318,9 @@ class Table:
             self._held_off.popitem(last=False)
 
 
-def _kind_for(entry: _Entry, said: Announcement) -> ChangeKind:
-    if said.state == "left":
+def _kind_for(entry: _Entry, announcement: Announcement) -> ChangeKind:
+    if announcement.state == "left":
         return "left"
     if entry.state in GONE:
         return "joined"
-    return "recovered" if entry.state == "suspect" else kind_of_news(entry.said, said)
+    return "recovered" if entry.state == "suspect" else kind_of_news(entry.announcement, announcement)

@@ -1,4 +1,7 @@
-"""The one place where a statement of a member is taken or refused. Pure, but for remembering what was verified."""
+"""Checks signed statements of members; no other module accepts or rejects one. Pure apart from caches of results.
+
+The formats themselves are in `app.swarm.records`; this module adds the rules of one swarm (`SwarmTerms`).
+"""
 
 from __future__ import annotations
 
@@ -16,53 +19,53 @@ from app.swarm.records import (
 from p2p.envelope import Envelope, check_times, parse
 from p2p.errors import EnvelopeError
 
-_SMALL_BYTES = 2048  # every statement that is worth something
+_SMALL_BYTES = 2048  # valid announcements and suspicions are smaller; nothing larger is cached
 
 
 @dataclass(frozen=True)
 class SwarmTerms:
-    """What every statement of a swarm must fit."""
+    """Facts of a swarm that its statements must match: its id, and the number of blocks of its model."""
 
     swarm: str
     n_blocks: int
 
 
 def check_announcement(raw: bytes, terms: SwarmTerms, now_ms: int) -> Announcement:
-    """The announcement in `raw`, or `EnvelopeError`.
+    """Return the announcement in `raw`.
 
-    Refused are: what is malformed or not signed by whom it names, expired or from the future, of another swarm, or
-    about blocks that the model does not have.
+    Raises `EnvelopeError` if it is malformed, not signed by the peer that it names, expired, from the future, of
+    another swarm, or about blocks that the model does not have.
     """
     check_times(statement(raw), ANNOUNCEMENT_RULE.max_lifetime_ms, now_ms)
-    said = _verified_announcement(raw)
-    if said.swarm != terms.swarm:
-        raise EnvelopeError(f"the announcement of {said.peer} belongs to another swarm")
-    spans = [span for span in (said.span, said.growing, *said.held) if span is not None]
+    announcement = _verified_announcement(raw)
+    if announcement.swarm != terms.swarm:
+        raise EnvelopeError(f"the announcement of {announcement.peer} belongs to another swarm")
+    spans = [span for span in (announcement.span, announcement.growing, *announcement.held) if span is not None]
     if any(span.stop > terms.n_blocks for span in spans):
-        raise EnvelopeError(f"{said.peer} announces blocks beyond the model's {terms.n_blocks}")
-    return said
+        raise EnvelopeError(f"{announcement.peer} announces blocks beyond the model's {terms.n_blocks}")
+    return announcement
 
 
 def check_suspicion(raw: bytes, terms: SwarmTerms, now_ms: int) -> Suspicion:
-    """The suspicion in `raw`, or `EnvelopeError`."""
+    """Return the suspicion in `raw`; raises `EnvelopeError` for the same faults as `check_announcement`."""
     check_times(statement(raw), SUSPICION_RULE.max_lifetime_ms, now_ms)
-    said = _verified_suspicion(raw)
-    if said.swarm != terms.swarm:
-        raise EnvelopeError(f"the suspicion of {said.peer} belongs to another swarm")
-    return said
+    suspicion = _verified_suspicion(raw)
+    if suspicion.swarm != terms.swarm:
+        raise EnvelopeError(f"the suspicion of {suspicion.peer} belongs to another swarm")
+    return suspicion
 
 
 def statement(raw: bytes) -> Envelope:
-    """The fields of a statement whose form is right, or `EnvelopeError`; nothing is verified yet."""
+    """Return the envelope in `raw` without verifying its signature; raises `EnvelopeError` if it is malformed."""
     return _parsed(raw) if len(raw) <= _SMALL_BYTES else parse(raw)
 
 
-# Most of what a node hears it has heard before, from another member.
+# The same statement arrives from several members, so most calls hit the cache.
 _parsed = lru_cache(maxsize=2048)(parse)
 
 
-# A statement comes from several members, and is verified once: what its bytes are worth never changes, only the
-# time does, which is why it is read here as of the moment it was made.
+# Verified once for each distinct statement: a signature's validity never changes. The age does, so it is left out here
+# (the statement is read as of the moment when it was made) and checked by the callers.
 @lru_cache(maxsize=2048)
 def _verified_announcement(raw: bytes) -> Announcement:
     return read_announcement(raw, now_ms=statement(raw).sequence)

@@ -1,18 +1,22 @@
-"""The bodies of a swarm's calls, sans I/O: bytes in, values out, and `ProtocolError` for anything else.
+"""The bodies of the calls between nodes of a swarm. Sans I/O: bytes to values, `ProtocolError` for malformed bytes.
 
-Statements are signed envelopes, each after its length in two bytes; what kind one is, its domain says. Numbers are
-big-endian. A vector is what a table holds: for each member the first 8 bytes of its key and its number.
+A statement is a signed envelope, preceded by its length in two bytes; the envelope's domain says which kind it is
+(`app.swarm.records`). `app.membership.verification` checks whether it is valid. Numbers are big-endian. A vector is a
+summary of a table: for each member the first 8 bytes of its public key and the number of its latest announcement.
 
     swarm.tell      id[16] statements                            -> nothing
     swarm.probe     id[16] suspected[8] statements               -> statements
     swarm.table     id[16] count[2] vector[16 x count] statements -> count[2] wanted[8 x count] statements
-    swarm.find      name or name#pin, as text; empty: yours      -> statements: records, then announcements
+    swarm.find      name or name#pin, as text; empty: your swarm -> statements: records, then announcements
     swarm.manifest  hash[32]                                     -> the manifest's bytes
 
-The id is the swarm's, and whoever is no member of it answers with the error `not_member`. `suspected` is the number
-of the announcement under which the caller lost the callee, or 0: a callee whose present number it is says something
-newer, and one that has forgotten it finds that announcement among the statements. `wanted` names the members whose
-announcement in the caller's vector is news to the callee.
+`id` is the swarm's; a node that is not a member of it answers with the error `not_member`. `suspected` is 0, or the
+number of the callee's announcement that was the latest when the caller found it suspect, dead or left. A callee whose
+current number it is announces again with a higher one; a callee that has lost its number finds that announcement among
+the statements. `wanted` lists the keys for which the caller's vector has a newer announcement than the callee.
+
+Bounds: a statement has at most 4352 bytes, the statements of a request or of a probe's answer 64 KiB together, those
+of a table's answer 1 MiB, and a vector 4096 entries.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ NOT_MEMBER, MALFORMED = "not_member", "malformed"
 
 ID_BYTES, KEY_BYTES, NUMBER_BYTES, HASH_BYTES = 16, 8, 8, 32
 MAX_STATEMENT_BYTES = 4352  # a swarm record with its envelope; announcements are far smaller
-MAX_BATCH_BYTES = 64 * 1024  # of statements that nobody asked for
+MAX_BATCH_BYTES = 64 * 1024  # of statements that were not asked for
 MAX_TABLE_BYTES = 2**20  # of statements that were asked for
 MAX_VECTOR = 4096
 MAX_NAME_BYTES = 128
@@ -37,12 +41,12 @@ _ENTRY_BYTES = KEY_BYTES + NUMBER_BYTES
 
 
 def pack(statements: Iterable[bytes]) -> bytes:
-    """Statements one after another."""
+    """Return the statements, each preceded by its length."""
     return b"".join(len(raw).to_bytes(_COUNT_BYTES) + raw for raw in statements)
 
 
 def unpack(data: bytes, max_bytes: int) -> list[bytes]:
-    """The statements in `data`; what they say is still unchecked."""
+    """Split `data` into unverified statements; raises `ProtocolError` if it is too long or malformed."""
     if len(data) > max_bytes:
         raise ProtocolError(f"{len(data)} bytes of statements, more than {max_bytes}")
     found = []
@@ -58,7 +62,7 @@ def unpack(data: bytes, max_bytes: int) -> list[bytes]:
 
 
 def fitting(statements: Iterable[bytes], max_bytes: int) -> list[bytes]:
-    """As many of the first statements as a body of `max_bytes` takes."""
+    """Return the longest prefix of the statements that fits into `max_bytes` when packed."""
     chosen, room = [], max_bytes
     for raw in statements:
         room -= len(raw) + _COUNT_BYTES
@@ -70,19 +74,19 @@ def fitting(statements: Iterable[bytes], max_bytes: int) -> list[bytes]:
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Are you there? And what is new with me."""
+    """Body of `swarm.probe`: asks whether the callee is alive, with statements for it."""
 
     swarm: bytes
     suspected: int
     statements: list[bytes]
 
     def encode(self) -> bytes:
-        """The body."""
+        """Return the body as bytes."""
         return self.swarm + self.suspected.to_bytes(NUMBER_BYTES) + pack(self.statements)
 
     @classmethod
     def decode(cls, body: bytes) -> ProbeRequest:
-        """Read a body."""
+        """Read the bytes of `encode`; raises `ProtocolError` if they are malformed."""
         head = ID_BYTES + NUMBER_BYTES
         if len(body) < head:
             raise ProtocolError("a probe is cut off")
@@ -92,18 +96,18 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class Tell:
-    """What changed."""
+    """Body of `swarm.tell`: statements for the callee."""
 
     swarm: bytes
     statements: list[bytes]
 
     def encode(self) -> bytes:
-        """The body."""
+        """Return the body as bytes."""
         return self.swarm + pack(self.statements)
 
     @classmethod
     def decode(cls, body: bytes) -> Tell:
-        """Read a body."""
+        """Read the bytes of `encode`; raises `ProtocolError` if they are malformed."""
         if len(body) < ID_BYTES:
             raise ProtocolError("a message is cut off")
         return cls(body[:ID_BYTES], unpack(body[ID_BYTES:], MAX_BATCH_BYTES))
@@ -111,20 +115,20 @@ class Tell:
 
 @dataclass(frozen=True)
 class TableRequest:
-    """This is what I know; tell me what I do not."""
+    """Body of `swarm.table`: the caller's vector, with statements for the callee."""
 
     swarm: bytes
     vector: Mapping[bytes, int]
     statements: list[bytes]
 
     def encode(self) -> bytes:
-        """The body."""
+        """Return the body as bytes."""
         entries = [key + number.to_bytes(NUMBER_BYTES) for key, number in self.vector.items()][:MAX_VECTOR]
         return self.swarm + len(entries).to_bytes(_COUNT_BYTES) + b"".join(entries) + pack(self.statements)
 
     @classmethod
     def decode(cls, body: bytes) -> TableRequest:
-        """Read a body."""
+        """Read the bytes of `encode`; raises `ProtocolError` if they are malformed."""
         entries, rest = _counted(body[ID_BYTES:], _ENTRY_BYTES)
         vector = {entry[:KEY_BYTES]: int.from_bytes(entry[KEY_BYTES:]) for entry in entries}
         return cls(body[:ID_BYTES], vector, unpack(rest, MAX_BATCH_BYTES))
@@ -132,19 +136,19 @@ class TableRequest:
 
 @dataclass(frozen=True)
 class TableAnswer:
-    """What you lack, and what I would like of yours."""
+    """Answer to `swarm.table`: keys that the callee wants, and statements that the caller lacks."""
 
     wanted: list[bytes]
     statements: list[bytes]
 
     def encode(self) -> bytes:
-        """The body."""
+        """Return the body as bytes."""
         wanted = self.wanted[:MAX_VECTOR]
         return len(wanted).to_bytes(_COUNT_BYTES) + b"".join(wanted) + pack(self.statements)
 
     @classmethod
     def decode(cls, body: bytes) -> TableAnswer:
-        """Read a body."""
+        """Read the bytes of `encode`; raises `ProtocolError` if they are malformed."""
         wanted, rest = _counted(body, KEY_BYTES)
         return cls(wanted, unpack(rest, MAX_TABLE_BYTES))
 

@@ -1,7 +1,8 @@
-"""A node's time in one swarm: from looking for it, over taking part, to saying goodbye.
+"""One swarm that this node joins, takes part in and leaves.
 
-It knows how a swarm is entered (its record, its manifest, its members) and what can be seen of it. Which swarm it is,
-and when it is left for another, is decided by `app.node.node`.
+Joining needs the swarm's record, the model's manifest and the address of a member. After that, membership, downloads,
+replies and hosting run until the swarm is left. `app.node.swarms` decides which swarm that is; `app.node.network_owner`
+starts and leaves it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import trio
 
@@ -17,7 +17,7 @@ from app.asker.reply_service import ReplyService
 from app.core.errors import AppError, UnknownSwarm, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
-from app.hosting.block_host import BlockHost
+from app.hosting.block_host import BlockHost, HostedView
 from app.hosting.loader import fetching_text, obtain_ends
 from app.joining.network_setup import told_peers
 from app.joining.wrong_secret import SecretCheck
@@ -39,21 +39,22 @@ from app.weights.model_weights import ENDS, ModelWeights
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
 
-LOOK_AGAIN_S = 0.5
+LOOK_AGAIN_S = 0.5  # between two searches for the swarm
 
 log = logging.getLogger("shoal.node")
 
 
 class ActiveSwarm:
-    """One membership, and how far it has come."""
+    """Joins one swarm, then runs downloads, replies and hosting in it until it is left."""
 
-    def __init__(self, swarm: SavedSwarm, around: NodeContext) -> None:
+    def __init__(self, swarm: SavedSwarm, context: NodeContext) -> None:
         self.swarm = swarm
-        self._context = around
+        self._context = context
         self.state: State = "joining"
-        self._observer = told_peers(around.config(), swarm)
-        self.why = because("looking", f"looking for members of {swarm}", *self._observer)
-        self.settled = trio.Event()  # it has joined, or failed, or both will take longer than anybody waits
+        self._named_peers = told_peers(context.config(), swarm)  # peer id to addresses
+        self.why = because("looking", f"looking for members of {swarm}", *self._named_peers)
+        # Set once joining has a first outcome, joined or failed: `shoal join` waits for it.
+        self.settled = trio.Event()
         self.joined = False
         self.failure: AppError | P2PError | None = None
         self.manifest: Manifest | None = None
@@ -61,65 +62,65 @@ class ActiveSwarm:
         self.hosting_loop: HostingLoop | None = None
         self.replies: ReplyService | None = None
         self.weights: ModelWeights | None = None
-        self.source_name: str | None = None  # of the model's files on this machine
-        self.steps = StartupSteps(around.changed)
-        self.steps.done("identity", around.identity.peer_id)
-        self._refusals = SecretCheck(self._observer)
+        self.source_name: str | None = None  # name of the model's files on this machine
+        self.steps = StartupSteps(context.changed)
+        self.steps.done("identity", context.identity.peer_id)
+        self._secret_check = SecretCheck(self._named_peers)
 
-    # --- what can be seen --------------------------------------------------------------------------------------------
+    # --- state for the snapshot ---------------------------------------------------------------------------------------
 
     @property
     def block_host(self) -> BlockHost | None:
-        """What it hosts with, unless it rests."""
+        """The block host, or None while this node does not host."""
         return None if self.hosting_loop is None else self.hosting_loop.block_host
 
     def members(self) -> tuple[Member, ...]:
-        """The other members that are known."""
+        """Return the other known members; empty before joining."""
         return () if self.membership is None else self.membership.members()
 
     def peers(self, network: Network) -> tuple[PeerView, ...]:
-        """The other members as a person sees them."""
+        """Return the other members for the snapshot."""
         unused = {} if self.replies is None else self.replies.unused()
         return peer_views(self.members(), network.links(), self._context.trust, unused)
 
-    def hosted(self) -> dict[str, Any]:
-        """The snapshot's fields about blocks and sessions."""
+    def hosted(self) -> HostedView:
+        """Return the hosted blocks for the snapshot; without hosting, `sessions` counts this node's own replies."""
         if self.block_host is not None:
-            return self.block_host.facts()
-        return {"sessions": 0 if self.replies is None else self.replies.active}
+            return self.block_host.view()
+        return HostedView(sessions=0 if self.replies is None else self.replies.active)
 
-    # --- its course --------------------------------------------------------------------------------------------------
+    # --- joining and leaving ------------------------------------------------------------------------------------------
 
     async def run(self, network: Libp2pNetwork, service: QueryService) -> None:
-        """Enter the swarm and take part until cancelled; `service` then answers strangers who ask for it."""
-        for peer, addresses in self._observer.items():
+        """Join the swarm and take part until cancelled; meanwhile `service` answers other peers' queries about it."""
+        for peer, addresses in self._named_peers.items():
             network.learn(peer, addresses)
             for address in addresses:
                 network.seek(address)
         self.steps.begin("peers")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._weigh_refusals, network)
-            record, manifest, peers = await self._enter(network)
+            nursery.start_soon(self._fail_on_wrong_secret, network)
+            record, manifest, peers = await self._find(network)
             nursery.cancel_scope.cancel()
         service.keep(manifest)
         try:
-            await self._take_part(network, service, (record, manifest), peers)
+            await self._take_part(network, service, record, manifest, peers)
         finally:
             service.take_part(None)
 
     async def leave(self) -> None:
-        """Let sessions move on, half a minute at most, then say goodbye, two seconds at most."""
+        """Let sessions move to other members (30 s at most), then announce the departure (2 s at most)."""
         if self.hosting_loop is not None:
             await self.hosting_loop.leave()
         if self.membership is not None:
             await self.membership.leave()
 
     def refused(self, error: WrongSecret) -> None:
-        """A peer that this node dialled holds another secret; it matters if it was to lead into this swarm."""
-        self._refusals.hear(error)
+        """Record that a dialled peer has another secret; it counts only for peers named in the invite or settings."""
+        self._secret_check.hear(error)
 
     def watch_routes(self) -> None:
-        """Probe most closely those whom this node's routes depend on."""
+        """Have the failure detector probe the members on this node's routes most often."""
         if self.membership is None:
             return
         sessions = () if self.replies is None else self.replies.stats().sessions
@@ -129,27 +130,30 @@ class ActiveSwarm:
         self.membership.set_neighbours(route_neighbours(hosted, hops, announcements))
 
     def announce_name(self, name: str) -> None:
-        """Tell the members what this node is called now."""
+        """Announce this node's new name to the members."""
         if self.membership is not None:
             self.membership.announce(name=name)
 
-    async def _weigh_refusals(self, network: Network) -> None:
-        self.failure = refusal = await self._refusals.conclusive(network)
-        self.say("joining", reason_of(refusal))
+    async def _fail_on_wrong_secret(self, network: Network) -> None:
+        self.failure = error = await self._secret_check.conclusive(network)
+        self.say("joining", reason_of(error))
         self.settled.set()
 
-    async def _enter(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
-        """The swarm's record and its model's manifest, from this machine or from members; and whom to ask first."""
+    async def _find(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
+        """Return the swarm's record, the model's manifest and the peers to join through.
+
+        Record and manifest are read from disk, else asked from peers every `LOOK_AGAIN_S` until both are there.
+        """
         store, model_hash = self._context.manifests, self.swarm.model_hash
         record = record_of(self.swarm)
         manifest = await trio.to_thread.run_sync(store.load, model_hash)
         self.source_name = await trio.to_thread.run_sync(self._source)
-        peers = tuple(self._observer)
+        peers = tuple(self._named_peers)
         wanted = SwarmName(self.swarm.name, model_hash)
         while record is None or manifest is None:
             try:
-                found = await resolve_swarm(network, wanted, via=self._observer, secret=self.swarm.secret)
-                record, peers = record or found.record, (*found.peers, *self._observer)
+                found = await resolve_swarm(network, wanted, via=self._named_peers, secret=self.swarm.secret)
+                record, peers = record or found.record, (*found.peers, *self._named_peers)
                 if manifest is None:
                     self.steps.done("peers")
                     self.steps.begin("manifest")
@@ -157,7 +161,7 @@ class ActiveSwarm:
                     await trio.to_thread.run_sync(store.save, manifest)
             except (UnknownSwarm, P2PError) as error:
                 log.info("%s: %s", self.swarm, error)
-                why = because("looking", str(error), *self._observer)
+                why = because("looking", str(error), *self._named_peers)
                 if self.failure is None and why != self.why:
                     self.say("joining", why)
                 await trio.sleep(LOOK_AGAIN_S)
@@ -170,48 +174,50 @@ class ActiveSwarm:
         self,
         network: Network,
         service: QueryService,
-        what: tuple[SwarmRecord, Manifest],
+        record: SwarmRecord,
+        manifest: Manifest,
         peers: tuple[str, ...],
     ) -> None:
-        around, (record, manifest) = self._context, what
-        setup = MembershipSetup(secret=self.swarm.secret, sequence=around.sequence)
-        membership = Membership(network, around.identity, record, manifest.config.n_blocks, setup)
-        settings = around.config().settings
-        # Whoever is about to choose a place says so: newcomers choose one after the other.
+        context = self._context
+        setup = MembershipSetup(secret=self.swarm.secret, sequence=context.sequence)
+        membership = Membership(network, context.identity, record, manifest.config.n_blocks, setup)
+        settings = context.config().settings
+        # `joining` tells other newcomers that this node will choose blocks too, so that they choose in turn
+        # (`app.hosting.placement`).
         state = "client" if settings.max_vram == 0 else "joining"
-        membership.announce(state=state, name=settings.name, app_version=around.app_version)
+        membership.announce(state=state, name=settings.name, app_version=context.app_version)
         membership.join_via(peers)
         membership.subscribe(self._on_change)
-        await around.remember(self.swarm)
+        await context.remember(self.swarm)
         async with trio.open_nursery() as nursery:
             await nursery.start(membership.run)
             service.take_part(membership)
             self.manifest, self.membership, self.joined = manifest, membership, True
-            self.weights = ModelWeights(network, membership, manifest, around.manifests.cache, self._room)
+            self.weights = ModelWeights(network, membership, manifest, context.manifests.cache, self._disk_room)
             await nursery.start(self.weights.run)
             self.replies = ReplyService(
                 network,
                 membership,
                 partial(obtain_ends, self.weights, self.steps),
                 partial(fetching_text, self.weights, ENDS),
-                self._attend_self,
-                preferences=self._wishes,
-                book=around.trust,
+                self._serve_self,
+                preferences=self._privacy,
+                book=context.trust,
             )
             await nursery.start(self.replies.run)
-            self.hosting_loop = HostingLoop(network, membership, self.weights, around, self)
+            self.hosting_loop = HostingLoop(network, membership, self.weights, context, self)
             await self.hosting_loop.run()
 
-    async def _attend_self(self, stream: FrameStream) -> None:
-        """This node's own questions to its own blocks."""
+    async def _serve_self(self, stream: FrameStream) -> None:
+        """Serve a session that this node's own reply opens to its own blocks."""
         if self.block_host is not None:
             await self.block_host.server.attend(stream)
 
-    def _wishes(self) -> PrivacyPreferences:
+    def _privacy(self) -> PrivacyPreferences:
         settings = self._context.config().settings
         return PrivacyPreferences(settings.private_blocks, frozenset(settings.trusted))
 
-    def _room(self) -> DiskRoom:
+    def _disk_room(self) -> DiskRoom:
         settings = self._context.config().settings
         return DiskRoom(settings.cache_limit, settings.disk_floor or 0)
 
@@ -219,17 +225,17 @@ class ActiveSwarm:
         return self._context.manifests.source(self.swarm.model_hash)
 
     def _on_change(self, change: Change) -> None:
-        if words := in_words(change):
-            self._context.note("peer", words)
+        if text := in_words(change):
+            self._context.note("peer", text)
         else:
             self._context.changed()
 
     def settle(self, state: State, why: Reason) -> None:
-        """This is as far as it comes for now."""
+        """Set the state and reason, and set `settled`: joining has an outcome."""
         self.say(state, why)
         self.settled.set()
 
     def say(self, state: State, why: Reason) -> None:
-        """How it stands, and why."""
+        """Set the state and its reason, and record the event."""
         self.state, self.why = state, why
         self._context.note("state", f"{state}: {why.text}")

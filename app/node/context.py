@@ -1,4 +1,4 @@
-"""What a node's time in a swarm needs of the node."""
+"""The parts of a node that its network owner, active swarm, hosting loop and upkeep share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.api.supervisor import ApiHealth
 from app.config.file import Config
+from app.config.home import Home
 from app.courtesy.pause import PauseControl
 from app.routing.trust import TrustBook
 from app.swarm.saved import SavedSwarm, SavedSwarms
@@ -17,17 +18,19 @@ from p2p.identity import Identity
 
 @dataclass(frozen=True)
 class NodeContext:
-    """The node around a stay."""
+    """Identity, settings, storage, trust, pause and event log of one node; built once by `app.node.node`."""
 
     identity: Identity
-    manifests: ManifestStore
+    home: Home
+    manifests: ManifestStore  # in the cache folder
     sequence: Sequence
-    config: Callable[[], Config]
+    config: Callable[[], Config]  # the settings in force
+    reload: Callable[[], Awaitable[None]]  # read the configuration file again
     known: Callable[[], SavedSwarms]
     app_version: str
-    changed: Callable[[], None]  # something that can be seen has changed
-    note: Callable[[str, str], None]  # (kind, text): something happened
-    remember: Callable[[SavedSwarm], Awaitable[None]]
+    changed: Callable[[], None]  # call it after a change of visible state
+    note: Callable[[str, str], None]  # (kind, text): record an event for the user
+    remember: Callable[[SavedSwarm], Awaitable[None]]  # save a swarm in the home folder
     pause_control: PauseControl
     api: ApiHealth
     trust: TrustBook

@@ -1,6 +1,6 @@
-"""Hosting in one swarm for as long as nothing says otherwise: pauses, tests of itself, and coming back.
+"""Hosting in one swarm: runs a block host, stops it while paused, and restarts it if its blocks fail the self-test.
 
-What to host, and loading it, is for `app.hosting.block_host`; whether the node shall rest is for `app.courtesy.pause`.
+`app.hosting.block_host` chooses, loads and serves the blocks; `app.courtesy.pause` knows when the node is paused.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from app.weights.extents import WeightsError
 from app.weights.model_weights import ModelWeights
 from engine.errors import EngineError
 
-# A newcomer looks around for so long before it takes a place: it may be alone.
-COMPANY_S = 2.0
+FIRST_RETRY_S = 30.0  # after hosting failed: a full disk or card may have room again
+LONGEST_RETRY_S = 600.0
+MEET_MEMBERS_S = 2.0  # wait at most this long for other members before choosing blocks: this node may be alone
 
 log = logging.getLogger("shoal.node")
 
 
 class HostingObserver(Protocol):
-    """Who is told how hosting goes."""
+    """Receives the state changes of hosting."""
 
     @property
     def state(self) -> State: ...
@@ -43,48 +44,51 @@ class HostingObserver(Protocol):
     @property
     def steps(self) -> StartupSteps: ...
     def say(self, state: State, why: Reason) -> None:
-        """The state has changed."""
+        """Set the state and its reason."""
 
     def settle(self, state: State, why: Reason) -> None:
-        """The same, and this is as far as it comes for now."""
+        """Set the state, which is a first outcome of joining: `shoal join` answers with it."""
 
 
 class HostingLoop:
-    """One node's hosting in one swarm; `run` until cancelled."""
+    """Hosts blocks in one swarm, except while paused; `run` until cancelled."""
 
     def __init__(
         self,
         network: Network,
         membership: Membership,
         weights: ModelWeights,
-        around: NodeContext,
-        told: HostingObserver,
+        context: NodeContext,
+        observer: HostingObserver,
     ) -> None:
         self._network, self._membership, self._weights = network, membership, weights
-        self._context, self._observer = around, told
+        self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
 
     async def run(self) -> None:
-        """Host, rest while the node is paused, and host again."""
+        """Alternate between hosting and being paused; also restarts hosting after a failed self-test."""
         while True:
             await self._host_until_paused()
-            await self._rest()
+            await self._stay_paused()
 
     async def leave(self) -> None:
-        """Let sessions move on, half a minute at most."""
+        """Let sessions move to other members, for 30 s at most."""
         if self.block_host is not None:
             self._observer.say("draining", because("leaving", "sessions move to other members"))
             await self.block_host.retire()
 
     async def _host_until_paused(self) -> None:
-        """Host as long as nothing says otherwise; then let the sessions move on and give the memory back."""
+        """Host until the node is paused, then drain the sessions and free the memory; returns at once if paused.
+
+        Also returns after a failed self-test, with the blocks unloaded.
+        """
         pause_control = self._context.pause_control
         if pause_control.current is not None:
             return
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._host)
-            nursery.start_soon(self._try_blocks, nursery.cancel_scope)
-            nursery.start_soon(self._heed_api)
+            nursery.start_soon(self._test_blocks, nursery.cancel_scope)
+            nursery.start_soon(self._withdraw_without_api)
             while pause_control.current is None:
                 await pause_control.wait_change()
             if self.block_host is not None:
@@ -92,8 +96,8 @@ class HostingLoop:
             nursery.cancel_scope.cancel()
         self.block_host = None
 
-    async def _try_blocks(self, hosts: trio.CancelScope) -> None:
-        """Send a token through its own blocks now and then; where that fails, withdraw, say why, and host anew."""
+    async def _test_blocks(self, hosting: trio.CancelScope) -> None:
+        """Send a token through the own blocks every `self_check.EVERY_S`; if it fails, unload them and end hosting."""
         while True:
             await trio.sleep(self_check.EVERY_S)
             block_host = self.block_host
@@ -102,15 +106,15 @@ class HostingLoop:
                 continue
             trouble = await self_check.span_trouble(self._network, block_host.server.attend, runner)
             if trouble is not None and self._observer.state == "serving" and block_host.runner is runner:
-                log.error("%s; hosting starts anew", trouble.text)
+                log.error("%s; restarting hosting", trouble.text)
                 self._membership.announce(state="loading", span=None)
                 self._observer.say("loading", trouble)
                 await block_host.unload()
-                hosts.cancel()
+                hosting.cancel()
                 return
 
-    async def _heed_api(self) -> None:
-        """Offer nothing while the node's API does not answer: whoever owns this node could not command it."""
+    async def _withdraw_without_api(self) -> None:
+        """Take no new sessions while the node's API does not answer: the owner could not pause or stop the node."""
         api = self._context.api
         while True:
             while api.trouble is None:
@@ -128,56 +132,75 @@ class HostingLoop:
 
     async def _retire(self, block_host: BlockHost) -> None:
         pause = self._context.pause_control.current
-        assert pause is not None, "who retires is paused"
+        assert pause is not None, "only a pause retires the block host"
         self._observer.say("draining", pause.why)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._until_called_off, pause, nursery.cancel_scope)
+            nursery.start_soon(self._cancel_when_changed, pause, nursery.cancel_scope)
             await block_host.retire(math.inf if pause.patient else DRAIN_S)
             nursery.cancel_scope.cancel()
         await block_host.unload()
 
-    async def _until_called_off(self, pause: Pause, scope: trio.CancelScope) -> None:
-        """Sessions are not waited for once the pause is over, or a quicker one than a patient one is wanted."""
+    async def _cancel_when_changed(self, pause: Pause, draining: trio.CancelScope) -> None:
+        """Stop waiting for sessions once the pause is over or is replaced by one with another patience."""
         pause_control = self._context.pause_control
         while pause_control.current is not None and pause_control.current.patient == pause.patient:
             await pause_control.wait_change()
-        scope.cancel()
+        draining.cancel()
 
-    async def _rest(self) -> None:
-        """Be a member that hosts nothing, as long as the node is paused."""
+    async def _stay_paused(self) -> None:
+        """Announce the state `paused` until the pause ends."""
         pause_control = self._context.pause_control
         while (pause := pause_control.current) is not None:
             self._membership.announce(state="paused", span=None)
-            self._take_no_part("paused", pause.why)
+            self._settle_without_hosting("paused", pause.why)
             await pause_control.wait_change()
 
     async def _host(self) -> None:
-        """Host blocks until cancelled; a node that cannot, or shall not, stays as a client and says why."""
-        settings = self._context.config().settings
-        if settings.max_vram == 0:
-            self._take_no_part("client", LIMIT_ZERO)
-            return
-        blocks = None if settings.blocks is None else Span.parse(settings.blocks)
-        wish = HostingOptions(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
-        try:
-            self._observer.say("joining", because("looking_around", "looking at what the others host"))
-            async with trio.open_nursery() as nursery:
-                # Torch takes seconds to load, which go by while the members are met.
-                nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
-                with trio.move_on_after(0 if blocks is not None else COMPANY_S):
-                    await self._membership.joined()
-            told = self._observer
-            self.block_host = BlockHost(self._network, self._membership, self._weights, wish, told.settle, told.steps)
-            await self.block_host.run()
-        except (CannotHost, EngineError, WeightsError) as error:
-            log.warning("this node hosts nothing: %s", error)
+        """Host blocks until cancelled; if that fails, be a client, report the reason, and try again after a pause."""
+        retry_s = FIRST_RETRY_S
+        while True:
+            error: Exception | None = None
+            try:
+                await self._host_once()
+            except* (CannotHost, EngineError, WeightsError) as group:
+                error = _first_leaf(group)
+            if error is None:
+                return
+            log.warning("this node hosts nothing: %s; trying again in %.0f s", error, retry_s)
             self.block_host = None
             self._membership.announce(state="client", span=None)
             self._observer.steps.failed(str(error))
             self._observer.settle("client", because("cannot_host", f"this node hosts nothing: {error}"))
+            await trio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    def _take_no_part(self, state: State, why: Reason) -> None:
-        """This node hosts nothing, and the others know it."""
+    async def _host_once(self) -> None:
+        """Host until cancelled; returns at once if the user wants no hosting. Errors may come in an exception group."""
+        settings = self._context.config().settings
+        if settings.max_vram == 0:
+            self._settle_without_hosting("client", LIMIT_ZERO)
+            return
+        blocks = None if settings.blocks is None else Span.parse(settings.blocks)
+        options = HostingOptions(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
+        self._observer.say("joining", because("looking_around", "looking at which blocks other members host"))
+        async with trio.open_nursery() as nursery:
+            # Importing torch takes seconds: do it while waiting for members.
+            nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
+            with trio.move_on_after(0 if blocks is not None else MEET_MEMBERS_S):
+                await self._membership.joined()
+        self.block_host = BlockHost(
+            self._network, self._membership, self._weights, options, self._observer.settle, self._observer.steps
+        )
+        await self.block_host.run()
+
+    def _settle_without_hosting(self, state: State, why: Reason) -> None:
+        """Drop the startup steps of hosting and settle in `state`."""
         self._observer.steps.leave_out_hosting()
         self._observer.steps.done("announce")
         self._observer.settle(state, why)
+
+
+def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:
+    """Return the first plain error of a group."""
+    first = group.exceptions[0]
+    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

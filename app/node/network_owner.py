@@ -1,7 +1,7 @@
-"""Where a node is: one task owns its network, and the swarm that it is in.
+"""Opens and closes the libp2p network, and runs the active swarm on it.
 
-A private swarm's secret gates every handshake, so that going to a swarm with another secret means another network, on
-the same ports. Whoever wants to go elsewhere says so with `switch_to`; the owner leaves in order and goes there.
+A private swarm's secret is part of every handshake, so a swarm with another secret needs another network, on the same
+ports. `switch_to` names the next swarm; the task in `run` leaves the old one cleanly before it joins the new one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from app.config.home import Home
 from app.joining.network_setup import apply_live, network_config
 from app.membership import QueryService, value_check
 from app.node.active_swarm import ActiveSwarm
@@ -30,41 +29,41 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 RefusalListener = Callable[[WrongSecret], None]
-KNOCKS_APART_S = 30.0  # strangers could fill the log otherwise
+KNOCKS_APART_S = 30.0  # between two notes of rejected peers, so that strangers cannot fill the log
 
 
 class NetworkOwner:
-    """The node's network and its stay in a swarm; `run` ends after `close`."""
+    """The node's network and active swarm; `run` ends after `close`."""
 
-    def __init__(self, home: Home, around: NodeContext) -> None:
-        self._home, self._context = home, around
+    def __init__(self, context: NodeContext) -> None:
+        self._context = context
         self.network: Libp2pNetwork | None = None
         self.active_swarm: ActiveSwarm | None = None
         self._secret: bytes | None = None
-        self._bound: tuple[str, ...] = ()
-        self._moved = trio.Event()
-        self._leaving = False
+        self._bound: tuple[str, ...] = ()  # addresses of the last network, to listen there again
+        self._switched = trio.Event()
+        self._closing = False
         self._refusal_listeners: list[RefusalListener] = []
-        self._told_of_knock_at = 0.0
+        self._next_knock_note_at = 0.0
 
     def switch_to(self, swarm: SavedSwarm | None) -> ActiveSwarm | None:
-        """Leave where this node is, and go to `swarm`, or nowhere; returns at once."""
+        """Have `run` leave the active swarm and join `swarm`, or none; returns at once."""
         self.active_swarm = None if swarm is None else ActiveSwarm(swarm, self._context)
-        self._moved.set()
+        self._switched.set()
         self._context.changed()
         return self.active_swarm
 
     def close(self) -> None:
-        """Leave the swarm and the network."""
-        self._leaving = True
-        self._moved.set()
+        """Have `run` leave the swarm, close the network and end; returns at once."""
+        self._closing = True
+        self._switched.set()
 
     def public_network(self) -> Libp2pNetwork | None:
-        """The network, if strangers can be spoken with on it."""
+        """Return the network if it is open and not that of a private swarm."""
         return self.network if self._secret is None else None
 
     def listen_addrs(self) -> tuple[str, ...]:
-        """Where this node can be dialled on its own network, whatever it tells others."""
+        """Return the addresses where this node listens, also those that it does not advertise."""
         if self.network is None:
             return ()
         bound = [address.of(self.network.peer_id) for address in self.network.host.listening]
@@ -72,7 +71,7 @@ class NetworkOwner:
 
     @contextmanager
     def refusals_to(self, listener: RefusalListener) -> Iterator[None]:
-        """Tell `listener` too of each peer that this node dialled and that holds another secret."""
+        """Within the context, also call `listener` for each dialled peer that has another secret."""
         self._refusal_listeners.append(listener)
         try:
             yield
@@ -80,26 +79,29 @@ class NetworkOwner:
             self._refusal_listeners.remove(listener)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Own one network after another; reports started once the first one listens."""
-        while not self._leaving:
+        """Run one network after another until `close`; reports started once the first one listens.
+
+        Raises `PortTaken` (in a group) if the first port, or one from the settings, is taken.
+        """
+        while not self._closing:
             try:
-                await self._own_network(task_status)
+                await self._run_network(task_status)
             except* PortTaken:
                 if not self._bound or self._context.config().explicit("listen"):
                     raise
-                self._bound = ()  # somebody took the port between two networks: any other will do
+                self._bound = ()  # another program took the port between two networks: use any
             task_status = trio.TASK_STATUS_IGNORED
 
-    async def _own_network(self, task_status: TaskStatus[None]) -> None:
+    async def _run_network(self, task_status: TaskStatus[None]) -> None:
         swarm = self.active_swarm.swarm if self.active_swarm is not None else None
         self._secret = swarm.secret if swarm is not None else None
         network = Libp2pNetwork(
             self._context.identity,
-            network_config(self._home, self._context.config(), swarm, self._bound),
+            network_config(self._context.home, self._context.config(), swarm, self._bound),
             is_valid_value=value_check(self._secret),
             on_handshake_failure=self._on_handshake_failure,
         )
-        service = self._service(network)
+        service = self._query_service(network)
         async with network.running():
             await apply_live(network, self._context.config())
             self._bound = tuple(str(address) for address in network.host.listening)
@@ -107,30 +109,30 @@ class NetworkOwner:
             self._context.changed()
             task_status.started()
             try:
-                await self._dwell_on(network, service)
+                await self._run_swarms(network, service)
             finally:
                 self.network = None
 
-    async def _dwell_on(self, network: Libp2pNetwork, service: QueryService) -> None:
-        """Be in one swarm after another, as long as this network can speak with their members."""
-        while not self._leaving:
+    async def _run_swarms(self, network: Libp2pNetwork, service: QueryService) -> None:
+        """Run one swarm after another until `close`, or until the next one has another secret."""
+        while not self._closing:
             active_swarm = self.active_swarm
             if (active_swarm.swarm.secret if active_swarm is not None else None) != self._secret:
                 return
-            self._moved = moved = trio.Event()
+            self._switched = switched = trio.Event()
             if active_swarm is None:
-                await moved.wait()
+                await switched.wait()
                 continue
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(
-                    supervise, f"the stay in {active_swarm.swarm}", partial(active_swarm.run, network, service)
+                    supervise, f"membership in {active_swarm.swarm}", partial(active_swarm.run, network, service)
                 )
-                await moved.wait()
+                await switched.wait()
                 await active_swarm.leave()
                 nursery.cancel_scope.cancel()
 
-    def _service(self, network: Libp2pNetwork) -> QueryService:
-        """Answers for the remembered swarms too: on a public network, for those that are public."""
+    def _query_service(self, network: Libp2pNetwork) -> QueryService:
+        """Build the service that answers queries about this swarm and remembered ones with the same secret."""
         service = QueryService(network, self._context.manifests, gated=self._secret is not None)
         for swarm in self._context.known().swarms:
             record = record_of(swarm)
@@ -139,10 +141,11 @@ class NetworkOwner:
         return service
 
     def _on_handshake_failure(self, error: HandshakeError) -> None:
-        knocks = isinstance(error, WrongSecret) and error.peer is None and self._secret is not None
-        if knocks and trio.current_time() >= self._told_of_knock_at:
-            self._told_of_knock_at = trio.current_time() + KNOCKS_APART_S
-            self._context.note("knock", "somebody was turned away who has another secret: give them a new invite")
+        knocked = isinstance(error, WrongSecret) and error.peer is None and self._secret is not None
+        if knocked and trio.current_time() >= self._next_knock_note_at:
+            self._next_knock_note_at = trio.current_time() + KNOCKS_APART_S
+            text = "rejected a peer with another swarm secret; if you know its owner, send a new invite"
+            self._context.note("knock", text)
         if isinstance(error, WrongSecret) and error.peer is not None:
             if self.active_swarm is not None:
                 self.active_swarm.refused(error)

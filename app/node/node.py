@@ -1,7 +1,7 @@
-"""A running node: puts home, identity, network, swarm and API together, and does what the API asks.
+"""The composition root of a node: builds its parts, starts and stops them, and implements the API's `Control`.
 
-How it hangs on the network and takes part in a swarm is in `app.node.network_owner` and `app.node.active_swarm`; here
-it is decided which swarm that is, what is remembered of it, and how the node comes and goes.
+`app.node.network_owner` runs the network and the active swarm, `app.node.swarms` switches between swarms,
+`app.node.upkeep` applies courtesy rules and counts, `app.node.views` derives the figures of the snapshot.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from app.config.settings import Value
 from app.core.errors import AppError
 from app.core.reasons import Reason, because
 from app.courtesy.pause import PauseControl
+from app.hosting.block_host import HostedView
 from app.joining.nearby import NearbySwarms
 from app.joining.network_setup import apply_live, network_view
 from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
 from app.node.swarms import SwarmSwitcher
-from app.node.upkeep import Upkeep, UpkeepContext
+from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
 from app.routing.trust import TrustBook
 from app.snapshot.views import CourtesyView, ProspectsView, Snapshot, State, SwarmView
@@ -53,8 +54,8 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 READY = ("serving", "client", "paused")
-TICK_S = 2.0  # between two looks at figures that change without telling
-NO_SWARM = because("no_swarm", "in no swarm: go to one with `shoal join`, or found one with `shoal create`")
+TICK_S = 2.0  # between two updates of figures that change without an event
+NO_SWARM = because("no_swarm", "in no swarm: join one with `shoal join`, or create one with `shoal create`")
 
 log = logging.getLogger("shoal.node")
 
@@ -70,8 +71,8 @@ class Node:
         self._settings = LiveSettings(home.config_file, config, self._follow, self._note)
         self._identity = load_or_create(home.key_file)
         self._swarms = SwarmSwitcher(home, cache, self.config, self._note, self._say)
-        self._last_said_ms = read_sequence(home)
-        self._sequence = envelope.Sequence(self._last_said_ms)
+        self._last_sequence_ms = read_sequence(home)
+        self._sequence = envelope.Sequence(self._last_sequence_ms)
         self._version = importlib.metadata.version("shoal")
         self._started_at_ms = _now_ms()
         self._api_url = ""
@@ -80,24 +81,23 @@ class Node:
         self.event_log = EventLog()
         self._pause_control = PauseControl(home.pause_file, self.event_log.touch)
         self._api_health = ApiHealth()
-        self._swarms.network_owner = self._network_owner = NetworkOwner(home, self._context())
-        self._upkeep = Upkeep(
-            UpkeepContext(
-                home, cache, self.config, self._network_owner, self._pause_control, self._note, self._settings.reload
-            )
-        )
+        context = self._context()
+        self._swarms.network_owner = self._network_owner = NetworkOwner(context)
+        self._upkeep = Upkeep(context, self._network_owner)
         self._views = NodeViews(self._identity.peer_id)
         self._nearby = NearbySwarms()
         self._stop_asked, self._network_closed = trio.Event(), trio.Event()
-        self._told_addresses: tuple[str, ...] = ()
+        self._written_addresses: tuple[str, ...] = ()
         self._is_reachable = self._was_ready = False
 
     def _context(self) -> NodeContext:
         return NodeContext(
             identity=self._identity,
+            home=self._home,
             manifests=ManifestStore(self._cache),
             sequence=self._sequence,
             config=self.config,
+            reload=self._settings.reload,
             known=lambda: self._swarms.known,
             app_version=self._version,
             changed=self.event_log.touch,
@@ -108,10 +108,10 @@ class Node:
             trust=self._trust,
         )
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- starting and stopping ----------------------------------------------------------------------------------------
 
     async def run(self, target: str | None = None) -> None:
-        """Live until asked to stop; `target` is where to go instead of the swarm that was active last."""
+        """Run until `stop` or a signal; joins the swarm `target`, or the last active one if `target` is None."""
         settings = self.config().settings
         explicit = self.config().explicit("api_port")
         sock = server.open_socket(settings.api_port, explicit=explicit, host=settings.api_host)
@@ -128,9 +128,9 @@ class Node:
                 self._is_reachable = True
                 self._report_ready()
                 for name, part in (
-                    ("the look at figures", self._tick),
-                    ("the end of pauses", self._pause_control.run),
-                    ("the upkeep", self._upkeep.run),
+                    ("the update of figures", self._tick),
+                    ("the pause timer", self._pause_control.run),
+                    ("courtesy and statistics", self._upkeep.run),
                 ):
                     nursery.start_soon(supervise, name, part)
                 nursery.start_soon(self._join_first_swarm, target)
@@ -151,7 +151,7 @@ class Node:
         return build_application(self, api_token(self._home), self._version, everywhere=everywhere)
 
     async def _shut_down(self, api: ApiSupervisor) -> None:
-        """Leave the swarm while the API still tells of it, then end the streams of events, then the API."""
+        """Leave the swarm while the API still reports it, then end the event streams, then the API."""
         self._say("draining", because("leaving", "leaving the swarm"))
         self._network_owner.close()
         await self._network_closed.wait()
@@ -160,13 +160,13 @@ class Node:
         await api.end()
 
     async def _handle_signals(
-        self, everything: trio.CancelScope, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+        self, node_scope: trio.CancelScope, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
         with trio.open_signal_receiver(*stop_signals()) as signals:
             task_status.started()
             async for _ in signals:
                 if self._stop_asked.is_set():
-                    everything.cancel()  # asked twice: at once
+                    node_scope.cancel()  # the second signal: end without draining
                 self.stop()
 
     async def _tick(self) -> None:
@@ -186,9 +186,11 @@ class Node:
             await self.join(target)
         elif self._network_owner.active_swarm is None:
             self._say("idle", NO_SWARM)
-            log.warning("this node is in no swarm: `shoal join NAME|INVITE` goes to one, `shoal create` founds one")
+            log.warning(
+                "this node is in no swarm: join one with `shoal join NAME|INVITE` or create one with `shoal create`"
+            )
 
-    # --- what it says ------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     def _note(self, kind: str, text: str) -> None:
         log.info("%s", text)
@@ -196,7 +198,7 @@ class Node:
         self._report_ready()
 
     def _report_ready(self) -> None:
-        """Once: when it has joined, and whoever is told so can reach it."""
+        """Call `on_ready` once, when the node has joined a swarm and its API answers."""
         active_swarm = self._network_owner.active_swarm
         if active_swarm is not None and active_swarm.state in READY and self._is_reachable and not self._was_ready:
             self._was_ready = True
@@ -207,27 +209,42 @@ class Node:
         self._note("state", f"{state}: {why.text}")
 
     def snapshot(self) -> Snapshot:
-        """The state at this moment."""
+        """Return the node's visible state at this moment."""
         active_swarm, network = self._network_owner.active_swarm, self._network_owner.network
-        speaks = active_swarm is not None and not self._stop_asked.is_set()
-        state, why = (
-            (active_swarm.state, active_swarm.why) if active_swarm is not None and speaks else (self._state, self._why)
-        )
+        if active_swarm is None or self._stop_asked.is_set():
+            state, why = self._state, self._why
+        else:
+            state, why = active_swarm.state, active_swarm.why
         manifest = active_swarm.manifest if active_swarm is not None else None
+        hosted = active_swarm.hosted() if active_swarm is not None else HostedView()
+        work = self._views.work(active_swarm, network)
+        upkeep = self._upkeep.view()
         return Snapshot(
             peer_id=self._identity.peer_id,
             state=state,
             reason=why.text,
             why=why,
-            **self._upkeep.facts(),
+            courtesy=upkeep.courtesy,
+            today=upkeep.today,
+            ever=upkeep.ever,
             api_url=self._api_url,
             name=self.config().settings.name,
             swarm=active_swarm.swarm.name if active_swarm is not None else None,
             manifest=active_swarm.swarm.model_hash if active_swarm is not None else None,
             private=active_swarm is not None and active_swarm.swarm.secret is not None,
             blocks_total=manifest.config.n_blocks if manifest is not None else None,
-            **(active_swarm.hosted() if active_swarm is not None else {}),
-            **self._views.facts(active_swarm, network),
+            start=hosted.start,
+            stop=hosted.stop,
+            device=hosted.device,
+            tokens_per_s=hosted.tokens_per_s,
+            sessions=hosted.sessions,
+            model=work.model,
+            active_sessions=work.active_sessions,
+            route=work.route,
+            flow=work.flow,
+            weights=work.weights,
+            steps=work.steps,
+            hardware=work.hardware,
             listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),
@@ -240,11 +257,9 @@ class Node:
         )
 
     async def prospects(self) -> ProspectsView:
-        """What it could go to, and whether that fits."""
-        from app.joining.offers import (  # needs the engine, which an idle node has not loaded
-            look_around,
-            look_at_machine,
-        )
+        """List the swarms and models that this node could join or start, and how much of each fits here."""
+        # Imported here because it loads the engine, which an idle node does without.
+        from app.joining.offers import look_around, look_at_machine
 
         settings, network = self.config().settings, self._network_owner.public_network()
         device = None if settings.device == "auto" else settings.device
@@ -253,36 +268,42 @@ class Node:
         return await trio.to_thread.run_sync(look_around, machine, self._cache, self._swarms.known.swarms, nearby)
 
     def network_checks(self) -> Sequence[Check]:
-        """The doctor's lines about the network."""
+        """Return the checks of `shoal doctor` that only a running node can make."""
         active_swarm = self._network_owner.active_swarm
-        heard = [member.announcement.sequence for member in active_swarm.members()] if active_swarm is not None else []
-        checks = running_checks(self.snapshot(), now_ms=_now_ms(), last_said_ms=self._last_said_ms, heard_ms=heard)
-        return list(checks)
+        members = active_swarm.members() if active_swarm is not None else ()
+        return list(
+            running_checks(
+                self.snapshot(),
+                now_ms=_now_ms(),
+                last_said_ms=self._last_sequence_ms,
+                heard_ms=[member.announcement.sequence for member in members],
+            )
+        )
 
-    # --- what it is asked to do --------------------------------------------------------------------------------------
+    # --- commands of the API ------------------------------------------------------------------------------------------
 
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
-        """Found a swarm of a model on this machine, and go there."""
+        """Create a swarm for a model on this machine, and join it."""
         return await self._swarms.create(name, model, private=private)
 
     async def join(self, target: str) -> Joining:
-        """Go to the swarm that a name or an invite means."""
+        """Leave the active swarm and join the one that a name or an invite stands for."""
         return await self._swarms.join(target)
 
     async def leave(self, name: str) -> SwarmView:
-        """Forget a swarm, leaving it first where it is the active one."""
+        """Remove a swarm from the remembered ones, leaving it first if it is active."""
         return await self._swarms.leave(name)
 
     async def invite(self, name: str | None) -> Invite:
-        """An invite to a remembered swarm, or to the active one."""
+        """Make an invite to a remembered swarm; None means the active one."""
         return await self._swarms.invite(name)
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The swarm's reply to a conversation."""
+        """Yield the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.replies is None:
-            words = "this node is in no swarm yet: go to one with `shoal join`, or wait until it has joined"
-            raise AppError(words, code="no_swarm")
+            text = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
+            raise AppError(text, code="no_swarm")
         tokens, hops = 0, []
         try:
             async with aclosing(active_swarm.replies.reply(request)) as pieces:
@@ -291,39 +312,39 @@ class Node:
                     hops += [hop["peer"] for hop in piece.get("route", ())]
                     yield piece
         finally:
-            self._upkeep.asked(tokens, hops)
+            self._upkeep.count_reply(tokens, hops)
 
     def config(self) -> Config:
-        """The settings in force."""
+        """Return the settings in force."""
         return self._settings.current
 
     async def set_config(self, name: str, text: str | None) -> Value:
-        """Write one setting to the file, and follow it at once where that can be done."""
+        """Save one setting, and apply it at once if it can change while running; None resets it."""
         return await self._settings.change(name, text)
 
     async def pause(self, for_s: float | None) -> CourtesyView:
-        """Rest by a person's wish, until `resume` or for so long."""
+        """Pause hosting for `for_s` seconds, or until `resume` if None."""
         await self._pause_control.by_hand(for_s)
-        return self._upkeep.view()
+        return self._upkeep.courtesy()
 
     async def drain(self) -> CourtesyView:
-        """Let the sessions finish, however long they take, then rest until `resume`."""
+        """Let sessions finish, however long they take, then pause hosting until `resume`."""
         await self._pause_control.by_hand(None, patient=True)
-        return self._upkeep.view()
+        return self._upkeep.courtesy()
 
     async def resume(self) -> CourtesyView:
-        """Undo a person's pause; a rule that applies still keeps this node paused."""
+        """End the pause by hand; a courtesy rule that applies still keeps this node paused."""
         await self._pause_control.resume()
-        return self._upkeep.view()
+        return self._upkeep.courtesy()
 
     def stop(self) -> None:
-        """Drain and end."""
+        """Begin to leave the swarm and end the node; returns at once."""
         self._stop_asked.set()
 
-    # --- within ------------------------------------------------------------------------------------------------------
+    # --- changes to follow --------------------------------------------------------------------------------------------
 
     async def _follow(self, config: Config) -> None:
-        """Take other settings over, as far as a running node can."""
+        """Apply changed settings to the network, the announced name and the courtesy rules."""
         active_swarm, network = self._network_owner.active_swarm, self._network_owner.network
         if network is not None:
             await apply_live(network, config)
@@ -332,15 +353,15 @@ class Node:
         self._upkeep.settings_changed()
 
     def _write_node_file(self) -> None:
-        """Say where this node is reached, whenever that is news: addresses come and go with the machine's networks."""
+        """Write the node file again if the listening addresses changed, as they do with the machine's networks."""
         addresses = self._network_owner.listen_addrs()
-        if not addresses or addresses == self._told_addresses:
+        if not addresses or addresses == self._written_addresses:
             return
         try:
             write_node_file(self._home, NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, addresses))
-            self._told_addresses = addresses
+            self._written_addresses = addresses
         except OSError as error:
-            log.warning("%s cannot be written, and is tried again: %s", self._home.node_file, error)
+            log.warning("%s cannot be written, trying again soon: %s", self._home.node_file, error)
 
 
 def _now_ms() -> int:

@@ -1,7 +1,7 @@
-"""What goes through this node at the moment: rates from counters that are read now and then. Pure: no clock, no I/O.
+"""Current rates of this node (tokens, bytes, steps per second), derived from readings of counters. No clock, no I/O.
 
-Counters may start anew (a block server is replaced, a link is dialled again): a value below the last one counts from
-zero.
+A counter may restart from zero (a block server is replaced, a link is dialled again): a value below the last one is
+taken as growth from zero.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from app.snapshot.views import FlowView
 
-WINDOW_S = 10.0
+WINDOW_S = 10.0  # rates are averages over this time
 
 
 class Counters(NamedTuple):
-    """Counters of one kind each, as they stand."""
+    """Running totals of the block server and of this node's own replies."""
 
-    served_tokens: int = 0
-    asked_tokens: int = 0
+    served_tokens: int = 0  # computed for other peers
+    asked_tokens: int = 0  # received by this node's user
     steps: int = 0
     urgent_steps: int = 0
     urgent_rows: int = 0
@@ -28,7 +28,7 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True)
 class RateReading:
-    """All counters at one moment."""
+    """All counters at one moment; links and sessions have their own."""
 
     counters: Counters
     links: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # peer -> bytes sent, received
@@ -44,14 +44,14 @@ class _Sums(NamedTuple):
 
 
 class RateMeter:
-    """Rates over the last seconds; told of a reading now and then."""
+    """Rates over the last `WINDOW_S` seconds, from readings passed to `note`."""
 
     def __init__(self) -> None:
         self._seen = RateReading(Counters())
         self._sums: deque[_Sums] = deque()
 
     def note(self, now_s: float, reading: RateReading) -> None:
-        """Take the counters as they stand."""
+        """Add a reading taken at `now_s`, and drop those older than the window."""
         before, last = self._seen, self._sums[-1] if self._sums else _Sums(now_s, Counters(), 0, 0, {})
         values = zip(last.counters, before.counters, reading.counters, strict=True)
         grown = Counters(*(total + _growth(old, new) for total, old, new in values))
@@ -65,7 +65,7 @@ class RateMeter:
             self._sums.popleft()
 
     def view(self, queued: int = 0) -> FlowView:
-        """The rates, and how many sessions wait."""
+        """Return the rates over the window; `queued` sessions are passed through."""
         if len(self._sums) < 2:
             return FlowView(queued=queued)
         first, last = self._sums[0], self._sums[-1]
@@ -82,7 +82,7 @@ class RateMeter:
         )
 
     def session_rate(self, session: str) -> float:
-        """Tokens a second of one session, over as much of the window as it has lived."""
+        """Tokens per second of one session, over the part of the window in which it existed."""
         known = [(sums.at_s, sums.sessions[session]) for sums in self._sums if session in sums.sessions]
         if len(known) < 2:
             return 0.0

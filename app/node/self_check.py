@@ -1,6 +1,6 @@
-"""A node asks itself what it offers others: one token through its own blocks, one call to its own API.
+"""The self-test of hosting: sends one token through this node's own blocks, as an asker would.
 
-It announces itself as serving only while both work. What a failure means is for whoever asked.
+`app.node.hosting_loop` runs it and acts on a failure; `app.api.supervisor` tests the API in the same way.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from app.asker.hop_links import HopLinks
-from app.asker.route_hops import SessionSettings, SessionShape
-from app.asker.route_session import RouteSession
+from app.asker.route_session import HopLinks, RouteSession, SessionSettings, SessionShape
 from app.core.compute import BlockRunner
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
@@ -22,12 +20,12 @@ from app.routing.route import Hop, NoRoute, Route
 from app.session.wire import DTYPES, row_bytes
 
 EVERY_S = 30.0
-PATIENCE_S = 20.0  # a device under full load takes its time
+PATIENCE_S = 20.0  # long, because a fully loaded device is slow
 _DTYPE = "f32"
 
 
 class _OwnBlocks:
-    """Leads to this node's own blocks, once."""
+    """Route guide of the test: always this node's own blocks, and no route after a failure."""
 
     def __init__(self, hop: Hop) -> None:
         self._hop = hop
@@ -52,14 +50,14 @@ class _OwnBlocks:
 async def span_trouble(
     network: Network, attend: Callable[[FrameStream], Awaitable[None]], runner: BlockRunner
 ) -> Reason | None:
-    """Why a token does not get through the hosted blocks, or None; blocks that are merely busy are well."""
+    """Return the reason why a token does not pass the hosted blocks; None if it does, or if they are only busy."""
     own = _OwnBlocks(Hop(network.peer_id, Span(runner.start, runner.stop)))
     row = bytes(row_bytes(DTYPES[_DTYPE], runner.hidden_size))
 
     async def embed(token_ids: Sequence[int]) -> bytes:
         return row * len(token_ids)
 
-    trouble: str | None = f"a token was not through after {PATIENCE_S:.0f} s"
+    trouble: str | None = f"a token did not pass its blocks within {PATIENCE_S:.0f} s"
     async with trio.open_nursery() as nursery:
         links = HopLinks(network, nursery, attend)
         settings = SessionSettings(first_route_s=0.0, new_route_s=0.0, attempts_without_progress=2)

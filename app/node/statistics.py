@@ -1,7 +1,7 @@
-"""What this node gave and got: tokens and bytes, by day and by peer, in a small database in the home folder.
+"""Tokens, bytes and audits that this node contributed and used, by day and by peer, in SQLite in the home folder.
 
-Adding is free of waiting: sums are kept in memory and written now and then by a thread, in one transaction. The
-database may be lost, damaged or unwritable at any time; the node goes on, says so, and keeps what it has not written.
+Sums are added in memory and written by a thread every `WRITE_S`, in one transaction. If the file is lost, damaged or
+unwritable, a warning is logged and unwritten sums stay in memory; the node is not affected.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("shoal.statistics")
 
 K = TypeVar("K")
 
-WRITE_S = 10.0  # between two writes, which is what a power cut may cost
-KEPT_DAYS = 90  # of single peers; a day's sums are kept for good
-KEPT_ROWS = 10_000
-_MAX_PENDING = 2_000  # peers between two writes; what further ones add counts for the day alone
+WRITE_S = 10.0  # between two writes; a power cut loses at most this
+KEPT_DAYS = 90  # of sums by peer; sums by day are kept for ever
+KEPT_ROWS = 10_000  # of sums by peer
+_MAX_PENDING = 2_000  # peers counted singly between two writes; further ones count in the day's sums only
 _VERSION = 1
 _TABLES = """
 CREATE TABLE IF NOT EXISTS days (
@@ -45,13 +45,13 @@ _SUMS = "served, asked, up, down, audits, audits_passed"
 _ADDING = ", ".join(f"{name} = {name} + excluded.{name}" for name in _SUMS.split(", "))
 _ADD_DAY = f"INSERT INTO days (day, {_SUMS}) VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET {_ADDING}"
 _ADD_PEER = f"INSERT INTO peers (day, peer, {_SUMS}) VALUES (?,?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET {_ADDING}"
-# The rows that are over the bound go from the oldest day, and of one day from whom least was exchanged with.
+# Rows beyond the limit are deleted from the oldest day first, and within a day those with the fewest tokens.
 _PRUNE = """DELETE FROM peers WHERE day < ? OR (day, peer) IN (
     SELECT day, peer FROM peers ORDER BY day DESC, served + asked DESC, up + down DESC LIMIT -1 OFFSET ?)"""
 
 
 class LifetimeTotals(NamedTuple):
-    """What was exchanged; bytes as seen from here."""
+    """Sums of tokens, bytes and audits; `up` and `down` are bytes sent and received by this node."""
 
     served: int = 0
     asked: int = 0
@@ -61,72 +61,72 @@ class LifetimeTotals(NamedTuple):
     audits_passed: int = 0
 
     def plus(self, other: LifetimeTotals) -> LifetimeTotals:
-        """Both together."""
+        """Return the sums of both."""
         return LifetimeTotals(*map(int.__add__, self, other))
 
 
 class Statistics:
-    """The node's sums; `run` writes them until cancelled."""
+    """The node's sums; `run` writes them to the file until cancelled."""
 
     def __init__(self, path: Path, today: Callable[[], date] = date.today) -> None:
         self._path, self._today = path, today
         self._database: sqlite3.Connection | None = None
-        self._identity: tuple[int, int] | None = None  # of the file that is open
+        self._identity: tuple[int, int] | None = None  # device and inode of the open file
         self._days: dict[str, LifetimeTotals] = {}  # not yet written
         self._peers: dict[tuple[str, str], LifetimeTotals] = {}
-        self._now, self._ever = LifetimeTotals(), LifetimeTotals()
+        self._sums_today, self._sums_ever = LifetimeTotals(), LifetimeTotals()
         self._served_today: set[str] = set()
         self._served_ever: set[str] = set()
         self._day = today().isoformat()
-        self._was_told = False
+        self._warned = False  # that the file cannot be written
         self._read()
 
     # --- adding -------------------------------------------------------------------------------------------------------
 
     def add_served(self, peer: str, tokens: int) -> None:
-        """This node computed tokens for a peer."""
+        """Count tokens that this node computed for a peer."""
         self._add(LifetimeTotals(served=tokens), [peer])
         for known in (self._served_today, self._served_ever):
             if len(known) < KEPT_ROWS:
                 known.add(peer)
 
     def add_asked(self, tokens: int, hops: Iterable[str] = ()) -> None:
-        """This node's user got tokens, for which each of these peers computed."""
+        """Count tokens that this node's user received; each peer in `hops` took part in computing them."""
         self._add(LifetimeTotals(asked=tokens), hops)
 
     def add_bytes(self, peer: str, up: int, down: int) -> None:
-        """Bytes went to and came from a peer."""
+        """Count bytes sent to and received from a peer."""
         self._add(LifetimeTotals(up=up, down=down), [peer])
 
     def add_audits(self, audits: int, passed: int) -> None:
-        """So many times others' work was checked, and found right."""
+        """Count checks of other peers' work, and how many of them found no error."""
         self._add(LifetimeTotals(audits=audits, audits_passed=passed), [])
 
     def totals(self, *, ever: bool = False) -> GivenView:
-        """What was given and got today, or since this home folder exists."""
-        self._turn_day()
-        sums, peers = (self._ever, self._served_ever) if ever else (self._now, self._served_today)
+        """Return today's sums, or with `ever` those since the file was created."""
+        self._start_day_if_new()
+        sums, peers = (self._sums_ever, self._served_ever) if ever else (self._sums_today, self._served_today)
         return GivenView(sums.served, sums.asked, sums.up, sums.down, len(peers), sums.audits, sums.audits_passed)
 
     def _add(self, sums: LifetimeTotals, peers: Iterable[str]) -> None:
-        self._turn_day()
-        self._now, self._ever = self._now.plus(sums), self._ever.plus(sums)
+        self._start_day_if_new()
+        self._sums_today, self._sums_ever = self._sums_today.plus(sums), self._sums_ever.plus(sums)
         self._days[self._day] = self._days.get(self._day, LifetimeTotals()).plus(sums)
         for peer in peers:
             key = (self._day, peer)
             if key in self._peers or len(self._peers) < _MAX_PENDING:
                 self._peers[key] = self._peers.get(key, LifetimeTotals()).plus(sums)
 
-    def _turn_day(self) -> None:
+    def _start_day_if_new(self) -> None:
         day = self._today().isoformat()
         if day != self._day:
-            self._day, self._now = day, self._days.get(day, LifetimeTotals())
+            self._day, self._sums_today = day, self._days.get(day, LifetimeTotals())
             self._served_today = set()
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Write now and then, and once more at the end."""
+        """Write every `WRITE_S`, and once more on cancellation, for 5 s at most."""
         import trio
 
         try:
@@ -134,14 +134,15 @@ class Statistics:
                 await trio.sleep(WRITE_S)
                 await self._write_in_thread()
         finally:
-            with trio.move_on_after(5) as patience:
-                patience.shield = True
+            with trio.move_on_after(5) as scope:
+                scope.shield = True
                 await self._write_in_thread()
 
     async def _write_in_thread(self) -> None:
-        import trio  # not at the top: whoever only reads the file is spared an event loop
+        import trio  # not at the top: the command line reads the file without trio
 
-        # The loop goes on adding while a thread writes: it writes what it was given, and gives it back if it cannot.
+        # The event loop keeps adding while the thread writes, so the thread gets its own sums; if it fails, they are
+        # merged back.
         days, peers = self._days, self._peers
         self._days, self._peers = {}, {}
         if not await trio.to_thread.run_sync(self._write, days, peers):
@@ -149,7 +150,7 @@ class Statistics:
             self._peers = _merged(peers, self._peers)
 
     def write(self) -> bool:
-        """Write what is pending, here and now; whether it could be."""
+        """Write pending sums in this thread; True if that succeeded."""
         done = self._write(self._days, self._peers)
         if done:
             self._days, self._peers = {}, {}
@@ -162,14 +163,14 @@ class Statistics:
             self._close()
             if not isinstance(error, sqlite3.OperationalError):
                 self._move_aside(error)
-            elif not self._was_told:
-                self._was_told = True
-                log.warning("statistics cannot be written to %s (%s); they are kept until they can", self._path, error)
+            elif not self._warned:
+                self._warned = True
+                log.warning("statistics cannot be written to %s (%s): kept in memory, trying again", self._path, error)
             return False
         except OSError as error:
             log.warning("statistics cannot be written to %s: %s", self._path, error)
             return False
-        self._was_told = False
+        self._warned = False
         return True
 
     def _write_to(
@@ -192,8 +193,8 @@ class Statistics:
         try:
             database = self._open()
             row = f"coalesce(sum({'), 0), coalesce(sum('.join(_SUMS.split(', '))}), 0)"
-            self._ever = LifetimeTotals(*database.execute(f"SELECT {row} FROM days").fetchone())
-            self._now = LifetimeTotals(
+            self._sums_ever = LifetimeTotals(*database.execute(f"SELECT {row} FROM days").fetchone())
+            self._sums_today = LifetimeTotals(
                 *database.execute(f"SELECT {row} FROM days WHERE day = ?", (self._day,)).fetchone()
             )
             served = database.execute("SELECT DISTINCT peer FROM peers WHERE served > 0 LIMIT ?", (KEPT_ROWS,))
@@ -210,20 +211,20 @@ class Statistics:
             log.warning("the statistics in %s cannot be read: %s", self._path, error)
 
     def _open(self) -> sqlite3.Connection:
-        """The open database; a file that was deleted or replaced under it is opened anew."""
+        """Return the open database; opens it again if the file was deleted or replaced. Raises `sqlite3.Error`."""
         if self._database is not None and self._identity == _identity(self._path):
             return self._database
         if self._database is not None:
             self._close()
-            log.warning("%s was removed or replaced while this node ran: what it held is lost", self._path)
+            log.warning("%s was removed or replaced while this node ran: its statistics are lost", self._path)
         if not self._path.exists():
-            with contextlib.suppress(FileExistsError):  # made private before a byte is in it
+            with contextlib.suppress(FileExistsError):  # create it readable by the user only, before it has content
                 os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
         database = sqlite3.connect(self._path, timeout=2.0, isolation_level=None, check_same_thread=False)
         try:
             version = database.execute("PRAGMA user_version").fetchone()[0]
             if version > _VERSION:
-                raise sqlite3.OperationalError(f"it is of version {version}, this Shoal reads {_VERSION}: update Shoal")
+                raise sqlite3.OperationalError(f"it has version {version}, this Shoal reads {_VERSION}: update Shoal")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             database.executescript(_TABLES)
@@ -241,9 +242,11 @@ class Statistics:
         self._database = self._identity = None
 
     def _move_aside(self, error: Exception) -> None:
-        """Begin anew beside a damaged file, which is kept for whoever wants to look into it."""
+        """Rename a damaged file, which is kept for inspection, so that the next write creates a new one."""
         aside = self._path.with_name(f"{self._path.name}.damaged-{time.time_ns() // 10**9}")
-        log.warning("the statistics in %s are damaged (%s): moved to %s, and begun anew", self._path, error, aside.name)
+        log.warning(
+            "statistics in %s are damaged (%s): moved to %s, starting a new file", self._path, error, aside.name
+        )
         try:
             os.replace(self._path, aside)
             for suffix in ("-wal", "-shm"):
@@ -253,12 +256,12 @@ class Statistics:
 
 
 def read_days(path: Path, count: int) -> list[tuple[str, LifetimeTotals]]:
-    """The sums of the last days, newest first, straight from the file."""
+    """Read the sums of the last `count` days from the file, newest first; empty if it cannot be read."""
     return _rows(path, f"SELECT day, {_SUMS} FROM days ORDER BY day DESC LIMIT ?", count)
 
 
 def read_peers(path: Path, count: int) -> list[tuple[str, LifetimeTotals]]:
-    """The sums of those with whom most tokens were exchanged lately, straight from the file."""
+    """Read the sums of the `count` peers with the most tokens in the kept days; empty if it cannot be read."""
     sums = ", ".join(f"sum({name})" for name in _SUMS.split(", "))
     return _rows(
         path,

@@ -1,65 +1,58 @@
-"""What a node does beside its swarm: courtesy to the machine's owner, accounts of what was given and got, and settings
-that a person changed in the file by hand.
+"""Background work of a node besides its swarm: courtesy rules, statistics, and re-reading the edited settings file.
 
-It looks at the node through the few things that it is given; what a pause or a changed setting means is the node's.
+`app.courtesy.watch` evaluates the rules, `app.node.statistics` stores the sums. `app.node.hosting_loop` carries out
+pauses, `app.config.live` changed settings.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from app.asker.reply_service import ReplyService
 from app.asker.stats import AuditCounts
-from app.config.file import Config
-from app.config.home import Home
 from app.core.reasons import Reason
-from app.courtesy.pause import PauseControl
 from app.courtesy.sensors import Sensors, machine_sources
 from app.courtesy.watch import CourtesyWatch
+from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
 from app.node.statistics import Statistics
 from app.serving.block_server import BlockServer
-from app.snapshot.views import CourtesyView
+from app.snapshot.views import CourtesyView, GivenView
 
-LOOK_S = 2.0
+LOOK_S = 2.0  # between two readings of the counters and of the settings file's time
 
 
 @dataclass(frozen=True)
-class UpkeepContext:
-    """What the upkeep needs of its node."""
+class UpkeepView:
+    """The snapshot's fields about courtesy and statistics."""
 
-    home: Home
-    cache: Path
-    config: Callable[[], Config]
-    network_owner: NetworkOwner
-    pause_control: PauseControl
-    note: Callable[[str, str], None]
-    reload: Callable[[], Awaitable[None]]  # the configuration file has changed
+    courtesy: CourtesyView
+    today: GivenView
+    ever: GivenView
 
 
 class Upkeep:
-    """Runs beside the node, which asks it for what can be seen."""
+    """Applies the courtesy rules to the node, and counts what it serves and uses; `run` until cancelled."""
 
-    def __init__(self, household: UpkeepContext) -> None:
-        self._of = household
-        self._statistics = Statistics(household.home.statistics_file)
-        sensors = Sensors(machine_sources(self._device, household.cache))
-        self._watch = CourtesyWatch(self, lambda: household.config().settings, sensors)
+    def __init__(self, context: NodeContext, network_owner: NetworkOwner) -> None:
+        self._context, self._network_owner = context, network_owner
+        self._statistics = Statistics(context.home.statistics_file)
+        sensors = Sensors(machine_sources(self._device, context.manifests.cache))
+        self._watch = CourtesyWatch(self, lambda: context.config().settings, sensors)
         self._seen_server: BlockServer | None = None
         self._seen_served: Mapping[str, int] = {}
-        self._seen_replying: ReplyService | None = None
+        self._seen_replies: ReplyService | None = None
         self._seen_audits = AuditCounts()
         self._seen_bytes: dict[str, tuple[int, int]] = {}
-        self._seen_file = _stamp(household.home.config_file)
+        self._seen_file = _stamp(context.home.config_file)
 
     async def run(self) -> None:
-        """Watch, count and write until cancelled."""
+        """Run the rules and the statistics until cancelled, and count once more at the end."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch.run)
             nursery.start_soon(self._statistics.run)
@@ -67,109 +60,107 @@ class Upkeep:
                 while True:
                     await trio.sleep(LOOK_S)
                     self._count()
-                    await self._look_at_file()
+                    await self._reload_if_changed()
             finally:
                 self._count()
 
-    def facts(self) -> dict[str, Any]:
-        """The snapshot's fields about courtesy and accounts."""
+    def view(self) -> UpkeepView:
+        """Return the pause, the rules and the sums for the snapshot."""
         statistics = self._statistics
-        return {"courtesy": self.view(), "today": statistics.totals(), "ever": statistics.totals(ever=True)}
+        return UpkeepView(self.courtesy(), statistics.totals(), statistics.totals(ever=True))
 
-    def view(self) -> CourtesyView:
-        """Whether this node rests, and how the rules stand."""
+    def courtesy(self) -> CourtesyView:
+        """Return the pause in force and the state of each rule."""
         seen = self._watch.view()
-        return self._of.pause_control.view(seen.rules, seen.next_text)
+        return self._context.pause_control.view(seen.rules, seen.next_text)
 
     def settings_changed(self) -> None:
-        """Follow the settings that are in force now."""
-        self._seen_file = _stamp(self._of.home.config_file)
+        """Evaluate the rules again with the settings now in force."""
+        self._seen_file = _stamp(self._context.home.config_file)
         self._watch.nudge()
 
-    def asked(self, tokens: int, hops: Sequence[str]) -> None:
-        """This node's user got tokens through these peers."""
+    def count_reply(self, tokens: int, hops: Sequence[str]) -> None:
+        """Count tokens that this node's user received through these peers."""
         own = self._peer_id
         self._statistics.add_asked(tokens, [peer for peer in dict.fromkeys(hops) if peer != own])
 
-    # --- what the watch needs of a node -------------------------------------------------------------------------------
+    # --- `app.courtesy.watch.PauseTarget` -----------------------------------------------------------------------------
 
     def pause_by_rule(self, reason: Reason) -> None:
-        """Rest until `resume_by_rule`; a person's pause goes before."""
-        self._of.pause_control.by_rule(reason)
+        """Pause until `resume_by_rule`; a pause by hand overrides it."""
+        self._context.pause_control.by_rule(reason)
 
     def resume_by_rule(self) -> None:
-        """No rule asks for rest any more; what a person paused stays paused."""
-        self._of.pause_control.rule_over()
+        """End the pause by rule; a pause by hand stays in force."""
+        self._context.pause_control.rule_over()
 
     def is_only_holder(self) -> bool:
-        """Whether some block that this node serves is served by nobody else."""
-        active_swarm = self._of.network_owner.active_swarm
-        hosted = {} if active_swarm is None else active_swarm.hosted()
-        if active_swarm is None or hosted.get("start") is None:
+        """True if this node hosts a block that no other present member serves."""
+        active_swarm = self._network_owner.active_swarm
+        span = None if active_swarm is None or active_swarm.block_host is None else active_swarm.block_host.span
+        if active_swarm is None or span is None:
             return False
-        said = [member.announcement for member in active_swarm.members() if member.present]
-        others = [one.span for one in said if one.state == "serving" and one.span is not None]
-        return any(
-            all(block not in other.blocks() for other in others) for block in range(hosted["start"], hosted["stop"])
-        )
+        announced = [member.announcement for member in active_swarm.members() if member.present]
+        others = [one.span for one in announced if one.state == "serving" and one.span is not None]
+        return any(all(block not in other for other in others) for block in span.blocks())
 
     def set_limits(self, upload: int | None, download: int | None) -> None:
-        """Bytes a second at most from now on."""
-        network = self._of.network_owner.network
+        """Limit upload and download to these bytes per second; None: no limit."""
+        network = self._network_owner.network
         if network is not None:
             network.bandwidth.set_limits(upload, download)
 
     def note(self, kind: str, text: str) -> None:
-        """Something happened that a person may want to know."""
-        self._of.note(kind, text)
+        """Record an event for the user."""
+        self._context.note(kind, text)
 
-    # --- within -------------------------------------------------------------------------------------------------------
+    # --- counting -----------------------------------------------------------------------------------------------------
 
     @property
     def _peer_id(self) -> str:
-        network = self._of.network_owner.network
+        network = self._network_owner.network
         return "" if network is None else network.peer_id
 
     def _device(self) -> str | None:
-        """What computes here, once that is chosen."""
-        active_swarm = self._of.network_owner.active_swarm
-        chosen = active_swarm.hosted().get("device") if active_swarm is not None else None
-        wanted = self._of.config().settings.device
-        return chosen or (None if wanted == "auto" else wanted)
+        """Return the id of the device that computes: that of the hosted blocks, else the one in the settings."""
+        active_swarm = self._network_owner.active_swarm
+        chosen = active_swarm.hosted().device if active_swarm is not None else None
+        configured = self._context.config().settings.device
+        return chosen or (None if configured == "auto" else configured)
 
     def _count(self) -> None:
-        active_swarm, network, own = self._of.network_owner.active_swarm, self._of.network_owner.network, self._peer_id
+        active_swarm, network, own = self._network_owner.active_swarm, self._network_owner.network, self._peer_id
         server = None if active_swarm is None or active_swarm.block_host is None else active_swarm.block_host.server
         if server is not self._seen_server:
             self._seen_server, self._seen_served = server, {}
         if server is not None:
             before, self._seen_served = self._seen_served, server.stats.served
             for peer, tokens in self._seen_served.items():
-                if peer != own and tokens > before.get(peer, 0):  # what it computes for itself is given to nobody
+                if peer != own and tokens > before.get(peer, 0):  # own replies are not a contribution
                     self._statistics.add_served(peer, tokens - before.get(peer, 0))
         self._count_audits(None if active_swarm is None else active_swarm.replies)
         seen: dict[str, tuple[int, int]] = {}
         for link in network.links() if network is not None else ():
             up, down = self._seen_bytes.get(link.peer, (0, 0))
             if link.bytes_out < up or link.bytes_in < down:
-                up = down = 0  # another link took the place of the one that was counted
+                up = down = 0  # a new link, which counts from zero
             self._statistics.add_bytes(link.peer, link.bytes_out - up, link.bytes_in - down)
             seen[link.peer] = (link.bytes_out, link.bytes_in)
         self._seen_bytes = seen
 
     def _count_audits(self, replies: ReplyService | None) -> None:
-        before = self._seen_audits if replies is self._seen_replying else AuditCounts()
-        self._seen_replying = replies
+        before = self._seen_audits if replies is self._seen_replies else AuditCounts()
+        self._seen_replies = replies
         self._seen_audits = now = AuditCounts() if replies is None else replies.stats().audits
         passed, failed = now.passed - before.passed, now.failed - before.failed
         if passed or failed:
             self._statistics.add_audits(passed + failed, passed)
 
-    async def _look_at_file(self) -> None:
-        stamp = _stamp(self._of.home.config_file)
+    async def _reload_if_changed(self) -> None:
+        stamp = _stamp(self._context.home.config_file)
         if stamp != self._seen_file:
             self._seen_file = stamp
-            await self._of.reload()
+            await self._context.reload()
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

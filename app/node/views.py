@@ -1,13 +1,13 @@
-"""From a node's parts to what a person can see of their work: sessions, the latest route, rates, the device.
+"""The part of the snapshot about work: sessions, the latest route, rates, weights, startup steps and the device.
 
-Figures are read where they are counted (`app.serving.stats`, `app.asker.stats`, the network's links); a figure that
-nobody measured stays unknown.
+Figures are read where they are counted (`app.serving.stats`, `app.asker.stats`, the network's links); one that was not
+measured is None. `app.node.rates` turns counters into rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import trio
 
@@ -16,14 +16,27 @@ from app.core.network import Network
 from app.node.active_swarm import ActiveSwarm
 from app.node.rates import Counters, RateMeter, RateReading
 from app.serving.stats import ServerStats
-from app.snapshot.views import HopView, RouteView, SessionView
+from app.snapshot.views import DeviceView, FlowView, HopView, RouteView, SessionView, StepView, WeightsView
 from app.weights.manifest_store import model_name
 
-SENSE_S = 10.0  # between two looks at the device's sensors
+SENSE_S = 10.0  # between two readings of the device's sensors
+
+
+@dataclass(frozen=True)
+class WorkView:
+    """The snapshot's fields about work; without an active swarm all but `flow` have their defaults."""
+
+    flow: FlowView
+    model: str = ""
+    active_sessions: tuple[SessionView, ...] = ()
+    route: RouteView | None = None
+    weights: WeightsView | None = None
+    steps: tuple[StepView, ...] = ()
+    hardware: DeviceView | None = None
 
 
 class NodeViews:
-    """What a node does, in numbers; `look` is called now and then."""
+    """Derives the node's work figures; `look` must be called every few seconds."""
 
     def __init__(self, own_peer: str) -> None:
         self._own = own_peer
@@ -31,7 +44,7 @@ class NodeViews:
         self._sense_at = 0.0
 
     async def look(self, active_swarm: ActiveSwarm | None, network: Network | None) -> None:
-        """Read the counters and, less often, the device's sensors."""
+        """Read the counters and, every `SENSE_S`, the device's sensors."""
         links = network.links() if network is not None else ()
         sent = {link.peer: (link.bytes_out, link.bytes_in) for link in links}
         now = trio.current_time()
@@ -40,23 +53,24 @@ class NodeViews:
             self._sense_at = now + SENSE_S
             await active_swarm.block_host.look_at_device()
 
-    def facts(self, active_swarm: ActiveSwarm | None, network: Network | None) -> dict[str, Any]:
-        """The snapshot's fields about work."""
+    def work(self, active_swarm: ActiveSwarm | None, network: Network | None) -> WorkView:
+        """Return the snapshot's fields about work."""
         served, asked = _stats(active_swarm)
+        flow = self._flow.view(served.queued_sessions)
+        if active_swarm is None:
+            return WorkView(flow=flow)
         asking = [self._asking(session) for session in asked.sessions]
         latest = asked.sessions[-1] if asked.sessions else asked.latest
         kinds = {link.peer: link.kind for link in network.links()} if network is not None else {}
-        return {
-            "model": "" if active_swarm is None else model_name(active_swarm.source_name),
-            "active_sessions": (*asking, *self._serving(served)),
-            "route": None if latest is None else route_view(latest, kinds),
-            "flow": self._flow.view(served.queued_sessions),
-            "weights": None if active_swarm is None or active_swarm.weights is None else active_swarm.weights.view(),
-            "steps": () if active_swarm is None else active_swarm.steps.views(),
-            "hardware": None
-            if active_swarm is None or active_swarm.block_host is None
-            else active_swarm.block_host.hardware(),
-        }
+        return WorkView(
+            model=model_name(active_swarm.source_name),
+            active_sessions=(*asking, *self._serving(served)),
+            route=None if latest is None else route_view(latest, kinds),
+            flow=flow,
+            weights=None if active_swarm.weights is None else active_swarm.weights.view(),
+            steps=active_swarm.steps.views(),
+            hardware=None if active_swarm.block_host is None else active_swarm.block_host.hardware(),
+        )
 
     def _asking(self, session: AskedSession) -> SessionView:
         return SessionView(
@@ -89,14 +103,14 @@ class NodeViews:
 
 
 def reading_of(own_peer: str, served: ServerStats, asked: AskerStats, links: dict[str, tuple[int, int]]) -> RateReading:
-    """The counters that rates are made of; what a node computes for itself is served to nobody."""
+    """Collect the counters for the rates; tokens computed for this node itself do not count as served."""
     for_others = sum(tokens for peer, tokens in served.served.items() if peer != own_peer)
     counters = Counters(for_others, asked.asked_tokens, served.steps, served.urgent_steps, served.urgent_rows)
     return RateReading(counters, links, {session.session: session.tokens for session in served.sessions})
 
 
-def route_view(session: AskedSession, kinds: dict[str, Any]) -> RouteView:
-    """Where a usual token's time goes."""
+def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:
+    """Return the session's route with the usual times of a token at each hop; `kinds` maps peers to kinds of link."""
     hops = tuple(
         HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s)
         for hop in session.route

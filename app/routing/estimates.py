@@ -1,9 +1,9 @@
-"""What this node measured or believes of its peers' speed: links between them, time a block, and whom to watch. Pure.
+"""Estimates of peers' speed: link times between peers, and compute time per block. Pure.
 
-Link times come from announcements and from this node's own links. A hop's time a block is learned from whole tokens
-over known routes: nobody but the hop itself can tell its own share, and it may lie; but routes overlap, and each
-token's surplus over what was expected is laid on all hops of its route by their blocks, so that a hop that is slow in
-every company stands out soon.
+Link times come from announcements and from this node's own links. The time per block is learned from whole tokens over
+known routes, because only the hop itself knows its own share and it may lie. Each token's surplus over the expected
+time is spread over all hops of its route in proportion to their blocks; routes overlap, so a hop that is slow on every
+route stands out soon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from app.swarm.records import MAX_RTTS, Announcement, tail
 
 
 def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[Announcement]) -> LinkSeconds:
-    """One-way seconds between two peers; "" is this node, and `rtt_s` what it measured to others."""
+    """Return a function for the one-way seconds between two peers; "" is this node.
+
+    `rtt_s` is what this node measured. Between two other peers the larger of their claims counts, but at least what the
+    triangle inequality allows; a claim of one side alone is at least half the way to the farther peer. Without claims
+    it is the way to the farther peer.
+    """
     claims = {member.peer: dict(member.rtts) for member in members if member.rtts}
     here = ("", own_peer)
 
@@ -31,17 +36,17 @@ def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[An
         if a in here or b in here:
             return away_s(b if a in here else a)
         a_s, b_s = away_s(a), away_s(b)
-        said = [
+        claimed_s = [
             both_ways_s / 2
-            for speaker, other in ((a, b), (b, a))
-            if (both_ways_s := claims.get(speaker, {}).get(tail(other))) is not None
+            for claimant, other in ((a, b), (b, a))
+            if (both_ways_s := claims.get(claimant, {}).get(tail(other))) is not None
         ]
-        if not said:
+        if not claimed_s:
             return max(a_s, b_s)
         least_s = abs(a_s - b_s) if a in rtt_s and b in rtt_s else 0.0
-        if len(said) == 1:
+        if len(claimed_s) == 1:
             least_s = max(least_s, max(a_s, b_s) / 2)
-        return max(*said, least_s)
+        return max(*claimed_s, least_s)
 
     return between_s
 
@@ -49,31 +54,35 @@ def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[An
 def rtts_to_tell(
     links: Iterable[Link], hosted: Span | None, members: Sequence[Announcement]
 ) -> tuple[tuple[str, float], ...]:
-    """The round-trip times that an announcement has room for: first to those whose blocks lie beside one's own."""
+    """Choose up to `MAX_RTTS` round-trip times to announce; peers that host the neighbouring blocks come first."""
     measured_rtt_s = {link.peer: link.rtt_s for link in links if link.rtt_s is not None}
     nearest = dict.fromkeys([*route_neighbours(hosted, (), members), *(member.peer for member in members)])
     chosen = [peer for peer in nearest if peer in measured_rtt_s][:MAX_RTTS]
     return tuple(sorted((tail(peer), measured_rtt_s[peer]) for peer in chosen))
 
 
-_STEP = 0.5  # how far one reply moves the estimates
-_LEAST_S = 1e-6
-_REMEMBERED = 1024
+_STEP = 0.5  # fraction of the surplus that one reply corrects
+_LEAST_S = 1e-6  # lower bound of an estimate
+_REMEMBERED = 1024  # peers
 
 
 class MeasuredSpeeds:
-    """Seconds that one token takes through one block of each peer."""
+    """Measured seconds per token and block of each peer."""
 
     def __init__(self) -> None:
         self._block_s: dict[str, float] = {}
 
     @property
     def block_s(self) -> Mapping[str, float]:
-        """What is known by now."""
+        """Current estimates by peer."""
         return self._block_s
 
     def note(self, route: Route, token_s: float, links_s: float, expected_block_s: Mapping[str, float]) -> None:
-        """A reply's usual token took this long over a route; `expected` stands in for peers not measured yet."""
+        """Correct the estimates of a route's hops by a measured token time (normalised least mean squares).
+
+        `token_s` is a reply's typical seconds per token, `links_s` the part of it on links; `expected_block_s` is the
+        start value for peers that were not measured yet.
+        """
         estimates = {hop.peer: self._block_s.pop(hop.peer, expected_block_s.get(hop.peer, _LEAST_S)) for hop in route}
         computed_s = max(token_s - links_s - HOP_S * len(route), 0.0)
         surplus_s = computed_s - sum(estimates[hop.peer] * len(hop.span) for hop in route)
@@ -81,19 +90,19 @@ class MeasuredSpeeds:
         for hop in route:
             moved_s = estimates[hop.peer] + _STEP * surplus_s * len(hop.span) / squares
             self._block_s[hop.peer] = max(moved_s, _LEAST_S)
-        while len(self._block_s) > _REMEMBERED:  # the least recently used
+        while len(self._block_s) > _REMEMBERED:  # drop the least recently used
             del self._block_s[next(iter(self._block_s))]
 
 
-MOST = 12
+MOST = 12  # peers that `route_neighbours` returns at most
 
 
 def route_neighbours(hosted: Span | None, hops: Iterable[str], members: Iterable[Announcement]) -> list[str]:
-    """The hops of this node's own replies first, then those who serve the blocks just before and behind its own."""
+    """Peers next to this node on routes: first the hops of its own replies, then hosts of the adjacent blocks."""
     chosen = dict.fromkeys(hops)
     if hosted is not None:
-        beside = (hosted.start - 1, hosted.stop)
+        adjacent = (hosted.start - 1, hosted.stop)
         for member in members:
-            if member.serves and member.span is not None and any(block in member.span for block in beside):
+            if member.serves and member.span is not None and any(block in member.span for block in adjacent):
                 chosen.setdefault(member.peer)
     return list(chosen)[:MOST]

@@ -1,4 +1,7 @@
-"""Which ways an asker's sessions take: what it knows of the swarm by itself, and routes that follow from it."""
+"""Plans the routes of an asker's sessions from announcements, measurements, bans and trust.
+
+The search itself is in `app.routing.search`, moving a running session in `app.routing.reroute`.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ Members = Callable[[], Sequence[Announcement]]
 
 @dataclass(frozen=True)
 class PrivacyPreferences:
-    """What the person wants of the ways that replies take."""
+    """The user's limits on which peers may see the blocks that reveal text."""
 
-    private_blocks: int = 0  # so many at either end run here or on trusted peers alone
+    private_blocks: int = 0  # blocks at either end that run only here or on trusted peers
     trusted: frozenset[str] = frozenset()
 
 
 class RoutePlanner:
-    """All that an asker knows of its swarm."""
+    """Routes for one asker; holds what it measured, its bans and its trust book."""
 
     def __init__(
         self,
@@ -48,15 +51,15 @@ class RoutePlanner:
         self.measured = MeasuredSpeeds()
 
     def not_accused(self) -> frozenset[str]:
-        """Peers that are never suspected: this node, and those that the person trusts."""
+        """Peers that are never distrusted: this node and those that the user trusts."""
         return self._preferences().trusted | {self._network.peer_id}
 
     def privacy(self, blocks: int, edge: int | None = None) -> Privacy:
-        """What must stay private; `edge` where a reply wants more than the settings say, and never less."""
+        """Return which blocks must stay private; `edge` of a reply can raise the configured number, not lower it."""
         return Privacy(max(self._preferences().private_blocks, edge or 0), blocks, self.not_accused())
 
     def avoided(self) -> dict[str, Reason]:
-        """Who cannot be used now, and why."""
+        """Return the peers that are banned or distrusted now, with the reasons."""
         scores = {m.peer: self.book.standing(m.peer) for m in self.members()}
         distrusted = {peer: because("distrusted", one.why, peer) for peer, one in scores.items() if not one.trusted}
         return self.bans.active(trio.current_time()) | {
@@ -64,24 +67,27 @@ class RoutePlanner:
         }
 
     def unused(self, blocks: int) -> dict[str, Reason]:
-        """Whom no session of this node goes through now, and why; a token is all that such a session needs room for."""
+        """Return the peers that no new session of this node uses now, with the reasons.
+
+        Counts as full only a peer without room for a single token.
+        """
         request = RouteRequest(Span(0, blocks), 1, privacy=self.privacy(blocks))
-        said = {m.peer: why for m in self.members() if (why := why_unused(m, request)) is not None}
-        return said | self.avoided()
+        by_announcement = {m.peer: why for m in self.members() if (why := why_unused(m, request)) is not None}
+        return by_announcement | self.avoided()
 
     def known(self) -> KnownCosts:
-        """What counts for more than members' words."""
+        """Return measured block times and trust penalties, which override members' claims."""
         not_accused = self.not_accused()
         scores = {m.peer: self.book.standing(m.peer) for m in self.members() if m.peer not in not_accused}
         return KnownCosts(self.measured.block_s, {peer: one.penalty_s for peer, one in scores.items() if one.score < 1})
 
     def link_s(self) -> LinkSeconds:
-        """One-way seconds between two peers, as far as this node can tell; "" is this node."""
+        """Return a function for the estimated one-way seconds between two peers; "" is this node."""
         rtt_s = {link.peer: link.rtt_s for link in self._network.links() if link.rtt_s is not None}
         return link_seconds(self._network.peer_id, rtt_s, self.members())
 
     def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
-        """A usual token of a reply took so long over this route."""
+        """Update the per-peer estimates from a reply's typical seconds per token over this route."""
         link_s, ends = self.link_s(), ["", *(hop.peer for hop in route), ""]
         links_s = sum(link_s(a, b) for a, b in pairwise(ends))
         serving = [m for m in self.members() if m.serves]
@@ -89,32 +95,32 @@ class RoutePlanner:
         self.measured.note(route, token_s, links_s, expected)
 
     def find(self, current: Route, request: RouteRequest, avoid: Sequence[str]) -> Route:
-        """A route to take now, with as much of the current one as can be kept; raises `NoRoute`."""
+        """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons."""
         members, link_s, avoided, known = self.members(), self.link_s(), self.avoided(), self.known()
-        everybody = {*avoid, *avoided}
+        excluded = {*avoid, *avoided}
         try:
             if current:
-                return repair_route(current, members, request, link_s, avoid=everybody, known=known)
-            return find_route(members, request, link_s, avoid=everybody, known=known)
+                return repair_route(current, members, request, link_s, avoid=excluded, known=known)
+            return find_route(members, request, link_s, avoid=excluded, known=known)
         except NoRoute as error:
             raise self._explained(error, members, avoided, request) from None
 
     def better(self, standing: RunningRoute, request: RouteRequest) -> Route | None:
-        """A route for which a session should leave one that works, if there is one."""
+        """Return a route that is worth moving a running session to, or None."""
         self.record_token_time(standing.route, standing.token_s, request)
-        scales = RouteComparison(self.members(), request, self.link_s(), self.known())
+        comparison = RouteComparison(self.members(), request, self.link_s(), self.known())
         try:
-            # The prompt has been read: what remains is one token at a time.
+            # The prompt has been processed, so only single tokens count.
             ahead = replace(request, prompt_tokens=0)
-            new = find_route(scales.members, ahead, scales.link_s, avoid=self.avoided(), known=scales.known)
+            new = find_route(comparison.members, ahead, comparison.link_s, avoid=self.avoided(), known=comparison.known)
         except NoRoute:
             return None
-        return new if is_worth_moving(standing, new, scales) else None
+        return new if is_worth_moving(standing, new, comparison) else None
 
     def _explained(
         self, error: NoRoute, members: Sequence[Announcement], avoided: dict[str, Reason], request: RouteRequest
     ) -> NoRoute:
-        """The same with the reasons why the block's holders are not used."""
+        """Return the error with the reasons why the peers that serve the missing block are not used."""
         block = error.block
         holders = [m.peer for m in members if m.serves and m.span is not None and block in m.span]
         reasons = [f"{p} ({avoided[p].text})" for p in holders if p in avoided and request.privacy.allows(p, block)]
@@ -122,43 +128,43 @@ class RoutePlanner:
             error.peers = tuple(holders)
             return error
         busy = all(self.bans.is_busy(peer) for peer in holders)
-        return NoRoute(block, f" that can be used now: {'; '.join(reasons)}", busy=busy, peers=holders)
+        return NoRoute(block, f": {'; '.join(reasons)}", who="no usable peer", busy=busy, peers=holders)
 
 
 class SessionRoutes:
-    """Routes for one session of an asker."""
+    """Routes for one session of an asker; passes its failures and successes to the planner."""
 
     def __init__(self, planner: RoutePlanner, request: RouteRequest) -> None:
         self._planner, self._request = planner, request
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
-        """A route to take now."""
+        """Find a route, keeping as much of `current` as possible; raises `NoRoute`."""
         return self._planner.find(current, self._request, avoid)
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
-        """A hop could not be used."""
+        """Ban a hop that failed, and note the first report of it in the trust book unless the hop was busy."""
         is_news = self._planner.bans.ban(peer, trio.current_time(), why, brief=busy)
         if is_news and not busy:
             self._planner.book.note(peer, "failed", f"failed: {why.text}")
 
     def worked(self, peer: str) -> None:
-        """A hop did its part."""
+        """Lift a hop's ban."""
         self._planner.bans.forgive(peer)
 
     def better(self, standing: RunningRoute) -> Route | None:
-        """A route for which the session should leave its own, if there is one."""
+        """Return a route that is worth moving the session to, or None."""
         return self._planner.better(standing, self._request)
 
 
 class PinnedRoute(SessionRoutes):
-    """One route and no other."""
+    """One fixed route, for audits; it is never repaired or left."""
 
     def __init__(self, planner: RoutePlanner, request: RouteRequest, route: Route) -> None:
         super().__init__(planner, request)
         self._route = route
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
-        """The route, as long as nothing has gone wrong on it."""
+        """Return the route; raises `NoRoute` after a failure or while one of its hops is banned."""
         usable = not current and not {hop.peer for hop in self._route} & set(
             self._planner.bans.active(trio.current_time())
         )
@@ -167,5 +173,5 @@ class PinnedRoute(SessionRoutes):
         return self._route
 
     def better(self, standing: RunningRoute) -> Route | None:
-        """There is none."""
+        """Return None: the route is fixed."""
         return None

@@ -1,7 +1,7 @@
-"""Whether a session that runs well should go another way: only for a clear gain that pays for the move. Pure.
+"""Decides if a running session should move to another route: only for a clear gain that pays for the move. Pure.
 
-What the current route costs is the lesser of what its tokens take in truth and what is expected of it: a hop that says
-it is busy is so with this very session, perhaps. The tokens still to come are taken to be as many as came so far.
+The current route counts at the lesser of its measured and its expected token time, because a hop that announces itself
+as busy may be busy with this very session. The session is assumed to generate as many tokens again as it has so far.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from app.routing.cost import HOP_S, believed_seconds, wait_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 
-CLEAR_GAIN = 1.3  # so many times as fast must the other route be
-PAYS_TIMES = 2.0  # so many times the seconds of the move must be won
+CLEAR_GAIN = 1.3  # the new route must be this many times as fast
+PAYS_TIMES = 2.0  # the time won must be this many times the seconds of the move
 RECHECK_S = 20.0
 LONGEST_RECHECK_S = 600.0
-_SET_UP_TRIPS = 4  # there and back, until a new hop has its orders
+_SET_UP_TRIPS = 4  # round trips until a new hop is set up
 
 
 @dataclass(frozen=True)
 class RunningRoute:
-    """Where a running session stands: its route, what a token takes there, and the tokens fed so far."""
+    """Route of a running session, its measured seconds per token, and the tokens fed so far."""
 
     route: Route
     token_s: float
@@ -33,7 +33,7 @@ class RunningRoute:
 
 @dataclass(frozen=True)
 class RouteComparison:
-    """All by which a route is judged."""
+    """Inputs for comparing routes: members, request, link times, and measured costs."""
 
     members: Sequence[Announcement]
     request: RouteRequest
@@ -41,7 +41,7 @@ class RouteComparison:
     known: KnownCosts
 
     def token_s(self, route: Route) -> float | None:
-        """Seconds that a token is expected to take; None where a hop does not serve its blocks any more."""
+        """Expected seconds per token; None if a hop no longer serves its blocks."""
         serving = {member.peer: member for member in self.members if member.serves}
         if not all(hop.peer in serving and _covers(serving[hop.peer].span, hop.span) for hop in route):
             return None
@@ -63,34 +63,34 @@ class RouteComparison:
         return reading_s + 2 * _SET_UP_TRIPS * max((self.link_s("", hop.peer) for hop in fresh), default=0.0)
 
 
-def is_worth_moving(standing: RunningRoute, new: Route, scales: RouteComparison) -> bool:
-    """Whether the rest of the session is clearly better off on the new route, the move included."""
-    expected_s, then_s = scales.token_s(standing.route), scales.token_s(new)
-    if new == standing.route or expected_s is None or then_s is None:
+def is_worth_moving(running: RunningRoute, new: Route, comparison: RouteComparison) -> bool:
+    """True if the rest of the session, including the move, is clearly faster on the new route."""
+    expected_s, then_s = comparison.token_s(running.route), comparison.token_s(new)
+    if new == running.route or expected_s is None or then_s is None:
         return False
-    now_s = min(standing.token_s, expected_s)
-    generated = standing.fed - scales.request.prompt_tokens
-    ahead = min(scales.request.tokens - standing.fed, generated)
-    pays = (now_s - then_s) * ahead >= PAYS_TIMES * scales.move_s(standing.route, new, standing.fed)
+    now_s = min(running.token_s, expected_s)
+    generated = running.fed - comparison.request.prompt_tokens
+    ahead = min(comparison.request.tokens - running.fed, generated)
+    pays = (now_s - then_s) * ahead >= PAYS_TIMES * comparison.move_s(running.route, new, running.fed)
     return pays and CLEAR_GAIN * then_s <= now_s
 
 
 class RerouteTimer:
-    """When a session looks for a better route: each move makes the next look come later."""
+    """Times the search for a better route; each move doubles the interval, up to `LONGEST_RECHECK_S`."""
 
     def __init__(self, now: float) -> None:
         self._every_s = RECHECK_S
         self._at = now + RECHECK_S
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time; the next look is then a whole while away."""
+        """True if it is time to search; also schedules the next search."""
         if now < self._at:
             return False
         self._at = now + self._every_s
         return True
 
     def moved(self, now: float) -> None:
-        """The session went another way: it stays there for twice as long as before, at least."""
+        """Double the interval after a move."""
         self._every_s = min(2 * self._every_s, LONGEST_RECHECK_S)
         self._at = now + self._every_s
 
@@ -100,7 +100,7 @@ def _covers(span: Span | None, part: Span) -> bool:
 
 
 def _share(hop: Hop, member: Announcement) -> float:
-    """Seconds that a hop takes to read one token of a prompt."""
+    """Seconds that a hop takes for one token of a prompt."""
     assert member.span is not None
     tokens_per_s = max(member.prefill_tokens_per_s, member.decode_tokens_per_s, 1e-3)
     return len(hop.span) / len(member.span) / tokens_per_s

@@ -1,8 +1,8 @@
-"""How far this node trusts a peer: a number from what was seen of it, and words that say why. Pure; the clock is given.
+"""Trust in peers: a score computed from what this node observed of each, with the reason in words.
 
-What was seen is a list of `TrustEvent`s. Each fades with time, so that a peer that was mended, or wronged, comes back;
-and agreement with others makes up for doubt, but not for a lie. Being slow, busy or gone is never taken for lying. Who
-lied is worked out by `app.asker.audit`; that somebody below `DISTRUSTED` is not used at all is up to `app.asker.asker`.
+Observations are `TrustEvent`s. Each fades with time, so that a peer that was fixed, or wrongly accused, recovers.
+Agreement with other peers makes up for doubts, but not for a lie. Being slow, busy or gone never counts as lying.
+`app.asker.audit` finds out who lied; `app.routing.planner` avoids peers below `DISTRUSTED`.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from app.core.errors import RecordError
 from p2p.platform import write_private
 
 HOUR_S = 3600.0
-DISTRUSTED = 0.2  # below it, a peer is not used
-KEPT = 24  # outcomes of one peer
+DISTRUSTED = 0.2  # a peer with a lower score is not used
+KEPT = 24  # events per peer
 REMEMBERED_PEERS = 1024
 
 Verdict = Literal["agreed", "doubted", "lied", "failed"]
 
-# After so long, an outcome counts half.
+# After this long an event counts half.
 HALF_LIFE_S: dict[Verdict, float] = {
     "agreed": 24 * HOUR_S,
     "doubted": 12 * HOUR_S,
     "lied": 7 * 24 * HOUR_S,
     "failed": 0.25 * HOUR_S,
 }
-# What a whole, fresh outcome leaves of the score; and how low all of its kind together can bring it.
+# The factor of one fresh event of full weight on the score, and the lowest factor of all events of a verdict together.
 LEAVES: dict[Verdict, float] = {"doubted": 0.5, "lied": 0.05, "failed": 0.9}
 FLOOR: dict[Verdict, float] = {"doubted": 0.25, "lied": 0.0, "failed": 0.5}
-FORGIVES = 0.25  # of a doubt, by one agreement
-PENALTY_S = 0.05  # a token, for a peer at half the full score
+FORGIVES = 0.25  # part of a doubt that one agreement cancels
+PENALTY_S = 0.05  # seconds per token for a peer with score 0.5
 
 
 class TrustEvent(NamedTuple):
-    """One thing that was seen of a peer."""
+    """One observation of a peer."""
 
     at_s: float  # wall clock
     verdict: Verdict
-    weight: float = 1.0  # a doubt that others share weighs less
+    weight: float = 1.0  # a doubt that several peers share weighs less
     note: str = ""
 
 
 @dataclass(frozen=True)
 class TrustScore:
-    """Where a peer stands with this node."""
+    """Trust in a peer, and the reason if it is not full."""
 
     score: float = 1.0  # 0 to 1
     why: str = ""
 
     @property
     def trusted(self) -> bool:
-        """Whether it may be used."""
+        """True if the peer may be used."""
         return self.score >= DISTRUSTED
 
     @property
     def penalty_s(self) -> float:
-        """Seconds a token that a route may take longer in order to go without it."""
+        """Seconds per token added to the peer's cost in the route search."""
         return PENALTY_S * (1 / max(self.score, 0.01) - 1)
 
 
 def standing(outcomes: Iterable[TrustEvent], now_s: float) -> TrustScore:
-    """What all that was seen of a peer amounts to."""
+    """Compute a peer's score from its events."""
     sums: dict[Verdict, float] = {"agreed": 0.0, "doubted": 0.0, "lied": 0.0, "failed": 0.0}
     latest: dict[Verdict, TrustEvent] = {}
     for outcome in outcomes:
@@ -86,7 +86,7 @@ def standing(outcomes: Iterable[TrustEvent], now_s: float) -> TrustScore:
 
 
 def added(outcomes: Sequence[TrustEvent], outcome: TrustEvent) -> tuple[TrustEvent, ...]:
-    """With one more outcome, and the least telling of the old ones forgotten where there are too many."""
+    """Return the events with one more; above `KEPT`, the oldest of the least important verdict is dropped."""
     kept = [*outcomes, outcome]
     if len(kept) > KEPT:
         order: tuple[Verdict, ...] = ("failed", "agreed", "doubted", "lied")
@@ -105,47 +105,47 @@ def _ago(age_s: float) -> str:
 log = logging.getLogger("shoal.trust")
 
 VERSION = 1
-_MAX_FILE_BYTES = 16 * 2**20
+_MAX_FILE_BYTES = 16 * 2**20  # of the trust file
 _MAX_NOTE_CHARS = 400
 
 
 class TrustBook:
-    """The outcomes of all peers that were ever used or audited; without a path, for this process alone."""
+    """The events of all peers that were used or audited; kept in a file, or in memory only without a path."""
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
         self._outcomes: dict[str, tuple[TrustEvent, ...]] = {}
-        self._changed = False  # since it was last saved
+        self._changed = False  # since the last save
         if path is not None and path.exists():
             self._load(path)
 
     def note(self, peer: str, verdict: Verdict, note: str, weight: float = 1.0) -> None:
-        """Something was seen of a peer."""
+        """Add an event about a peer, at the present time."""
         outcome = TrustEvent(self._clock(), verdict, weight, note[:_MAX_NOTE_CHARS])
-        # The latest stand last, so that those of whom nothing was seen for longest are forgotten first.
+        # Reinsert the peer at the end: saved files are cut from the front, at the peers unseen for longest.
         self._outcomes[peer] = added(self._outcomes.pop(peer, ()), outcome)
         if len(self._outcomes) > REMEMBERED_PEERS:
-            del self._outcomes[min(self._outcomes, key=self._worth)]
+            del self._outcomes[min(self._outcomes, key=self._drop_order)]
         self._changed = True
 
     def standing(self, peer: str) -> TrustScore:
-        """How far a peer is trusted now."""
+        """Return a peer's score now; a peer without events is fully trusted."""
         outcomes = self._outcomes.get(peer)
         return standing(outcomes, self._clock()) if outcomes else TrustScore()
 
     def agreed(self, peer: str) -> int:
-        """How often a peer was audited and agreed with others."""
+        """Number of remembered audits in which a peer agreed with others."""
         return sum(outcome.verdict == "agreed" for outcome in self._outcomes.get(peer, ()))
 
-    def _worth(self, peer: str) -> tuple[bool, float]:
-        """Who is forgotten first: never a liar before others, else who was seen last longest ago."""
+    def _drop_order(self, peer: str) -> tuple[bool, float]:
+        """Sort key for dropping peers: those that never lied first, then those unseen for longest."""
         outcomes = self._outcomes[peer]
         return any(outcome.verdict == "lied" for outcome in outcomes), outcomes[-1].at_s
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
     def unsaved(self) -> bytes | None:
-        """What is to be written, or None where nothing has changed."""
+        """Return the file's new content, or None if nothing changed; counts as saved from then on."""
         if self._path is None or not self._changed:
             return None
         self._changed = False
@@ -153,12 +153,16 @@ class TrustBook:
         return canonical({"version": VERSION, "peers": peers}) + b"\n"
 
     def write(self, document: bytes) -> None:
-        """Replace the file; a failure is no reason to stop a node."""
-        assert self._path is not None, "only what has a place is saved"
+        """Replace the file; a failure is only logged."""
+        assert self._path is not None, "a book without a path is not saved"
         try:
             write_private(self._path, document)
         except OSError as error:
-            log.warning("%s cannot be written: %s", self._path, error.strerror or error)
+            log.warning(
+                "%s cannot be written, so a restart forgets recent trust events: %s",
+                self._path,
+                error.strerror or error,
+            )
 
     def _load(self, path: Path) -> None:
         try:
@@ -169,7 +173,7 @@ class TrustBook:
                 outcomes = peers.items(peer, KEPT)
                 self._outcomes[peer] = tuple(_outcome(peers, peer, item) for item in outcomes)
         except (OSError, RecordError) as error:
-            log.warning("what was seen of peers is forgotten: %s", error)
+            log.warning("the trust history cannot be read and starts empty: %s", error)
             self._outcomes.clear()
 
 

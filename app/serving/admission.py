@@ -1,4 +1,4 @@
-"""Whom a hop admits: what it hosts, how full it is, and what is kept for others. Pure: callers bring the sessions."""
+"""Admission of sessions at a hop: hosted blocks, free cache and places, and the share kept for other askers. Pure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from app.session.wire import EpochOrder, HopError
 
 @dataclass(frozen=True)
 class HopLoad:
-    """How full a hop is."""
+    """The load of a hop as one asker meets it."""
 
     sessions: int
     peer_sessions: int  # of the peer that asks
-    peers: int  # that hold sessions, the one that asks not counted
+    peers: int  # other askers that have sessions here
     peer_tokens: int  # leased to the peer that asks
     free_tokens: int
     total_tokens: int
@@ -24,23 +24,27 @@ class HopLoad:
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """What a hop takes on."""
+    """Limits of what a hop admits."""
 
     sessions: int = 256
     peer_sessions: int = 64
-    reserve: float = 0.25  # of the cache, kept for peers that hold less than their share
+    reserve: float = 0.25  # of the cache and of the places, kept for askers below their fair share
 
 
 def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | None:
-    """Why a session of this many tokens is not admitted now, or None where it is."""
+    """The reason to refuse a session of this many tokens for now, or None to admit it."""
     if load.sessions >= limits.sessions:
         return HopError("busy", f"{load.sessions} sessions are open already", "sessions_full")
     if load.peer_sessions >= limits.peer_sessions:
         return HopError("busy", f"{load.peer_sessions} sessions of yours are open already", "asker_sessions_full")
+    fair_sessions = limits.sessions / (load.peers + 2)  # for this asker, the others, and one that may still come
+    if load.peer_sessions >= fair_sessions and load.sessions >= (1 - limits.reserve) * limits.sessions:
+        text = f"the last places are kept for others, {load.peer_sessions} sessions are yours already"
+        return HopError("busy", text, "asker_sessions_full")
     if tokens > load.free_tokens:
         text = f"no room for {tokens} tokens, {load.free_tokens} of {load.total_tokens} cache slots are free"
         return HopError("busy", text, "cache_full")
-    fair_share = load.total_tokens / (load.peers + 2)  # itself, the others, and one who may come
+    fair_share = load.total_tokens / (load.peers + 2)
     within_share = load.peer_tokens + tokens <= fair_share
     if load.peer_sessions and not within_share and load.free_tokens - tokens < limits.reserve * load.total_tokens:
         text = f"the last cache slots are kept for others, {load.peer_tokens} are yours already"
@@ -51,7 +55,7 @@ def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | 
 def why_not(
     turn: EpochOrder, asker: str, runner: BlockRunner | None, sessions: Iterable[HopSession], limits: AdmissionLimits
 ) -> HopError | None:
-    """Why a session that `asker` wants to open is turned away, or None where it is welcome."""
+    """The reason to refuse a session that `asker` wants to open, or None to admit it."""
     if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
         hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
         text = f"blocks {turn.span} were asked for, but {hosted} is hosted here"

@@ -1,12 +1,18 @@
-"""Which waiting tokens the next device step takes. Pure: callers bring the time and the work.
+"""Batching: which queued tokens the next device step takes. Pure: callers pass the time and the work.
 
-Every step takes all the sessions that wait. Tokens that a reader awaits (urgent) go before those that fill a cache
-(bulk); bulk goes in chunks and gets every second step at least, so neither waits for more than one step of the other.
-Within each kind peers take turns, so that one greedy peer cannot starve the rest.
+The policy:
 
-A step of many rows costs little more than one of few, so sessions are made to travel together: a step waits for those
-who are due within a fraction of its own time, and now and then, where their route begins, few wait for many a whole
-round. A session without company never waits.
+1. Every step takes all the sessions that wait, within `BatchLimits`. Peers take turns, so that one peer with many
+   sessions cannot starve the rest.
+2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
+   second step at least, so neither waits for more than one step of the other.
+3. A step of many rows costs little more than one of few, so a step waits a fraction of its own time for sessions that
+   are about to return (`_wait_for_returning_sessions`).
+4. Rarely, and only where their routes begin, few sessions wait up to a whole round for many, so that they stay in step
+   from then on (`_occasional_long_wait`).
+5. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
+
+A session that is alone never waits.
 """
 
 from __future__ import annotations
@@ -15,12 +21,14 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-URGENT_ROWS = 8  # more tokens than this are bulk, whoever awaits them
-PATIENT_AFTER = (4, 32)  # tokens between two long waits of a session: at first, doubled after each, and at most
-MAX_WAIT_S = 0.5  # of a long wait, however long the rounds are
-MOMENT_S = 0.001  # who travels together arrives one after another, but not further apart than this
-COMPANY_LASTS = 2.0  # who goes together comes back together: what is saved once is saved again
-_SMOOTH = 0.25
+from app.core.smoothing import Ewma
+
+URGENT_ROWS = 8  # more tokens than this in one frame are bulk
+LONG_WAIT_EVERY = (4, 32)  # tokens between two long waits of a session: at first, and at most after doubling
+MAX_LONG_WAIT_S = 0.5
+BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
+ROUNDS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
+_SMOOTHING = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +44,21 @@ class QueuedTokens:
     dtype: str
     urgent: bool
     arrived_at: float
-    first: bool = False  # the session's route begins here
+    first: bool = False  # this hop is the first of the session's route
 
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """How large a step may grow and how long it may wait for company."""
+    """Largest steps, and the longest step time that waiting is based on."""
 
     chunk_rows: int = 256
     urgent_rows: int = 64
-    max_step_s: float = 0.1  # a step longer than this is waited for no longer than such a one
+    max_step_s: float = 0.1  # a longer step counts as this long when a wait is computed
 
 
 @dataclass(slots=True)
 class _ReturningSession:
-    """A session whose last output went out."""
+    """A session whose last urgent output was sent, and whose next token is expected."""
 
     peer: str
     left_at: float
@@ -59,128 +67,142 @@ class _ReturningSession:
 
 
 class BatchQueue:
-    """What waits for one device."""
+    """Tokens that wait for one device."""
 
     def __init__(self, limits: BatchLimits | None = None) -> None:
         self._limits = limits or BatchLimits()
-        self._queues: dict[bytes, deque[QueuedTokens]] = {}  # per session, in order
+        self._queues: dict[bytes, deque[QueuedTokens]] = {}  # of each session, in order
         self._bulk_next = False
-        self._served: dict[str, int] = {}  # when each peer was last served, in steps
+        self._served: dict[str, int] = {}  # peer -> number of the step that last served it
         self._steps = 0
-        self._step_s = 0.0  # a usual urgent step
-        self._away: dict[bytes, _ReturningSession] = {}  # sessions whose last urgent output went out
-        self._away_s: dict[bytes, float] = {}  # how long each usually takes to come back
-        self._patience: dict[bytes, tuple[int, int]] = {}  # where a session last waited for long; tokens until the next
+        self._step_s = Ewma(_SMOOTHING)  # an urgent step
+        self._returning: dict[bytes, _ReturningSession] = {}
+        self._round_s: dict[bytes, Ewma] = {}  # from a session's output to its next token
+        self._long_waits: dict[bytes, tuple[int, int]] = {}  # position of the last long wait; tokens until the next
         self.rows = 0
 
     @property
     def sessions(self) -> int:
-        """How many sessions wait."""
+        """Number of sessions that wait."""
         return len(self._queues)
 
     def put(self, work: QueuedTokens) -> None:
-        """Add tokens behind those of the same session."""
+        """Queue tokens after those of the same session."""
         self._queues.setdefault(work.session, deque()).append(work)
         self.rows += work.rows
-        away = self._away.pop(work.session, None)
-        if away is not None and work.urgent:
-            self._came_back(work, away)
+        returned = self._returning.pop(work.session, None)
+        if returned is not None and work.urgent:
+            self._note_return(work, returned)
 
-    def _came_back(self, work: QueuedTokens, away: _ReturningSession) -> None:
-        away_s = work.arrived_at - away.left_at
-        usual_s = self._away_s.get(work.session, away_s)
-        self._away_s[work.session] = usual_s + _SMOOTH * (away_s - usual_s)
-        # Who left with it was held up, or sped up, as it was. One asker's sessions go all the way together; the ways
-        # of others differ by what they usually do.
-        for session, mate in self._away.items():
-            if mate.left_at == away.left_at:
-                later_s = 0.0 if mate.peer == work.peer else self._away_s.get(session, usual_s) - usual_s
-                mate.due_at = work.arrived_at + max(later_s, 0.0)
+    def _note_return(self, work: QueuedTokens, returned: _ReturningSession) -> None:
+        """Learn the session's round time, and expect those that left in the same step accordingly."""
+        round_s = work.arrived_at - returned.left_at
+        average = self._round_s.setdefault(work.session, Ewma(_SMOOTHING))
+        usual_s = average.value if average else round_s
+        average.add(round_s)
+        # They were delayed as this one was. Sessions of one asker take the same way; others differ by their averages.
+        for session, other in self._returning.items():
+            if other.left_at == returned.left_at:
+                others = self._round_s.get(session)
+                later_s = 0.0 if other.peer == work.peer or not others else others.value - usual_s
+                other.due_at = work.arrived_at + max(later_s, 0.0)
 
     def drop(self, session: bytes) -> None:
-        """Forget what waits of a session, and that it is on its way."""
+        """Forget a session and everything that waits of it."""
         for work in self._queues.pop(session, ()):
             self.rows -= work.rows
-        self._away.pop(session, None)
-        self._away_s.pop(session, None)
-        self._patience.pop(session, None)
+        self._returning.pop(session, None)
+        self._round_s.pop(session, None)
+        self._long_waits.pop(session, None)
 
     def done(self, works: Iterable[QueuedTokens], seconds: float, now: float) -> None:
-        """A step is over and its outputs are on their way."""
+        """Note that a step took `seconds` and its outputs were sent at `now`."""
         urgent = [work for work in works if work.urgent]
         if urgent:
-            self._step_s += (_SMOOTH if self._step_s else 1.0) * (seconds - self._step_s)
+            self._step_s.add(seconds)
         for work in urgent:
-            usual_s = self._away_s.get(work.session, float("inf"))
-            self._away[work.session] = _ReturningSession(work.peer, now, now + usual_s, work.first)
+            average = self._round_s.get(work.session)
+            due_at = now + average.value if average else float("inf")
+            self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first)
 
     def take(self, now: float) -> list[QueuedTokens] | float | None:
-        """The next step's work, or when to ask again, or None where nothing waits."""
+        """Return the next step's work, or the time to ask again, or None if nothing waits."""
         if not self._queues:
             return None
         urgent = [queue[0] for queue in self._queues.values() if queue[0].urgent]
         some_bulk = len(urgent) < len(self._queues)
         if urgent and not (self._bulk_next and some_bulk):
-            later = None if some_bulk else self._worth_waiting(urgent, now)
-            if later is not None:
-                return later
+            wait_until = None if some_bulk else self._wait_until(urgent, now)
+            if wait_until is not None:
+                return wait_until
             self._bulk_next = some_bulk
             return self._pick(urgent, self._limits.urgent_rows)
         self._bulk_next = False
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._limits.chunk_rows)
 
-    def _worth_waiting(self, urgent: list[QueuedTokens], now: float) -> float | None:
-        """Until when to wait for sessions that are on their way; None: begin now.
-
-        Waiting costs those who are here; not waiting costs those who come the rest of a step. What it has cost so far
-        does not count: it ends because nobody is waited for long after he was due.
-        """
-        step_s = min(self._step_s, self._limits.max_step_s)
-        if not step_s or not self._away or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
+    def _wait_until(self, urgent: list[QueuedTokens], now: float) -> float | None:
+        """Return the time until which a step waits for further sessions; None: start it now."""
+        step_s = min(self._step_s.value, self._limits.max_step_s)
+        if not step_s or not self._returning or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
-        jitter_s = step_s / 8
-        dues = sorted(away.due_at for away in self._away.values() if now < away.due_at + step_s / 2)
-        until = None
-        for coming, due_at in enumerate(dues, 1):
-            wait_s = max(due_at - now, 0.0) + jitter_s
-            if len(urgent) * wait_s < COMPANY_LASTS * coming * (step_s - wait_s):
-                until = now + wait_s
+        until = self._wait_for_returning_sessions(urgent, now, step_s)
         if until is None:
-            until = self._long_wait(urgent, now, jitter_s)
-        if until is None and now < (moment := self._moment(urgent, step_s)):
-            # One asker's sessions go all the way together; to wait for others' at each hop costs more than it gives.
+            until = self._occasional_long_wait(urgent, now, step_s)
+        if until is None and now < (burst_end := self._burst_ends_at(urgent, step_s)):
+            # Only for sessions of the same asker: they take the same way. Waiting for others at each hop costs more
+            # than it gains.
             askers = {work.peer for work in urgent}
-            if any(now < away.due_at + step_s / 2 and away.peer in askers for away in self._away.values()):
-                until = moment
+            if any(now < one.due_at + step_s / 2 and one.peer in askers for one in self._returning.values()):
+                until = burst_end
         return until
 
-    def _moment(self, urgent: list[QueuedTokens], step_s: float) -> float:
-        """When nobody has come for a moment: those who were sent together are in hand then."""
-        arrivals = [work.arrived_at for work in urgent]
-        return min(max(arrivals) + min(MOMENT_S, step_s / 8), min(arrivals) + step_s / 2)
+    def _wait_for_returning_sessions(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
+        """Wait for sessions that are due soon, as long as that saves more than it costs.
 
-    def _long_wait(self, urgent: list[QueuedTokens], now: float, jitter_s: float) -> float | None:
-        """Now and then few wait for many, for a round at most.
-
-        Only where a route begins: were two hops to wait for each other's sessions, both would wait in vain.
+        Waiting delays the sessions that are here; not waiting costs each that comes the rest of a step. The time waited
+        so far does not count: a session is not waited for longer than half a step after it was due.
         """
-        dues = [away.due_at for away in self._away.values() if away.first and now < away.due_at < now + MAX_WAIT_S]
-        if len(dues) < len(urgent) or not all(work.first and self._may_be_patient(work) for work in urgent):
-            return None
-        return min(dues) + jitter_s
+        dues = sorted(one.due_at for one in self._returning.values() if now < one.due_at + step_s / 2)
+        until = None
+        for coming, due_at in enumerate(dues, 1):
+            wait_s = max(due_at - now, 0.0) + step_s / 8
+            if len(urgent) * wait_s < ROUNDS_SHARED * coming * (step_s - wait_s):
+                until = now + wait_s
+        return until
 
-    def _may_be_patient(self, work: QueuedTokens) -> bool:
-        """Whether a session has not waited long for a while; who found no lasting company tries less and less often."""
-        soonest, latest = PATIENT_AFTER
-        last, pause = self._patience.get(work.session, (-soonest, soonest))
+    def _occasional_long_wait(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
+        """Now and then few sessions wait for many, for one round at most.
+
+        Only at the first hop of their routes: if two hops waited for each other's sessions, both would wait for
+        nothing.
+        """
+        dues = [
+            one.due_at for one in self._returning.values() if one.first and now < one.due_at < now + MAX_LONG_WAIT_S
+        ]
+        if len(dues) < len(urgent) or not all(work.first and self._may_wait_long(work) for work in urgent):
+            return None
+        return min(dues) + step_s / 8
+
+    def _may_wait_long(self, work: QueuedTokens) -> bool:
+        """True if a session has not waited long for a while.
+
+        Exponential back-off: a session whose long waits gain no partner waits long less and less often.
+        """
+        soonest, latest = LONG_WAIT_EVERY
+        last, pause = self._long_waits.get(work.session, (-soonest, soonest))
         if work.position != last:
             if work.position < last + pause:
                 return False
-            self._patience[work.session] = (work.position, min(2 * pause, latest))
+            self._long_waits[work.session] = (work.position, min(2 * pause, latest))
         return True
 
+    def _burst_ends_at(self, urgent: list[QueuedTokens], step_s: float) -> float:
+        """The end of the burst: `BURST_GAP_S` after its last arrival, at most half a step after its first."""
+        arrivals = [work.arrived_at for work in urgent]
+        return min(max(arrivals) + min(BURST_GAP_S, step_s / 8), min(arrivals) + step_s / 2)
+
     def _pick(self, heads: list[QueuedTokens], max_rows: int) -> list[QueuedTokens]:
-        """One piece of each session, those of peers that waited longest first, up to `max_rows` in all."""
+        """Take tokens of each session, those of peers that waited longest first, up to `max_rows` in all."""
         by_peer: dict[str, deque[QueuedTokens]] = {}
         for work in heads:
             by_peer.setdefault(work.peer, deque()).append(work)

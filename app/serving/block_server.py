@@ -1,32 +1,39 @@
-"""The block server: sessions of many askers over the hosted blocks.
+"""The block server: runs the sessions of many askers through the hosted blocks.
 
-Each stream has a reader that only judges frames and queues work; `app.serving.stepper` drives the device, and what
-comes out is sent on from there. The rules of a session are in `app.serving.hop_session`, the order of work in
-`app.serving.batching`, the frames in `app.session.wire`.
+A token's way through this hop, all of it in this file: a stream's reader judges a DATA frame and queues its rows
+(`_on_data`), the step loop takes a batch from the queue, runs it on the device and sends each session's outputs on
+(`_step_forever`, `_step`, `_deliver`, `HopSender.send`). TURN and CLOSE frames change the cache, so they are carried
+out between two steps, in the order in which they arrived. Outputs for a successor that cannot be reached go through the
+asker.
+
+The rules of one session are in `app.serving.hop_session`, the choice of a batch in `app.serving.batching`, the frames
+in `app.session.wire`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import trio
 
-from app.core.compute import BlockRunner, Device, StepOutput
+from app.core.compute import BlockRunner, Device, StepOutput, StepWork
 from app.core.errors import RecordError
-from app.core.network import FrameStream, Network
+from app.core.network import FrameStream, Network, Priority
+from app.core.signal import Signal
+from app.core.smoothing import Ewma
 from app.serving.admission import AdmissionLimits, why_not
-from app.serving.batching import URGENT_ROWS, BatchLimits, QueuedTokens
-from app.serving.hop_sender import HopSender, control_frame
-from app.serving.hop_session import FrameAction, HopSession, first_to_evict
-from app.serving.stats import ServerStats
-from app.serving.stepper import Stepper
-from app.session.outbound import PeerOutbox
+from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
+from app.serving.hop_session import SMOOTHING, FrameAction, HopSession, SessionCounters, first_to_evict, session_key
+from app.serving.stats import ServerStats, SessionStats
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
 from app.session.wire import (
     DTYPE_NAMES,
+    DTYPES,
     HEADER_BYTES,
     PROTOCOL,
     EpochOrder,
@@ -37,6 +44,7 @@ from app.session.wire import (
     decode_turn,
     encode_pace,
     encode_trouble,
+    header,
     plain,
 )
 from engine.errors import EngineError
@@ -45,37 +53,255 @@ from p2p.errors import P2PError
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
+
+class HopFrame(NamedTuple):
+    """A DATA or RELAY frame, with what is needed to send its body another way."""
+
+    session: bytes  # `HopSession.key`
+    parts: tuple[bytes, ...]  # header, body
+    priority: Priority
+    epoch: int
+    position: int
+
+
+class HopSender:
+    """Sends for all sessions of a hop."""
+
+    def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
+        self._nursery, self._chunk_rows = nursery, chunk_rows
+        self._outboxes: PeerOutboxes[HopFrame] = PeerOutboxes(
+            network, PROTOCOL, nursery, lost=self._link_lost, undeliverable=self._undeliverable
+        )
+        self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`, as below
+        self._answers: dict[bytes, PeerOutbox] = {}  # the stream on which a session's asker gave its last order
+        self.width = 0
+
+    def begin(self, session: HopSession, answers: PeerOutbox) -> None:
+        """A session, or a new epoch of one, was ordered on this stream."""
+        self._sessions[session.key], self._answers[session.key] = session, answers
+        if session.turn.successor and not session.turn.relay:
+            self._outboxes.prepare(session.turn.successor, session.asker)
+
+    def end(self, session: HopSession) -> None:
+        """Send nothing more for a session."""
+        self._sessions.pop(session.key, None)
+        self._answers.pop(session.key, None)
+
+    def ordered_on(self, answers: PeerOutbox) -> list[bytes]:
+        """Keys of the sessions whose asker uses this stream."""
+        return [key for key, outbox in self._answers.items() if outbox is answers]
+
+    async def resend(
+        self, session: HopSession, start: int, stop: int, *, must: bool = True, again: bool = False
+    ) -> None:
+        """Send kept outputs of [start, stop), as far as the successor needs them.
+
+        With `must`, outputs that are no longer kept are reported to the asker. With `again`, what still waits of an
+        earlier replay is dropped first: an asker that repeats its order must not make this hop hold another copy.
+        """
+        if session.send_from is None:
+            return
+        if again:
+            self._drop_waiting(session)
+        start = max(start, session.send_from)
+        for first in range(start, stop, self._chunk_rows):
+            data = session.kept_rows(first, min(first + self._chunk_rows, stop))
+            if data is None:
+                if must:
+                    await self.complain(session, "missing", f"outputs at {first} are no longer kept")
+                return
+            await self.send(session, first, data)
+
+    async def send(self, session: HopSession, position: int, data: bytes) -> None:
+        """Send outputs to the successor; to the asker at the end of the route, or if the successor is unreachable."""
+        turn = session.turn
+        urgent = position >= turn.urgent_from or not turn.successor
+        priority = Priority.DECODE if urgent else Priority.PREFILL
+        frame = self._data_frame(session, Kind.DATA, position, data, priority)
+        if not turn.successor:
+            await self._answers[session.key].push(frame)
+        elif turn.relay or not await self._outboxes.push(turn.successor, frame, session.asker):
+            await self._relay(session, frame)
+
+    async def close_idle(self) -> None:
+        """Close streams to successors that no session has, and over which nothing went for `IDLE_STREAM_S`."""
+        needed = {session.turn.successor for session in self._sessions.values()}
+        await self._outboxes.close_idle(needed, trio.current_time() - IDLE_STREAM_S)
+
+    async def complain(self, session: HopSession, code: str, text: str) -> None:
+        """Report an error to a session's asker."""
+        answers = self._answers.get(session.key)
+        if answers is not None:
+            error = encode_trouble(session.id, session.epoch, session.kept_from, HopError(code, text))
+            await answers.push(control_frame(error))
+
+    def _data_frame(self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority) -> HopFrame:
+        rows, dtype = len(data) // session.row_bytes, DTYPES[session.dtype]
+        head = header(
+            kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=self.width, length=len(data)
+        )
+        session.counters.bytes_out += len(head) + len(data)
+        return HopFrame(session.key, (head, data), priority, session.epoch, position)
+
+    def _drop_waiting(self, session: HopSession) -> None:
+        def is_of_session(frame: Sendable) -> bool:
+            return isinstance(frame, HopFrame) and frame.session == session.key
+
+        self._answers[session.key].drop(is_of_session)
+        self._outboxes.drop(session.turn.successor, is_of_session)
+
+    async def _relay(self, session: HopSession, frame: HopFrame) -> None:
+        """Send a successor's frame through the asker, unless the session is in another epoch by now."""
+        if frame.epoch == session.epoch:
+            relayed = self._data_frame(session, Kind.RELAY, frame.position, frame.parts[1], frame.priority)
+            await self._answers[session.key].push(relayed)
+
+    def _undeliverable(self, peer: str, frames: list[HopFrame]) -> None:
+        self._nursery.start_soon(self._relay_all, frames)
+
+    async def _relay_all(self, frames: list[HopFrame]) -> None:
+        for frame in frames:
+            session = self._sessions.get(frame.session)
+            if session is not None:
+                await self._relay(session, frame)
+
+    def _link_lost(self, peer: str) -> None:
+        self._nursery.start_soon(self._report_lost_link, peer)
+
+    async def _report_lost_link(self, peer: str) -> None:
+        for session in list(self._sessions.values()):
+            if session.turn.successor == peer:
+                await self.complain(session, "link", f"the link to the next hop {peer} broke")
+
+
+def control_frame(message: bytes) -> OutboundFrame:
+    """A message that overtakes all data."""
+    return OutboundFrame((message,), Priority.CONTROL)
+
+
 log = logging.getLogger("shoal.sessions")
 
 DRAIN_S = 30.0
+IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
 _REMEMBERED_CLOSED = 4096
+_REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
+
+Action = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a block server behaves."""
+    """Limits and times of a block server."""
 
     batch: BatchLimits = field(default_factory=BatchLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
-    kept_bytes: int = 1 << 30  # host memory for outputs that may have to be replayed
-    idle_s: float = 120.0
+    kept_bytes: int = 1 << 30  # host memory for outputs that may have to be sent again
+    idle_s: float = 120.0  # a session whose asker is silent for so long is closed
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """Totals of a server since its start; those of ended sessions included."""
+
+    steps: int = 0
+    rows: int = 0
+    urgent_steps: int = 0
+    urgent_rows: int = 0
+    busy_s: float = 0.0
+    dropped_frames: int = 0
+    opened: int = 0
+    step_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # of an urgent step
+    _bytes_in: int = 0  # of sessions that ended
+    _bytes_out: int = 0
+    _askers: set[str] = field(default_factory=set)
+    _served: dict[str, int] = field(default_factory=dict)
+
+    def opened_by(self, asker: str) -> None:
+        """Count a session that this asker opened."""
+        self.opened += 1
+        if len(self._askers) < _REMEMBERED_ASKERS:
+            self._askers.add(asker)
+
+    def served(self, asker: str, rows: int) -> None:
+        """Count tokens of this asker that went through the blocks."""
+        if asker in self._served or len(self._served) < _REMEMBERED_ASKERS:
+            self._served[asker] = self._served.get(asker, 0) + rows
+
+    def ended(self, session: SessionCounters) -> None:
+        """Add up the counters of a session that ended."""
+        self._bytes_in += session.bytes_in
+        self._bytes_out += session.bytes_out
+
+    def stepped(self, rows: int, seconds: float, *, urgent: bool) -> None:
+        """Count a device step."""
+        self.steps += 1
+        self.rows += rows
+        self.busy_s += seconds
+        if urgent:
+            self.urgent_steps += 1
+            self.urgent_rows += rows
+            self.step_s.add(seconds)
+
+    def read(self, sessions: Iterable[SessionStats], *, queued: tuple[int, int], kv: tuple[int, int]) -> ServerStats:
+        """The totals and the present load: `queued` rows and sessions, `kv` free and total tokens."""
+        sessions = tuple(sessions)
+        return ServerStats(
+            steps=self.steps,
+            rows=self.rows,
+            urgent_steps=self.urgent_steps,
+            urgent_rows=self.urgent_rows,
+            busy_s=self.busy_s,
+            dropped_frames=self.dropped_frames,
+            bytes_in=self._bytes_in + sum(session.bytes_in for session in sessions),
+            bytes_out=self._bytes_out + sum(session.bytes_out for session in sessions),
+            opened=self.opened,
+            askers=len(self._askers),
+            usual_step_s=self.step_s.value,
+            queued_rows=queued[0],
+            queued_sessions=queued[1],
+            kv_free_tokens=kv[0],
+            kv_total_tokens=kv[1],
+            sessions=sessions,
+            served=dict(self._served),
+        )
+
+
+@dataclass(eq=False)
+class _Attended:
+    """A stream that a peer opened."""
+
+    stream: FrameStream
+    answers: PeerOutbox
+    heard_at: float
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
 
 
 class BlockServer:
-    """Serves the blocks of a runner to the swarm; `run` must be running."""
+    """Serves the blocks of one runner to the swarm; `run` must be running.
+
+    Sessions are known by their asker and id together: every hop of a route learns the id, and none of them may use it
+    against the asker elsewhere.
+    """
 
     def __init__(
         self, network: Network, runner: BlockRunner | None, device: Device, settings: ServerSettings | None = None
     ) -> None:
         self._network = network
         self._settings = settings or ServerSettings()
-        self._stepper = Stepper(self, runner, device, self._settings.batch)
-        self._sessions: dict[bytes, HopSession] = {}
-        self._closed: OrderedDict[bytes, int] = OrderedDict()  # epochs of sessions that are over
-        self._emptied = trio.Event()
+        self._runner = runner
+        self._device = device
+        self._queue = BatchQueue(self._settings.batch)
+        self._counters = ServerCounters()
+        self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`
+        self._same_id: dict[bytes, list[HopSession]] = {}  # by the id that DATA frames carry
+        self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
+        self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
+        self._stepping = False
+        self._work = Signal()  # the queue or `_between_steps` has something new
+        self._emptied = Signal()
         self._nursery: trio.Nursery | None = None
-        self._attending: set[trio.CancelScope] = set()
+        self._attending: set[_Attended] = set()
         self.draining = False
         network.accept(PROTOCOL, self.attend)
 
@@ -83,281 +309,370 @@ class BlockServer:
 
     @property
     def sessions(self) -> int:
-        """How many sessions are open."""
+        """Number of open sessions."""
         return len(self._sessions)
 
     @property
     def queued_rows(self) -> int:
-        """Tokens that wait for the device."""
-        return self._stepper.queue.rows
+        """Number of tokens that wait for the device."""
+        return self._queue.rows
 
     @property
     def kv_free_tokens(self) -> int:
-        """Room for new sessions."""
-        return self._stepper.runner.kv_free_tokens if self._stepper.runner is not None else 0
+        """Tokens that new sessions may still lease in the cache."""
+        return self._runner.kv_free_tokens if self._runner is not None else 0
 
     @property
     def stats(self) -> ServerStats:
-        """What it has done, and how it stands now."""
-        runner, now = self._stepper.runner, trio.current_time()
-        return self._stepper.counters.read(
+        """Totals since the start, and the present load."""
+        runner, now = self._runner, trio.current_time()
+        return self._counters.read(
             (session.stats(now) for session in self._sessions.values()),
-            queued=(self._stepper.queue.rows, self._stepper.queue.sessions),
+            queued=(self._queue.rows, self._queue.sessions),
             kv=(runner.kv_free_tokens, runner.kv_total_tokens) if runner is not None else (0, 0),
         )
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled; streams that others opened end then, so that they open new ones to whoever follows."""
+        """Serve until cancelled; streams of askers end then, so that they open new ones to the next server."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
                 self._sender = HopSender(self._network, nursery, self._settings.batch.chunk_rows)
-                self._sender.width = self._stepper.runner.hidden_size if self._stepper.runner is not None else 0
-                nursery.start_soon(self._stepper.run)
-                nursery.start_soon(self._sweep)
+                self._sender.width = self._runner.hidden_size if self._runner is not None else 0
+                nursery.start_soon(self._step_forever)
+                nursery.start_soon(self._close_idle)
                 task_status.started()
         finally:
             self._nursery = None
-            for scope in self._attending:
-                scope.cancel()
+            for attended in self._attending:
+                attended.scope.cancel()
 
     async def drain(self, within_s: float = DRAIN_S) -> bool:
-        """Take no new sessions and ask the askers to move theirs; whether all have left in time."""
+        """Admit no new session and ask the askers to move theirs; True if all have left within `within_s`."""
         self.draining = True
         for session in list(self._sessions.values()):
-            await self._sender.complain(session, "draining", "this node is about to leave; move on to another")
+            await self._sender.complain(session, "draining", "this node is about to leave; move to another one")
         with trio.move_on_after(within_s):
-            while self._sessions:
-                self._emptied = trio.Event()
-                await self._emptied.wait()
+            await self._emptied.wait_for(lambda: not self._sessions)
         return not self._sessions
 
     async def host(self, runner: BlockRunner | None) -> None:
-        """Serve other blocks from now on; sessions over the old ones end, and nothing holds the old blocks."""
+        """Serve other blocks from now on; sessions over the old ones end, and no reference to the old blocks stays."""
         changed = trio.Event()
 
         async def change() -> None:
             for session in list(self._sessions.values()):
                 await self._sender.complain(session, "closed", "this node now hosts other blocks")
-                self._end(session.id, session.epoch)
-            self._stepper.runner, self.draining = runner, False
+                self._end(session, session.epoch)
+            self._runner, self.draining = runner, False
             if self._nursery is not None:
                 self._sender.width = runner.hidden_size if runner is not None else 0
             changed.set()
 
-        await self._stepper.between_steps(change)
+        await self._do_between_steps(change)
         await changed.wait()
 
-    # --- streams ------------------------------------------------------------------------------------------------------
+    # --- frames in ----------------------------------------------------------------------------------------------------
 
     async def attend(self, stream: FrameStream) -> None:
-        """Read one peer's stream to its end; the sessions that it opened there end with it."""
+        """Read one peer's stream to its end; the sessions that were opened on it end with it."""
         if self._nursery is None:
             return
-        with trio.CancelScope() as scope:
-            self._attending.add(scope)
-            try:
-                await self._read(stream, PeerOutbox(stream, self._nursery))
-            finally:
-                self._attending.discard(scope)
+        attended = _Attended(stream, PeerOutbox(stream, self._nursery), trio.current_time())
+        self._attending.add(attended)
+        try:
+            with attended.scope:
+                await self._read(attended)
+        finally:
+            self._attending.discard(attended)
 
-    async def _read(self, stream: FrameStream, answers: PeerOutbox) -> None:
+    async def _read(self, attended: _Attended) -> None:
+        stream, answers = attended.stream, attended.answers
         try:
             while True:
                 frame = decode(await stream.receive())
+                attended.heard_at = trio.current_time()
                 if frame.kind == Kind.DATA:
-                    await self._take(frame, stream.peer)
+                    await self._on_data(frame, stream.peer)
                 else:
-                    await self._obey(frame, stream.peer, answers)
+                    await self._on_control(frame, stream.peer, answers)
         except RecordError as error:
-            log.warning("%s sent a bad frame, its stream is closed: %s", stream.peer, error)
+            log.warning("%s sent a malformed frame, its stream is closed: %s", stream.peer, error)
             await stream.reset()
         except P2PError:
-            pass
+            pass  # the stream ended
         finally:
             answers.broken = True
-            self._stepper.later(partial(self._forget_stream, answers))
+            self._defer(partial(self._end_sessions_of, answers))
 
-    async def _take(self, frame: Frame, peer: str) -> None:
-        """Queue hidden states, or answer them from what is kept."""
-        session = self._sessions.get(frame.session)
-        verdict = FrameAction.DROP
-        runner = self._stepper.runner
-        if session is not None and runner is not None and frame.width == runner.hidden_size:
-            verdict = session.judge(peer, frame.epoch, frame.position, frame.rows)
-        if session is None or verdict is FrameAction.DROP:
-            self._stepper.counters.dropped_frames += 1
-            return
+    async def _on_data(self, frame: Frame, peer: str) -> None:
+        """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
+
+        Only the predecessor and the asker of a session may send for it. Two askers with one id and one predecessor
+        both get the rows: the id alone does not say whose they are.
+        """
+        found = False
+        if self._runner is not None and frame.width == self._runner.hidden_size:
+            for session in tuple(self._same_id.get(frame.session, ())):
+                action = session.judge(peer, frame.epoch, frame.position, frame.rows)
+                if action is not FrameAction.DROP:
+                    found = True
+                    await self._act_on(action, session, frame)
+        if not found:
+            self._counters.dropped_frames += 1
+
+    async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()
         session.counters.bytes_in += HEADER_BYTES + len(frame.body)
-        if verdict is FrameAction.COMPUTE:
+        if action is FrameAction.COMPUTE:
             session.accepted(frame.rows)
             if not session.turn.successor:
-                session.forget_before(frame.position)  # the asker asks on, so it has what came before
-            urgent = frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from
-            dtype = DTYPE_NAMES[frame.dtype]
-            position, rows = frame.position, frame.rows
-            first = not session.turn.predecessor
-            self._stepper.put(
-                QueuedTokens(
-                    session.id, session.asker, session.epoch, position, rows, frame.body, dtype, urgent, now, first
-                )
+                session.forget_before(frame.position)  # the asker sends the next token, so it has all earlier outputs
+            queued = QueuedTokens(
+                session=session.key,
+                peer=session.asker,
+                epoch=session.epoch,
+                position=frame.position,
+                rows=frame.rows,
+                data=frame.body,
+                dtype=DTYPE_NAMES[frame.dtype],
+                urgent=frame.rows <= URGENT_ROWS and frame.position >= session.turn.urgent_from,
+                arrived_at=now,
+                first=not session.turn.predecessor,
             )
-        elif verdict is FrameAction.REPEAT:
+            self._queue.put(queued)
+            self._work.notify()
+        elif action is FrameAction.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
             await self._sender.complain(session, "gap", f"tokens at {frame.position} do not follow {session.received}")
 
-    async def _obey(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
-        """Do what an asker orders."""
+    async def _on_control(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
+        """Carry out what an asker orders for its own session."""
         if frame.kind == Kind.TURN:
             turn = decode_turn(frame)
-            await self._stepper.between_steps(partial(self._turn, frame, turn, peer, answers))
+            await self._do_between_steps(partial(self._on_turn, frame, turn, peer, answers))
             return
-        if frame.kind == Kind.CLOSE:  # even of a session that is not known yet: its turn may wait for a step's end
-            await self._stepper.between_steps(partial(self._close, frame, peer))
+        if frame.kind == Kind.CLOSE:  # even of an unknown session: its TURN may still wait for a step's end
+            await self._do_between_steps(partial(self._on_close, frame, peer))
             return
-        session = self._sessions.get(frame.session)
-        if session is None or session.asker != peer:
-            self._stepper.counters.dropped_frames += 1
-            if session is None and frame.kind == Kind.PROBE:
+        session = self._sessions.get(session_key(peer, frame.session))
+        if session is None:
+            self._counters.dropped_frames += 1
+            if frame.kind == Kind.PROBE:
                 await answers.push(control_frame(plain(Kind.STATE, frame.session, 0)))
             return
         if frame.kind == Kind.PROBE:
             session.heard_at = trio.current_time()
-            queued = min(self._stepper.queue.rows, 2**31)
+            queued = min(self._queue.rows, 2**31)
             state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
             await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
-            pace = encode_pace(session.id, session.epoch, session.counters.step_s, session.counters.queue_s)
+            pace = encode_pace(session.id, session.epoch, session.counters.step_s.value, session.counters.queue_s.value)
             await answers.push(control_frame(pace))
         elif frame.kind == Kind.GO and frame.epoch == session.epoch:
             session.send_from = frame.position
-            await self._sender.resend(session, frame.position, session.length)
+            await self._sender.resend(session, frame.position, session.length, again=True)
 
-    # --- between steps ------------------------------------------------------------------------------------------------
+    # --- sessions; called between two steps ---------------------------------------------------------------------------
 
-    async def _turn(self, frame: Frame, turn: EpochOrder, peer: str, answers: PeerOutbox) -> None:
-        session = self._sessions.get(frame.session)
-        known_epoch = session.epoch if session is not None else self._closed.get(frame.session, -1)
-        if frame.epoch <= known_epoch or (session is not None and session.asker != peer) or answers.broken:
-            self._stepper.counters.dropped_frames += 1
+    async def _on_turn(self, frame: Frame, turn: EpochOrder, peer: str, answers: PeerOutbox) -> None:
+        key = session_key(peer, frame.session)
+        session = self._sessions.get(key)
+        known_epoch = session.epoch if session is not None else self._closed.get(key, -1)
+        if frame.epoch <= known_epoch or answers.broken:
+            self._counters.dropped_frames += 1
             return
         if session is not None and not session.goes_on_with(turn):
-            self._end(session.id, known_epoch)
+            self._end(session, known_epoch)
             session = None
         if session is None:
-            refusal = self._open(frame, turn, peer)
-            if refusal is not None:
-                await answers.push(control_frame(encode_trouble(frame.session, frame.epoch, 0, refusal)))
+            opened = self._open(frame, turn, peer)
+            if isinstance(opened, HopError):
+                await answers.push(control_frame(encode_trouble(frame.session, frame.epoch, 0, opened)))
                 return
-            session = self._sessions[frame.session]
+            session = opened
         else:
-            self._stepper.queue.drop(session.id)
+            self._queue.drop(session.key)
             before = session.length
             session.begin_epoch(frame.epoch, frame.position, turn)
-            if session.length < before and self._stepper.runner is not None:
-                self._stepper.runner.truncate(session.id, session.length)
+            if session.length < before and self._runner is not None:
+                self._runner.truncate(session.key, session.length)
         self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
-        await answers.push(
-            control_frame(plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from))
-        )
+        ready = plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)
+        await answers.push(control_frame(ready))
         if session.send_from is not None:
             await self._sender.resend(session, session.send_from, session.length)
 
-    def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopError | None:
+    def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopSession | HopError:
         """Admit a new session, or say why not."""
         if self.draining:
             return HopError("draining", "this node is about to leave")
-        runner = self._stepper.runner
-        refusal = why_not(turn, peer, runner, self._sessions.values(), self._settings.admission)
-        if refusal is not None or runner is None:
+        refusal = why_not(turn, peer, self._runner, self._sessions.values(), self._settings.admission)
+        if refusal is not None:
             return refusal
+        assert self._runner is not None, "a server without a runner refuses every session"
+        session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
         try:
-            runner.open(frame.session, turn.tokens)
+            self._runner.open(session.key, turn.tokens)
         except EngineError as error:
             return HopError("busy", str(error), "cache_full")
-        self._closed.pop(frame.session, None)
-        self._sessions[frame.session] = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
-        self._stepper.counters.opened_by(peer)
-        return None
+        self._closed.pop(session.key, None)
+        self._sessions[session.key] = session
+        self._same_id.setdefault(session.id, []).append(session)
+        self._counters.opened_by(peer)
+        return session
 
-    async def _close(self, frame: Frame, peer: str) -> None:
-        session = self._sessions.get(frame.session)
-        if session is not None and session.asker == peer and frame.epoch >= session.epoch:
-            self._end(session.id, frame.epoch)
+    async def _on_close(self, frame: Frame, peer: str) -> None:
+        session = self._sessions.get(session_key(peer, frame.session))
+        if session is not None and frame.epoch >= session.epoch:
+            self._end(session, frame.epoch)
 
-    async def _forget_stream(self, answers: PeerOutbox) -> None:
-        for id in self._sender.ordered_on(answers):
-            self._end(id, self._sessions[id].epoch)
+    async def _end_sessions_of(self, answers: PeerOutbox) -> None:
+        for key in self._sender.ordered_on(answers):
+            session = self._sessions[key]
+            self._end(session, session.epoch)
 
-    def _end(self, id: bytes, epoch: int) -> None:
-        """Free all that a session holds here."""
-        session = self._sessions.pop(id, None)
-        if session is None:
+    def _end(self, session: HopSession, epoch: int) -> None:
+        """Free everything that a session holds here."""
+        if self._sessions.pop(session.key, None) is None:
             return
-        self._stepper.counters.ended(session.counters)
-        self._sender.end(id)
-        self._stepper.queue.drop(id)
-        if self._stepper.runner is not None:
-            self._stepper.runner.close(id)
-        self._closed[id] = epoch
+        siblings = self._same_id[session.id]
+        siblings.remove(session)
+        if not siblings:
+            del self._same_id[session.id]
+        self._counters.ended(session.counters)
+        self._sender.end(session)
+        self._queue.drop(session.key)
+        if self._runner is not None:
+            self._runner.close(session.key)
+        self._closed[session.key] = epoch
         if len(self._closed) > _REMEMBERED_CLOSED:
             self._closed.popitem(last=False)
         if not self._sessions:
-            self._emptied.set()
+            self._emptied.notify()
 
-    # --- what steps bring ---------------------------------------------------------------------------------------------
+    async def _close_idle(self) -> None:
+        """End sessions whose askers have been silent for `idle_s`, and streams that no session uses any more."""
+        while True:
+            await trio.sleep(self._settings.idle_s / 8)
+            await self._close_idle_streams()
+            silent_since = trio.current_time() - self._settings.idle_s
+            for session in list(self._sessions.values()):
+                if session.heard_at < silent_since:
+                    await self._sender.complain(session, "closed", "the session was idle for too long")
+                    await self._do_between_steps(partial(self._end_if_silent, session, silent_since))
 
-    def session(self, id: bytes) -> HopSession:
-        """The open session of this id."""
-        return self._sessions[id]
+    async def _close_idle_streams(self) -> None:
+        await self._sender.close_idle()
+        idle_since = trio.current_time() - IDLE_STREAM_S
+        for attended in list(self._attending):
+            if attended.heard_at < idle_since and not self._sender.ordered_on(attended.answers):
+                await attended.stream.reset()
 
-    async def computed(self, item: QueuedTokens, output: StepOutput) -> None:
-        """Keep a session's outputs and send them on."""
+    async def _end_if_silent(self, session: HopSession, silent_since: float) -> None:
+        if session.heard_at < silent_since:
+            self._end(session, session.epoch)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    async def _do_between_steps(self, action: Action) -> None:
+        """Do something that touches the cache: now, or as soon as the step under way is over."""
+        if self._stepping or self._between_steps:
+            self._defer(action)
+        else:
+            await action()
+
+    def _defer(self, action: Action) -> None:
+        """Leave an action to the step loop."""
+        self._between_steps.append(action)
+        self._work.notify()
+
+    async def _step_forever(self) -> None:
+        """The step loop: actions that wait for a step's end, then the next batch, and so on."""
+        while True:
+            while self._between_steps:
+                await self._between_steps.popleft()()
+            batch = self._queue.take(trio.current_time())
+            if batch is None or isinstance(batch, float):
+                with trio.move_on_at(float("inf") if batch is None else batch):
+                    await self._work.wait()
+                continue
+            self._stepping = True
+            try:
+                await self._step(batch)
+            finally:
+                self._stepping = False
+
+    async def _step(self, batch: list[QueuedTokens]) -> None:
+        """Run one batch through the blocks and send every session's outputs on."""
+        assert self._runner is not None, "no session outlives its runner"
+        started_at = trio.current_time()
+        work = [self._step_work(item) for item in batch]
+        try:
+            outputs = await self._device.run(self._runner.step, work)
+        except Exception as error:  # torch raises errors of every kind; they must cost no other session
+            if not isinstance(error, EngineError):
+                log.exception("a device step failed")
+            await self._step_failed(batch, error)
+            return
+        now = trio.current_time()
+        for item, output in zip(batch, outputs, strict=True):
+            await self._deliver(item, output)
+        self._queue.done(batch, now - started_at, now)
+        self._count(batch, started_at, now - started_at)
+        if not batch[0].urgent or self._counters.steps % _CHECK_KEPT_EVERY == 0:
+            await self._evict_kept_outputs()
+
+    def _step_work(self, item: QueuedTokens) -> StepWork:
+        turn = self._sessions[item.session].turn
+        return StepWork(
+            session=item.session,
+            start=turn.span.start,
+            stop=turn.span.stop,
+            position=item.position,
+            rows=item.rows,
+            data=item.data,
+            dtype=item.dtype,
+            wire=turn.wire,
+        )
+
+    async def _deliver(self, item: QueuedTokens, output: StepOutput) -> None:
+        """Keep a session's outputs, and send those that its successor needs."""
         session = self._sessions[item.session]
         session.computed(item.rows, output.data, output.dtype)
         first, stop = session.send_from, item.position + item.rows
         if first is None or first >= stop:
             if first is not None and not session.turn.successor:
                 session.forget_before(stop)
-            return
-        if first <= item.position:
+        elif first <= item.position:
             await self._sender.send(session, item.position, output.data)
         else:
             await self._sender.resend(session, first, stop)
 
-    async def failed(self, item: QueuedTokens, error: Exception) -> None:
-        """End a session whose tokens cannot be computed."""
-        session = self._sessions[item.session]
+    async def _step_failed(self, batch: list[QueuedTokens], error: Exception) -> None:
+        """End the session at fault, which is found by stepping each alone; the others go on."""
+        if len(batch) > 1:
+            for item in batch:
+                await self._step([item])
+            return
+        session = self._sessions[batch[0].session]
         log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
         await self._sender.complain(session, "failed", str(error))
-        self._end(session.id, session.epoch)
+        self._end(session, session.epoch)
 
-    async def stepped(self, *, bulk: bool) -> None:
-        """Look now and then, and behind every large step, whether too much is kept."""
-        if bulk or self._stepper.counters.steps % _CHECK_KEPT_EVERY == 0:
-            await self._evict()
+    def _count(self, batch: list[QueuedTokens], started_at: float, seconds: float) -> None:
+        self._counters.stepped(sum(item.rows for item in batch), seconds, urgent=batch[0].urgent)
+        for item in batch:
+            session = self._sessions[item.session]
+            session.counters.stepped(item.rows, seconds, started_at - item.arrived_at, urgent=item.urgent)
+            self._counters.served(session.asker, item.rows)
 
-    async def _evict(self) -> None:
-        """Keep the kept outputs within their budget: whole sessions go, and their askers are told."""
+    async def _evict_kept_outputs(self) -> None:
+        """Keep the kept outputs within their budget: sessions lose all of theirs, and their askers are told."""
         kept_bytes = sum(len(session.kept) for session in self._sessions.values())
         while kept_bytes > self._settings.kept_bytes:
             session = first_to_evict(list(self._sessions.values()))
             kept_bytes -= session.evict()
             await self._sender.complain(session, "evicted", "outputs are no longer kept for replay")
-
-    async def _sweep(self) -> None:
-        """End sessions whose askers have gone quiet."""
-        while True:
-            await trio.sleep(self._settings.idle_s / 8)
-            quiet_since = trio.current_time() - self._settings.idle_s
-            for session in list(self._sessions.values()):
-                if session.heard_at < quiet_since:
-                    await self._sender.complain(session, "closed", "the session was idle for too long")
-                    await self._stepper.between_steps(partial(self._end_quiet, session, quiet_since))
-
-    async def _end_quiet(self, session: HopSession, quiet_since: float) -> None:
-        if self._sessions.get(session.id) is session and session.heard_at < quiet_since:
-            self._end(session.id, session.epoch)

@@ -1,6 +1,6 @@
-"""One session at one hop: what it accepts, what it keeps, and what it owes its successor. Pure: no I/O, no clock.
+"""The state of one session at one hop: which frames it accepts and which outputs it keeps. Pure: no I/O, no clock.
 
-The invariants that make duplicates, late frames and zombies harmless:
+Invariants, by which duplicates, late frames and frames of dead routes do no harm:
 - only the asker raises the epoch, and nothing of another epoch is accepted;
 - `received` grows without gaps, and shrinks only by an explicit cut in a new epoch;
 - outputs kept for [kept_from, length) are exactly what this hop computed for the tokens its cache holds.
@@ -8,31 +8,60 @@ The invariants that make duplicates, late frames and zombies harmless:
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum
 
-from app.serving.stats import SessionCounters, SessionStats
+from app.core.smoothing import Ewma
+from app.serving.stats import SessionStats
 from app.session.wire import KEEP, EpochOrder
+
+SMOOTHING = 0.1  # of times a step
 
 
 class FrameAction(Enum):
-    """What to do with a frame of hidden states."""
+    """Verdict on a frame of hidden states."""
 
     COMPUTE = "compute"
-    REPEAT = "repeat"  # answer from what is kept
+    REPEAT = "repeat"  # answer from the kept outputs
     DROP = "drop"
-    GAP = "gap"  # refuse, and tell the asker
+    GAP = "gap"  # refuse it and tell the asker
+
+
+@dataclass(slots=True)
+class SessionCounters:
+    """The counters of one session."""
+
+    opened_at: float
+    tokens: int = 0
+    step_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # a device step of single tokens
+    queue_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # a token's wait for it
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    def stepped(self, rows: int, step_s: float, queue_s: float, *, urgent: bool) -> None:
+        """Count a device step of `rows` tokens; only urgent ones tell how long a single token takes."""
+        self.tokens += rows
+        if urgent:
+            self.step_s.add(step_s)
+            self.queue_s.add(queue_s)
+
+
+def session_key(asker: str, id: bytes) -> bytes:
+    """The name of a session within one hop; ids are unique only for their asker."""
+    return id + asker.encode()
 
 
 class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "length", "received", "row_bytes",
-        "send_from", "turn",
+        "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "key", "length", "received",
+        "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
         self.id, self.asker, self.epoch, self.turn = id, asker, epoch, turn
+        self.key = session_key(asker, id)
         self.received = 0  # tokens accepted; those from `length` on wait for the device
         self.length = 0  # tokens in the cache
         self.send_from = turn.send_from  # the successor needs outputs from here on; None: not told yet
@@ -89,38 +118,38 @@ class HopSession:
         self.kept += output
 
     def kept_rows(self, start: int, stop: int) -> bytes | None:
-        """The outputs of [start, stop), or None where they are not kept."""
+        """The outputs of positions [start, stop), or None if some are not kept."""
         if not self.kept_from <= start <= stop <= self.length:
             return None
         first = (start - self.kept_from) * self.row_bytes
         return bytes(memoryview(self.kept)[first : first + (stop - start) * self.row_bytes])
 
     def forget_before(self, position: int) -> None:
-        """Outputs before this position will never be asked for."""
+        """Drop kept outputs before this position: they will not be asked for."""
         position = min(position, self.length)
         if position > self.kept_from:
             del self.kept[: (position - self.kept_from) * self.row_bytes]
             self.kept_from = position
 
     def stats(self, now: float) -> SessionStats:
-        """How this session goes here."""
+        """The session's figures at this hop."""
         counters, span = self.counters, self.turn.span
         return SessionStats(
-            self.id.hex(),
-            self.asker,
-            span.start,
-            span.stop,
-            counters.tokens,
-            now - counters.opened_at,
-            now - self.heard_at,
-            counters.step_s,
-            counters.queue_s,
-            counters.bytes_in,
-            counters.bytes_out,
+            session=self.id.hex(),
+            asker=self.asker,
+            start=span.start,
+            stop=span.stop,
+            tokens=counters.tokens,
+            age_s=now - counters.opened_at,
+            quiet_s=now - self.heard_at,
+            step_s=counters.step_s.value,
+            queue_s=counters.queue_s.value,
+            bytes_in=counters.bytes_in,
+            bytes_out=counters.bytes_out,
         )
 
     def evict(self) -> int:
-        """Drop all kept outputs; how many bytes that frees."""
+        """Drop all kept outputs; returns the number of bytes that this frees."""
         freed = len(self.kept)
         self.kept = bytearray()
         self.kept_from = self.length
@@ -128,5 +157,5 @@ class HopSession:
 
 
 def first_to_evict(sessions: list[HopSession]) -> HopSession:
-    """Whose kept outputs go first where the budget is exceeded: of all that keep some, the one quiet for longest."""
+    """The session whose kept outputs are dropped first: of those that keep some, the one silent for longest."""
     return min((s for s in sessions if s.kept), key=lambda s: (s.heard_at, s.id))

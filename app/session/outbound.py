@@ -1,14 +1,14 @@
-"""Ways out of a hop: messages go at once where there is room, else in order as soon as there is.
+"""Bounded outgoing queues: messages to a peer are sent at once if there is room, else in order as soon as there is.
 
-Knows streams and peers, not what the messages mean. A stream that breaks takes what it had not carried with it: the
-session protocol repeats what matters.
+Knows streams and peers, not what the messages mean. A stream that breaks takes its unsent messages with it: the
+protocol above repeats what matters.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -19,11 +19,16 @@ from p2p.errors import P2PError, QueueFull
 log = logging.getLogger("shoal.sessions")
 
 OPEN_TIMEOUT_S = 5.0
-UNREACHABLE_S = 30.0  # for so long a peer that could not be reached is not dialled again
+UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again for so long
+# A hop may compute a long prompt faster than its link carries it: 8192 tokens of 8192 numbers in 16 bits are 128 MiB.
+MAX_WAITING_BYTES = 128 * 2**20
+MAX_WAITING_FRAMES = 16_384
+MAX_DIALS = 32
+MAX_DIALS_PER_ASKER = 4
 
 
 class Sendable(Protocol):
-    """One message on its way out; whoever made it may keep more beside what is sent."""
+    """One outgoing message; its sender may keep more beside what is sent."""
 
     @property
     def parts(self) -> tuple[bytes, ...]: ...
@@ -42,19 +47,22 @@ SendableT = TypeVar("SendableT", bound=Sendable)
 
 
 class PeerOutbox:
-    """Messages to one peer over one stream."""
+    """Messages to one peer over one stream; a peer that does not read loses the stream."""
 
     def __init__(self, stream: FrameStream, nursery: trio.Nursery) -> None:
         self.stream = stream
         self.broken = False
         self._nursery = nursery
-        self._pending: deque[Sendable] = deque()
+        self._waiting: deque[Sendable] = deque()
+        self._waiting_bytes = 0
+        self.used_at = trio.current_time()
 
     async def push(self, frame: Sendable) -> None:
-        """Send a message; never waits and never raises what the network did."""
+        """Send a message or queue it; never waits, and never raises what the network did."""
         if self.broken:
             return
-        if not self._pending:
+        self.used_at = trio.current_time()
+        if not self._waiting:
             try:
                 await self.stream.send(frame.parts, frame.priority)
                 return
@@ -63,25 +71,55 @@ class PeerOutbox:
             except P2PError:
                 self.broken = True
                 return
-        self._pending.append(frame)
+        self._waiting.append(frame)
+        self._waiting_bytes += _size_of(frame)
+        if self._waiting_bytes > MAX_WAITING_BYTES or len(self._waiting) > MAX_WAITING_FRAMES:
+            log.warning(
+                "%s does not read: %d bytes wait for it, its stream is closed", self.stream.peer, self._waiting_bytes
+            )
+            await self._give_up()
+
+    def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
+        """Forget the queued messages that are not wanted any more."""
+        if any(unwanted(frame) for frame in self._waiting):
+            self._waiting = deque(frame for frame in self._waiting if not unwanted(frame))
+            self._waiting_bytes = sum(map(_size_of, self._waiting))
 
     async def _flush(self) -> None:
         try:
-            while self._pending and not self.broken:
+            while self._waiting and not self.broken:
                 await self.stream.wait_room()
+                if not self._waiting:
+                    break
+                frame = self._waiting[0]
                 try:
-                    await self.stream.send(self._pending[0].parts, self._pending[0].priority)
+                    await self.stream.send(frame.parts, frame.priority)
                 except QueueFull:
                     continue
-                self._pending.popleft()
+                if self._waiting and self._waiting[0] is frame:  # else it was dropped meanwhile
+                    self._waiting.popleft()
+                    self._waiting_bytes -= _size_of(frame)
         except P2PError:
             self.broken = True
         if self.broken:
-            self._pending.clear()
+            self._forget()
+
+    async def _give_up(self) -> None:
+        self.broken = True
+        self._forget()
+        await self.stream.reset()
+
+    def _forget(self) -> None:
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
 
 class PeerOutboxes(Generic[SendableT]):
-    """One stream to each successor, opened when it is first needed and kept."""
+    """One stream to each successor, opened when it is first needed and kept.
+
+    `lost` is called when a stream breaks, `undeliverable` with the messages for a peer that could not be reached. An
+    asker chooses successors, so dials are bounded, in all and for each asker.
+    """
 
     def __init__(
         self,
@@ -96,47 +134,74 @@ class PeerOutboxes(Generic[SendableT]):
         self._lost, self._undeliverable = lost, undeliverable
         self._open: dict[str, PeerOutbox] = {}
         self._opening: dict[str, list[SendableT]] = {}
+        self._dials: Counter[str] = Counter()  # under way, by asker
         self._unreachable: dict[str, float] = {}  # peer -> until when
 
-    def prepare(self, peer: str) -> None:
-        """Begin to open the stream to a peer that will be needed."""
-        if peer not in self._open and peer not in self._opening and not self._barred(peer):
+    def prepare(self, peer: str, asker: str) -> None:
+        """Start to open the stream to a peer that will be needed, if it may be dialled now."""
+        if peer in self._open or peer in self._opening or self._is_unreachable(peer):
+            return
+        if len(self._opening) < MAX_DIALS and self._dials[asker] < MAX_DIALS_PER_ASKER:
             self._opening[peer] = []
-            self._nursery.start_soon(self._connect, peer)
+            self._dials[asker] += 1
+            self._nursery.start_soon(self._connect, peer, asker)
 
-    async def push(self, peer: str, frame: SendableT) -> bool:
-        """Send a message, now or once the stream is open; False where the peer cannot be reached for the time being."""
+    async def push(self, peer: str, frame: SendableT, asker: str) -> bool:
+        """Send a message, now or once the stream is open; False if the peer cannot be reached for the time being."""
         outbox = self._open.get(peer)
         if outbox is not None and not outbox.broken:
             await outbox.push(frame)
             return True
-        self.prepare(peer)
-        if peer not in self._opening:
+        self.prepare(peer, asker)
+        waiting = self._opening.get(peer)
+        if waiting is None or sum(map(_size_of, waiting)) > MAX_WAITING_BYTES:
             return False
-        self._opening[peer].append(frame)
+        waiting.append(frame)
         return True
 
-    def _barred(self, peer: str) -> bool:
+    def drop(self, peer: str, unwanted: Callable[[Sendable], bool]) -> None:
+        """Forget queued messages to a peer that are not wanted any more."""
+        if peer in self._open:
+            self._open[peer].drop(unwanted)
+        elif peer in self._opening:
+            self._opening[peer] = [frame for frame in self._opening[peer] if not unwanted(frame)]
+
+    async def close_idle(self, needed: Collection[str], used_before: float) -> None:
+        """Close the streams to peers that are not needed and were last used before this time."""
+        idle = [peer for peer, outbox in self._open.items() if peer not in needed and outbox.used_at < used_before]
+        for outbox in [self._open.pop(peer) for peer in idle]:
+            outbox.broken = True
+            await outbox.stream.reset()
+
+    def _is_unreachable(self, peer: str) -> bool:
         if len(self._unreachable) > 1024:
             self._unreachable.clear()
         return trio.current_time() < self._unreachable.get(peer, float("-inf"))
 
-    async def _connect(self, peer: str) -> None:
+    async def _connect(self, peer: str, asker: str) -> None:
         try:
             stream = await self._network.open(peer, self._protocol, timeout_s=OPEN_TIMEOUT_S)
         except P2PError as error:
-            log.info("no way to the next hop %s: %s", peer, error)
+            log.info("the next hop %s cannot be reached: %s", peer, error)
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
             self._undeliverable(peer, self._opening.pop(peer))
             return
+        finally:
+            self._dials[asker] -= 1
+            if not self._dials[asker]:
+                del self._dials[asker]
         outbox = self._open[peer] = PeerOutbox(stream, self._nursery)
         for frame in self._opening.pop(peer):
             await outbox.push(frame)
         try:
             while True:
-                await stream.receive()  # nobody speaks on this side: it only tells of the end
+                await stream.receive()  # nothing is ever sent this way: it only tells of the stream's end
         except P2PError:
             outbox.broken = True
-            if self._open.get(peer) is outbox:
+            if self._open.get(peer) is outbox:  # else it was closed as idle
                 del self._open[peer]
-            self._lost(peer)
+                self._lost(peer)
+
+
+def _size_of(frame: Sendable) -> int:
+    return sum(len(part) for part in frame.parts)

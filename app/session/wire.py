@@ -1,33 +1,33 @@
-"""What goes over a session's streams: one frame a message, a fixed binary header and then raw bytes. No I/O.
+"""Wire format of session streams: each message is one frame, a fixed binary header and then raw bytes. No I/O.
 
     offset  size  field
     0       16    session   random, chosen by the asker
-    16      4     epoch     raised by the asker alone, at each change of the route or truncation
-    20      4     position  see the kinds
+    16      4     epoch     raised only by the asker, at each change of the route or truncation
+    20      4     position  token position, or as the kind says
     24      1     kind
-    25      1     dtype     of the numbers in the body (0 where there are none)
-    26      2     flags     0
+    25      1     dtype     of the numbers in the body (0: no numbers)
+    26      2     flags     sent as 0, ignored
     28      4     rows      tokens in the body, or as the kind says
     32      4     width     numbers in a row
     36      4     length    bytes that follow
 
-All integers are little-endian. An asker (A) opens one stream to each hop (H) and sends its orders there; a hop opens
-one stream to each successor and sends `DATA` there; the last hop answers on the asker's stream.
+All integers are little-endian. The asker (A) opens one stream to each hop (H) and sends its orders on it; a hop opens
+one stream to each successor and sends `DATA` on it; the last hop answers on the asker's stream.
 
-    TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: cut the cache to it (KEEP: leave it as it is)
+    TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: truncate the cache to it (KEEP: do not)
     READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on
-    GO       A>H  position: from here on the successor needs outputs; what is kept of them is sent at once
+    GO       A>H  position: the successor needs outputs from here on; kept ones are sent at once
     DATA     any  hidden states of `rows` tokens, the first at position
-    RELAY    H>A  the same, to be passed on to the hop's successor, which it cannot reach
-    CLOSE    A>H  the session is over: free it
-    PROBE    A>H  how far are you?
-    STATE    H>A  position: cached tokens, rows: received tokens, width: rows that wait before it
-    TROUBLE  H>A  a JSON object (`HopError`): what the asker must act upon
-    PACE     A>H  how long do this session's tokens take at your place?
+    RELAY    H>A  the same, for the asker to pass on to the hop's successor, which the hop cannot reach
+    CLOSE    A>H  the session is over: free its cache
+    PROBE    A>H  ask for STATE
+    STATE    H>A  position: cached tokens, rows: received tokens, width: rows in the hop's queue
+    TROUBLE  H>A  a JSON object (`HopError`): an error that the asker must act on
+    PACE     A>H  ask for PACE
     PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it
 
-Unknown kinds are refused, unknown JSON fields ignored. What arrives twice, late or from anybody but the peers named in
-the turn changes nothing (`app.serving.hop_session`).
+Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive twice,
+late, or from a peer that is not named in the epoch's TURN.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from app.core.span import MAX_BLOCKS, Span
 PROTOCOL = "/shoal/1/session"
 VERSION = 1
 SESSION_BYTES = 16
-KEEP = 2**32 - 1  # in a TURN: cut nothing
+KEEP = 2**32 - 1  # position of a TURN that truncates nothing
 MAX_TOKENS = 2**24  # of one session
 MAX_ROWS = 4096  # in one frame
 MAX_WIDTH = 2**16
 MAX_JSON_BYTES = 1024
 MAX_DATA_BYTES = 48 * 2**20
 
-# Why a hop turns a session away (`app.serving.admission`).
+# Reason codes with which a hop refuses a session (`app.serving.admission`).
 REFUSALS = frozenset(
     {"sessions_full", "asker_sessions_full", "cache_full", "cache_reserved", "not_hosted", "context_exceeded"}
 )
@@ -62,7 +62,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """Kinds of frames; the module docstring gives their fields."""
 
     TURN = 1
     READY = 2
@@ -76,7 +76,7 @@ class Kind(IntEnum):
     PACE = 10
 
 
-# Number formats on the wire; quantised ones may follow under new codes.
+# Number formats and their codes; new formats get new codes.
 DTYPES = {"f32": 1, "bf16": 2, "f16": 3}
 DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 _ITEM_BYTES = {1: 4, 2: 2, 3: 2}
@@ -86,7 +86,7 @@ _WITH_JSON = (Kind.TURN, Kind.TROUBLE)
 
 
 class Frame(NamedTuple):
-    """One frame as it arrived; `body` is a view into the message."""
+    """One decoded frame; `body` is a view into the message, not a copy."""
 
     session: bytes
     epoch: int
@@ -100,46 +100,46 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """What the asker tells a hop at the beginning of an epoch; an empty peer is the asker itself."""
+    """The asker's order to a hop for one epoch; an empty peer id stands for the asker."""
 
     span: Span
     predecessor: str
     successor: str
-    tokens: int  # room that the whole session needs
-    urgent_from: int  # tokens before this position catch up, later ones are awaited by a reader
-    send_from: int | None = None  # as in GO, where it is known already
-    relay: bool = False  # send to the successor through the asker
+    tokens: int  # cache to reserve for the whole session
+    urgent_from: int  # a reply waits for tokens from this position on; earlier ones only fill the cache
+    send_from: int | None = None  # position of GO, if known already
+    relay: bool = False  # send outputs to the asker, which passes them on to the successor
     wire: str = ""  # number format of the outputs; empty: the hop's own
 
 
 @dataclass(frozen=True)
 class HopError:
-    """What went wrong at a hop: what kind of trouble it is, which its asker acts upon, and words for a person."""
+    """An error at a hop: a code that the asker acts on, and a text for the user."""
 
     code: str  # busy, refused, draining; gap, link, missing, closed, failed; evicted (kept outputs, for information)
     text: str
-    why: str = ""  # of the reason, where it says more than the kind of trouble
+    why: str = ""  # reason code, if it is more specific than `code`
 
 
 def row_bytes(dtype: int, width: int) -> int:
-    """What one token's hidden state takes on the wire."""
+    """Bytes of one token's hidden state on the wire."""
     return _ITEM_BYTES[dtype] * width
 
 
 def header(
     kind: int, session: bytes, epoch: int, position: int, *, dtype: int = 0, rows: int = 0, width: int = 0, length: int
 ) -> bytes:
-    """The bytes before a body of `length` bytes."""
+    """Encode the header of a frame whose body has `length` bytes."""
     return _HEADER.pack(session, epoch, position, kind, dtype, 0, rows, width, length)
 
 
 def plain(kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 0, width: int = 0) -> bytes:
-    """A frame without a body."""
+    """Encode a frame without a body."""
     return _HEADER.pack(session, epoch, position, kind, 0, 0, rows, width, 0)
 
 
 def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:
-    """The frame that begins an epoch at a hop."""
+    """Encode a TURN frame, which begins an epoch at a hop."""
     values: dict[str, object] = {
         "v": VERSION, "start": turn.span.start, "stop": turn.span.stop, "before": turn.predecessor,
         "after": turn.successor, "tokens": turn.tokens, "urgent": turn.urgent_from, "relay": turn.relay,
@@ -152,30 +152,30 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> by
 
 
 def encode_trouble(session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
-    """The frame that tells the asker of trouble."""
+    """Encode a TROUBLE frame; its text is cut to 400 characters."""
     values = {"code": trouble.code, "text": trouble.text[:400], **({"why": trouble.why} if trouble.why else {})}
     body = canonical(values)
     return header(Kind.TROUBLE, session, epoch, position, length=len(body)) + body
 
 
 def encode_pace(session: bytes, epoch: int, step_s: float, queue_s: float) -> bytes:
-    """The frame that tells an asker how long its tokens take at a hop."""
+    """Encode a hop's PACE frame from seconds of a usual step and of the usual wait for it."""
     step_us, queue_us = (min(round(1e6 * seconds), 2**32 - 1) for seconds in (step_s, queue_s))
     return plain(Kind.PACE, session, epoch, step_us, queue_us)
 
 
 def decode_pace(frame: Frame) -> tuple[float, float]:
-    """Seconds of a usual step, and of the usual wait for it, in a hop's PACE frame."""
+    """Decode a hop's PACE frame: seconds of a usual step, and of the usual wait for it."""
     return frame.position / 1e6, frame.rows / 1e6
 
 
 def decode(message: bytes) -> Frame:
-    """The frame in a message; raises `RecordError` for any other bytes."""
+    """Decode and check one message; raises `RecordError` if it is not a valid frame."""
     if len(message) < HEADER_BYTES:
-        raise RecordError(f"session frame: {len(message)} bytes are too few")
+        raise RecordError(f"session frame: {len(message)} bytes are less than a header")
     session, epoch, position, kind, dtype, _flags, rows, width, length = _HEADER.unpack_from(message)
     if length != len(message) - HEADER_BYTES:
-        raise RecordError(f"session frame: {length} bytes are announced, {len(message) - HEADER_BYTES} came")
+        raise RecordError(f"session frame: its header says {length} bytes follow, but {len(message) - HEADER_BYTES} do")
     if kind in _WITH_DATA:
         _check_data(position, dtype, rows, width, length)
     elif kind not in _KINDS or length > (MAX_JSON_BYTES if kind in _WITH_JSON else 0):
@@ -187,13 +187,13 @@ def _check_data(position: int, dtype: int, rows: int, width: int, length: int) -
     if dtype not in _ITEM_BYTES:
         raise RecordError(f"session frame: number format {dtype} is not understood; update Shoal")
     if not (0 < rows <= MAX_ROWS and 0 < width <= MAX_WIDTH and position + rows <= MAX_TOKENS):
-        raise RecordError(f"session frame: {rows} rows of {width} at {position} are out of bounds")
+        raise RecordError(f"session frame: {rows} rows of {width} numbers at {position} are out of bounds")
     if length != rows * width * _ITEM_BYTES[dtype] or length > MAX_DATA_BYTES:
-        raise RecordError(f"session frame: {rows} rows of {width} do not make {length} bytes")
+        raise RecordError(f"session frame: {length} bytes do not match {rows} rows of {width} numbers")
 
 
 def decode_turn(frame: Frame) -> EpochOrder:
-    """The order in a TURN frame; raises `RecordError`."""
+    """Decode a TURN frame's order; raises `RecordError` if a field is missing or out of bounds."""
     fields = decode_object(bytes(frame.body), "turn", max_bytes=MAX_JSON_BYTES)
     check_version(fields, "v", VERSION)
     start, stop = fields.integer("start", 0, MAX_BLOCKS), fields.integer("stop", 0, MAX_BLOCKS)
@@ -215,15 +215,14 @@ def decode_turn(frame: Frame) -> EpochOrder:
 
 
 def decode_trouble(frame: Frame) -> HopError:
-    """The words in a TROUBLE frame; raises `RecordError`."""
+    """Decode a TROUBLE frame's error, with unprintable characters blanked; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
-    text = fields.text("text", 400, "")
-    words = "".join(c if c.isprintable() else " " for c in text)
-    return HopError(fields.text("code", 16), words, fields.text("why", 32, ""))
+    text = "".join(c if c.isprintable() else " " for c in fields.text("text", 400, ""))
+    return HopError(fields.text("code", 16), text, fields.text("why", 32, ""))
 
 
 def reason_told(peer: str, trouble: HopError) -> Reason:
-    """What a hop said of itself, as a reason; a code that this node does not know counts as the kind of trouble."""
+    """Return a hop's error as a reason about `peer`; an unknown code becomes `hop_failed`."""
     kind = f"hop_{trouble.code}"
     code = trouble.why if trouble.why in REFUSALS else kind if kind in NEXT_STEPS else "hop_failed"
-    return because(code, trouble.text or "it did not say why", peer)
+    return because(code, trouble.text or "it gave no reason", peer)

@@ -1,1 +1,5 @@
-"""What a node looks like from outside: the views that the API, the command line and the dashboard share."""
+"""The state of a node as its user sees it: views that the API sends and the command line and dashboard read.
+
+Knows the values (`views`), their JSON form (`codec`) and the list of startup steps (`startup`). `app.node` fills them
+in, `app.api` serves them, `app.cli` and `ui` show them.
+"""

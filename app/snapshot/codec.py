@@ -1,4 +1,4 @@
-"""Snapshots to and from JSON, for the API, the command line and the dashboard."""
+"""Converts snapshots to and from JSON, for the API, the command line and the dashboard."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ STATUS_FIELDS = (
 
 
 def facts(value: Any) -> dict[str, Any]:
-    """A value of this module as JSON has it."""
+    """Return a view as JSON values."""
     return dataclasses.asdict(value)
 
 
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
-    """What `shoal status` says: the snapshot without the lists that have commands of their own."""
+    """Return what `shoal status` prints: the snapshot without the lists that have their own commands."""
     why = None if snapshot.why is None else facts(snapshot.why)
     given = {"why": why, "today": facts(snapshot.today), "ever": facts(snapshot.ever)}
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 
 def coverage(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """What `shoal blocks` says: for every block who serves it, the fastest first."""
+    """Return what `shoal blocks` prints: for every block the peers that serve it, fastest first."""
     serving = [peer for peer in snapshot.peers if peer.state == "serving"]
     if snapshot.state == "serving":
         own = PeerView(snapshot.peer_id, start=snapshot.start, stop=snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
@@ -62,18 +62,18 @@ def _holders(block: int, serving: Sequence[PeerView]) -> list[dict[str, Any]]:
 
 
 def snapshot_from(values: Mapping[str, Any]) -> Snapshot:
-    """The snapshot in what a node sent."""
+    """Build a snapshot from the JSON that a node sent."""
     return _read(Snapshot, values)
 
 
 def prospects_from(values: Mapping[str, Any]) -> ProspectsView:
-    """The prospects in what a node sent."""
+    """Build the prospects from the JSON that a node sent."""
     return _read(ProspectsView, values)
 
 
 @cache
 def _shapes(kind: type) -> tuple[frozenset[str], Mapping[str, tuple[type | None, bool]]]:
-    """The fields; and of those that do not stay as JSON has them, the kind within and whether there are several."""
+    """Return the field names of a view and, for fields that JSON cannot hold, the inner view and if it is a tuple."""
     shapes: dict[str, tuple[type | None, bool]] = {}
     hints = get_type_hints(kind)
     for name, hint in hints.items():
@@ -84,10 +84,11 @@ def _shapes(kind: type) -> tuple[frozenset[str], Mapping[str, tuple[type | None,
 
 
 def _read(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """Build a view, ignoring unknown fields; missing ones get their defaults."""
     names, shapes = _shapes(kind)  # type: ignore[arg-type]
     plain = all(values.get(name) is None and not several for name, (_, several) in shapes.items())
     if plain and names >= values.keys():
-        return kind(**values)  # most of a snapshot is peers, of which there may be hundreds
+        return kind(**values)  # fast path: a snapshot may hold hundreds of peers
     known = {name: value for name, value in values.items() if name in names}
     for name in shapes.keys() & known.keys():
         known[name] = _value(known[name], *shapes[name])

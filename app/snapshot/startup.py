@@ -1,4 +1,4 @@
-"""The steps of coming up, in one list: what is done, what is under way and how far, what failed and stays failed."""
+"""The startup steps of a node: which are done, running (with progress) or failed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from app.snapshot.views import StepView
 TITLES = {
     "identity": "this node's identity",
     "peers": "members of the swarm",
-    "manifest": "what the model is made of",
+    "manifest": "the model's manifest",
     "weights": "the model's files",
-    "load": "blocks into memory",
-    "measure": "how fast they run",
-    "announce": "told to the others",
+    "load": "loading blocks into memory",
+    "measure": "measuring their speed",
+    "announce": "announcing to the swarm",
 }
-ASIDE = {"ends": "tokenizer, embedding and head"}  # beside the others, and listed only where they have to come
-HOSTING = ("weights", "load", "measure")  # what only a node that hosts goes through
+ASIDE = {"ends": "tokenizer, embedding and head"}  # runs in parallel; listed only if it has to be downloaded
+HOSTING = ("weights", "load", "measure")  # steps of a node that hosts blocks
 
 
 class StartupSteps:
-    """The list; `changed` is called at each change but for mere progress."""
+    """The list of steps; calls `changed` at each change except progress."""
 
     def __init__(self, changed: Callable[[], None], now_s: Callable[[], float] = time.monotonic) -> None:
         self._changed, self._now_s = changed, now_s
@@ -30,11 +30,11 @@ class StartupSteps:
         self._began_s: dict[str, float] = {}
 
     def views(self) -> tuple[StepView, ...]:
-        """The steps in their order."""
+        """Return the steps in order."""
         return tuple(self._views.values())
 
     def begin(self, key: str, detail: str = "") -> None:
-        """A step is under way; what comes after it lies ahead again."""
+        """Mark a step as running and all later steps as pending."""
         later = list(TITLES)[list(TITLES).index(key) + 1 :]
         for name in later:
             self._views[name] = StepView(name, TITLES[name])
@@ -44,38 +44,38 @@ class StartupSteps:
         self._set(key, "running", detail)
 
     def begin_aside(self, key: str, detail: str = "") -> None:
-        """A step is under way beside the others, which stay as they are."""
+        """Mark a parallel step as running; the others keep their states."""
         self._began_s[key] = self._now_s()
         self._set(key, "running", detail)
 
     def leave_out(self, key: str) -> None:
-        """A step was not needed."""
+        """Remove a step that is not needed."""
         self._views.pop(key, None)
         self._changed()
 
     def done(self, key: str, detail: str = "") -> None:
-        """A step is over."""
+        """Mark a step as done."""
         self._set(key, "done", detail)
 
     def failed(self, detail: str) -> None:
-        """The step that is under way failed; it stays so until it begins again."""
+        """Mark the running step as failed, until it begins again."""
         running = [key for key, view in self._views.items() if view.state == "running" and key not in ASIDE]
         for key in running[-1:]:
             self.fail(key, detail)
 
     def fail(self, key: str, detail: str) -> None:
-        """This step failed; it stays so until it begins again."""
+        """Mark this step as failed, until it begins again."""
         self._set(key, "failed", detail)
 
     def leave_out_hosting(self) -> None:
-        """This node will not host, so that nothing of it lies ahead."""
+        """Remove the pending and running hosting steps, because this node will not host."""
         self._views = {
             key: view for key, view in self._views.items() if key not in HOSTING or view.state in ("done", "failed")
         }
         self._changed()
 
     def progress(self, key: str, done: int, total: int) -> None:
-        """How far a step is; may be called from another thread."""
+        """Record how far a step is and estimate the time left; may be called from another thread."""
         view = self._views.get(key)
         if view is None:
             return

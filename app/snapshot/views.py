@@ -1,7 +1,7 @@
-"""The node's state at one moment, as values that travel: the API sends them, the command line and dashboard read them.
+"""The node's state at one moment, as plain values: the API sends them, the command line and dashboard read them.
 
-Only the standard library is needed to read one. Fields that a reader does not know are ignored and missing ones have
-their defaults, so that a client and a node of neighbouring versions understand each other.
+Reading one needs only the standard library. Unknown fields are ignored and missing ones get their defaults, so that
+clients and nodes of neighbouring versions work together.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ JOINED: frozenset[str] = frozenset({"fetching", "loading", "serving", "client", 
 
 @dataclass(frozen=True)
 class PeerView:
-    """Another member of the swarm as this node sees it; a figure that is not known is None."""
+    """Another member of the swarm as this node sees it; unknown figures are None."""
 
     peer: str
     name: str = ""
     start: int | None = None
     stop: int | None = None
     rtt_s: float | None = None
-    link: str | None = None  # direct, lan, relayed; None: no connection is open
+    link: str | None = None  # direct, lan, relayed; None: not connected
     score: float = 1.0
     state: str = ""
     device: str = ""
     tokens_per_s: float = 0.0
-    why: str = ""  # what the score is about
-    up_bytes: int = 0  # sent to it over the open link
+    why: str = ""  # reason for the score
+    up_bytes: int = 0  # sent to it over the open connection
     down_bytes: int = 0
-    unused: Reason | None = None  # why this node's sessions do not go through it now
-    fetched: float | None = None  # 0 to 1: how much of its blocks has come, while they come
+    unused: Reason | None = None  # why this node's sessions do not use it now
+    fetched: float | None = None  # 0 to 1: part of its blocks that it has downloaded, while it downloads
 
 
 @dataclass(frozen=True)
@@ -53,39 +53,39 @@ class SwarmView:
 
 @dataclass(frozen=True)
 class NetworkView:
-    """How this node hangs on the network."""
+    """This node's addresses, reachability and connections."""
 
     advertised: tuple[str, ...] = ()
-    reach: str = "unknown"  # unknown, verified, unverified: whether others were seen to dial in
+    reach: str = "unknown"  # unknown, unverified, verified (others have dialled in)
     verified: tuple[str, ...] = ()
     relaying: bool = False
     links: int = 0
     discovery: tuple[str, ...] = ()
-    strangers: tuple[str, ...] = ()  # linked peers that are no members, or not yet; a few of them
+    strangers: tuple[str, ...] = ()  # a few connected peers that are not members, or not yet
 
 
 @dataclass(frozen=True)
 class DeviceView:
-    """What computes here, and what it is doing; a figure that cannot be read is None."""
+    """The device that computes here, with its memory and load; figures that cannot be read are None."""
 
     id: str
     name: str = ""
     memory_total_bytes: int | None = None
     memory_free_bytes: int | None = None
-    limit_bytes: int | None = None  # the person's cap
+    limit_bytes: int | None = None  # the user's memory cap
     weights_bytes: int = 0
-    cache_bytes: int = 0  # set aside for sessions
+    cache_bytes: int = 0  # reserved for sessions
     cache_used_bytes: int = 0
     load: float | None = None  # 0 to 1
     temperature_c: float | None = None
     power_w: float | None = None
-    step_s: float | None = None  # a usual decode step
+    step_s: float | None = None  # smoothed time of a decode step
     quantisation: str = "none"
 
 
 @dataclass(frozen=True)
 class SessionView:
-    """A sequence that is being generated: asked by this node's user, or served for somebody."""
+    """A sequence being generated: asked for by this node's user, or served for another peer."""
 
     id: str
     role: str  # asking, serving
@@ -96,17 +96,17 @@ class SessionView:
     start: int | None = None
     stop: int | None = None
     recoveries: int = 0
-    prompt_done: int | None = None  # of the tokens, those that went through all blocks before the first new one
+    prompt_done: int | None = None  # prompt tokens that have passed all blocks, before the first new token
 
 
 @dataclass(frozen=True)
 class HopView:
-    """One hop of a route, and where a token's time goes there."""
+    """One hop of a route, and where a token's time is spent there."""
 
     peer: str
     start: int
     stop: int
-    link: str | None = None  # of the way into it: lan, direct, relayed
+    link: str | None = None  # kind of link into it: lan, direct, relayed
     link_s: float | None = None  # one way
     compute_s: float | None = None
     queue_s: float | None = None
@@ -114,7 +114,7 @@ class HopView:
 
 @dataclass(frozen=True)
 class RouteView:
-    """The way of this node's latest reply."""
+    """The route of this node's latest reply."""
 
     session: str
     hops: tuple[HopView, ...] = ()
@@ -125,7 +125,7 @@ class RouteView:
 
 @dataclass(frozen=True)
 class FlowView:
-    """What goes through this node at the moment."""
+    """Current throughput of this node."""
 
     served_tokens_per_s: float = 0.0
     asked_tokens_per_s: float = 0.0
@@ -133,50 +133,50 @@ class FlowView:
     down_bytes_per_s: float = 0.0
     steps_per_s: float = 0.0
     batch_rows: float = 0.0  # mean rows of a step
-    queued: int = 0  # sessions that wait for a step
+    queued: int = 0  # sessions waiting for a step
 
 
 @dataclass(frozen=True)
 class GivenView:
-    """What this node gave and got."""
+    """Totals of what this node contributed and used."""
 
     served_tokens: int = 0
     asked_tokens: int = 0
     up_bytes: int = 0
     down_bytes: int = 0
-    peers: int = 0  # that were served
+    peers: int = 0  # peers that were served
     audits: int = 0
     audits_passed: int = 0
 
 
 @dataclass(frozen=True)
 class RuleView:
-    """One courtesy rule as it stands now."""
+    """One courtesy rule and its present state."""
 
     code: str
     label: str
     enabled: bool = False
     applies: bool = False
-    available: bool = True  # whether this machine has the sensor
+    available: bool = True  # this machine has the sensor
     text: str = ""
 
 
 @dataclass(frozen=True)
 class CourtesyView:
-    """Whether this node is paused, by whom and until when, and what would pause it."""
+    """The pause of this node, its cause and end, and the rules that could pause it."""
 
     paused: bool = False
     by: str = ""  # hand, rule
     until_ms: int | None = None
-    next_text: str = ""  # the next pause that is known beforehand
+    next_text: str = ""  # the next scheduled pause
     rules: tuple[RuleView, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepView:
-    """One step of coming up."""
+    """One startup step."""
 
-    key: str  # identity, peers, manifest, weights, load, measure, announce; ends where they have to come
+    key: str  # identity, peers, manifest, weights, load, measure, announce; ends if downloaded
     title: str
     state: str = "pending"  # pending, running, done, failed
     detail: str = ""
@@ -187,7 +187,7 @@ class StepView:
 
 @dataclass(frozen=True)
 class WeightsView:
-    """The model's files on this machine."""
+    """The model's parts on this machine."""
 
     parts_total: int = 0
     parts_held: int = 0
@@ -195,50 +195,50 @@ class WeightsView:
     bytes_total: int = 0
     bytes_held: int = 0
     from_peers_bytes: int = 0
-    given_bytes: int = 0  # to peers, since the node is in this swarm
-    giving: tuple[str, ...] = ()  # peers that fetch from here now
+    given_bytes: int = 0  # sent to peers since the node joined this swarm
+    giving: tuple[str, ...] = ()  # peers that download from this node now
     cache_bytes: int = 0
     cache_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class FitView:
-    """Whether a model's blocks fit on this machine's device."""
+    """Number of a model's blocks that fit on this machine's device."""
 
     blocks: int  # that fit now
     blocks_total: int
-    lacking_bytes: int = 0  # of free memory, until all fit
-    too_large: bool = False  # all would not fit even if nothing else ran
+    lacking_bytes: int = 0  # free memory missing for all blocks
+    too_large: bool = False  # would not fit even if nothing else ran
 
 
 @dataclass(frozen=True)
 class OfferView:
-    """Something that this node could go to; a figure that is not known is None."""
+    """A swarm or model that this node could join or start; unknown figures are None."""
 
-    target: str  # a swarm that is remembered or nearby, or `starter`
+    target: str  # a remembered or nearby swarm, or `starter`
     model: str = ""
     fit: FitView | None = None
     fetch_bytes: int | None = None
-    nearby: str = ""  # how the neighbour is linked that is in it: lan, direct, relayed; empty: none was met
+    nearby: str = ""  # link to a neighbour in it: lan, direct, relayed; empty: none was met
     members: int | None = None
-    tokens_per_s: float | None = None  # of a reply through its members as they are, estimated
-    missing_block: int | None = None  # that none of its members serves
-    alone_tokens_per_s: float | None = None  # of a reply on this machine alone, estimated; None: it would not fit
+    tokens_per_s: float | None = None  # estimated for a reply through its present members
+    missing_block: int | None = None  # a block that none of its members serves
+    alone_tokens_per_s: float | None = None  # estimated on this machine alone; None: it does not fit
 
 
 @dataclass(frozen=True)
 class ProspectsView:
-    """What this node could go to, and the disk's room."""
+    """The swarms that this node could join, and the free space of its disk."""
 
     offers: tuple[OfferView, ...] = ()
-    device: DeviceView | None = None  # that would be used
+    device: DeviceView | None = None  # device that would be used
     disk_free_bytes: int | None = None
-    reading_bytes_per_s: float | None = None  # how fast the device goes through weights, measured
+    reading_bytes_per_s: float | None = None  # measured speed at which the device reads weights
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a person can see of a running node."""
+    """Everything that the user can see of a running node."""
 
     peer_id: str
     state: State
@@ -262,7 +262,7 @@ class Snapshot:
     peers: tuple[PeerView, ...] = ()
     swarms: tuple[SwarmView, ...] = ()
     model: str = ""  # the model's name
-    why: Reason | None = None  # of the state; `reason` is its text
+    why: Reason | None = None  # reason for the state; `reason` is its text
     hardware: DeviceView | None = None
     active_sessions: tuple[SessionView, ...] = ()
     route: RouteView | None = None

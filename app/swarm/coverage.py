@@ -1,4 +1,7 @@
-"""How well each block is served, by what the members announce; what a single one can claim is bounded. Pure."""
+"""Coverage of each block of a model, summed over the members' announcements. Pure.
+
+A single member's claimed speed counts only up to a cap. `app.hosting.placement` decides from it what to host.
+"""
 
 from __future__ import annotations
 
@@ -9,34 +12,34 @@ from itertools import accumulate
 from app.core.span import Span
 from app.swarm.records import Announcement
 
-# Who counts as a holder of its span: it serves now, or will in a moment.
+# States whose span counts as served now, and as held: the latter will serve soon.
 SERVES = frozenset({"serving"})
 COMING = frozenset({"serving", "loading", "fetching", "joining"})
 
-# A figure counts up to so many times the members' median, or up to this share of what an average block is offered:
-# whoever claims more cannot make others give up a region, and no block is left to rest on one fast node.
+# A member's tokens/s count up to MEDIANS times the median, or LEVEL_SHARE of the tokens/s of an average block if that
+# is more: a member that claims more cannot make others abandon a region, and no block depends on one fast node.
 MEDIANS = 4.0
 LEVEL_SHARE = 0.25
-UNMEASURED_TOKENS_PER_S = 1.0  # where nobody has a figure yet
-THIN = 1e-6  # what the speed of a block's only holder is worth beside one that has two
+UNMEASURED_TOKENS_PER_S = 1.0  # assumed if no member has measured its speed yet
+THIN = 1e-6  # factor on the speed of a block with a single holder, against one with two
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """For every block: the tokens/s of its holders together, how many there are, and how many serve already."""
+    """For every block: the summed tokens/s of its holders, their number, and how many of them serve already."""
 
     speeds: Sequence[float]
     holders: Sequence[int]
     serving: Sequence[int]
-    cap: float = float("inf")  # the tokens/s that one node counts for at most
-    usual: float = UNMEASURED_TOKENS_PER_S  # the tokens/s of a node that has no figure
+    cap: float = float("inf")  # tokens/s that one node counts for at most
+    usual: float = UNMEASURED_TOKENS_PER_S  # tokens/s assumed for a node without a measurement
 
     def trusted(self, tokens_per_s: float) -> float:
-        """What a node's figure counts for."""
+        """Return the tokens/s that a node's claim counts for: at most `cap`, and `usual` if it has none."""
         return min(tokens_per_s if tokens_per_s > 0 else self.usual, self.cap)
 
     def plus(self, span: Span, tokens_per_s: float) -> Coverage:
-        """With one more node, which serves."""
+        """Return the coverage with one more node that serves `span`."""
         speed = self.trusted(tokens_per_s)
         speeds, holders, serving = list(self.speeds), list(self.holders), list(self.serving)
         for block in span.blocks():
@@ -46,7 +49,7 @@ class Coverage:
         return Coverage(speeds, holders, serving, self.cap, self.usual)
 
     def worth(self, extra: float = 0.0) -> list[float]:
-        """What each block's service is worth with `extra` tokens/s more: nothing in a hole, little on one holder."""
+        """Value of each block's service with `extra` tokens/s added: 0 without a holder, near 0 with one (`THIN`)."""
         more = 1 if extra else 0
         return [
             (speed + extra) * (1.0 if holders + more > 1 else THIN)
@@ -55,28 +58,28 @@ class Coverage:
 
 
 def survey(members: Iterable[Announcement], n_blocks: int, *own: float) -> Coverage:
-    """What the members offer together; `own` figures take part in what is usual."""
+    """Compute the coverage by the members; `own` tokens/s of this node count in the median only."""
     placed: list[tuple[int, int, float, bool]] = []
-    figures = [speed for speed in own if speed > 0]
+    speeds = [speed for speed in own if speed > 0]
     for member in members:
         span, state, speed = member.growing or member.span, member.state, member.decode_tokens_per_s
         if span is None or state not in COMING or span.start >= n_blocks:
             continue
-        # What is still on its way will be there in a moment, but nobody may leave a block to it.
+        # A span that is still being loaded counts as held, but not as serving: others must not leave its blocks yet.
         placed.append((span.start, min(span.stop, n_blocks), speed, state in SERVES and member.growing is None))
         if speed > 0:
-            figures.append(speed)
-    figures.sort()
-    usual = figures[len(figures) // 2] if figures else UNMEASURED_TOKENS_PER_S
+            speeds.append(speed)
+    speeds.sort()
+    usual = speeds[len(speeds) // 2] if speeds else UNMEASURED_TOKENS_PER_S
     modest = MEDIANS * usual
     work = 0.0
     for start, stop, speed, _ in placed:
         work += (stop - start) * (usual if speed <= 0 else modest if speed > modest else speed)
-    return _added_up(placed, n_blocks, max(modest, LEVEL_SHARE * work / n_blocks), usual)
+    return _sum_up(placed, n_blocks, max(modest, LEVEL_SHARE * work / n_blocks), usual)
 
 
-def _added_up(placed: Iterable[tuple[int, int, float, bool]], n_blocks: int, cap: float, usual: float) -> Coverage:
-    """The sum over (start, stop, tokens/s, whether it serves): differences first, so that long spans cost no more."""
+def _sum_up(placed: Iterable[tuple[int, int, float, bool]], n_blocks: int, cap: float, usual: float) -> Coverage:
+    """Sum up (start, stop, tokens/s, serves) by prefix sums, so that the cost does not depend on the spans' lengths."""
     speeds, holders, serving = [0.0] * (n_blocks + 1), [0] * (n_blocks + 1), [0] * (n_blocks + 1)
     for start, stop, speed, serves in placed:
         counts = usual if speed <= 0 else cap if speed > cap else speed
@@ -88,6 +91,6 @@ def _added_up(placed: Iterable[tuple[int, int, float, bool]], n_blocks: int, cap
             serving[start] += 1
             serving[stop] -= 1
     held = list(accumulate(holders))[:n_blocks]
-    # The differences leave a rest of rounding where nobody is.
+    # Prefix sums leave rounding errors where a block has no holder.
     offered = [speed if count else 0.0 for speed, count in zip(accumulate(speeds), held, strict=False)]
     return Coverage(offered, held, list(accumulate(serving))[:n_blocks], cap, usual)

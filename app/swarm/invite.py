@@ -1,14 +1,15 @@
-"""Invites: one line, `shoal:…`, that leads into a swarm from anywhere.
+"""Invites: one line of text, `shoal:…`, with all that a node needs to join a swarm. Pure.
 
-After `shoal:` comes base32 in lower case without padding (capitals are read too, and are what a QR code holds, which
-packs them tighter) of: a version byte, 1; fields, each a tag byte, a length byte and a value; and the first four bytes
-of the SHA-256 of all that, so that a mistyped line says so. Unknown tags are ignored, another version is refused.
+After `shoal:` comes base32 in lower case without padding (upper case is read too; QR codes use it, because they encode
+it in fewer modules) of: a version byte, 1; fields, each a tag byte, a length byte and a value; and the first four bytes
+of the SHA-256 of all that, which detects typing errors. Unknown tags are ignored, other versions are rejected.
 
     1 name          2 manifest hash, 32 bytes          3 secret, 32 bytes, of a private swarm
     4 peer: Ed25519 public key; the addresses that follow are this peer's
     5 address: 4 or 16 bytes of IP and 2 of TCP port    6 address: any other multiaddr, as text
 
-An invite is not signed: whoever holds it could have made it. What it leads to is checked by the manifest's hash.
+At most 8 addresses. An invite is not signed, as anybody could make one; the manifest's hash in it proves what a peer
+sends. `app.joining.targets` makes invites and joins by them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ _ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")
 
 
 def new_secret() -> bytes:
-    """The secret of a new private swarm."""
+    """Return a random secret for a new private swarm."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 @dataclass(frozen=True)
 class Invite:
-    """The way into a swarm; each address ends in `/p2p/` and the peer to be found there."""
+    """A swarm's name, model, secret and members' addresses; each address ends in `/p2p/` and a peer id."""
 
     name: str
     model_hash: str
@@ -52,7 +53,7 @@ class Invite:
     secret: bytes | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """The line to hand on; it holds the secret."""
+        """Return the line to send to somebody; it contains the secret."""
         body = bytes((VERSION,)) + b"".join(self._fields())
         text = base64.b32encode(body + _checksum(body)).decode().rstrip("=").lower()
         return PREFIX + text
@@ -66,15 +67,15 @@ class Invite:
         for text in self.addresses[:MAX_ADDRESSES]:
             address = parse_address(text)
             if address.peer is None:
-                raise RecordError(f"{text} names no peer; an invite's address ends in /p2p/ and a peer id")
+                raise RecordError(f"{text} names no peer; an address in an invite must end in /p2p/ and a peer id")
             if address.peer != last:
                 last = address.peer
                 yield _field(_PEER, public_key_of(last))
             yield _packed(address)
 
     def qr(self) -> str:
-        """A QR code of the line, drawn with half blocks for a terminal."""
-        import segno  # 50 ms that only this call needs
+        """Return a QR code of the line, drawn with half-block characters for a terminal."""
+        import segno  # importing it takes 50 ms, which only this call needs
 
         drawing = io.StringIO()
         segno.make(str(self).upper(), micro=False).terminal(drawing, compact=True)
@@ -82,7 +83,7 @@ class Invite:
 
 
 def parse_invite(text: str) -> Invite:
-    """Read an invite as a person pasted it; anything else raises `RecordError`, which says what is wrong."""
+    """Read an invite as a user pasted it; raises `RecordError` that says what is wrong with it."""
     line = "".join(text.split()).lower()
     if not line.startswith(PREFIX):
         raise RecordError(f"this is not an invite: it does not begin with {PREFIX!r}")
@@ -95,7 +96,7 @@ def parse_invite(text: str) -> Invite:
 
 
 def is_invite(text: str) -> bool:
-    """Whether a person's argument is meant as an invite and not as a name."""
+    """True if a user's argument is meant as an invite, not as a name."""
     return text.strip().lower().startswith(PREFIX)
 
 
@@ -108,7 +109,7 @@ def _body(code: str) -> bytes:
     except binascii.Error:
         raw = b""
     body, checksum = raw[:-_CHECKSUM_BYTES], raw[-_CHECKSUM_BYTES:]
-    # The second test refuses other spellings of the same bytes: base32 has spare bits in its last letter.
+    # The last test rejects other spellings of the same bytes: the last letter of base32 has unused bits.
     if not body or _checksum(body) != checksum or base64.b32encode(raw).decode().rstrip("=").lower() != code:
         raise RecordError("the invite is mistyped or cut off; copy the whole line again")
     return body
@@ -167,7 +168,7 @@ def _packed(address: Address) -> bytes:
 
 def _field(tag: int, value: bytes) -> bytes:
     if len(value) > 255:
-        raise RecordError("an invite's field may have 255 bytes; use a shorter address")
+        raise RecordError("a field of an invite has at most 255 bytes; use a shorter address")
     return bytes((tag, len(value))) + value
 
 

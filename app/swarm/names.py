@@ -1,8 +1,8 @@
-"""Names of swarms: what they may look like, and `name#1a2b3c4d`, which pins the model.
+"""Syntax of swarm names, and of `name#1a2b3c4d`, which pins the model. Pure.
 
 A name is 1 to 63 lower-case ASCII letters, digits, dashes, dots and underscores, and begins with a letter or a digit:
-it can be said aloud, typed on any keyboard, and has no look-alikes in other scripts. The part after `#` is the
-beginning of the model manifest's hash, 8 to 64 hex digits.
+it can be typed on any keyboard and has no look-alikes in other scripts. The part after `#` is the beginning of the
+hash of the model's manifest, 8 to 64 hex digits.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def is_swarm_name(text: str) -> bool:
-    """Whether `text` can be a swarm's name."""
+    """True if `text` can be a swarm's name."""
     return _NAME.fullmatch(text) is not None
 
 
 def is_model_hash(text: str) -> bool:
-    """Whether `text` is the whole hash of a manifest."""
+    """True if `text` is the whole hash of a manifest, 64 hex digits."""
     return _HASH.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
 class SwarmName:
-    """What a person asked for: a name, and the beginning of the model's hash if it was pinned."""
+    """A name as a user gave it, with the beginning of the model's hash if it was pinned."""
 
     name: str
     pin: str | None = None
@@ -39,12 +39,12 @@ class SwarmName:
         return self.name if self.pin is None else f"{self.name}#{self.pin}"
 
     def allows(self, model_hash: str) -> bool:
-        """Whether the pin, if there is one, fits this model."""
+        """True if there is no pin, or it matches this model."""
         return self.pin is None or model_hash.startswith(self.pin)
 
     @classmethod
     def parse(cls, text: str) -> SwarmName:
-        """Read what a person typed; capitals are taken as small letters."""
+        """Read a user's input, in upper or lower case; raises `UsageError` if it is not a name."""
         name, hash_sign, pin = text.strip().lower().partition("#")
         if not is_swarm_name(name):
             raise UsageError(
@@ -57,7 +57,7 @@ class SwarmName:
 
 
 def pinned(name: str, model_hash: str, others: tuple[str, ...] = ()) -> str:
-    """`name#hash` with as few digits as tell this model from `others`, and at least 8."""
+    """Return `name#hash` with the fewest digits, but at least 8, that distinguish this model from `others`."""
     digits = MIN_PIN_DIGITS
     while digits < len(model_hash) and any(
         other != model_hash and other.startswith(model_hash[:digits]) for other in others

@@ -1,15 +1,15 @@
-"""What members of a swarm tell each other, signed: swarm records, announcements and suspicions.
+"""Formats of the signed statements of a swarm: swarm records, announcements and suspicions. Pure.
 
-Each is a payload of compact canonical JSON inside a `p2p.envelope`: `v` is the major version, and another one is
-refused by name; fields that a reader does not know are ignored, and kept because envelopes are stored and passed on
-as they came. Who said it and when is never in the payload, only in the envelope.
+Each is a payload of compact canonical JSON inside a `p2p.envelope`. `v` is the major version; other versions are
+rejected. Unknown fields are ignored, and survive because envelopes are stored and forwarded unchanged. The signer and
+the time are in the envelope only. `app.membership.verification` checks statements against a swarm.
 
     shoal/swarm         v, name, model (hash in hex), private, settings
     shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
                         dtype, device, name, addrs, rtt, app
                         (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
                         8 characters of peers' ids and the round-trip times to them in units of 0.1 ms)
-    shoal/suspicion     v, swarm, accused, number (the accused's announcement it is about: a newer one refutes it)
+    shoal/suspicion     v, swarm, accused, number (of the accused's latest announcement: a newer one refutes it)
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ SUSPICION_DOMAIN = "shoal/suspicion"
 MAX_RECORD_BYTES = 4096
 MAX_ANNOUNCEMENT_BYTES = 1024
 MAX_LIFETIME_MS = 60 * 60 * 1000
-ANNOUNCEMENT_LIFETIME_MS = 10 * 60 * 1000
 SUSPICION_LIFETIME_MS = 2 * 60 * 1000
 MAX_ADDRESSES = 6
 MAX_RTTS = 12
@@ -52,20 +51,20 @@ Setting = bool | int | str
 
 
 def swarm_id(name: str, model_hash: str) -> str:
-    """What announcements name a swarm by: 32 hex digits from its name and its model."""
+    """Return the id that announcements use for a swarm: 32 hex digits of a hash of its name and model."""
     assert is_swarm_name(name), name
     assert is_model_hash(model_hash), model_hash
     return hashlib.sha256(f"shoal swarm\0{name}\0{model_hash}".encode()).hexdigest()[: 2 * _SWARM_ID_BYTES]
 
 
 def tail(peer: str) -> str:
-    """What announcements name another peer by: enough to tell members apart, at a fraction of the size."""
+    """Return the last characters of a peer id, by which announcements name other peers to save bytes."""
     return peer[-_TAIL_CHARS:]
 
 
 @dataclass(frozen=True)
 class SwarmRecord:
-    """A swarm as its creator signed it; `raw` is the envelope to store and to pass on."""
+    """A swarm as its creator signed it; `raw` is the envelope to store and forward."""
 
     name: str
     model_hash: str
@@ -86,38 +85,44 @@ class SwarmRecord:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What one node hosts in one swarm, and how fast; numbered by its clock, and good until it expires."""
+    """A node's statement of the blocks that it hosts in one swarm, and how fast.
+
+    `sequence` is the wall-clock time in ms when it was made, made strictly increasing; valid until `expires_at_ms`.
+    """
 
     peer: str
     sequence: int
     expires_at_ms: int
     swarm: str
-    state: str  # joining, fetching, loading, serving, client, paused, draining, left; others may come to be
+    state: str  # joining, fetching, loading, serving, client, paused, draining, left; newer versions may add some
     span: Span | None = None
     decode_tokens_per_s: float = 0.0  # through its whole span, one session
     prefill_tokens_per_s: float = 0.0
-    kv_free_tokens: int = 0  # room for new sessions, in tokens of its whole span
+    kv_free_tokens: int = 0  # KV-cache room for new sessions, in tokens through its whole span
     quantisation: str = "none"
     device: str = "cpu"
-    name: str = ""  # what the owner calls the node
+    name: str = ""  # given by the owner
     addresses: tuple[str, ...] = ()
     app_version: str = ""
-    growing: Span | None = None  # what its span will be once the rest of it has arrived
-    held: tuple[Span, ...] = ()  # blocks whose parts lie on its disk
-    holds_ends: bool = False  # the embedding, the head and the tokenizer lie there too
-    busy: float = 0.0  # share of the time that its device computed lately
-    dtype: str = "f32"  # what it computes in; with `quantisation` it tells how far its results may lie from others'
-    rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, seconds there and back as it measured them)
+    growing: Span | None = None  # its future span, while part of it is still loading
+    held: tuple[Span, ...] = ()  # blocks whose parts are on its disk
+    holds_ends: bool = False  # embedding, head and tokenizer are on its disk
+    busy: float = 0.0  # recent share of time that its device was computing, 0 to 1
+    dtype: str = "f32"  # it computes in this; with `quantisation` it bounds how far its results may differ from others'
+    rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, round-trip seconds that it measured)
 
     @property
     def serves(self) -> bool:
-        """Whether new sessions may be routed through it."""
+        """True if new sessions may be routed through it."""
         return self.state == "serving" and self.span is not None
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """One node's word that it lost another; whoever hears it probes for itself before it acts."""
+    """A node's statement that another one did not answer; receivers probe the accused themselves before they act.
+
+    `number` is the sequence number of the accused's latest announcement that the signer knew.
+    """
 
     peer: str
     sequence: int
@@ -138,50 +143,50 @@ def sign_record(
     private: bool = False,
     settings: Mapping[str, Setting] | None = None,
 ) -> SwarmRecord:
-    """A new swarm's record by its creator."""
+    """Make and sign the record of a new swarm."""
     payload = {"v": VERSION, "name": name, "model": model_hash, "private": private, "settings": dict(settings or {})}
     raw = seal(identity, SWARM_DOMAIN, canonical(payload), sequence=now_ms, expires_at_ms=NEVER)
     return read_record(raw, now_ms=now_ms)
 
 
-def sign_announcement(identity: Identity, said: Announcement) -> bytes:
-    """The envelope of this node's announcement."""
-    assert said.peer == identity.peer_id, "a node speaks for itself alone"
-    payload: dict[str, Any] = {"v": VERSION, "swarm": said.swarm, "state": said.state}
+def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
+    """Return the signed envelope of this node's announcement."""
+    assert announcement.peer == identity.peer_id, "a node can sign its own announcements only"
+    payload: dict[str, Any] = {"v": VERSION, "swarm": announcement.swarm, "state": announcement.state}
     optional = {
-        "span": _pair(said.span) if said.span else None,
-        "grow": _pair(said.growing) if said.growing else None,
-        "held": [_pair(span) for span in said.held],
-        "ends": said.holds_ends,
-        "decode": round(said.decode_tokens_per_s, 2),
-        "prefill": round(said.prefill_tokens_per_s, 2),
-        "kv": said.kv_free_tokens,
-        "busy": round(said.busy, 2),
-        "dtype": "" if said.dtype == "f32" else said.dtype,
-        "quant": "" if said.quantisation == "none" else said.quantisation,
-        "device": "" if said.device == "cpu" else _announced_device(said.device),
-        "name": said.name,
-        "addrs": [address.removesuffix(f"/p2p/{said.peer}") for address in said.addresses],
-        "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in said.rtts},
-        "app": said.app_version,
+        "span": _pair(announcement.span) if announcement.span else None,
+        "grow": _pair(announcement.growing) if announcement.growing else None,
+        "held": [_pair(span) for span in announcement.held],
+        "ends": announcement.holds_ends,
+        "decode": round(announcement.decode_tokens_per_s, 2),
+        "prefill": round(announcement.prefill_tokens_per_s, 2),
+        "kv": announcement.kv_free_tokens,
+        "busy": round(announcement.busy, 2),
+        "dtype": "" if announcement.dtype == "f32" else announcement.dtype,
+        "quant": "" if announcement.quantisation == "none" else announcement.quantisation,
+        "device": "" if announcement.device == "cpu" else _announced_device(announcement.device),
+        "name": announcement.name,
+        "addrs": [address.removesuffix(f"/p2p/{announcement.peer}") for address in announcement.addresses],
+        "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in announcement.rtts},
+        "app": announcement.app_version,
     }
     payload |= {key: value for key, value in optional.items() if value}
     return seal(
         identity,
         ANNOUNCEMENT_DOMAIN,
         canonical(payload),
-        sequence=said.sequence,
-        expires_at_ms=said.expires_at_ms,
+        sequence=announcement.sequence,
+        expires_at_ms=announcement.expires_at_ms,
     )
 
 
 def _announced_device(name: str) -> str:
-    """A device's name as its driver gives it, cut to what an announcement may carry."""
+    """Return the driver's device name without unprintable characters, cut to `MAX_DEVICE_CHARS`."""
     return "".join(character for character in name if character.isprintable())[:MAX_DEVICE_CHARS]
 
 
 def sign_suspicion(identity: Identity, swarm: str, accused: str, number: int, *, sequence: int) -> bytes:
-    """The envelope of this node's suspicion that `accused` is gone."""
+    """Return the signed envelope of this node's suspicion that `accused` is gone."""
     payload = canonical({"v": VERSION, "swarm": swarm, "accused": accused, "number": number})
     expires_at_ms = sequence + SUSPICION_LIFETIME_MS
     return seal(identity, SUSPICION_DOMAIN, payload, sequence=sequence, expires_at_ms=expires_at_ms)
@@ -256,17 +261,17 @@ SUSPICION_RULE: Rule[Suspicion] = Rule(SUSPICION_DOMAIN, _suspicion_in, MAX_ANNO
 
 
 def read_record(raw: bytes, *, now_ms: int) -> SwarmRecord:
-    """The swarm record in an envelope; raises `p2p.errors.EnvelopeError` for any other bytes."""
+    """Verify an envelope and return its swarm record; raises `p2p.errors.EnvelopeError` if anything is wrong."""
     return open_envelope(raw, SWARM_RULE, now_ms=now_ms)[1]
 
 
 def read_announcement(raw: bytes, *, now_ms: int, peer: str | None = None) -> Announcement:
-    """The announcement in an envelope; raises `p2p.errors.EnvelopeError` for any other bytes."""
+    """Verify an envelope and return its announcement; raises `p2p.errors.EnvelopeError` if anything is wrong."""
     return open_envelope(raw, ANNOUNCEMENT_RULE, now_ms=now_ms, peer=peer)[1]
 
 
 def read_suspicion(raw: bytes, *, now_ms: int) -> Suspicion:
-    """The suspicion in an envelope; raises `p2p.errors.EnvelopeError` for any other bytes."""
+    """Verify an envelope and return its suspicion; raises `p2p.errors.EnvelopeError` if anything is wrong."""
     return open_envelope(raw, SUSPICION_RULE, now_ms=now_ms)[1]
 
 
@@ -289,7 +294,7 @@ def _span(fields: Fields, name: str, value: Any) -> Span:
 
 
 def _addresses(fields: Fields, peer: str) -> tuple[str, ...]:
-    """Each with the speaker's own id at its end: nobody can send a dialer to somebody else's door in its name."""
+    """Read addresses and append the signer's id, so that no peer can make others dial a third party in its name."""
     texts = fields.texts("addrs", MAX_ADDRESSES, 160, [])
     if not all(text.startswith("/") and text.isascii() and text.isprintable() for text in texts):
         fields.refuse("addrs", "multiaddrs")
@@ -297,7 +302,7 @@ def _addresses(fields: Fields, peer: str) -> tuple[str, ...]:
 
 
 def _rtts(fields: Fields) -> tuple[tuple[str, float], ...]:
-    """Claims about links, of which a reader believes what its own measurements allow."""
+    """Read claimed round-trip times; `app.routing` believes them only as far as its own measurements allow."""
     if "rtt" not in fields.values:
         return ()
     rtts = fields.inner("rtt")
@@ -308,7 +313,7 @@ def _rtts(fields: Fields) -> tuple[tuple[str, float], ...]:
 
 
 def _printable(fields: Fields, name: str, max_chars: int, default: str | None = None) -> str:
-    """A text that is shown on people's terminals: no escape sequences, no line breaks, no invisible direction marks."""
+    """Read a text that is safe to show on a terminal: no escape sequences, line breaks or invisible direction marks."""
     text = fields.text(name, max_chars) if default is None else fields.text(name, max_chars, default)
     if not text.isprintable():
         fields.refuse(name, "printable text")

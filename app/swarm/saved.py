@@ -1,8 +1,9 @@
-"""The swarms that a node is a member of, across restarts: `swarms.json` in its home folder.
+"""The swarms that a node has joined, saved in `swarms.json` in its home folder.
 
-A swarm is remembered by its name and its model's whole hash, with its creator's signed record once one was heard, the
-secret if it is private, and the addresses that its invite named. At most one is active. Values change by pure methods;
-`update` applies one such change to the file under a lock, so that a command and a running node never undo each other.
+A swarm is saved with its name, its model's whole hash, the secret if it is private, the addresses from its invite, and
+its creator's signed record once one was received. At most one is active. The values are immutable; `update` applies a
+function from old to new to the file under a lock, so that a command and a running node never overwrite each other's
+changes. `app.joining` and `app.node` decide what to save.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ _MAX_ADDRESSES = 16
 
 @dataclass(frozen=True)
 class SavedSwarm:
-    """One swarm that this node joined."""
+    """One swarm that this node has joined."""
 
     name: str
     model_hash: str
     joined_at_ms: int
     secret: bytes | None = field(default=None, repr=False)
-    record: bytes | None = field(default=None, repr=False)  # the signed envelope, as it was pinned
+    record: bytes | None = field(default=None, repr=False)  # the signed envelope of the swarm's record
     addresses: tuple[str, ...] = ()
 
     @property
@@ -50,37 +51,37 @@ class SavedSwarm:
 
     @classmethod
     def from_record(cls, record: SwarmRecord, *, now_ms: int, secret: bytes | None = None) -> SavedSwarm:
-        """A swarm that was resolved by name, or created here."""
+        """Make the entry of a swarm that was resolved by name or created here."""
         return cls(record.name, record.model_hash, now_ms, secret, record.raw)
 
     @classmethod
     def from_invite(cls, invite: Invite, *, now_ms: int) -> SavedSwarm:
-        """A swarm that an invite leads to; its record is still to be heard."""
+        """Make the entry of a swarm from an invite; its record is not known yet."""
         return cls(invite.name, invite.model_hash, now_ms, invite.secret, None, invite.addresses)
 
 
 @dataclass(frozen=True)
 class SavedSwarms:
-    """Every swarm this node remembers, in the order joined, and which one it is active in."""
+    """All saved swarms, in the order joined, and the id of the active one."""
 
     swarms: tuple[SavedSwarm, ...] = ()
     active_id: str | None = None
 
     @property
     def active(self) -> SavedSwarm | None:
-        """The swarm this node takes part in."""
+        """The swarm that this node takes part in, None if none."""
         return next((swarm for swarm in self.swarms if swarm.id == self.active_id), None)
 
     def matching(self, wanted: SwarmName) -> tuple[SavedSwarm, ...]:
-        """The remembered swarms of this name whose model the pin allows."""
+        """Return the saved swarms with this name whose model matches the pin."""
         return tuple(s for s in self.swarms if s.name == wanted.name and wanted.allows(s.model_hash))
 
     def joined(self, swarm: SavedSwarm) -> SavedSwarms:
-        """With `swarm` remembered and active; what is known of it already is kept where the new word is silent."""
+        """Return a copy with `swarm` saved and active; fields that it lacks keep their saved values."""
         known = next((old for old in self.swarms if old.id == swarm.id), None)
         if known is None:
             if len(self.swarms) >= MAX_SWARMS:
-                raise HomeError(f"this node remembers {MAX_SWARMS} swarms already: leave some with `shoal leave NAME`")
+                raise HomeError(f"the limit of {MAX_SWARMS} saved swarms is reached: leave one with `shoal leave NAME`")
             return SavedSwarms((*self.swarms, swarm), swarm.id)
         merged = replace(
             known,
@@ -91,13 +92,13 @@ class SavedSwarms:
         return SavedSwarms(tuple(merged if old.id == swarm.id else old for old in self.swarms), swarm.id)
 
     def left(self, identifier: str) -> SavedSwarms:
-        """Without one swarm."""
+        """Return a copy without the swarm of this id."""
         rest = tuple(swarm for swarm in self.swarms if swarm.id != identifier)
         return SavedSwarms(rest, None if self.active_id == identifier else self.active_id)
 
 
 def load(home: Home) -> SavedSwarms:
-    """What this home remembers; a damaged file is an error, for it may hold the only copy of a secret."""
+    """Read the saved swarms; raises `HomeError` for a damaged file, as it may hold the only copy of a secret."""
     path = home.swarms_file
     try:
         with open(path, "rb") as file:
@@ -113,7 +114,7 @@ def load(home: Home) -> SavedSwarms:
 
 
 def update(home: Home, change: Callable[[SavedSwarms], SavedSwarms]) -> SavedSwarms:
-    """Apply one change to the file and return the outcome."""
+    """Apply a change to the file under its lock and return the new value; raises `HomeError` if that fails."""
     try:
         with FileLock.acquire(home.swarms_file.with_suffix(".lock"), timeout_s=10.0):
             before = load(home)
@@ -127,7 +128,7 @@ def update(home: Home, change: Callable[[SavedSwarms], SavedSwarms]) -> SavedSwa
     return after
 
 
-def _document(memberships: SavedSwarms) -> bytes:
+def _document(saved: SavedSwarms) -> bytes:
     swarms = [
         {
             "name": swarm.name,
@@ -137,9 +138,9 @@ def _document(memberships: SavedSwarms) -> bytes:
             "record": base64.b64encode(swarm.record).decode() if swarm.record else None,
             "addresses": list(swarm.addresses),
         }
-        for swarm in memberships.swarms
+        for swarm in saved.swarms
     ]
-    return canonical({"version": VERSION, "active": memberships.active_id, "swarms": swarms}) + b"\n"
+    return canonical({"version": VERSION, "active": saved.active_id, "swarms": swarms}) + b"\n"
 
 
 def _parse(raw: bytes, path: Path) -> SavedSwarms:
@@ -176,11 +177,11 @@ def _base64(fields: Fields, name: str) -> bytes | None:
 
 
 def record_of(swarm: SavedSwarm) -> SwarmRecord | None:
-    """The signed record that was kept of a swarm, if one was, and is whole."""
+    """Return the saved record of a swarm, None if there is none or it is damaged."""
     if swarm.record is None:
         return None
     try:
-        # As of a time that no record lies ahead of: a machine that starts with its clock set back knows its swarms.
+        # Read as of a far future time: a machine that starts with its clock set back still accepts its records.
         record = read_record(swarm.record, now_ms=2**62)
     except EnvelopeError:
         return None

@@ -1,7 +1,7 @@
-"""A zip for a bug report: what the doctor found, the node's state, the settings and the end of the log.
+"""The zip of `shoal doctor --bundle` for a bug report: findings of the doctor, node state, settings, end of the log.
 
-No prompt, no reply and no variable of the environment goes into it, and whatever this home folder holds as a secret is
-taken out of all of it once more before it is written.
+It contains no prompts, replies or environment variables. As a second safeguard, every secret of the home folder is
+removed from all texts before they are written.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ _REMOVED = "[removed]"
 
 
 def write_bundle(path: Path, home: Home, facts: Mapping[str, Any]) -> list[str]:
-    """Write the zip, which must not exist yet; `facts` are named JSON values. Returns what is in it, a line each."""
+    """Write the zip and return one line about each file in it; `facts` are JSON values by name.
+
+    Raises `AppError` if the file exists or cannot be written.
+    """
     texts = {f"{name}.json": json.dumps(value, indent=1, sort_keys=True) for name, value in facts.items()}
-    texts["log.txt"] = log_tail(home.log_folder / "node.log")
+    texts["log.txt"] = log_tail(home.log_file)
     hidden = secrets_of(home)
     clean = {name: without_secrets(text, hidden) for name, text in texts.items()}
     packed = io.BytesIO()
@@ -48,12 +51,12 @@ def write_bundle(path: Path, home: Home, facts: Mapping[str, Any]) -> list[str]:
 
 
 def about(version: str) -> dict[str, str]:
-    """What runs on what."""
+    """Return the versions of Shoal, Python and the operating system."""
     return {"shoal": version, "python": platform.python_version(), "system": platform.platform()}
 
 
 def log_tail(path: Path) -> str:
-    """The end of the log, from a whole line on."""
+    """Return the last `LOG_BYTES` of the log, starting at a whole line; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, io.SEEK_END)
@@ -66,7 +69,7 @@ def log_tail(path: Path) -> str:
 
 
 def secrets_of(home: Home) -> list[str]:
-    """Every secret of a home folder in every form in which it could be written."""
+    """List the secrets of a home folder in all encodings in which they might appear in a text."""
     found: list[bytes] = []
     texts: list[str] = []
     if home.token_file.exists():
@@ -75,7 +78,7 @@ def secrets_of(home: Home) -> list[str]:
         found += [swarm.secret for swarm in load(home).swarms if swarm.secret]
         if home.key_file.exists():
             found.append(load_or_create(home.key_file).seed)
-    except (AppError, P2PError):  # a damaged file is the doctor's to tell
+    except (AppError, P2PError):  # the doctor reports damaged files
         pass
     for secret in found:
         shown = repr(secret)[2:-1]
@@ -85,7 +88,7 @@ def secrets_of(home: Home) -> list[str]:
 
 
 def without_secrets(text: str, hidden: Iterable[str]) -> str:
-    """The text without these, without invites, and without the name of the person's own folder."""
+    """Return the text without these secrets, without invites, and with the user's home directory replaced by `~`."""
     for secret in hidden:
         text = re.sub(re.escape(secret), _REMOVED, text, flags=re.IGNORECASE)
     text = _INVITE.sub(_REMOVED, text)

@@ -1,41 +1,39 @@
-"""`shoal doctor`: checks of the machine and of the network, each of them one line with a next step.
+"""The checks of `shoal doctor`: machine, devices, settings and network, each one line with a remedy.
 
-Checks take facts and return lines; measuring the network is left to a running node. Where no node runs, only what can
-be seen without one is checked: whether the usual ports are free, and the clock.
+Checks take facts and return a `Check`; a running node measures the network (`app.node`). Without a node only the ports
+and the clock are checked. `app.cli.doctor` collects the facts and prints the lines.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import socket
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from app.core.units import format_size
-from app.snapshot.views import RuleView
+from app.snapshot.views import PeerView, RuleView, Snapshot
 from engine.budget import Allowance, Precision, default_headroom, plan_blocks
 from engine.config import ModelConfig
 
-if TYPE_CHECKING:  # importing it loads torch, which may be what is broken
+if TYPE_CHECKING:  # importing it loads torch, which may be broken
     from engine.device.probe import Device
-import errno
-import socket
-import statistics
-
-from app.snapshot.views import PeerView, Snapshot
 
 Status = Literal["ok", "warn", "fail"]
 GB = 10**9
-HOT_C = 87.0  # consumer cards throttle from about here
-_ON_BY_DEFAULT = ("pause_on_battery", "disk_floor")  # a machine without a battery needs no rule about it
-CROWDED = 0.2  # of a device's memory held by other programs
+HOT_C = 87.0  # consumer cards throttle from about this temperature
+_ON_BY_DEFAULT = ("pause_on_battery", "disk_floor")  # a missing sensor is normal: the user did not choose these rules
+CROWDED = 0.2  # warn if other programs hold more than this share of a device's memory
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """One line of the report; `mend` tells the user how to fix it."""
 
     name: str
     status: Status
@@ -44,50 +42,50 @@ class Check:
 
 
 def check_python(version: tuple[int, ...], text: str) -> Check:
-    """Whether this Python is one that Shoal is made for."""
+    """Check that the Python version is a supported one."""
     if (3, 11) <= version[:2] <= (3, 13):
         return Check("python", "ok", text)
-    return Check("python", "warn", f"{text} is untried", "use Python 3.11, 3.12 or 3.13")
+    return Check("python", "warn", f"{text} is not tested with Shoal", "use Python 3.11, 3.12 or 3.13")
 
 
 def check_torch(version: str | None, trouble: str = "") -> Check:
-    """Whether torch can be imported at all."""
+    """Check that torch can be imported; `version` is None if it cannot."""
     if version is None:
         return Check("torch", "fail", f"cannot be imported: {trouble}", "run `make clean setup`, or reinstall torch")
     return Check("torch", "ok", version)
 
 
 def check_driver(version: str | None, cards: int) -> Check:
-    """NVIDIA's driver, where there is one."""
+    """Report the NVIDIA driver, if there is one."""
     if version is None:
-        return Check("driver", "ok", "no driver of NVIDIA's answers; other devices bring their own")
+        return Check("driver", "ok", "no NVIDIA driver found; other devices do not need one")
     return Check("driver", "ok", f"NVIDIA {version}, {cards} card{'s' * (cards != 1)}")
 
 
 def check_settings(path: Path, unknown: Sequence[str], trouble: str = "") -> Check:
-    """Whether the configuration file is understood."""
+    """Check that the configuration file is valid and has no unknown settings."""
     if trouble:
-        return Check("settings", "fail", trouble, "mend the file, or move it away to begin anew")
+        return Check("settings", "fail", trouble, "fix the file, or move it away to start with the defaults")
     if unknown:
-        mend = f"`shoal config list` shows what there is; take the lines out of {path}"
-        return Check("settings", "warn", f"there is no setting {', '.join(unknown)}", mend)
-    return Check("settings", "ok", str(path) if path.exists() else f"{path} is not there yet: all is as by default")
+        mend = f"`shoal config list` shows all settings; remove these lines from {path}"
+        return Check("settings", "warn", f"unknown settings: {', '.join(unknown)}", mend)
+    return Check("settings", "ok", str(path) if path.exists() else f"{path} does not exist: the defaults apply")
 
 
 def check_sensor(rule: RuleView, setting: str) -> Check:
-    """Whether a courtesy rule has the sensor that it needs."""
+    """Check that a pause rule has the sensor that it needs."""
     name = f"rule {setting}"
     if rule.available and not rule.enabled:
-        return Check(name, "ok", "off; its sensor answers")
+        return Check(name, "ok", "off; its sensor works")
     if rule.available:
         return Check(name, "ok", f"on{', and applies now' * rule.applies}; {rule.text}")
     if rule.enabled and setting not in _ON_BY_DEFAULT:
-        return Check(name, "warn", f"on, but {rule.text}", f"it cannot pause this node: `shoal config unset {setting}`")
-    return Check(name, "ok", f"cannot be used here: {rule.text}")
+        return Check(name, "warn", f"on, but {rule.text}", f"it has no effect here: `shoal config unset {setting}`")
+    return Check(name, "ok", f"not available here: {rule.text}")
 
 
 def check_device(device: Device) -> Check:
-    """A device, its memory and its state."""
+    """Check a device: usable, not too hot, and its memory not held by other programs."""
     facts = [f"{device.name}: {format_size(device.free_bytes)} of {format_size(device.total_bytes)} free"]
     if device.utilisation is not None:
         facts.append(f"{device.utilisation:.0%} busy")
@@ -103,49 +101,49 @@ def check_device(device: Device) -> Check:
     if device.note:
         return Check(device.id, "warn", detail, device.note)
     if device.temperature_c is not None and device.temperature_c >= HOT_C:
-        return Check(device.id, "warn", detail, "it is hot and will slow down: improve its cooling or lower its load")
+        return Check(device.id, "warn", detail, "it is hot and will slow down: improve its cooling or reduce its load")
     if device.others_bytes and device.others_bytes > CROWDED * device.total_bytes:
-        return Check(device.id, "warn", detail, "close the programs that hold its memory to host more blocks")
+        return Check(device.id, "warn", detail, "to host more blocks, close the programs that hold its memory")
     return Check(device.id, "ok", detail)
 
 
 def check_format(device_id: str, chosen: str, seconds: Mapping[str, float]) -> Check:
-    """The number format a device computes in, with the timings that chose it."""
+    """Report the number format that a device computes in, with the timings that decided it."""
     timings = ", ".join(f"{name} {value * 1000:.2g} ms" for name, value in seconds.items())
     return Check(f"{device_id} format", "ok", f"{chosen}, by measurement ({timings})")
 
 
 def check_disk(folder: Path, free_bytes: int, *, writable: bool) -> Check:
-    """Whether weights can be kept."""
+    """Check that the cache folder can be written and has space for weights."""
     detail = f"{format_size(free_bytes)} free for weights in {folder}"
     if not writable:
         return Check("disk", "fail", f"{folder} cannot be written", "change its owner or mode, or set SHOAL_CACHE")
     if free_bytes < GB:
-        return Check("disk", "warn", detail, "free some space, or set SHOAL_CACHE to a folder on another disk")
+        return Check("disk", "warn", detail, "free disk space, or set SHOAL_CACHE to a folder on another disk")
     return Check("disk", "ok", detail)
 
 
 def check_model(label: str, config: ModelConfig, device: Device, precision: Precision, cap_bytes: int | None) -> Check:
-    """How many of a model's blocks a device can host."""
+    """Report how many of a model's blocks a device can host."""
     headroom = default_headroom(device.kind, device.total_bytes)
     budget = plan_blocks(config, Allowance(device.free_bytes, headroom, cap_bytes), precision)
     name = f"{device.id} hosts"
     if budget.blocks == 0:
-        mend = "free memory on the device or choose a smaller model; without blocks this node is a client"
+        mend = "free memory on the device or choose a smaller model; without blocks this node can only ask"
         return Check(name, "warn", f"none of the {config.n_blocks} blocks of {label}: {budget.reason}", mend)
     size = format_size(budget.weight_bytes_per_block)
-    room = f"{size} a block, {format_size(budget.kv_bytes)} for the cache of {budget.kv_tokens} tokens"
+    room = f"{size} per block, {format_size(budget.kv_bytes)} for the KV cache of {budget.kv_tokens} tokens"
     return Check(name, "ok", f"{budget.blocks} of {config.n_blocks} blocks of {label} ({room})")
 
 
 def disk_of(folder: Path) -> Check:
-    """The disk check of a folder that need not exist yet."""
+    """Run `check_disk` on a folder, or on its nearest existing parent."""
     present = next(path for path in (folder, *folder.parents) if path.exists())
     return check_disk(folder, shutil.disk_usage(present).free, writable=os.access(present, os.W_OK | os.X_OK))
 
 
 def examine_machine(devices: list[Device], models: Mapping[str, ModelConfig], cap_bytes: int | None) -> Iterator[Check]:
-    """The checks of these devices, and of each model on each of them."""
+    """Yield the checks of these devices, and of each model on each of them; times number formats, so takes a while."""
     from engine.device.dtypes import pick_dtype
 
     for device in devices:
@@ -160,83 +158,90 @@ def examine_machine(devices: list[Device], models: Mapping[str, ModelConfig], ca
             yield check_model(label, config, device, precision, cap_bytes)
 
 
-MAX_PEERS = 50  # lines of single members
-# Reasons that a person should look at; the others are as they should be.
+MAX_PEERS = 50  # most members that get a line of their own
+# Reason codes of a node state that deserve a warning; the others are normal.
 TROUBLED = frozenset({"wrong_secret", "probe_blocks", "probe_api", "cannot_host", "no_room", "looking"})
 WORRYING = frozenset({"peer_suspect", "peer_dead", "distrusted"})
 CLOCK_TOLERANCE_S = 60.0
-CLOCK_LIMIT_S = 600.0  # beyond this the other members refuse what this node signs
-# No correct clock shows a time before Shoal existed.
+CLOCK_LIMIT_S = 600.0  # beyond this, other members refuse this node's signed records
+# 2025-01-01: a correct clock cannot show a time before Shoal existed.
 _BEGINNING_MS = 1_735_689_600_000
 
 
 def check_listening(addresses: Sequence[str]) -> Check:
-    """Where the node listens."""
+    """Check that the node listens on at least one address."""
     if not addresses:
-        return Check("listen", "fail", "the node listens nowhere", "give it an address with --listen, then restart it")
+        return Check("listen", "fail", "the node listens on no address", "restart it with an address: --listen ADDRESS")
     return Check("listen", "ok", " ".join(addresses))
 
 
 def check_port(label: str, port: int, *, free: bool) -> Check:
-    """Whether a port that a node would use can be had."""
+    """Check that a port that a node would use is free."""
     if free:
         return Check(label, "ok", f"TCP port {port} is free")
-    mend = "a node would use any free one instead; forward that, or stop the other program"
-    return Check(label, "warn", f"TCP port {port} is taken by another program", mend)
+    mend = "a node would use any free port instead; forward that port, or stop the other program"
+    return Check(label, "warn", f"TCP port {port} is in use by another program", mend)
 
 
 def check_addresses(advertised: Sequence[str], verified: Sequence[str], reach: str) -> Check:
-    """What others are told, and whether it was seen to work."""
+    """Report the announced addresses, and which of them were verified from outside."""
     if not advertised:
-        return Check("addresses", "warn", "none can be told to others", "connect this machine to a network")
+        return Check("addresses", "warn", "there are none to announce to others", "connect this machine to a network")
     shown = " ".join(f"{one} ({'verified' if _is_among(one, verified) else 'unverified'})" for one in advertised)
     return Check("addresses", "ok", f"{shown}; reachability from outside: {reach}")
 
 
 def check_nat(reach: str, *, relayed: bool, relaying: bool) -> Check:
-    """Whether peers on the internet can dial in."""
+    """Check that peers on the internet can reach this node, directly or through a relay."""
     if reach == "verified":
         return Check("nat", "ok", "peers on the internet can dial in" + (", and use this node as a relay" * relaying))
     if reach == "unverified" and relayed:
         return Check("nat", "ok", "behind a NAT: reached through a relay, and directly where hole punching works")
     if reach == "unverified":
-        mend = "forward the listening port in the router and name it with --advertise, or let a public node join"
+        mend = "forward the listening port in the router and announce it with --advertise, or let a public node join"
         return Check("nat", "warn", "peers on the internet cannot dial in, and no relay is known", mend)
-    return Check("nat", "ok", "not known yet: no peer on the internet is connected that could try")
+    return Check("nat", "ok", "not known yet: no peer on the internet is connected that could test it")
 
 
 def check_clock(now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Check:
-    """Whether this machine's clock is believable: members' newest statements bear the times of their own clocks."""
+    """Compare the clock with those of other members and with the last run of this node.
+
+    `heard_ms` are the times in the members' latest records; `last_said_ms` is the stored sequence number of this node.
+    """
+    mend = "set the clock, best by turning on the system's time service"
     if now_ms < _BEGINNING_MS:
-        return Check("clock", "fail", "the clock shows a time long past", "set it, best by switching time service on")
+        return Check("clock", "fail", "the clock shows a time before 2025", mend)
     behind_s = (statistics.median(heard_ms) - now_ms) / 1000 if heard_ms else 0.0
     set_back_s = (last_said_ms - now_ms) / 1000
-    mend = "set the clock, best by switching the system's time service on"
     if behind_s > CLOCK_LIMIT_S:
-        return Check("clock", "fail", f"{behind_s:.0f} s behind the other members: they refuse this node's word", mend)
+        return Check("clock", "fail", f"{behind_s:.0f} s behind the other members: they refuse its records", mend)
     if behind_s > CLOCK_TOLERANCE_S:
         return Check("clock", "warn", f"{behind_s:.0f} s behind the other members", mend)
     if set_back_s > CLOCK_TOLERANCE_S:
         return Check("clock", "warn", f"it was set back by {set_back_s:.0f} s since this node last ran", mend)
-    return Check("clock", "ok", "agrees with the other members" if heard_ms else "nothing speaks against it")
+    return Check(
+        "clock",
+        "ok",
+        "agrees with the other members" if heard_ms else "plausible; no member to compare with",
+    )
 
 
 def check_peers(links: int, members: int, swarm: str | None, discovery: Sequence[str]) -> Check:
-    """Whether there is company."""
+    """Check that other members of the swarm are known or connected."""
     if swarm is None:
         return Check("peers", "ok", f"{links} connected; the node is in no swarm")
     detail = f"{links} connected, {members} other members of {swarm}"
     if links or members:
         return Check("peers", "ok", detail)
     means = ", ".join(discovery) or "nothing"
-    mend = "ask a member for an invite (`shoal invite`), or name one with --peer"
-    return Check("peers", "warn", f"{detail}; looked for by {means}", mend)
+    mend = "ask a member for an invite (`shoal invite`), or give the address of one with --peer"
+    return Check("peers", "warn", f"{detail}; searched by {means}", mend)
 
 
 def check_peer(peer: PeerView) -> Check:
-    """How one member is reached."""
+    """Report the link to one member, and why it is not used if so."""
     name = f"peer {peer.peer[-8:]}"
-    rtt = "" if peer.rtt_s is None else f", {peer.rtt_s * 1000:.1f} ms there and back"
+    rtt = "" if peer.rtt_s is None else f", {peer.rtt_s * 1000:.1f} ms round trip"
     detail = f"{peer.link or 'no link is open'}{rtt}; {peer.state}"
     if peer.unused is None:
         return Check(name, "ok", detail)
@@ -245,14 +250,14 @@ def check_peer(peer: PeerView) -> Check:
 
 
 def check_state(snapshot: Snapshot) -> Check:
-    """What the node does, and why, in the words that it says everywhere."""
+    """Report the node's state and its reason, as in `shoal status`."""
     mend = "" if snapshot.why is None else snapshot.why.next_step
-    failing = snapshot.why is not None and snapshot.why.code in TROUBLED
-    return Check("state", "warn" if failing else "ok", f"{snapshot.state}: {snapshot.reason}", mend)
+    troubled = snapshot.why is not None and snapshot.why.code in TROUBLED
+    return Check("state", "warn" if troubled else "ok", f"{snapshot.state}: {snapshot.reason}", mend)
 
 
 def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Iterator[Check]:
-    """The lines of a running node."""
+    """Yield the checks of a running node."""
     network = snapshot.network
     relayed = any("/p2p-circuit" in address for address in network.advertised)
     yield check_state(snapshot)
@@ -265,17 +270,17 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
 
 
 def resting_checks(listen_ports: Sequence[int], api_port: int, *, now_ms: int, last_said_ms: int) -> Iterator[Check]:
-    """The lines where no node runs."""
+    """Yield the checks that are possible while no node runs."""
     for port in dict.fromkeys(port for port in listen_ports if port):
         yield check_port("listen", port, free=is_free("0.0.0.0", port))
     if api_port:
         yield check_port("api", api_port, free=is_free("127.0.0.1", api_port))
     yield check_clock(now_ms, last_said_ms, ())
-    yield Check("peers", "ok", "no node runs here: `shoal serve` starts one, which can say more")
+    yield Check("peers", "ok", "no node runs here: start one with `shoal serve` to check the network")
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """True if a server could listen on this port now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR), 1)

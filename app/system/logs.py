@@ -1,7 +1,8 @@
-"""Where the node's log goes: a rotating file in the home folder, what matters to stderr, the latest rows to the API.
+"""Log outputs of the node: a rotating file in the home folder, warnings on stderr, the latest rows for the API.
 
-Secrets, invites, tokens and what people write are never logged; whoever logs something of a swarm writes its name.
-Every record is one line whatever it says, and a log that cannot be written costs the node nothing.
+Rule for all callers: never log secrets, invites, tokens, prompts or replies; of a swarm, log its name only. Every
+record is one line, whatever its text contains (a traceback follows indented), and failures to write the log never
+affect the node.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _FILE_BYTES = 2 * 10**6
 _FILES = 4
 KEPT_ROWS = 2000
 _MAX_ROW_CHARS = 2000
-_MAX_CHARS = 20_000  # of one record: a traceback is long, what a peer sends must not be
+_MAX_CHARS = 20_000  # per record: enough for a traceback, and a bound for text from peers
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-# What a terminal would obey, or a reader of lines would take for another line.
+# Characters that a terminal would execute, or that would look like a line break.
 _UNPRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {
     0x2028: "\\u2028",
     0x2029: "\\u2029",
@@ -34,7 +35,7 @@ _UNPRINTABLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)
 
 @dataclass(frozen=True)
 class LogRow:
-    """One row of the log, numbered from 1 in this run of the node."""
+    """One log record for the API, numbered from 1 since the node started."""
 
     number: int
     at_ms: int
@@ -44,7 +45,7 @@ class LogRow:
 
 
 class RecentRows(logging.Handler):
-    """The latest rows, for whoever follows the log through the API."""
+    """Keeps the latest `KEPT_ROWS` records in memory, for clients that follow the log through the API."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,40 +53,40 @@ class RecentRows(logging.Handler):
         self._numbers = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one row."""
+        """Store one record, cut to `_MAX_ROW_CHARS`; called by `logging`."""
         self._numbers += 1
         text = record.getMessage()[:_MAX_ROW_CHARS]
         level = record.levelname.lower()
         self._rows.append(LogRow(self._numbers, int(record.created * 1000), level, record.name, text))
 
     def after(self, number: int) -> list[LogRow]:
-        """The kept rows that a follower who saw `number` has not seen."""
+        """Return the kept rows after row `number`."""
         return [row for row in self._rows.copy() if row.number > number]
 
 
-RECENT = RecentRows()  # logging is the process's own, and so is this
+RECENT = RecentRows()  # one per process, as `logging` itself
 
 
 def escaped(text: str) -> str:
-    """The text as one line without control characters, each of which is shown as its code."""
+    """Return the text on one line, with control characters replaced by their codes."""
     return text[:_MAX_CHARS].translate(_UNPRINTABLE)
 
 
 class LineFormatter(logging.Formatter):
-    """One line for a record; a traceback follows on lines of its own, each set in."""
+    """Formats a record as one line; the lines of a traceback follow indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as text."""
+        """Return the record as text."""
         text = super().format(record)
         first, *more = text.split("\n") if record.exc_info or record.stack_info else [text]
         return "\n    ".join(escaped(line) for line in (first, *more))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object for a record."""
+    """Formats a record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as an object on one line; `time` is in UTC."""
+        """Return the record as JSON; `time` is in UTC."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields = {
             "time": f"{at}.{int(record.msecs):03}Z",
@@ -99,12 +100,15 @@ class JsonFormatter(logging.Formatter):
 
 
 class RetryingFileHandler(logging.handlers.RotatingFileHandler):
-    """A rotating file that a full disk, or a folder that went away, silences for a moment and never breaks."""
+    """A rotating log file that drops records while it cannot be written, and reopens as soon as it can.
 
-    lost = 0  # records since it last could be written
+    Causes are a full disk or a deleted folder; errors never reach the code that logs.
+    """
+
+    lost = 0  # records dropped since the last successful write
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, and before it that some are missing."""
+        """Write one record, preceded by a note if earlier ones were dropped."""
         try:
             if self.lost:
                 self._write(logging.makeLogRecord({**_OWN, "msg": f"{self.lost} lines could not be written here"}))
@@ -112,11 +116,11 @@ class RetryingFileHandler(logging.handlers.RotatingFileHandler):
             self._write(record)
         except (OSError, ValueError):
             self.lost += 1
-            self._give_up_stream()
+            self._drop_stream()
 
     def _write(self, record: logging.LogRecord) -> None:
         if self.stream is not None and not Path(self.baseFilename).exists():
-            self._give_up_stream()
+            self._drop_stream()
         private_directory(Path(self.baseFilename).parent)
         if self.shouldRollover(record):
             self.doRollover()
@@ -125,8 +129,8 @@ class RetryingFileHandler(logging.handlers.RotatingFileHandler):
         self.stream.write(self.format(record) + self.terminator)
         self.stream.flush()
 
-    def _give_up_stream(self) -> None:
-        """Close without raising: what is still in its buffer cannot be written either."""
+    def _drop_stream(self) -> None:
+        """Close the file without raising; its buffered text is lost."""
         stream, self.stream = self.stream, None
         try:
             if stream is not None:
@@ -139,18 +143,21 @@ _OWN = {"name": "shoal.log", "levelno": logging.WARNING, "levelname": "WARNING"}
 
 
 def start_logging(folder: Path, level: str | None, *, as_json: bool = False) -> Path:
-    """Log from now on; returns the file. Without a level the file has `info` and stderr `warning`."""
+    """Set up all three outputs and return the log file's path.
+
+    `level` applies to the file and to stderr; without it the file gets `info` and stderr `warning`.
+    """
     private_directory(folder)
-    logging.raiseExceptions = False  # a log that cannot be written has nowhere to say so
+    logging.raiseExceptions = False  # do not print tracebacks to stderr when writing the log fails
     path = folder / FILE
     file = RetryingFileHandler(
         path, maxBytes=_FILE_BYTES, backupCount=_FILES, encoding="utf-8", errors="backslashreplace", delay=True
     )
     stderr = logging.StreamHandler(sys.stderr)
     root = logging.getLogger()
-    for handler, usual in ((file, "info"), (stderr, "warning")):
+    for handler, default in ((file, "info"), (stderr, "warning")):
         handler.setFormatter(JsonFormatter() if as_json else LineFormatter(_FORMAT))
-        handler.setLevel((level or usual).upper())
+        handler.setLevel((level or default).upper())
         root.addHandler(handler)
     RECENT.setLevel(file.level)
     root.addHandler(RECENT)

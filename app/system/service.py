@@ -1,7 +1,7 @@
-"""Shoal as a service of the user's own account: a systemd user unit, a launchd agent or a Windows task.
+"""Shoal as a background service of the user's account: a systemd user unit, a launchd agent or a Windows task.
 
-A plan says which file is written from which template, and which commands make it known to the system; carrying it out
-is the same for all systems.
+A `ServicePlan` says which file is written and which commands enable, stop and query the service; carrying it out is the
+same for all systems. The templates are in `packaging/service`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from app.config.home import home_folder
 from app.core.errors import AppError
 from p2p.platform import write_private
 
-CARRIED = ("SHOAL_CACHE",)  # variables that a service keeps; settings belong into the configuration file
+CARRIED = ("SHOAL_CACHE",)  # environment variables passed on to the service; settings belong in the configuration file
 
 
 @dataclass(frozen=True)
 class Service:
-    """What is to be started: its name, the command, and the few variables that it needs."""
+    """The service to run: its name, command, home folder and environment variables."""
 
     name: str
     command: tuple[str, ...]
@@ -36,23 +36,23 @@ class Service:
 
 
 def service_name(home: Path, default_home: Path) -> str:
-    """`shoal` for the usual home, and a name of its own for every other."""
+    """Return `shoal` for the default home; for any other, a name with a hash of its path."""
     return "shoal" if home == default_home else f"shoal-{hashlib.sha256(str(home).encode()).hexdigest()[:8]}"
 
 
 def template(name: str) -> str:
-    """A template's text: from this checkout, or from where the wheel put it."""
+    """Read a template from this checkout, or from where the wheel installed it; raises `AppError` if it is missing."""
     beside = Path(__file__).resolve().parents[2] / "packaging" / "service" / name
     if beside.is_file():
         return beside.read_text("utf-8")
     for file in importlib.metadata.files("shoal") or ():
         if file.parts[-2:] == ("service", name):
             return Path(str(file.locate())).read_text("utf-8")
-    raise AppError(f"the template {name} is missing from this installation: install Shoal anew")
+    raise AppError(f"the template {name} is missing from this installation: reinstall Shoal")
 
 
 def systemd_unit(service: Service, text: str) -> str:
-    """A user unit."""
+    """Fill in the template of a systemd user unit."""
     lines = [f"Environment={_systemd_quoted(f'{name}={value}')}" for name, value in service.environment]
     return Template(text).substitute(
         home_text=_systemd_text(str(service.home)),
@@ -62,7 +62,7 @@ def systemd_unit(service: Service, text: str) -> str:
 
 
 def launchd_agent(service: Service, label: str, text: str) -> str:
-    """An agent's property list."""
+    """Fill in the template of a launchd agent's property list."""
     variables = [
         f"        <key>{escape(name)}</key>\n        <string>{_xml(value)}</string>"
         for name, value in service.environment
@@ -75,7 +75,10 @@ def launchd_agent(service: Service, label: str, text: str) -> str:
 
 
 def windows_task(service: Service, user: str, text: str) -> str:
-    """A scheduled task; it has no variables of its own, so that a cache elsewhere must be set for the whole user."""
+    """Fill in the template of a Windows task.
+
+    A task has no environment of its own, so `SHOAL_CACHE` must be set for the user's account.
+    """
     return Template(text).substitute(
         home_text=_xml(str(service.home)),
         user=_xml(user),
@@ -85,29 +88,29 @@ def windows_task(service: Service, user: str, text: str) -> str:
 
 
 def _systemd_quoted(word: str, *, of_command: bool = False) -> str:
-    """A word between quotes; `%` is always a specifier's beginning there, `$` a variable's in a command."""
-    _demand_printable(word)
+    """Quote a word for a unit file, where `%` starts a specifier, and in a command `$` a variable."""
+    _require_printable(word)
     text = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{text.replace("$", "$$") if of_command else text}"'
 
 
 def _systemd_text(text: str) -> str:
-    _demand_printable(text)
-    # A backslash at the end of a line would join the next one to it.
+    _require_printable(text)
+    # A backslash at the end of a line would continue it on the next line.
     return text.replace("%", "%%").rstrip("\\")
 
 
 def _xml(text: str) -> str:
-    _demand_printable(text)
+    _require_printable(text)
     return escape(text, {'"': "&quot;"})
 
 
-def _demand_printable(text: str) -> None:
+def _require_printable(text: str) -> None:
     if not text.isprintable():
-        raise AppError(f"the path {text!r} has characters that cannot stand in a service's file: use another --home")
+        raise AppError(f"the path {text!r} has characters that are not possible in a service file: use another --home")
 
 
-_PATIENCE_S = 90.0  # stopping a node lets it drain
+_TIMEOUT_S = 90.0  # stopping the service waits until the node has drained
 LABEL = "app.shoal"
 
 Command = tuple[str, ...]
@@ -116,7 +119,7 @@ Run = Callable[[Sequence[str]], "ServiceResult"]
 
 @dataclass(frozen=True)
 class ServiceResult:
-    """How a command of the system ended, and what it said."""
+    """Exit status and output of a system command."""
 
     status: int
     text: str = ""
@@ -124,33 +127,33 @@ class ServiceResult:
 
 @dataclass(frozen=True)
 class ServicePlan:
-    """How one system starts Shoal."""
+    """The service file and the commands to manage it on one system."""
 
     system: str
     file: Path
     content: bytes
-    enable: tuple[Command, ...]  # each must succeed
-    disable: tuple[Command, ...]  # each may fail: it may be gone already
-    renew: tuple[Command, ...]  # after the file is gone
-    query: Command  # succeeds while it runs
-    running_text: str = ""  # what the query then says, where its status does not tell
-    at_boot: Command | None = None  # lets it start before anybody logs in; may fail
-    boot_hint: str = ""  # what to do where that failed, or cannot be
+    enable: tuple[Command, ...]  # all must succeed
+    disable: tuple[Command, ...]  # each may fail, because the service may be gone already
+    renew: tuple[Command, ...]  # run after the file is removed
+    query: Command  # exits with 0 while the service runs
+    running_text: str = ""  # text in the query's output while it runs, if the status is not enough
+    at_boot: Command | None = None  # makes it start before the user logs in; may fail
+    boot_hint: str = ""  # tells the user when it starts if that failed or is not possible
 
 
 def run_command(command: Sequence[str]) -> ServiceResult:
-    """Run a command of the system to its end."""
+    """Run a system command; a missing program gives status 127, a timeout 124."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except FileNotFoundError:
         return ServiceResult(127, f"{command[0]} is not installed")
     except subprocess.TimeoutExpired:
-        return ServiceResult(124, f"{command[0]} did not answer within {_PATIENCE_S:.0f} s")
+        return ServiceResult(124, f"{command[0]} did not answer within {_TIMEOUT_S:.0f} s")
     return ServiceResult(done.returncode, " ".join((done.stderr or done.stdout).split()))
 
 
 def service_of(home: Path, environment: Mapping[str, str]) -> Service:
-    """The service of a home folder, started as this very command was."""
+    """Return the service for a home folder, started by the same installation as this command."""
     beside = Path(sys.executable).with_name("shoal.exe" if os.name == "nt" else "shoal")
     windowless = Path(sys.executable).with_name("pythonw.exe")
     if os.name == "nt" and windowless.exists():
@@ -164,24 +167,24 @@ def service_of(home: Path, environment: Mapping[str, str]) -> Service:
 
 
 def home_folder_default() -> Path:
-    """The home that a command uses when nobody names one."""
-    kept = os.environ.pop("SHOAL_HOME", None)
+    """Return the home folder that is used without `--home` and `SHOAL_HOME`."""
+    chosen = os.environ.pop("SHOAL_HOME", None)
     try:
         return home_folder()
     finally:
-        if kept is not None:
-            os.environ["SHOAL_HOME"] = kept
+        if chosen is not None:
+            os.environ["SHOAL_HOME"] = chosen
 
 
 def plan_for(service: Service, platform: str, user_folder: Path) -> ServicePlan:
-    """What to do on this system; raises `AppError` where Shoal knows none of its means."""
+    """Return the plan for this system; raises `AppError` if services are not supported on it."""
     if platform == "darwin":
         return _launchd(service, user_folder)
     if platform == "win32":
         return _windows(service)
     if platform.startswith("linux"):
         return _systemd(service, user_folder)
-    raise AppError(f"no service is known for {platform}: start `shoal serve` by the system's own means")
+    raise AppError(f"services are not supported on {platform}: start `shoal serve` with the system's own tools")
 
 
 def _systemd(service: Service, user_folder: Path) -> ServicePlan:
@@ -198,7 +201,7 @@ def _systemd(service: Service, user_folder: Path) -> ServicePlan:
         renew=((*control, "daemon-reload"),),
         query=(*control, "is-active", "--quiet", unit),
         at_boot=("loginctl", "enable-linger", user),
-        boot_hint=f"it starts when {user} logs in; `sudo loginctl enable-linger {user}` lets it start with the machine",
+        boot_hint=f"it starts when {user} logs in; to start it with the machine: `sudo loginctl enable-linger {user}`",
     )
 
 
@@ -238,9 +241,12 @@ def _windows(service: Service) -> ServicePlan:
 
 
 def install(plan: ServicePlan, run: Run = run_command) -> str:
-    """Write the file and make it known; returns what a person should know about when it starts."""
+    """Write the file and enable the service; return a sentence about when it starts.
+
+    Raises `AppError`, with the file removed again, if the system refuses.
+    """
     for command in plan.disable if plan.file.exists() else ():
-        run(command)  # an older one
+        run(command)  # replaces an older one
     plan.file.parent.mkdir(parents=True, exist_ok=True)
     write_private(plan.file, plan.content)
     for command in plan.enable:
@@ -248,7 +254,7 @@ def install(plan: ServicePlan, run: Run = run_command) -> str:
         if outcome.status != 0:
             plan.file.unlink(missing_ok=True)
             raise AppError(
-                f"{plan.system} did not take the service ({' '.join(command[:3])}: {outcome.text or outcome.status}); "
+                f"{plan.system} refused the service ({' '.join(command[:3])}: {outcome.text or outcome.status}); "
                 "nothing was installed"
             )
     if plan.at_boot is not None and run(plan.at_boot).status == 0:
@@ -257,7 +263,7 @@ def install(plan: ServicePlan, run: Run = run_command) -> str:
 
 
 def uninstall(plan: ServicePlan, run: Run = run_command) -> bool:
-    """Stop the service and remove its file; whether there was one."""
+    """Stop the service and remove its file; False if there is none."""
     if not plan.file.exists():
         return False
     for command in plan.disable:
@@ -269,7 +275,7 @@ def uninstall(plan: ServicePlan, run: Run = run_command) -> bool:
 
 
 def is_running(plan: ServicePlan, run: Run = run_command) -> bool:
-    """Whether the system runs it now."""
+    """True if the service is running now."""
     if not plan.file.exists():
         return False
     outcome = run(plan.query)

@@ -1,7 +1,8 @@
-"""Removing Shoal from a machine: what there is of it, and taking away exactly that.
+"""Finds and removes the files that Shoal made in a home folder and in the cache.
 
-A home or cache folder may be one that holds other things too. In a home only what Shoal makes is removed, by name; a
-cache, whose folders have names that others use too, only where it holds nothing else. A folder goes when it is empty.
+Either folder may hold foreign files too. In a home only the files of the table `app.config.home.HOME_FILES` are
+removed; a cache, whose sub-folders have common names, only if it contains nothing else. The folders themselves are
+removed once empty. Stopping the node and removing its service is left to `app.cli.uninstall`.
 """
 
 from __future__ import annotations
@@ -11,73 +12,53 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_HOME_FILES = (
-    "config.toml",
-    "identity.key",
-    "token",
-    "swarms.json",
-    "peers.json",
-    "sequence",
-    "pause.json",
-    "statistics.db",
-    "node.json",
-    "node.lock",
-)
-# A file, what lies beside it while it is changed, and what is left when the machine goes down in the middle of that.
-_BESIDE = ("{}", "{}.lock", ".{}.*.tmp")
-HOME_PATTERNS = (
-    *(pattern.format(name) for name in _HOME_FILES for pattern in _BESIDE),
-    "config.toml.v*.bak",
-    "swarms.lock",
-    "statistics.db-wal",
-    "statistics.db-shm",
-    "statistics.db.damaged-*",
-    "logs/node.log*",
-    "logs",
-    "shoal*.xml",  # the task of Windows' scheduler
-)
+from app.config.home import HOME_FILES
+
 CACHE_NAMES = frozenset({"models", "manifests", "parts", "in_use"})
 
 
 @dataclass(frozen=True)
 class RemovableItem:
-    """One thing that would be removed."""
+    """A file or folder to remove; a folder with `only_if_empty` stays if other files are left in it."""
 
     path: Path
     size_bytes: int
+    only_if_empty: bool = False
 
 
 def items_in_home(folder: Path) -> list[RemovableItem]:
-    """What Shoal made in a home folder."""
-    found = {path for pattern in HOME_PATTERNS for path in folder.glob(pattern)} if folder.is_dir() else set()
-    # What is below a folder comes before it.
-    return [_item(path) for path in sorted(found, key=lambda path: (-len(path.parts), path))]
+    """List what Shoal made in a home folder, the contents of a sub-folder before the sub-folder itself."""
+    found: dict[Path, bool] = {}  # path -> whether the table has it as a folder
+    for entry in HOME_FILES if folder.is_dir() else ():
+        for path in (path for pattern in entry.patterns for path in folder.glob(pattern)):
+            # A folder with the name of a file, or the reverse, was not made by Shoal.
+            if path.is_dir() if entry.is_folder else path.is_symlink() or not path.is_dir():
+                found[path] = entry.is_folder
+    return [
+        RemovableItem(path, 0 if found[path] else sum(_sizes(path)), only_if_empty=found[path])
+        for path in sorted(found, key=lambda path: (-len(path.parts), path))
+    ]
 
 
 def items_in_cache(folder: Path) -> list[RemovableItem]:
-    """What Shoal made in a cache; nothing where somebody else keeps things there too."""
+    """List what Shoal made in a cache folder; nothing if it contains anything else."""
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     ours = [path for path in entries if path.name in CACHE_NAMES or path.suffix in (".lock", ".tmp")]
-    return [_item(path) for path in ours] if len(ours) == len(entries) else []
-
-
-def _item(path: Path) -> RemovableItem:
-    own = path.name != "logs"  # its files are items of their own
-    return RemovableItem(path, sum(_sizes(path)) if own else 0)
+    return [RemovableItem(path, sum(_sizes(path))) for path in ours] if len(ours) == len(entries) else []
 
 
 def remove(item: RemovableItem) -> None:
-    """Take one thing away; a link is removed, and not what it points to."""
+    """Remove one item; of a symlink the link, not its target."""
     if item.path.is_symlink() or not item.path.is_dir():
         item.path.unlink(missing_ok=True)
-    elif item.path.name == "logs":
+    elif item.only_if_empty:
         remove_if_empty(item.path)
     else:
         shutil.rmtree(item.path)
 
 
 def remove_if_empty(folder: Path) -> bool:
-    """Take a folder away if nothing is left in it; whether it is gone."""
+    """Remove a folder if it is empty; True if it is gone."""
     try:
         folder.rmdir()
     except FileNotFoundError:

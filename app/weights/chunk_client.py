@@ -1,4 +1,7 @@
-"""Asking one peer for a few chunks, or for the hashes of a part's chunks; whoever lies or dawdles is left out."""
+"""The client side of the chunk protocol (`wire`): one request to one peer, its answer checked and written to disk.
+
+Results and failures are recorded in `PeerPerformance`; which chunk to request from whom is decided in `download`.
+"""
 
 from __future__ import annotations
 
@@ -21,66 +24,65 @@ from p2p.errors import P2PError, Refused, RemoteError
 
 log = logging.getLogger("shoal.weights")
 
-CHUNK_S = 20.0  # 1 MiB at 50 kB/s: slower peers are left out
-ELSEWHERE_S = 16.0  # for a member that another one named: it may wait for the chunks itself
-MISLED_S = 1.0  # what it costs to be sent to somebody who does not help
-LEAVES_S = 5.0  # and as long as they take at the slowest pace
+CHUNK_S = 20.0  # deadline for a chunk: 1 MiB at 50 kB/s; slower peers count as failed
+ELSEWHERE_S = 16.0  # deadline for a peer we were redirected to: it may itself still be receiving the chunks
+MISLED_S = 1.0  # a failed redirect that took longer than this counts against the peer that sent us there
+LEAVES_S = 5.0  # deadline for a list of leaves, plus its transfer time at the slowest accepted rate
 
 
 @dataclass
 class ChunkClient:
-    """Asks peers on behalf of one fetch, and keeps what they give."""
+    """Requests chunks and leaves from peers for one `Download` and stores what arrives."""
 
     network: Network
     sharing: ChunkServer
     writer: ChunkWriter
     performance: PeerPerformance
-    from_peers: dict[str, int] = field(default_factory=dict)  # bytes that came from each
+    from_peers: dict[str, int] = field(default_factory=dict)  # peer -> bytes received
 
     async def chunks(self, peer: str, new: NewPart, piece: ChunkRun) -> int | None:
-        """Have a piece from a peer, or from the member it names: how many chunks of it came; None where neither helps.
+        """Fetch a run of chunks from a peer, or from the member it redirects to; None if neither delivers.
 
-        They are right and on the disk. Raises `WeightsError` where the disk refuses.
+        Return the number of chunks that were verified and written. Raises `WeightsError` if the disk cannot be written.
         """
         performance = self.performance
-        patience_s = CHUNK_S * (piece.count if peer in performance.pace_s else 1)
-        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer), timeout_s=patience_s)
+        timeout_s = CHUNK_S * (piece.count if peer in performance.pace_s else 1)
+        answer = await self._call(peer, new, piece, tried=performance.may_not_redirect(peer), timeout_s=timeout_s)
         if isinstance(answer, str):
             if self._may_ask(answer):
                 begun = trio.current_time()
                 given = await self._call(answer, new, piece, tried=True, timeout_s=ELSEWHERE_S)
                 if isinstance(given, int):
-                    performance.named(peer, helped=True)
+                    performance.record_redirect(peer, succeeded=True)
                     return given
                 if trio.current_time() - begun > MISLED_S:
-                    performance.named(peer, helped=False)
-            answer = await self._call(peer, new, piece, tried=True, timeout_s=patience_s)
+                    performance.record_redirect(peer, succeeded=False)
+            answer = await self._call(peer, new, piece, tried=True, timeout_s=timeout_s)
         if isinstance(answer, str):
-            await self._accuse(peer, "it sends others round and round")
+            await self._ban(peer, "it redirects although it was asked to send the chunk itself")
             return None
         return answer
 
     async def leaves(self, peer: str, part: Part) -> tuple[bytes, ...] | None:
-        """The hashes of a part's chunks, which are right; None where the peer does not help."""
+        """Return the hashes of a part's chunks, checked against its root; None if the peer does not deliver."""
         timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
         begun = trio.current_time()
         try:
             raw = await self.network.call(peer, wire.LEAVES, part.root, timeout_s=timeout_s, priority=Priority.BULK)
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
-            self.performance.gave(
-                peer, trio.current_time() - begun
-            )  # who answers here comes before those who are silent
+            # A measured peer is chosen before untried ones, which may never answer.
+            self.performance.gave(peer, trio.current_time() - begun)
             return leaves
         except RecordError as error:
-            await self._accuse(peer, str(error))
+            await self._ban(peer, str(error))
         except P2PError as error:
-            self._shun(peer, str(error))
+            self._back_off(peer, str(error))
         return None
 
     async def _call(
         self, peer: str, new: NewPart, piece: ChunkRun, *, tried: bool, timeout_s: float
     ) -> int | str | None:
-        """How many chunks a peer gave, or the member it names."""
+        """Send one request: the number of chunks stored, the peer that we are redirected to, or None on failure."""
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
             raw = await self.network.call(
@@ -89,39 +91,39 @@ class ChunkClient:
             answer = wire.read_answer(raw)
             if isinstance(answer, str):
                 return answer
-            chunks = _cut(answer, new.part, piece)
+            chunks = _split(answer, new.part, piece)
             if not await self.writer.take(new, piece.index, chunks):
-                raise RecordError(f"what it sent is not chunk {piece.index} of {new.part.name}, or one after it")
+                raise RecordError(f"it sent wrong bytes for chunk {piece.index} of {new.part.name} or one of the next")
             self.performance.gave(peer, (trio.current_time() - begun) / len(chunks))
             self.from_peers[peer] = self.from_peers.get(peer, 0) + len(answer)
             return len(chunks)
         except RecordError as error:
-            await self._accuse(peer, str(error))
+            await self._ban(peer, str(error))
         except Refused:
             self.performance.is_busy(peer, trio.current_time())
         except RemoteError as error:
             if not (tried and error.code == wire.ABSENT):
-                self._shun(peer, str(error))
+                self._back_off(peer, str(error))
         except P2PError as error:
-            self._shun(peer, str(error))
+            self._back_off(peer, str(error))
         return None
 
     def _may_ask(self, peer: str) -> bool:
         usable = self.performance.is_usable(peer, trio.current_time())
         return peer != self.network.peer_id and usable and self.sharing.is_member(peer)
 
-    def _shun(self, peer: str, why: str) -> None:
-        if shun_s := self.performance.failed(peer, trio.current_time()):
-            log.info("parts are not asked from %s for %g s: %s", peer, shun_s, why)
+    def _back_off(self, peer: str, why: str) -> None:
+        if backoff_s := self.performance.failed(peer, trio.current_time()):
+            log.info("no chunks are requested from %s for %g s: %s", peer, backoff_s, why)
 
-    async def _accuse(self, peer: str, why: str) -> None:
-        log.warning("%s is not asked for parts any more: %s", peer, why)
+    async def _ban(self, peer: str, why: str) -> None:
+        log.warning("no chunks are requested from %s any more: %s", peer, why)
         self.performance.lied(peer)
         await self.network.disconnect(peer, misbehaved=True)
 
 
-def _cut(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:
-    """The chunks in an answer, at most as many as were asked for; raises `RecordError`."""
+def _split(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:
+    """Split an answer into chunks, at most `piece.count`; raises `RecordError` if its length fits no number of them."""
     chunks = []
     for index in range(piece.index, piece.index + piece.count):
         length = chunk_length(part.size_bytes, index)
@@ -130,5 +132,5 @@ def _cut(answer: memoryview, part: Part, piece: ChunkRun) -> list[memoryview]:
         if not answer:
             break
     if answer or len(chunks[-1]) != length:
-        raise RecordError(f"what it sent is not chunk {piece.index} of {part.name}: the length is wrong")
+        raise RecordError(f"it sent a wrong number of bytes for chunk {piece.index} of {part.name}")
     return chunks

@@ -1,8 +1,8 @@
-"""Which chunks to ask whom for next. Pure: no I/O, no clock.
+"""The order in which chunks are requested, and from which peers. Pure: no I/O, no clock.
 
-Parts are worked on in the order given, a few at a time; within a part every node goes its own way, so that nodes which
-fetch the same part soon have different chunks to give each other. Whoever answers fast is asked again sooner, and so
-gives more. At the end, what slow peers still owe is asked for twice.
+Parts are downloaded in the order given, a few at a time. Within a part every node uses its own random order, so that
+nodes downloading the same part soon hold different chunks to exchange. A peer that answers faster gets its next request
+sooner, and so delivers more. At the end, requests that slow peers have not answered are repeated to a second peer.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-MAX_AT_ONCE = 2  # peers that one chunk is asked from, at the end
+MAX_AT_ONCE = 2  # peers that one run is requested from at the same time, once nothing else is left
 
 
 def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -> list[str]:
-    """Whom to ask at once: half the places for the fastest known, the others for those nobody has tried yet.
+    """Choose up to `most` peers: half of the places for the fastest measured, the others for untried peers.
 
-    So whoever is slow cannot keep the fast ones out by being there first, or by being many. `pace_s` is how long a
-    chunk takes at each peer that gave one; the order of untried peers is the caller's.
+    So slow peers, however many, can keep neither fast nor new ones out. `pace_s` is the seconds per chunk of each peer
+    that has delivered one; untried peers keep the caller's order.
     """
     known = sorted((peer for peer in peers if peer in pace_s), key=lambda peer: (pace_s[peer], peer))
     untried = [peer for peer in peers if peer not in pace_s]
@@ -28,21 +28,22 @@ def choose_peers(peers: Sequence[str], pace_s: Mapping[str, float], most: int) -
 
 @dataclass(frozen=True)
 class ChunkRun:
-    """One chunk of a part, or a few that are asked for together."""
+    """Consecutive chunks of a part that are requested together: `index` to `index + count - 1`."""
 
     part: str
     index: int
     count: int = 1
 
     def rest(self, count: int) -> ChunkRun:
-        """What is left of it without the first chunks."""
+        """Return the run without its first `count` chunks."""
         return ChunkRun(self.part, self.index + count, self.count - count)
 
 
 def runs(part: str, chunks: Iterable[int], most: int) -> list[ChunkRun]:
-    """Chunks that follow each other put together; everybody cuts a part at the same places, whatever is missing of it.
+    """Group sorted chunk indexes into runs of consecutive ones, cut at multiples of `most`.
 
-    So nodes that fetch the same part ask for the same pieces, and can pass them on.
+    All nodes cut a part at the same indexes, whatever they miss of it, so a run that one node received answers another
+    node's request.
     """
     pieces: list[ChunkRun] = []
     for index in chunks:
@@ -56,28 +57,28 @@ def runs(part: str, chunks: Iterable[int], most: int) -> list[ChunkRun]:
 
 @dataclass
 class ChunkQueue:
-    """The chunks that are still to come."""
+    """The chunks that are not here yet: not requested, or requested and not received."""
 
     rng: random.Random
-    most: int = 1  # chunks of a piece
-    _waiting: dict[str, list[ChunkRun]] = field(default_factory=dict)  # part -> what nobody was asked for
-    _asked: dict[ChunkRun, list[tuple[str, float]]] = field(default_factory=dict)  # who was asked, and when
+    most: int = 1  # chunks in a run
+    _waiting: dict[str, list[ChunkRun]] = field(default_factory=dict)  # part -> runs not requested
+    _asked: dict[ChunkRun, list[tuple[str, float]]] = field(default_factory=dict)  # (peer, time of request)
 
     def add(self, part: str, missing: Iterable[int]) -> None:
-        """Work on one more part."""
+        """Queue the missing chunks of a part, in random order."""
         pieces = runs(part, missing, self.most)
         self.rng.shuffle(pieces)
         self._waiting[part] = pieces
 
     @property
     def waiting(self) -> int:
-        """How many chunks nobody was asked for yet."""
+        """Number of chunks that no peer was asked for yet."""
         return sum(piece.count for pieces in self._waiting.values() for piece in pieces)
 
     def take(self, peer: str, parts: Collection[str], *, late_before: float, now: float) -> ChunkRun | None:
-        """The next chunk to ask a peer for that has these parts.
+        """Return the next run to request from a peer that holds `parts`, marked as requested; None if there is none.
 
-        Where all are asked for, one that somebody was asked for before `late_before` and has not given.
+        Once everything is requested: a run that another peer was asked for before `late_before` and has not delivered.
         """
         for part, pieces in self._waiting.items():
             if pieces and part in parts:
@@ -93,7 +94,7 @@ class ChunkQueue:
         return piece
 
     def complete(self, piece: ChunkRun, count: int) -> bool:
-        """The first chunks of a piece are here, the rest is asked for again; False where they were here already."""
+        """Mark the first `count` chunks of a run as received and requeue the rest; False if another peer was faster."""
         if self._asked.pop(piece, None) is None:
             return False
         if count < piece.count:
@@ -101,7 +102,7 @@ class ChunkQueue:
         return True
 
     def failed(self, piece: ChunkRun, peer: str) -> None:
-        """A peer did not give a piece: it is to be asked for again unless somebody else still owes it."""
+        """Requeue a run that a peer did not deliver, unless a request for it to another peer is still open."""
         asked = self._asked.get(piece)
         if asked is None:
             return
@@ -111,71 +112,71 @@ class ChunkQueue:
             self._waiting[piece.part].append(piece)
 
     def is_coming(self, part: str, index: int) -> bool:
-        """Whether somebody was asked for a chunk."""
+        """True if a chunk has been requested and has not been received."""
         return any(piece.part == part and 0 <= index - piece.index < piece.count for piece in self._asked)
 
     def is_over(self, part: str) -> bool:
-        """Whether nothing of a part is still to come; it is forgotten then."""
+        """True if every chunk of a part was received; the part is then dropped from the queue."""
         if self._waiting.get(part) or any(piece.part == part for piece in self._asked):
             return False
         self._waiting.pop(part, None)
         return True
 
 
-SHUN_S = 60.0  # a peer that failed is asked again after this long, and twice as long each time; one that lied never
-BUSY_S = 0.5
-MISLED_AT_MOST = 3  # times in a row, after which a peer is told to give, not to name others
+SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer that lied is never asked again
+BUSY_S = 0.5  # back-off after a refusal
+MISLED_AT_MOST = 3  # failed redirects in a row, after which a peer is asked to send the data itself
 
 
 @dataclass
 class PeerPerformance:
-    """How peers did when they were asked."""
+    """Measured speed, failures and back-off of each peer in one download."""
 
-    pace_s: dict[str, float] = field(default_factory=dict)  # how long a chunk takes, by those who gave some
-    _shunned: dict[str, float] = field(default_factory=dict)  # peer -> until when
-    _failures: dict[str, int] = field(default_factory=dict)  # in a row
-    _misled: dict[str, int] = field(default_factory=dict)  # how often a peer named a member who did not help
+    pace_s: dict[str, float] = field(default_factory=dict)  # seconds per chunk, smoothed, of peers that delivered
+    _excluded_until: dict[str, float] = field(default_factory=dict)
+    _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
+    _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects in a row
 
     def is_usable(self, peer: str, now: float) -> bool:
-        """Whether a peer may be asked."""
-        return self._shunned.get(peer, 0.0) <= now
+        """True if a peer may be asked at `now`, because no back-off is running."""
+        return self._excluded_until.get(peer, 0.0) <= now
 
     def choose(self, peers: list[str], most: int) -> list[str]:
-        """Whom of these to ask at once."""
+        """Choose up to `most` of these peers to download from at the same time."""
         return choose_peers(peers, self.pace_s, most)
 
     def gave(self, peer: str, taken_s: float) -> None:
-        """A peer answered, and rightly."""
+        """Record a correct answer that took `taken_s` per chunk; ends a series of failures."""
         self.pace_s[peer] = (3 * self.pace_s.get(peer, taken_s) + taken_s) / 4
         self._failures.pop(peer, None)
 
     def is_busy(self, peer: str, now: float) -> None:
-        """A peer refused: it is asked again in a moment."""
-        self._shunned[peer] = max(self._shunned.get(peer, 0.0), now + BUSY_S)
+        """Record that a peer refused because it is busy: it may be asked again after `BUSY_S`."""
+        self._excluded_until[peer] = max(self._excluded_until.get(peer, 0.0), now + BUSY_S)
 
     def failed(self, peer: str, now: float) -> float:
-        """A peer did not give: for how long it is left out; 0 where it already is, by another call at the same time.
+        """Record a failure and return the back-off in seconds; 0 if a parallel request to the peer already failed.
 
-        For twice as long each time: however many are silent, the others have their turn.
+        The back-off doubles with each failure in a row, so that any number of silent peers leaves time for the others.
         """
         if not self.is_usable(peer, now):
             return 0.0
         failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        shun_s = SHUN_S * 2.0 ** min(failures - 1, 10)
-        self._shunned[peer] = now + shun_s
-        return shun_s
+        backoff_s = SHUN_S * 2.0 ** min(failures - 1, 10)
+        self._excluded_until[peer] = now + backoff_s
+        return backoff_s
 
     def lied(self, peer: str) -> None:
-        """A peer is never asked again."""
-        self._shunned[peer] = float("inf")
+        """Exclude a peer that sent wrong data for the rest of the download."""
+        self._excluded_until[peer] = float("inf")
 
     def may_not_redirect(self, peer: str) -> bool:
-        """Whether a peer has named others in vain too often."""
-        return self._misled.get(peer, 0) >= MISLED_AT_MOST
+        """True once `MISLED_AT_MOST` redirects of a peer in a row have failed; it must then send the data itself."""
+        return self._failed_redirects.get(peer, 0) >= MISLED_AT_MOST
 
-    def named(self, peer: str, *, helped: bool) -> None:
-        """Whether the member that a peer named gave what it was asked for."""
-        if helped:
-            self._misled.pop(peer, None)
+    def record_redirect(self, peer: str, *, succeeded: bool) -> None:
+        """Record whether the member that a peer redirected to delivered the chunks."""
+        if succeeded:
+            self._failed_redirects.pop(peer, None)
         else:
-            self._misled[peer] = self._misled.get(peer, 0) + 1
+            self._failed_redirects[peer] = self._failed_redirects.get(peer, 0) + 1

@@ -1,6 +1,8 @@
-"""Giving chunks to peers: what lies here, a few at a time, and where several want the same, each chunk once.
+"""The server side of the chunk protocol (`wire`): sends chunks and chunk hashes to members of the swarm.
 
-A node that is fetching a part gives what it has of it already. Members only: who may connect is decided elsewhere.
+If several peers request the same chunk, it is sent once and the others are redirected to the receiver, so that the
+upload of a popular part is spread over its downloaders. Chunks of a part that is still being downloaded here are served
+too. `is_member` decides who is served; who may connect at all is decided in `p2p`.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from app.weights import wire
 from app.weights.library import Library
 from p2p.errors import Refused, RemoteError
 
-SLOTS = 8  # chunks that are read from a disk at once
-SLOTS_PER_PEER = 8  # requests: more than an honest peer makes at once
-MAX_WAITING = 64
-ACTIVE_S = 15.0  # a peer that asked so recently is still fetching
-REMEMBERED = 4096  # chunks of which it is known who got them
-NAMED_AT_MOST = 2  # peers that are sent to one who got a chunk
-COMING_S = 12.0  # to wait for a chunk that this node is itself being sent
+SLOTS = 8  # chunks read from disk at the same time
+SLOTS_PER_PEER = 8  # open requests of one peer; an honest one has fewer
+MAX_WAITING = 64  # requests waiting for the disk; more are refused
+ACTIVE_S = 15.0  # a peer counts as downloading for this long after its last request
+REMEMBERED = 4096  # bound of both tables: peers served, and chunks whose receiver is known
+NAMED_AT_MOST = 2  # peers redirected to one receiver of a chunk
+COMING_S = 12.0  # longest wait for a requested chunk that this node is itself still receiving
 
 
 @dataclass
 class BytesGiven:
-    """What was given to one peer."""
+    """Upload counters of one peer: bytes sent, time of its last request, requests being served."""
 
     bytes: int = 0
     at: float = 0.0
@@ -40,7 +42,7 @@ class BytesGiven:
 
 @dataclass
 class ChunkServer:
-    """Answers peers' requests for one model's parts."""
+    """Answers requests of members for the parts of one model."""
 
     library: Library
     is_member: Callable[[str], bool]
@@ -49,23 +51,23 @@ class ChunkServer:
 
     def __post_init__(self) -> None:
         self._slots = trio.CapacityLimiter(SLOTS)
-        self._went_to: OrderedDict[tuple[bytes, int], tuple[str, int]] = OrderedDict()  # whom, named how often
+        self._receivers: OrderedDict[tuple[bytes, int], tuple[str, int]] = OrderedDict()  # chunk -> peer, redirects
         self._arrived = trio.Event()
         self._coming: list[Callable[[bytes, int], bool]] = []
 
     def serve(self, network: Network) -> None:
-        """Answer from now on."""
+        """Register both methods with the network."""
         network.serve(wire.LEAVES, self._on_leaves)
         network.serve(wire.CHUNK, self._on_chunk)
 
     def receivers(self) -> tuple[str, ...]:
-        """The peers that fetch from here at the moment."""
+        """Peers that requested something within the last `ACTIVE_S` seconds."""
         now = trio.current_time()
         return tuple(peer for peer, given in self.given.items() if now - given.at < ACTIVE_S)
 
     @contextlib.contextmanager
     def following(self, coming: Callable[[bytes, int], bool]) -> Iterator[None]:
-        """For as long as this lasts, `coming(root, index)` says whether a chunk is on its way to this node."""
+        """While this context is open, requests for chunks with `coming(root, index)` true wait for their arrival."""
         self._coming.append(coming)
         try:
             yield
@@ -73,7 +75,7 @@ class ChunkServer:
             self._coming.remove(coming)
 
     def arrived(self) -> None:
-        """A chunk that was on its way is here."""
+        """Wake requests that wait for a chunk: one has just been stored."""
         self._arrived.set()
         self._arrived = trio.Event()
 
@@ -81,11 +83,11 @@ class ChunkServer:
         given = self._admit(peer)
         part = self.library.part(body) if len(body) == HASH_BYTES else None
         if part is None:
-            raise RemoteError("there is no such part in this model", wire.ABSENT)
+            raise RemoteError("this model has no such part", wire.ABSENT)
         with self._waiting(given):
             leaves = await trio.to_thread.run_sync(self.library.leaves, part, limiter=self._slots)
         if leaves is None:
-            raise RemoteError("this part's chunks are not known here", wire.ABSENT)
+            raise RemoteError("the chunk hashes of this part are unknown here", wire.ABSENT)
         return b"".join(leaves)
 
     async def _on_chunk(self, peer: str, body: bytes) -> Payload:
@@ -96,12 +98,12 @@ class ChunkServer:
             raise RemoteError(str(error), "bad_request") from error
         part = self.library.part(request.root)
         if part is None or request.index >= chunk_count(part.size_bytes):
-            raise RemoteError("there is no such chunk in this model", wire.ABSENT)
-        other = self._who_got(peer, request)
+            raise RemoteError("this model has no such chunk", wire.ABSENT)
+        other = self._redirect_target(peer, request)
         if other is not None:
             return wire.elsewhere_answer(other)
         with self._waiting(given):
-            self._note(peer, request)
+            self._record_receiver(peer, request)
             chunks = await self._chunks(part, request)
         size = sum(len(chunk) for chunk in chunks)
         given.bytes += size
@@ -111,7 +113,7 @@ class ChunkServer:
     @contextlib.contextmanager
     def _waiting(self, given: BytesGiven) -> Iterator[None]:
         if given.waiting >= SLOTS_PER_PEER or self._slots.statistics().tasks_waiting >= MAX_WAITING:
-            raise Refused("too many chunks were asked for at once")
+            raise Refused("too many chunks are requested at the same time")
         given.waiting += 1
         try:
             yield
@@ -119,27 +121,27 @@ class ChunkServer:
             given.waiting -= 1
 
     async def _chunks(self, part: Part, request: wire.ChunkRequest) -> list[bytes | bytearray]:
-        """Those that were asked for, up to the first that is not here."""
+        """Read the requested chunks up to the first that is missing here; raises `RemoteError` if that is the first."""
         with trio.move_on_after(COMING_S):
             while any(coming(part.root, request.index) for coming in self._coming):
                 await self._arrived.wait()
         chunks: list[bytes | bytearray] = []
         for index in range(request.index, min(request.index + request.count, chunk_count(part.size_bytes))):
-            # What lies in memory is copied in less time than it takes to wake a thread.
+            # Copying from the page cache is faster than waking a thread.
             chunk: bytes | bytearray | None = self.library.chunk_at_hand(part, index)
             if chunk is None:
                 chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
             if chunk is None:
                 break
             chunks.append(chunk)
-            await trio.lowlevel.checkpoint()  # each copy holds up everybody else a little
+            await trio.lowlevel.checkpoint()  # each copy of 1 MiB blocks the event loop for a moment
         if not chunks:
             raise RemoteError(f"chunk {request.index} of {part.name} is not here", wire.ABSENT)
         return chunks
 
     def _admit(self, peer: str) -> BytesGiven:
         if not self.is_member(peer):
-            raise Refused("only members of this swarm are given its model")
+            raise Refused("only members of this swarm may download its model")
         given = self.given.setdefault(peer, BytesGiven())
         given.at = trio.current_time()
         self.given.move_to_end(peer)
@@ -147,22 +149,26 @@ class ChunkServer:
             self.given.popitem(last=False)
         return given
 
-    def _who_got(self, peer: str, request: wire.ChunkRequest) -> str | None:
-        """Another peer, fetching here too, that was sent this chunk; None where the asker is to be served."""
+    def _redirect_target(self, peer: str, request: wire.ChunkRequest) -> str | None:
+        """Return an active peer that was already sent this chunk; None if this node should send it."""
         key = (request.root, request.index)
-        other, named = self._went_to.get(key, (peer, 0))
+        other, named = self._receivers.get(key, (peer, 0))
         if request.tried or other == peer:
             return None
         recent = self.given.get(other)
         if recent is None or trio.current_time() - recent.at > ACTIVE_S:
             return None
-        # Who is sent there will soon have it too: from hand to hand, so that nobody has to give to all the others.
-        self._went_to[key] = (other, named + 1) if named + 1 < NAMED_AT_MOST else (peer, 0)
+        # The redirected peer will soon hold the chunk too, so the next ones are redirected to it: a chain of uploads,
+        # in which no peer serves all the others.
+        self._receivers[key] = (other, named + 1) if named + 1 < NAMED_AT_MOST else (peer, 0)
         return other
 
-    def _note(self, peer: str, request: wire.ChunkRequest) -> None:
-        """Before it is sent: whoever asks for the same meanwhile waits for it there, where it arrives first."""
-        self._went_to[request.root, request.index] = (peer, 0)
-        self._went_to.move_to_end((request.root, request.index))
-        if len(self._went_to) > REMEMBERED:
-            self._went_to.popitem(last=False)
+    def _record_receiver(self, peer: str, request: wire.ChunkRequest) -> None:
+        """Remember who is sent a chunk.
+
+        Called before sending, so that peers requesting it meanwhile are redirected there and wait for its arrival.
+        """
+        self._receivers[request.root, request.index] = (peer, 0)
+        self._receivers.move_to_end((request.root, request.index))
+        if len(self._receivers) > REMEMBERED:
+            self._receivers.popitem(last=False)

@@ -1,7 +1,7 @@
-"""Chunks that arrived, checked and written in one thread beside the loop.
+"""Verifies received chunks and writes them to disk, in one thread beside the event loop.
 
-A thread of its own: a trip through a pool of threads for each chunk costs a fast transfer as much as a tenth of all
-else. Hashing and writing hold no interpreter lock, so that the network goes on meanwhile.
+A dedicated thread, because a trip through trio's thread pool for each chunk costs a fast transfer up to a tenth of its
+speed. Hashing and writing release the interpreter lock, so the network keeps running meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from app.weights.part_store import NewPart
 
 
 @dataclass(eq=False)
-class _Arrived:
+class _WriteJob:
     new: NewPart
     index: int
     chunks: Sequence[memoryview]
@@ -26,7 +26,7 @@ class _Arrived:
     right: bool = False
     failure: WeightsError | None = None
 
-    def settle(self) -> None:
+    def run(self) -> None:
         try:
             self.right = all(self.new.take(self.index + number, chunk) for number, chunk in enumerate(self.chunks))
         except WeightsError as error:
@@ -34,38 +34,38 @@ class _Arrived:
 
 
 class ChunkWriter:
-    """Takes chunks, in the order they come; `opened` makes one."""
+    """Writes chunks in the order of their arrival; create it with `opened`."""
 
     def __init__(self) -> None:
-        self._arrived: SimpleQueue[_Arrived | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_WriteJob | None] = SimpleQueue()
         self._token = trio.lowlevel.current_trio_token()
 
     @classmethod
     @contextlib.asynccontextmanager
     async def opened(cls) -> AsyncIterator[ChunkWriter]:
-        """An intake whose thread ends with the block, when all that came is settled."""
-        intake = cls()
+        """Run a writer; at the end of the context its thread finishes what is queued and stops."""
+        writer = cls()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.to_thread.run_sync, intake._work)
+            nursery.start_soon(trio.to_thread.run_sync, writer._work)
             try:
-                yield intake
+                yield writer
             finally:
-                intake._arrived.put(None)
+                writer._jobs.put(None)
 
     async def take(self, new: NewPart, index: int, chunks: Sequence[memoryview]) -> bool:
-        """Write chunks, from `index` on, up to the first that is wrong; whether all are right.
+        """Write consecutive chunks starting at `index`, up to the first with a wrong hash; True if all are right.
 
-        Raises `WeightsError` where the disk refuses.
+        Raises `WeightsError` if the disk cannot be written.
         """
-        arrived = _Arrived(new, index, chunks)
-        self._arrived.put(arrived)
-        await arrived.done.wait()
-        if arrived.failure is not None:
-            raise arrived.failure
-        return arrived.right
+        job = _WriteJob(new, index, chunks)
+        self._jobs.put(job)
+        await job.done.wait()
+        if job.failure is not None:
+            raise job.failure
+        return job.right
 
     def _work(self) -> None:
-        while (arrived := self._arrived.get()) is not None:
-            arrived.settle()
+        while (job := self._jobs.get()) is not None:
+            job.run()
             with contextlib.suppress(trio.RunFinishedError):
-                self._token.run_sync_soon(arrived.done.set)
+                self._token.run_sync_soon(job.done.set)

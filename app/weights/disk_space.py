@@ -1,7 +1,8 @@
-"""Which fetched parts stay on the disk: those that a running node uses always, others as long as there is room.
+"""Eviction of downloaded parts: those a running node uses are kept, others only as long as there is room.
 
-Every node on this machine says in `in_use/` under the cache folder which parts it hosts, and holds a lock while it
-runs; what a dead node left there counts for nothing. A model's own files are never touched.
+Every node on this machine lists the parts it hosts or downloads in `in_use/` under the cache folder, as `NAME.roots`,
+and holds the lock `NAME.lock` while it runs; a list whose lock is free belongs to a dead node and is deleted. The
+model's own files are never touched.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ from app.weights.extents import WeightsError
 from app.weights.part_store import PartFiles, writing
 from p2p.platform import FileLock, write_private
 
-_MAX_CLAIM_BYTES = 2**20
+_MAX_ROOTS_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class DiskRoom:
-    """What the person leaves to parts: so much in all, and so much of the disk stays free."""
+    """Disk limits set by the user: most bytes for parts (None: no limit), and bytes of the disk to leave free."""
 
     limit_bytes: int | None = None
     floor_bytes: int = 0
 
 
 class InUseMarker:
-    """What one running node uses."""
+    """The list of parts that one running node uses, which `make_room` does not evict."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._file = folder / f"{name}.roots"
 
-    def hold(self, roots: Collection[bytes]) -> None:
-        """These parts and no others are in use now."""
+    def replace(self, roots: Collection[bytes]) -> None:
+        """Replace the list of parts in use; raises `WeightsError` if it cannot be written."""
         with writing(self._file):
             write_private(self._file, "\n".join(sorted(root.hex() for root in roots)).encode())
 
 
 @contextlib.contextmanager
 def claiming(cache: Path, name: str) -> Iterator[InUseMarker]:
-    """Say what is in use for as long as this lasts; `name` is this node's own on this machine."""
+    """Protect parts from eviction while the context is open; `name` must be unique on this machine (the peer id)."""
     folder = cache / "in_use"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,46 +56,46 @@ def claiming(cache: Path, name: str) -> Iterator[InUseMarker]:
 
 
 def in_use(cache: Path) -> set[str]:
-    """The parts that running nodes use, by their hash in hex."""
+    """Roots, in hex, of the parts that running nodes use; lists of dead nodes are deleted."""
     used: set[str] = set()
     for file in (cache / "in_use").glob("*.roots"):
         with contextlib.suppress(OSError):
             lock = FileLock.try_acquire(file.with_suffix(".lock"))
             if lock is None:
-                used.update(file.read_bytes()[:_MAX_CLAIM_BYTES].decode("ascii", "replace").split())
+                used.update(file.read_bytes()[:_MAX_ROOTS_BYTES].decode("ascii", "replace").split())
                 continue
             with lock:
-                file.unlink(missing_ok=True)  # its node is gone
+                file.unlink(missing_ok=True)  # its node has ended
     return used
 
 
 def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
-    """Delete parts nobody uses, the longest unused first, until `wanted_bytes` more fit; how many bytes went.
+    """Delete parts that are not in use, least recently used first, until `wanted_bytes` more fit; bytes deleted.
 
-    Raises `WeightsError` where they do not fit even then, and deletes nothing.
+    Raises `WeightsError`, without deleting anything, if they would not fit even then.
     """
     files = PartFiles(cache)
     sizes = dict(files.names())
     used = in_use(cache)
     idle = sorted((root for root in sizes if root not in used), key=files.last_used)
-    over = _lacking(cache, sum(sizes.values()), wanted_bytes, room)
+    missing = _bytes_to_free(cache, sum(sizes.values()), wanted_bytes, room)
     going: list[str] = []
     for root in idle:
-        if over <= 0:
+        if missing <= 0:
             break
         going.append(root)
-        over -= sizes[root]
-    if over > 0:
+        missing -= sizes[root]
+    if missing > 0:
         raise WeightsError(
-            f"{format_size(wanted_bytes)} of weights do not fit in {cache}, {format_size(over)} are lacking: make room "
-            "on the disk, raise the setting cache_limit, or lower disk_floor"
+            f"{format_size(wanted_bytes)} of weights do not fit in {cache}: free {format_size(missing)} of disk space, "
+            "raise the setting cache_limit, or lower disk_floor"
         )
     files.remove(going)
     return sum(sizes[root] for root in going)
 
 
-def _lacking(cache: Path, held: int, wanted: int, room: DiskRoom) -> int:
-    """How many bytes have to go; 0 or less: none."""
+def _bytes_to_free(cache: Path, held: int, wanted: int, room: DiskRoom) -> int:
+    """Bytes that must be deleted before `wanted` more fit; 0 or less if they fit already."""
     try:
         free = shutil.disk_usage(cache).free
     except OSError:

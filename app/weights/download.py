@@ -1,4 +1,8 @@
-"""Getting parts from peers: several at once, every chunk checked on arrival, whoever lies or dawdles left out."""
+"""Downloads parts of a model from several peers at once, verifying every chunk on arrival.
+
+Peers that send wrong data are excluded, slow and silent ones get a back-off (`PeerPerformance`). The order of chunks is
+decided in `chunk_schedule`, a single request is made in `chunk_client`, and files are written by `chunk_writer`.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +24,40 @@ from app.weights.library import Library
 from app.weights.part_store import NewPart
 from app.weights.wire import MAX_RUN
 
-MAX_PEERS = 8
-WINDOW = 2  # pieces asked from one peer at once
-LOOK_AHEAD = 48  # chunks that shall be ready to be asked for: the next part is begun in time
-LATE_S = 10.0
-LOOK_AGAIN_S = 1.0
-CHOOSE_S = 0.05  # whom to ask is decided no more often than this
-NEXT_ASKED_S = 1.0  # after which another one is asked for a part's hashes as well
+MAX_PEERS = 8  # peers to download from at the same time
+WINDOW = 2  # open requests to one peer
+LOOK_AHEAD = 48  # start the next part when fewer chunks than this are left to request
+LATE_S = 10.0  # an open request older than this may be repeated to a second peer
+LOOK_AGAIN_S = 1.0  # between two looks for peers while nothing happens
+CHOOSE_S = 0.05  # shortest time between two choices of peers
+NEXT_ASKED_S = 1.0  # wait for a part's leaves before asking a further peer in parallel
 
 
 @dataclass
 class DownloadProgress:
-    """How far a fetch is."""
+    """Progress of one download, in bytes and parts; parts that were here before count as done."""
 
     bytes_total: int = 0
     bytes_done: int = 0
     parts_total: int = 0
     parts_done: int = 0
-    from_peers: dict[str, int] = field(default_factory=dict)  # bytes that came from each
-    wanted: str = ""  # a part that nobody who is here has
+    from_peers: dict[str, int] = field(default_factory=dict)  # peer -> bytes received
+    wanted: str = ""  # a part that no reachable member has; empty if there is none
 
 
 class Download:
-    """Gets parts of one model; `fetch` may run once at a time."""
+    """Downloads parts of one model; `fetch` must not run twice at the same time."""
 
     def __init__(
         self, network: Network, library: Library, sharing: ChunkServer, holders: Callable[[str], Sequence[str]]
     ) -> None:
         self._network, self._library, self._sharing, self._holders = network, library, sharing, holders
         self._performance = PeerPerformance()
-        self._queue = self._new_work()
-        self._coming: list[Part] = []  # not begun yet
+        self._queue = self._new_queue()
+        self._pending: list[Part] = []  # not started yet
         self._open: dict[str, NewPart] = {}
-        self._busy: dict[str, int] = {}  # peer -> tasks that ask it
-        self._chosen: dict[str, set[str]] = {}  # peer -> parts to ask it for
+        self._busy: dict[str, int] = {}  # peer -> open requests
+        self._chosen: dict[str, set[str]] = {}  # peer -> parts to request from it
         self._chosen_at = 0.0
         self._failure: WeightsError | None = None
         self._news = trio.Event()
@@ -63,15 +67,15 @@ class Download:
         self.progress = DownloadProgress()
 
     async def fetch(self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None) -> None:
-        """Get these parts, in about this order; waits for as long as nobody has one.
+        """Download these parts, roughly in this order; waits while no member has one of them.
 
-        Raises `WeightsError` where the disk refuses. `on_part` hears of each part that is whole.
+        `on_part` is called with the name of each completed part. Raises `WeightsError` if the disk cannot be written.
         """
         parts = [self._library.manifest.by_name[name] for name in names]
         self.progress = DownloadProgress(sum(part.size_bytes for part in parts), parts_total=len(parts))
         self._on_part, self._failure = on_part, None
         missing = set(self._library.missing(names))
-        self._coming = [part for part in parts if part.name in missing]
+        self._pending = [part for part in parts if part.name in missing]
         for part in parts:
             if part.name not in missing:
                 self._count_part(part, part.size_bytes)
@@ -91,14 +95,14 @@ class Download:
                 self._library.abandon(new)
             self._open.clear()
             self._chosen.clear()
-            self._queue = self._new_work()
+            self._queue = self._new_queue()
         if self._failure is not None:
             raise self._failure
 
     async def _run_until_complete(self) -> None:
-        while (self._coming or self._open) and self._failure is None:
-            while self._coming and self._queue.waiting < LOOK_AHEAD:
-                if not await self._begin():
+        while (self._pending or self._open) and self._failure is None:
+            while self._pending and self._queue.waiting < LOOK_AHEAD:
+                if not await self._start_part():
                     break
             self._start_workers()
             with trio.move_on_after(LOOK_AGAIN_S):
@@ -107,14 +111,14 @@ class Download:
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    async def _begin(self) -> bool:
-        """Begin with the first part that somebody has; False where nobody has any."""
-        for part in self._coming:
+    async def _start_part(self) -> bool:
+        """Start the first pending part whose leaves can be had; False if there is none."""
+        for part in self._pending:
             leaves = await trio.to_thread.run_sync(self._library.leaves, part) or await self._ask_leaves(part)
             if leaves is None:
                 self.progress.wanted = part.name
                 continue
-            self._coming.remove(part)
+            self._pending.remove(part)
             self.progress.wanted = ""
             new = await trio.to_thread.run_sync(self._library.open_new, part, leaves)
             self._open[part.name] = new
@@ -129,7 +133,7 @@ class Download:
         return False
 
     async def _ask_leaves(self, part: Part) -> tuple[bytes, ...] | None:
-        """The hashes of a part's chunks from whoever answers first; the silent are not waited for."""
+        """Return a part's leaves from the peer that answers first; a further peer is asked every `NEXT_ASKED_S`."""
         found: list[tuple[bytes, ...]] = []
         answered = trio.Event()
         pace_s = self._performance.pace_s
@@ -168,7 +172,7 @@ class Download:
         return [peer for peer in self._holders(part) if self._performance.is_usable(peer, now)]
 
     def _start_workers(self) -> None:
-        """Ask as many peers for as many pieces as is good."""
+        """Choose up to `MAX_PEERS` peers and keep up to `WINDOW` requests in flight with each."""
         parts_of: dict[str, set[str]] = {}
         for name in self._open:
             for peer in self._usable(name):
@@ -182,7 +186,7 @@ class Download:
                 self._nursery.start_soon(self._download_from, peer, piece)
 
     def _shuffled(self, peers: Iterable[str]) -> list[str]:
-        """In an order of this node's own that stays the same: no name is asked first everywhere."""
+        """Sort peers in a fixed order that differs between nodes, so that nodes do not all start with the same peer."""
         return sorted(peers, key=lambda peer: leaf_hash(f"{self._network.peer_id} {peer}".encode()))
 
     def _next_from(self, peer: str) -> ChunkRun | None:
@@ -192,7 +196,7 @@ class Download:
         return self._queue.take(peer, self._chosen[peer], late_before=now - LATE_S, now=now)
 
     async def _download_from(self, peer: str, piece: ChunkRun | None) -> None:
-        """Get one piece after the other from a peer, for as long as it is among those to ask."""
+        """Request one run after another from a peer for as long as it is among the chosen."""
         try:
             while piece is not None and self._failure is None:
                 await self._get(peer, piece)
@@ -213,12 +217,12 @@ class Download:
             self._news.set()
             return
         if not self._queue.complete(piece, count):
-            return  # somebody else was quicker
+            return  # a second peer was faster
         self.progress.bytes_done += _size_of(new.part, range(piece.index, piece.index + count))
         self._sharing.arrived()
         if self._queue.is_over(piece.part):
             await self._finish(new.part)
-        elif self._coming and self._queue.waiting < LOOK_AHEAD:
+        elif self._pending and self._queue.waiting < LOOK_AHEAD:
             self._news.set()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
@@ -227,7 +231,7 @@ class Download:
         part = self._library.part(root)
         return part is not None and part.name in self._open and self._queue.is_coming(part.name, index)
 
-    def _new_work(self) -> ChunkQueue:
+    def _new_queue(self) -> ChunkQueue:
         return ChunkQueue(random.Random(self._network.peer_id), MAX_RUN)
 
 

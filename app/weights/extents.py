@@ -1,4 +1,7 @@
-"""A part's bytes as pieces of files, read by any range; and how a file is known to be the one it was."""
+"""A part's bytes as byte ranges of files (`Extent`), and a cheap check that a file is unchanged (`Stamp`).
+
+Used for parts in the cache (`part_store`) and in a model's own files (`source_index`) alike.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,18 @@ from pathlib import Path
 from app.core.errors import AppError
 from app.manifest.merkle import CHUNK_BYTES, chunk_count, leaf_hash
 
-_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # only Linux reads without ever waiting for a disk
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)  # Linux only: read from the page cache or fail
 
 
 class WeightsError(AppError):
-    """A model's bytes cannot be read, written, fetched or trusted."""
+    """A model's bytes cannot be read or written, are missing, or do not match the manifest."""
 
     code = "weights_missing"
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of bytes in a file."""
+    """`length` bytes of a file from `offset` on."""
 
     file: Path
     offset: int
@@ -30,14 +33,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Stamp:
-    """A file's size and time of change: while both are the same, its bytes are taken to be."""
+    """A file's size and modification time; while both are the same, its bytes count as unchanged."""
 
     size: int
     mtime_ns: int
 
     @classmethod
     def of(cls, file: Path) -> Stamp | None:
-        """The stamp of a file as it is now, or None where there is none."""
+        """Return the file's present stamp; None if it cannot be accessed."""
         try:
             status = file.stat()
         except OSError:
@@ -46,19 +49,19 @@ class Stamp:
 
 
 def read_range(extents: Sequence[Extent], start: int, length: int) -> bytes:
-    """The bytes [start, start + length) of the extents put together; raises `OSError` where files have shrunk."""
+    """Read bytes [start, start + length) of the concatenated extents; raises `OSError` if a file is too short."""
     pieces = []
     for run in _runs(extents, start, length):
         with open(run.file, "rb") as file:
             file.seek(run.offset)
             pieces.append(file.read(run.length))
         if len(pieces[-1]) != run.length:
-            raise OSError(f"{run.file} has become shorter")
+            raise OSError(f"{run.file} is shorter than expected")
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def read_at_hand(extents: Sequence[Extent], start: int, length: int) -> bytearray | None:
-    """As `read_range`, if the system has the bytes in memory; None where it would wait for a disk, or cannot tell."""
+    """Read like `read_range`, but only from the page cache; None if that would wait for a disk or is unsupported."""
     if _NOWAIT is None:
         return None
     data, at = bytearray(length), 0
@@ -78,7 +81,7 @@ def read_at_hand(extents: Sequence[Extent], start: int, length: int) -> bytearra
 
 
 def _runs(extents: Sequence[Extent], start: int, length: int) -> Iterator[Extent]:
-    """Where the bytes [start, start + length) of the extents lie."""
+    """Yield the file ranges that make up bytes [start, start + length) of the concatenated extents."""
     for extent in extents:
         if start >= extent.length:
             start -= extent.length
@@ -92,12 +95,12 @@ def _runs(extents: Sequence[Extent], start: int, length: int) -> Iterator[Extent
 
 
 def chunk_length(size_bytes: int, index: int) -> int:
-    """How many bytes chunk `index` of a part has."""
+    """Length of chunk `index` of a part of `size_bytes`; only the last is shorter than `CHUNK_BYTES`."""
     return min(CHUNK_BYTES, size_bytes - index * CHUNK_BYTES)
 
 
 def matching_chunks(extents: Sequence[Extent], size_bytes: int, leaves: Sequence[bytes]) -> Iterator[bool]:
-    """For each chunk whether the bytes there are the right ones; what cannot be read is not."""
+    """Yield for each chunk whether its bytes match its hash; an unreadable chunk does not."""
     for index in range(chunk_count(size_bytes)):
         try:
             chunk = read_range(extents, index * CHUNK_BYTES, chunk_length(size_bytes, index))

@@ -1,7 +1,7 @@
-"""Which parts of a model are on this machine, whether in a model's own files or in the cache; and the model of them.
+"""The parts of one model on this machine, in the cache (`part_store`) or in the model's own files (`source_index`).
 
-Nothing that was not checked against the manifest reaches the engine or a peer: parts are checked when they arrive or
-are imported, and again before their use when the file they lie in has changed.
+Invariant: only bytes that were checked against the manifest reach the engine or a peer. Parts are checked when they
+arrive or are imported, and again before use if the file that holds them has changed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, TensorEn
 from engine.sources.layout import part_names
 
 OnBytes = Callable[[int], None]
-ENDS = (TOKENIZER_PART, EMBEDDING_PART, HEAD_PART)  # what an asker needs
+ENDS = (TOKENIZER_PART, EMBEDDING_PART, HEAD_PART)  # needed to ask the swarm for a reply
 
 
 def _ignore(count: int) -> None:
-    """For who does not ask how far it is."""
+    """Drop the progress report."""
 
 
 def span_parts(start: int, stop: int) -> tuple[str, ...]:
-    """The parts of a span of blocks."""
+    """Names of the parts of blocks `start` to `stop - 1`."""
     return tuple(block_part(index) for index in range(start, stop))
 
 
 class Library:
-    """The parts of one model on this machine; any thread may ask."""
+    """Finds, checks and reads the parts of one model on this machine; methods may be called from any thread."""
 
     def __init__(self, cache: Path, manifest: Manifest) -> None:
         self.manifest, self.files = manifest, PartFiles(cache)
@@ -42,28 +42,29 @@ class Library:
         self._source_leaves: Mapping[str, tuple[bytes, ...]] | None = None
         self._by_root = {part.root: part for part in manifest.parts}
         self._leaves: dict[bytes, tuple[bytes, ...]] = {}
-        self._new: dict[bytes, NewPart] = {}  # being fetched
+        self._new: dict[bytes, NewPart] = {}  # by root: parts being downloaded
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def held(self) -> frozenset[str]:
-        """The names of the parts that are here, as far as can be seen without reading them."""
+        """Names of the parts that are here, judged by file sizes and stamps without reading them."""
         in_cache = {part.name for part in self.manifest.parts if self.files.holds(part)}
         return frozenset(in_cache.union(self._in_source()))
 
     def recorded(self) -> frozenset[str]:
-        """The names of the parts that are here or were, in files that have changed since."""
+        """Names of the parts that are here, or were in model files that have changed since."""
         return self.held().union(self._index.extents)
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Which of these parts are not here."""
+        """Names of those parts that are not here, in the given order."""
         held = self.held()
         return [name for name in names if name not in held]
 
     def check(self, names: Iterable[str], *, again: bool = False, on_bytes: OnBytes = _ignore) -> list[str]:
-        """Make sure of parts before they are used: those that turned out wrong or absent, which are forgotten.
+        """Verify parts before use; return the names of those that are wrong or missing, which no longer count as held.
 
-        Read are only those whose files have changed since they were last read in full; `again` reads all.
+        Reads only parts whose files have changed since the last full check, or all of them with `again`. `on_bytes` is
+        called with the length of each chunk read.
         """
         index = self._index
         if index.extents and (again or index.changed_files()):
@@ -87,9 +88,9 @@ class Library:
         return self.files.check(part, on_bytes)
 
     def _check_source(self, index: SourceIndex, on_bytes: OnBytes) -> None:
-        """Read the model's own files again, and keep in the index what is right."""
+        """Read the model's own files again and reduce the index to the parts that are right."""
         present = {name: pieces for name, pieces in index.extents.items() if all(e.file.exists() for e in pieces)}
-        stamped = SourceIndex.of(present)  # before reading: a change meanwhile shows in the stamps
+        stamped = SourceIndex.of(present)  # taken before reading, so that a change during the check shows up
         wrong = [name for name, pieces in present.items() if not self._is_right(name, pieces, on_bytes)]
         self._index = stamped.without(wrong)
         self._store.save_index(self.manifest.hash, self._index)
@@ -108,20 +109,20 @@ class Library:
     # --- its bytes ----------------------------------------------------------------------------------------------------
 
     def leaves(self, part: Part) -> tuple[bytes, ...] | None:
-        """The hashes of a part's chunks, where they are known."""
+        """Return the hashes of a part's chunks; None if they are not known here."""
         if self._source_leaves is None:
             self._source_leaves = self._store.leaves(self.manifest) or {}
         known = self._source_leaves.get(part.name) or self._leaves.get(part.root)
         if known is None and (known := self.files.leaves(part)) is not None:
-            self._leaves[part.root] = known  # checked against the root once: peers may ask for them often
+            self._leaves[part.root] = known  # checked against the root just once, since peers ask for them often
         return known
 
     def part(self, root: bytes) -> Part | None:
-        """The part of this model with this hash."""
+        """Return the part of this model with this root, or None."""
         return self._by_root.get(root)
 
     def chunk(self, part: Part, index: int) -> bytes | None:
-        """One chunk of a part that is here, or is being fetched and has it; None otherwise."""
+        """Read one chunk of a complete part, or of one being downloaded that has it already; None if it is not here."""
         try:
             extents = self._extents_of_chunk(part, index)
             return read_range(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
@@ -129,7 +130,7 @@ class Library:
             return None
 
     def chunk_at_hand(self, part: Part, index: int) -> bytearray | None:
-        """As `chunk`, without waiting for a disk: None also where it would have to."""
+        """Read a chunk like `chunk`, but only from the page cache; None if a disk would have to be read."""
         try:
             extents = self._extents_of_chunk(part, index)
         except WeightsError:
@@ -150,28 +151,28 @@ class Library:
         return self.files.extents(part)
 
     def open_new(self, part: Part, leaves: Sequence[bytes]) -> NewPart:
-        """Begin, or go on, to fetch a part."""
+        """Start or resume the download of a part."""
         new = self._new[part.root] = self.files.open_new(part, leaves)
         return new
 
     def finish(self, new: NewPart) -> None:
-        """A part that was fetched is whole."""
+        """Turn a completely downloaded part into a held one; raises `WeightsError` if the disk cannot be written."""
         try:
             self.files.finish(new)
         finally:
             self.abandon(new)
 
     def abandon(self, new: NewPart) -> None:
-        """Leave a part half fetched."""
+        """Close a part whose download stopped; its chunks stay on disk for the next attempt."""
         self._new.pop(new.part.root, None)
         new.close()
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
     def source(self, names: Iterable[str]) -> ModelSource:
-        """The model as the engine reads it, with these parts and the tokenizer (empty where it is not here).
+        """Return the model for the engine with these parts; the tokenizer is empty unless it is among them.
 
-        Raises `WeightsError` where one of them is not here, or not what the manifest says.
+        Raises `WeightsError` if a part is missing or does not match the manifest.
         """
         wanted = list(names)
         wrong = self.check(wanted)
@@ -194,7 +195,7 @@ class Library:
             raise WeightsError(f"{name} of model {self.manifest.hash[:8]} cannot be read: {error}") from error
 
     def _entries(self, part: Part) -> tuple[TensorEntry, ...]:
-        """A part's tensors where they lie: in a model's own files each is a piece, in the cache all are one."""
+        """Locate a part's tensors: each has its own extent in the model's files, all share one file in the cache."""
         extents = self._extents(part)
         if len(extents) == 1:
             whole, at, pieces = extents[0], extents[0].offset, []
@@ -211,7 +212,10 @@ class Library:
 
 
 def remember_source(cache: Path, manifest: Manifest, source: ModelSource, tokenizer: bytes) -> None:
-    """Index a model's own files, whose bytes were just read for its manifest; only the tokenizer's text is written."""
+    """Index a model's own files right after they were hashed for its manifest.
+
+    Only the tokenizer is written to the cache, because its canonical JSON is in none of the files.
+    """
     extents = {
         name: tuple(Extent(entry.file.absolute(), entry.offset, entry.length) for entry in in_order(source, name))
         for name in part_names(source.config)

@@ -1,11 +1,11 @@
-"""Manifests on this machine's disk, shared by all home folders: `manifests/` in the cache folder.
+"""Manifests on disk, shared by all home folders of a user: `manifests/` in the cache folder.
 
     HASH.json     the manifest's own bytes
-    HASH.chunks   the hashes of its chunks, part after part, once they are known
-    HASH.source   which model files of this machine it was made from, as `shoal create --model` was told
-    HASH.index    where its parts lie in these files (`app.weights.source_index`)
+    HASH.chunks   the chunk hashes of all parts in order, if the model was imported on this machine
+    HASH.source   the model it was imported from, as given to `shoal create --model`
+    HASH.index    where its parts are in those model files (`app.weights.source_index`)
 
-What is read back is checked as if a stranger had sent it: a damaged file is as good as none.
+Files are validated when read, like input from a peer; a damaged file counts as missing.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _MAX_SOURCE_BYTES = 4096
 
 @dataclass(frozen=True)
 class ManifestStore:
-    """The manifests under one cache folder."""
+    """Reads and writes the manifests under one cache folder; writing raises `HomeError` if the disk refuses."""
 
     cache: Path
 
     def save(self, manifest: Manifest) -> None:
-        """Keep a manifest."""
+        """Write a manifest."""
         self._write(manifest.hash, "json", manifest.raw)
 
     def save_survey(self, survey: SourceSurvey, source: str) -> None:
-        """Keep what was learnt by importing `source`, a path or a name like "starter"."""
+        """Write manifest, chunk hashes and origin of an imported model; `source` is a path or a name like "starter"."""
         chunks = b"".join(leaf for part in survey.manifest.parts for leaf in survey.leaves[part.name])
         self._write(survey.manifest.hash, "chunks", chunks)
         self._write(survey.manifest.hash, "source", source.encode())
-        self.save(survey.manifest)  # last: what is found by its manifest is complete
+        self.save(survey.manifest)  # last, so that a manifest that is found has its other files too
 
     def load(self, model_hash: str) -> Manifest | None:
-        """The manifest of this hash, or None where it is not here or was damaged."""
+        """Return the manifest of this hash; None if it is missing or damaged."""
         raw = self._read(model_hash, "json", MAX_MANIFEST_BYTES)
         try:
             manifest = None if raw is None else Manifest.from_bytes(raw)
@@ -53,7 +53,7 @@ class ManifestStore:
         return manifest if manifest is not None and manifest.hash == model_hash else None
 
     def leaves(self, manifest: Manifest) -> Mapping[str, tuple[bytes, ...]] | None:
-        """The chunk hashes of every part, or None where they are not here or were damaged."""
+        """Return the chunk hashes of every part by its name; None if they are missing or damaged."""
         raw = self._read(manifest.hash, "chunks", _MAX_CHUNK_LIST_BYTES)
         found: dict[str, tuple[bytes, ...]] = {}
         at = 0
@@ -67,12 +67,12 @@ class ManifestStore:
         return found or None
 
     def source(self, model_hash: str) -> str | None:
-        """Which files of this machine a manifest was made from, as they were named."""
+        """Return the path or name that a model was imported from on this machine; None if it was not."""
         raw = self._read(model_hash, "source", _MAX_SOURCE_BYTES)
         return raw.decode("utf-8", "replace") if raw else None
 
     def index(self, model_hash: str) -> SourceIndex:
-        """Where a model's parts lie in files of this machine; empty where nothing is known."""
+        """Return the index of a model's own files; empty if it is missing or damaged."""
         raw = self._read(model_hash, "index", MAX_INDEX_BYTES)
         try:
             return SourceIndex({}, {}) if raw is None else SourceIndex.decode(raw)
@@ -80,11 +80,11 @@ class ManifestStore:
             return SourceIndex({}, {})
 
     def save_index(self, model_hash: str, index: SourceIndex) -> None:
-        """Keep where a model's parts lie."""
+        """Write the index of a model's own files."""
         self._write(model_hash, "index", index.encode())
 
     def hashes(self) -> list[str]:
-        """Every model whose manifest is here."""
+        """Hashes of all models whose manifest is here, sorted."""
         names = (path.stem for path in self._folder.glob("*.json"))
         return sorted(name for name in names if is_model_hash(name))
 
@@ -110,5 +110,5 @@ class ManifestStore:
 
 
 def model_name(source: str | None) -> str:
-    """What a person calls the model, from how its files were named; empty where they are not here."""
+    """Return the model's display name, from the path or name it was imported from; empty if it was not imported."""
     return "" if source is None else PurePath(source).name.removesuffix(".gguf")

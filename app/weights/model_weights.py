@@ -1,6 +1,7 @@
-"""One model's parts for a node that is in its swarm: what is here, what is on its way, and what others are given.
+"""The weights of one swarm's model on a member: downloads what is needed, serves and announces what is here.
 
-Who has a part is known from announcements; what this node has, it announces.
+Holders of a part are found in the members' announcements (`app.membership`). Which parts are needed is decided by
+hosting (`app.hosting`) and asking (`app.asker`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shoal.weights")
 
-ANNOUNCE_S = 1.0  # between two announcements of what has come meanwhile
-LOOK_S = 20.0  # between two looks at the disk, from which others may have taken something
-MAX_SPANS = 16  # of an announcement
+ANNOUNCE_S = 1.0  # shortest time between two announcements of held blocks
+LOOK_S = 20.0  # between two scans of the disk, where other processes may have deleted parts
+MAX_SPANS = 16  # most spans of held blocks in an announcement
 
 
 class ModelWeights:
-    """The parts of one swarm's model; `run` until cancelled."""
+    """Holds the parts of one swarm's model; `run` serves and announces them until cancelled."""
 
     def __init__(
         self,
@@ -51,19 +52,19 @@ class ModelWeights:
         self._network, self._swarm, self.manifest, self._cache, self._room = network, swarm, manifest, cache, room
         self.library = Library(cache, manifest)
         self.sharing = ChunkServer(self.library, self._is_member)
-        self._fetches: dict[Download, frozenset[str]] = {}  # which parts each gets
-        self._from_peers = 0
-        self._claim: InUseMarker | None = None
+        self._fetches: dict[Download, frozenset[str]] = {}  # running download -> its parts
+        self._from_peers = 0  # bytes received by finished downloads
+        self._marker: InUseMarker | None = None
         self._hosted: set[str] = set()
-        self._coming: Counter[str] = Counter()  # in how many fetches
+        self._coming: Counter[str] = Counter()  # part -> running downloads that get it
         self._news = trio.Event()
-        self._seen = WeightsView()
-        self._said: tuple[tuple[Span, ...], bool] = ((), False)
+        self._last_scan = WeightsView()
+        self._announced: tuple[tuple[Span, ...], bool] = ((), False)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Give parts to members, and tell them what is here."""
+        """Serve parts to members and announce which are held here, until cancelled."""
         self.sharing.serve(self._network)
-        with claiming(self._cache, self._network.peer_id) as self._claim:
+        with claiming(self._cache, self._network.peer_id) as self._marker:
             task_status.started()
             while True:
                 await self._announce()
@@ -75,46 +76,49 @@ class ModelWeights:
     async def need(
         self, names: Sequence[str], on_part: Callable[[str], None] = lambda name: None, *, hosted: bool = False
     ) -> ModelSource:
-        """The model with these parts, fetched from members where they are not here; waits until somebody has them.
+        """Return the model with these parts, after downloading the missing ones; waits while no member has them.
 
-        Raises `WeightsError` where they cannot be kept.
+        With `hosted`, the parts are protected from eviction until `release`. `on_part` is called with the name of each
+        downloaded part. Raises `WeightsError` if the disk is full or cannot be written.
         """
         wrong = await trio.to_thread.run_sync(self.library.check, names)
         if hosted:
             self._hosted.update(names)
         self._coming.update(wrong)
         try:
-            await trio.to_thread.run_sync(self._claim_parts, self._hosted | set(self._coming))
+            await trio.to_thread.run_sync(self._mark_in_use, self._hosted | set(self._coming))
             if wrong:
                 await self._fetch(wrong, on_part)
         finally:
             self._coming.subtract(wrong)
-            self._coming += Counter()  # without those that come no more
+            self._coming += Counter()  # drops entries whose count is 0
         return await trio.to_thread.run_sync(self.library.source, names)
 
     def release(self, names: Iterable[str]) -> None:
-        """These parts are hosted no longer, and may go when the disk is full."""
+        """Allow the eviction of parts that are no longer hosted."""
         self._hosted.difference_update(names)
 
     def progress(self, names: Iterable[str]) -> DownloadProgress | None:
-        """How far the latest fetch of some of these parts is, while one is under way."""
+        """Return the progress of the latest running download of any of these parts; None if there is none."""
         wanted = set(names)
         found = [fetch.progress for fetch, parts in self._fetches.items() if not parts.isdisjoint(wanted)]
         return found[-1] if found else None
 
     def view(self) -> WeightsView:
-        """What a person sees of it; the disk was looked at a moment ago."""
-        came = self._from_peers + sum(_received(fetch) for fetch in self._fetches)
-        giving = self.sharing
+        """Return the figures for the snapshot; those of the disk are from the last scan, up to `LOOK_S` old."""
+        received = self._from_peers + sum(_received(fetch) for fetch in self._fetches)
         return dataclasses.replace(
-            self._seen, from_peers_bytes=came, giving=giving.receivers(), given_bytes=giving.total_bytes
+            self._last_scan,
+            from_peers_bytes=received,
+            giving=self.sharing.receivers(),
+            given_bytes=self.sharing.total_bytes,
         )
 
-    def _look(self) -> frozenset[str]:
-        """What lies on the disk now."""
+    def _scan(self) -> frozenset[str]:
+        """Read from disk which parts are held, keep the figures for `view`, and return their names."""
         held = self.library.held()
         parts = self.manifest.parts
-        self._seen = WeightsView(
+        self._last_scan = WeightsView(
             parts_total=len(parts),
             parts_held=len(held),
             parts_verified=len(held),
@@ -132,22 +136,22 @@ class ModelWeights:
         fetching = Download(self._network, self.library, self.sharing, self._holders)
         self._fetches[fetching] = frozenset(names)
 
-        def came(name: str) -> None:
+        def on_part_stored(name: str) -> None:
             self._news.set()
             on_part(name)
 
         try:
-            await fetching.fetch(names, came)
+            await fetching.fetch(names, on_part_stored)
         finally:
             del self._fetches[fetching]
             self._from_peers += _received(fetching)
 
-    def _claim_parts(self, names: Iterable[str]) -> None:
-        if self._claim is not None:
-            self._claim.hold([self.manifest.by_name[name].root for name in names])
+    def _mark_in_use(self, names: Iterable[str]) -> None:
+        if self._marker is not None:
+            self._marker.replace([self.manifest.by_name[name].root for name in names])
 
     def _make_room(self, names: Iterable[str]) -> None:
-        """For all that is on its way, whoever asked for it, less what has come of it."""
+        """Evict until the rest of all running downloads fits, less the bytes they have written already."""
         on_disk = dict(self.library.files.names())
         coming = [self.manifest.by_name[name] for name in names]
         wanted = sum(max(0, part.size_bytes - on_disk.get(part.root.hex(), 0)) for part in coming)
@@ -158,7 +162,7 @@ class ModelWeights:
         return state is not None and state not in GONE
 
     def _holders(self, part: str) -> list[str]:
-        """Members that say they have a part; those that were heard from most lately answer soonest."""
+        """Return the present members that announce a part."""
         block = block_index(part)
         return [
             member.peer
@@ -168,16 +172,16 @@ class ModelWeights:
         ]
 
     async def _announce(self) -> None:
-        held = await trio.to_thread.run_sync(self._look)
+        held = await trio.to_thread.run_sync(self._scan)
         blocks = sorted(index for name in held if (index := block_index(name)) is not None)
-        said = (runs(blocks)[:MAX_SPANS], held.issuperset(ENDS))
-        if said != self._said:
-            self._said = said
-            self._swarm.announce(held=said[0], holds_ends=said[1])
+        spans, holds_ends = runs(blocks)[:MAX_SPANS], held.issuperset(ENDS)
+        if (spans, holds_ends) != self._announced:
+            self._announced = (spans, holds_ends)
+            self._swarm.announce(held=spans, holds_ends=holds_ends)
 
 
 def runs(blocks: Sequence[int]) -> tuple[Span, ...]:
-    """Sorted numbers as spans, the longest first."""
+    """Group sorted block numbers into spans, the longest first."""
     spans: list[Span] = []
     for block in blocks:
         if spans and spans[-1].stop == block:

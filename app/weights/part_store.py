@@ -1,12 +1,12 @@
-"""Parts under the cache folder, each in a file named by its hash: `parts/` in `SHOAL_CACHE`.
+"""Downloaded parts in the cache, one file each, named by root hash: `parts/` in the cache folder.
 
-    ROOT          a whole part: every chunk was checked before the file got this name
-    ROOT.new      a part that is being fetched; chunks that are there are found again by their hashes
+    ROOT          a complete part: every chunk was checked before the file got this name
+    ROOT.new      a part being downloaded; after a restart its finished chunks are found by their hashes
     ROOT.leaves   the hashes of its chunks
-    ROOT.ok       size and time of the whole file when it was last checked in full
+    ROOT.ok       size and mtime of ROOT at its last full check; its own mtime is the time of last use
 
-Several processes may work on one folder, and on one part: what is written is checked before, so two who fetch the
-same chunk write the same bytes to the same place.
+Several processes may share the folder and even download the same part: chunks are checked before they are written, so
+two of them write the same bytes to the same place.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
 
 @dataclass(frozen=True)
 class PartFiles:
-    """The parts under one cache folder."""
+    """Reads, checks and writes the parts under one cache folder."""
 
     cache: Path
 
     @property
     def folder(self) -> Path:
-        """Where they lie."""
+        """The folder `parts/`, which may not exist yet."""
         return self.cache / "parts"
 
     def path(self, root: bytes) -> Path:
-        """The file of a whole part."""
+        """Path of a complete part."""
         return self.folder / root.hex()
 
     def holds(self, part: Part) -> bool:
-        """Whether a whole part is here."""
+        """True if a complete part is here; only its size is checked."""
         stamp = Stamp.of(self.path(part.root))
         return stamp is not None and stamp.size == part.size_bytes
 
     def extents(self, part: Part) -> tuple[Extent, ...]:
-        """Where a whole part's bytes lie."""
+        """Byte ranges of a complete part: one, the whole file."""
         return (Extent(self.path(part.root), 0, part.size_bytes),)
 
     def leaves(self, part: Part) -> tuple[bytes, ...] | None:
-        """The hashes of a part's chunks, where they are known."""
+        """Return the hashes of a part's chunks; None if they are missing or do not match its root."""
         try:
             with open(self._beside(part.root, "leaves"), "rb") as file:
                 return leaves_from(file.read(_MAX_LEAVES_BYTES), size_bytes=part.size_bytes, root=part.root)
@@ -65,13 +65,13 @@ class PartFiles:
             return None
 
     def keep_leaves(self, part: Part, leaves: Sequence[bytes]) -> None:
-        """Keep the (checked) hashes of a part's chunks."""
+        """Write the already checked hashes of a part's chunks."""
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_private(self._beside(part.root, "leaves"), b"".join(leaves), durable=False)
 
     def keep(self, part: Part, leaves: Sequence[bytes], data: bytes) -> None:
-        """Keep a small part whose bytes are at hand."""
+        """Write a complete, already checked part from memory; for small parts."""
         assert len(data) == part.size_bytes
         self.keep_leaves(part, leaves)
         with writing(self.folder):
@@ -79,7 +79,7 @@ class PartFiles:
         self._stamp(part)
 
     def is_checked(self, part: Part) -> bool:
-        """Whether the file is the one that was checked in full."""
+        """True if the file is unchanged since its last full check."""
         try:
             size, mtime_ns = json.loads(self._beside(part.root, "ok").read_bytes()[:256])
         except (OSError, ValueError, TypeError):
@@ -87,7 +87,7 @@ class PartFiles:
         return Stamp.of(self.path(part.root)) == Stamp(size, mtime_ns)
 
     def check(self, part: Part, on_bytes: Callable[[int], None] = lambda count: None) -> bool:
-        """Read a whole part; one with wrong bytes is put back among those being fetched, and False returned."""
+        """Read and verify a complete part; False if it is missing or wrong. A wrong one counts as incomplete again."""
         leaves = self.leaves(part)
         if leaves is None or not self.holds(part):
             return False
@@ -100,17 +100,17 @@ class PartFiles:
         return True
 
     def distrust(self, part: Part) -> None:
-        """A whole part is not right: it counts as half fetched again, so that only the wrong chunks come anew."""
+        """Mark a complete part as incomplete, so that a download repeats only its wrong chunks."""
         with contextlib.suppress(OSError):
             os.replace(self.path(part.root), self._beside(part.root, "new"))
 
     def open_new(self, part: Part, leaves: Sequence[bytes]) -> NewPart:
-        """A part that is to be fetched, with the chunks of it that are here already."""
+        """Open a part for download and find the chunks that are here already; raises `WeightsError`."""
         self.keep_leaves(part, leaves)
         path = self._beside(part.root, "new")
         with writing(self.folder):
-            # Written at any offset; a file that another process fills is joined, not emptied.
-            # What lies behind a link is somebody else's.
+            # No truncation: another process may be writing chunks to the same file. No symlinks: they could lead to a
+            # file that is not ours.
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
             descriptor = os.open(path, flags, 0o600)
         new = NewPart(part, leaves, path, os.fdopen(descriptor, "r+b", buffering=0))
@@ -119,8 +119,8 @@ class PartFiles:
         return new
 
     def finish(self, new: NewPart) -> None:
-        """Give a part that has every chunk its name."""
-        assert not new.missing(), "only whole parts have a name"
+        """Sync a part that has all its chunks and rename it to its final name; raises `WeightsError` if that fails."""
+        assert not new.missing(), "only a complete part gets its final name"
         part = new.part
         with writing(self.folder):
             os.fsync(new.file.fileno())
@@ -129,11 +129,11 @@ class PartFiles:
                 # Another process may have finished the same part a moment ago.
                 os.replace(self._beside(part.root, "new"), self.path(part.root))
         if not self.holds(part):
-            raise WeightsError(f"{self.folder} was emptied while part {part.name} was fetched: try again")
+            raise WeightsError(f"{self.folder} was emptied while part {part.name} was downloaded: try again")
         self._stamp(part)
 
     def names(self) -> list[tuple[str, int]]:
-        """Every whole or half part by its hash, with the disk space that it takes."""
+        """List (root in hex, disk bytes) of every complete or incomplete part, sorted."""
         sizes: dict[str, int] = {}
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.folder):
@@ -143,17 +143,17 @@ class PartFiles:
         return sorted((root, size) for root, size in sizes.items() if _ROOT.fullmatch(root))
 
     def touch(self, part: Part) -> None:
-        """A part is used now."""
+        """Record that a part is used now, for eviction."""
         with contextlib.suppress(OSError):
             os.utime(self._beside(part.root, "ok"))
 
     def last_used(self, root: str) -> int:
-        """When a part was last used or fetched; larger is later."""
+        """Time a part was last used or written, in ns; 0 if unknown."""
         times = [stamp.mtime_ns for kind in ("", ".ok", ".new") if (stamp := Stamp.of(self.folder / f"{root}{kind}"))]
         return max(times, default=0)
 
     def remove(self, roots: Iterable[str]) -> None:
-        """Delete parts, whole or half."""
+        """Delete parts by root in hex, complete or not; files that cannot be deleted are skipped."""
         for root in roots:
             for name in (root, *(f"{root}.{kind}" for kind in ("new", "leaves", "ok"))):
                 with contextlib.suppress(OSError):
@@ -171,7 +171,7 @@ class PartFiles:
 
 
 class NewPart:
-    """A part that is being fetched; any thread may write to it."""
+    """A part being downloaded; any thread may write to it."""
 
     def __init__(self, part: Part, leaves: Sequence[bytes], path: Path, file: IO[bytes]) -> None:
         self.part, self.leaves, self._path, self.file = part, tuple(leaves), path, file
@@ -179,55 +179,55 @@ class NewPart:
         self._lock = threading.Lock()
 
     def missing(self) -> list[int]:
-        """The chunks that are not here yet."""
+        """Indexes of the chunks that are not here yet."""
         return [index for index in range(len(self.leaves)) if index not in self.have]
 
     def is_right(self, index: int, chunk: bytes | memoryview) -> bool:
-        """Whether these are the bytes of that chunk."""
+        """True if these are the bytes of chunk `index`, by length and hash."""
         return len(chunk) == chunk_length(self.part.size_bytes, index) and leaf_hash(chunk) == self.leaves[index]
 
     def take(self, index: int, chunk: bytes | memoryview) -> bool:
-        """Write a chunk if it is right; whether it is."""
+        """Write a chunk if its hash is right; False if it is wrong."""
         right = self.is_right(index, chunk)
         if right and index not in self.have:
             self.write(index, chunk)
         return right
 
     def write(self, index: int, chunk: bytes | memoryview) -> None:
-        """Write a chunk that is right."""
+        """Write a chunk whose hash was checked; raises `WeightsError` if the disk refuses."""
         with self._lock, writing(self.part.name):
             self.file.seek(index * CHUNK_BYTES)
             left = memoryview(chunk)
-            while left:  # a write may take less than it was given, just before the disk is full
+            while left:  # a write may be partial just before the disk is full
                 left = left[self.file.write(left) :]
         self.have.add(index)
 
     def extents(self, index: int) -> tuple[Extent, ...]:
-        """Where a chunk lies that is here already, for others who fetch the same part."""
+        """Byte ranges of the part for reading chunk `index`; raises `WeightsError` if that has not arrived."""
         if index not in self.have:
-            raise WeightsError(f"chunk {index} of {self.part.name} has not come yet")
+            raise WeightsError(f"chunk {index} of {self.part.name} has not arrived yet")
         return (Extent(self._path, 0, self.part.size_bytes),)
 
     def close(self) -> None:
-        """Leave it for later."""
+        """Close the file; its chunks stay on disk."""
         with self._lock:
             self.file.close()
 
 
 @contextlib.contextmanager
 def writing(what: object) -> Iterator[None]:
-    """Turn the disk's refusals into words."""
+    """Translate `OSError` into a `WeightsError` that names `what` and the remedy."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise WeightsError(
-                f"the disk is full, {what} cannot be kept: make room, or move the cache with SHOAL_CACHE"
+                f"the disk is full, {what} cannot be written: free space, or move the cache with SHOAL_CACHE"
             ) from error
         raise WeightsError(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 def _on_disk(status: os.stat_result) -> int:
-    """What a file really takes: a half-fetched part may have holes."""
-    blocks: int | None = getattr(status, "st_blocks", None)  # Windows has none
+    """Bytes that a file occupies on disk; an incomplete part may be sparse."""
+    blocks: int | None = getattr(status, "st_blocks", None)  # not on Windows
     return status.st_size if blocks is None else blocks * 512

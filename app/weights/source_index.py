@@ -1,10 +1,10 @@
-"""Parts that lie in a model's own files on this machine: where each piece is, and the files' stamps. Nothing is copied.
+"""The index of a model's own files on this machine, which lets parts be read from them without copying.
 
-Kept as `manifests/HASH.index` beside the manifest, in JSON:
+Stored by `manifest_store` as `manifests/HASH.index`, in JSON:
 
     version   1
     files     [path, size, mtime_ns] of each file
-    parts     part's name -> list of [number of the file, offset, length], in the order of the part's bytes
+    parts     part name -> list of [index into `files`, offset, length], in the order of the part's bytes
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MAX_PIECES = 64
 
 @dataclass(frozen=True)
 class SourceIndex:
-    """Where a model's parts lie in its files, and what these files were like when their bytes were last checked."""
+    """Byte ranges of each part, and the stamp of each file at its last full check."""
 
     extents: Mapping[str, tuple[Extent, ...]]
     stamps: Mapping[Path, Stamp]
 
     @classmethod
     def of(cls, extents: Mapping[str, tuple[Extent, ...]]) -> SourceIndex:
-        """The index of parts that were just checked; raises `OSError` where a file is gone already."""
+        """Build the index of parts with the files' present stamps; raises `OSError` if a file is missing."""
         files = {extent.file for pieces in extents.values() for extent in pieces}
         stamps = {}
         for file in sorted(files):
@@ -44,25 +44,25 @@ class SourceIndex:
         return cls(extents, stamps)
 
     def is_unchanged(self, file: Path) -> bool:
-        """Whether a file is what it was."""
+        """True if a file has the size and mtime of its last check."""
         return Stamp.of(file) == self.stamps[file]
 
     def changed_files(self) -> frozenset[Path]:
-        """The files that are not what they were."""
+        """Files that were changed or removed since their last check."""
         return frozenset(file for file in self.stamps if not self.is_unchanged(file))
 
     def only(self, parts: Iterable[str]) -> SourceIndex:
-        """The index without what is no part of its model: the file may be damaged."""
+        """Return the index reduced to these parts; a damaged index file may name others."""
         return self.without(self.extents.keys() - set(parts))
 
     def without(self, parts: Iterable[str]) -> SourceIndex:
-        """The index with some parts forgotten."""
+        """Return the index without these parts."""
         gone = set(parts)
         kept = {name: pieces for name, pieces in self.extents.items() if name not in gone}
         return dataclasses.replace(self, extents=kept)
 
     def encode(self) -> bytes:
-        """As it is kept."""
+        """Return the index as JSON, for its file."""
         numbers = {file: number for number, file in enumerate(self.stamps)}
         parts = {
             name: [[numbers[extent.file], extent.offset, extent.length] for extent in pieces]
@@ -73,7 +73,7 @@ class SourceIndex:
 
     @classmethod
     def decode(cls, raw: bytes) -> SourceIndex:
-        """What was kept; raises `RecordError` where it is damaged."""
+        """Read the index from its file's bytes; raises `RecordError` if they are damaged."""
         fields = decode_object(raw, "index of a model's files", max_bytes=MAX_INDEX_BYTES)
         check_version(fields, "version", VERSION)
         stamps: dict[Path, Stamp] = {}
@@ -92,7 +92,7 @@ class SourceIndex:
 def _extent(item: Any, files: list[Path]) -> Extent:
     number, offset, length = _row(item, (int, int, int))
     if not (0 <= number < len(files) and offset >= 0 and length >= 0):
-        raise RecordError("index of a model's files: a piece lies nowhere")
+        raise RecordError("index of a model's files: a byte range is invalid")
     return Extent(files[number], offset, length)
 
 

@@ -1,6 +1,7 @@
-"""Every model on this machine read again: its manifest's parts, whether they came from peers or lie in its own files.
+"""`shoal models verify`: reads every part of every model on this machine again, in the cache and in model files.
 
-What turns out wrong is named and forgotten, so that a node fetches it anew; a model's own files are never touched.
+Wrong parts are reported and no longer count as held, so that a node downloads them again; the model's own files are
+never changed.
 """
 
 from __future__ import annotations
@@ -15,38 +16,38 @@ from app.weights.manifest_store import ManifestStore
 
 @dataclass(frozen=True)
 class VerifiedPart:
-    """What is known of one model after, or before, its parts were read."""
+    """One model on this machine, before or after its parts were verified."""
 
     manifest: str
-    source: str | None  # the model's own files, as they were named
+    source: str | None  # path or name it was imported from
     licence: str | None
     blocks: int
     parts_total: int
     parts_held: int
     bytes_held: int
-    wrong: tuple[str, ...] = ()  # parts whose bytes are not what the manifest says, or cannot be read
+    wrong: tuple[str, ...] = ()  # names of parts that do not match the manifest or cannot be read
 
 
 def models_by_manifest(cache: Path) -> list[VerifiedPart]:
-    """Every model of which something is here, as far as can be seen without reading it."""
-    found = [_seen(library, ()) for library in _libraries(cache)]
+    """List the models of which at least one part is here, without reading their parts."""
+    found = [_summary(library, ()) for library in _libraries(cache)]
     return [model for model in found if model.parts_held]
 
 
 def bytes_to_read(cache: Path) -> int:
-    """How much `verify` will read."""
+    """Bytes that `verify` will read."""
     return sum(
         library.manifest.by_name[name].size_bytes for library in _libraries(cache) for name in library.recorded()
     )
 
 
 def verify(cache: Path, on_bytes: Callable[[int], None]) -> Iterator[VerifiedPart]:
-    """Read every part of every model that is here; `on_bytes` hears of each piece that was read."""
+    """Read every part that is here and yield the result per model; `on_bytes` is called with each length read."""
     for library in _libraries(cache):
         names = sorted(library.recorded())
         if names:
             wrong = tuple(library.check(names, again=True, on_bytes=on_bytes))
-            yield _seen(library, wrong)
+            yield _summary(library, wrong)
 
 
 def _libraries(cache: Path) -> Iterator[Library]:
@@ -57,7 +58,7 @@ def _libraries(cache: Path) -> Iterator[Library]:
             yield Library(cache, manifest)
 
 
-def _seen(library: Library, wrong: tuple[str, ...]) -> VerifiedPart:
+def _summary(library: Library, wrong: tuple[str, ...]) -> VerifiedPart:
     manifest, held = library.manifest, library.held()
     return VerifiedPart(
         manifest.hash,

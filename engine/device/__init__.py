@@ -1,1 +1,5 @@
-"""What the machine can do: devices, dtypes, sensors, read speed."""
+"""The machine's hardware: which devices torch can use, their free memory and sensors, and their measured speed.
+
+`sensors` asks the operating system and NVIDIA's driver, without torch; `dtypes` and `read_speed` time small products.
+`engine.budget` and the caller decide how much of a device to use; models and their weights are unknown here.
+"""

@@ -1,7 +1,7 @@
-"""Which number format a device computes in: measured, never guessed from its name.
+"""Chooses the dtype in which a device computes, by measurement rather than by the device's name.
 
-A CPU without bf16 instructions is hundreds of times slower in bf16 than in float32, an old card emulates it, a new
-one halves its time by it. So a small matrix product is timed in each format, once per process and device.
+A CPU without bf16 instructions is hundreds of times slower in bf16 than in float32; an old GPU emulates bf16, a new
+one halves its time with it. So small matrix products are timed in each dtype, once per process and device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 
 log = logging.getLogger("shoal.device")
 
-CANDIDATES = (torch.float32, torch.bfloat16, torch.float16)  # float32 first: it is the measure of the others
-# A half format this much slower than the fastest still wins in favour of memory (against float32) or of range
-# (bf16 against fp16, which overflows at 65504).
+CANDIDATES = (torch.float32, torch.bfloat16, torch.float16)  # float32 first: its time bounds the other measurements
+# A 16-bit dtype up to this many times slower than the fastest is still preferred: to float32 because it needs half the
+# memory, and bf16 to fp16 because fp16 overflows at 65504.
 NEAR = 1.15
-WORST_ERROR = 0.02  # of the product's norm; rounding to bf16 costs about 0.003
-HOPELESS = 4.0  # times slower than the best so far: one run tells enough
+WORST_ERROR = 0.02  # error norm relative to the product's norm; rounding to bf16 costs about 0.003
+HOPELESS = 4.0  # times slower than the best so far: stop measuring after one run
 
-# Seconds for the products, or None where the device cannot do them or gets them wrong; `at_most_s` ends early.
+# (dtype, at_most_s) -> seconds for the products, None if the result is wrong; measuring stops early above `at_most_s`.
 Measure = Callable[[torch.dtype, float], float | None]
 
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """The format chosen for a device, and the timings that decided it."""
+    """The dtype chosen for a device, and the seconds measured for each dtype."""
 
     dtype: torch.dtype
     seconds: Mapping[torch.dtype, float]
@@ -37,14 +37,14 @@ class DtypeChoice:
 
 @functools.cache
 def pick_dtype(device: str) -> DtypeChoice:
-    """The format in which this device is fastest without being wrong; measured once in this process."""
+    """Return the fastest dtype in which this device computes correctly; measured once per process."""
     choice = measure_dtypes(lambda dtype, at_most_s: time_products(device, dtype, at_most_s))
     log.info("%s computes in %s (%s)", device, choice.dtype, choice.seconds)
     return choice
 
 
 def measure_dtypes(measure: Measure) -> DtypeChoice:
-    """Time every candidate and choose."""
+    """Time every candidate, skipping those that the device does not support, and choose one."""
     seconds: dict[torch.dtype, float] = {}
     for dtype in CANDIDATES:
         at_most_s = HOPELESS * min(seconds.values(), default=float("inf"))
@@ -59,7 +59,7 @@ def measure_dtypes(measure: Measure) -> DtypeChoice:
 
 
 def choose(seconds: Mapping[torch.dtype, float]) -> torch.dtype:
-    """The fastest format, with bf16 before fp16 before float32 where they are near."""
+    """Return the fastest dtype; among those within `NEAR` of it, bf16 before fp16 before float32."""
     if not seconds:
         return torch.float32
     fastest_s = min(seconds.values())
@@ -68,8 +68,8 @@ def choose(seconds: Mapping[torch.dtype, float]) -> torch.dtype:
 
 
 def time_products(device: str, dtype: torch.dtype, at_most_s: float, runs: int = 5) -> float | None:
-    """Seconds of one row and of a chunk of rows through a matrix; None where the result is wrong."""
-    # On a GPU the matrix must be large enough that memory and arithmetic, not launches, are timed.
+    """Seconds to multiply one row and a chunk of rows by a matrix, best of `runs`; None if the result is wrong."""
+    # On a GPU the matrix must be large, so that memory and arithmetic are timed rather than kernel launches.
     size, rows, repeats = (512, 4, 1) if device == "cpu" else (4096, 64, 8)
     generator = torch.Generator().manual_seed(0)
     exact_weight = torch.randn(size, size, generator=generator)
@@ -84,13 +84,13 @@ def time_products(device: str, dtype: torch.dtype, at_most_s: float, runs: int =
 
     best_s = float("inf")
     with torch.inference_mode():
-        out = products().float().cpu()  # the first run warms up, and its result is checked
+        out = products().float().cpu()  # the first run is a warm-up; its result is checked
         expected = exact_input @ exact_weight.T
-        if not bool((out - expected).norm() <= WORST_ERROR * expected.norm()):  # so written, NaN is wrong too
+        if not bool((out - expected).norm() <= WORST_ERROR * expected.norm()):  # `not <=` also rejects NaN
             return None
         for _ in range(runs):
             started = time.perf_counter()
-            products()[0, 0].item()  # reading one number waits for the device
+            products()[0, 0].item()  # reading one number synchronizes with the device
             best_s = min(best_s, time.perf_counter() - started)
             if best_s > at_most_s:
                 break

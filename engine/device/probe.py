@@ -1,7 +1,7 @@
-"""The devices of this machine that can run blocks, as torch sees them: what they are, and how much is free.
+"""Lists the devices of this machine that can run blocks: kind, name, total and free memory, sensor readings.
 
-Knows torch and the sensors. Which number format a device is best at is measured in `engine.device.dtypes`; how much of
-a device is used is decided by `engine.budget` and the caller.
+It asks torch and `engine.device.sensors`. `engine.device.dtypes` measures the best dtype of a device; `engine.budget`
+and the caller decide how much of a device to use.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from engine.errors import DeviceError
 log = logging.getLogger("shoal.device")
 
 Kind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
-UNTESTED = "untested: Shoal has not been tried on this kind of device; please report how it goes"
+UNTESTED = "untested: Shoal has not been tested on this kind of device; please report problems"
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device at one moment; `id` is the name that torch and `--device` use."""
+    """State of one device at one moment; `id` is the name that torch and `--device` use.
+
+    If it is not `usable`, `note` says why and what to do.
+    """
 
     id: str
     kind: Kind
@@ -46,20 +49,23 @@ Prober = Callable[[], list[Device]]
 
 
 def probe_devices(probers: Sequence[Prober] | None = None) -> list[Device]:
-    """Every device, fastest kind first, the CPU always last; a broken driver costs its own devices only."""
+    """Return all devices, GPUs first and the CPU last; a driver that fails is reported in the CPU's note."""
     devices: list[Device] = []
-    troubles: list[str] = []
+    failures: list[str] = []
     for prober in (probe_cuda, probe_xpu, probe_mps) if probers is None else probers:
         try:
             devices += prober()
-        except Exception as error:  # drivers fail in ways of their own
+        except Exception as error:  # drivers raise exceptions of any type
             log.debug("a device probe failed", exc_info=True)
-            troubles.append(f"{prober.__name__} failed: {first_line(error)}")
-    return [*devices, probe_cpu(note="; ".join(troubles))]
+            failures.append(f"{prober.__name__} failed: {first_line(error)}")
+    return [*devices, probe_cpu(note="; ".join(failures))]
 
 
 def find_device(name: str | None, devices: Sequence[Device]) -> Device:
-    """The device that `--device` names, or the best usable one where it names none."""
+    """Return the device called `name` (an index may be left out), or the first usable one if `name` is None.
+
+    Raises `DeviceError` if it is unknown or cannot be used.
+    """
     for device in devices:
         if device.usable and (name is None or device.id == name or device.id == f"{name}:0"):
             return device
@@ -67,13 +73,13 @@ def find_device(name: str | None, devices: Sequence[Device]) -> Device:
     if unusable is not None:
         raise DeviceError(f"device {unusable.id} ({unusable.name}) cannot be used: {unusable.note}")
     known = ", ".join(device.id for device in devices if device.usable)
-    raise DeviceError(f"there is no device {name!r}; this machine has {known}")
+    raise DeviceError(f"this machine has no device {name!r}; choose one of {known}")
 
 
 def probe_cuda() -> list[Device]:
-    """CUDA devices, and ROCm's, which torch presents under the same name."""
+    """Return the CUDA or ROCm devices (torch uses the same names), also NVIDIA cards that torch cannot use."""
     cards = sensors.nvidia_cards()
-    with warnings.catch_warnings(record=True) as warned:  # torch says as a warning why it cannot use a card
+    with warnings.catch_warnings(record=True) as warned:  # torch warns why it cannot use a card
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
@@ -89,7 +95,7 @@ def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     except Exception as error:
         return Device(f"cuda:{index}", kind, "unknown card", 0, 0, usable=False, note=first_line(error))
-    # Torch numbers the visible cards by speed or by environment, the driver all cards by slot: the UUID joins them.
+    # Torch numbers the visible cards by speed, the driver numbers all cards by slot: they are matched by UUID.
     uuid = str(getattr(properties, "uuid", ""))
     reading = next((card.reading for card in cards if uuid and uuid in card.uuid), SensorReading())
     name = str(properties.name)
@@ -106,14 +112,14 @@ def _why_no_cuda(warned: Sequence[str]) -> str:
     if torch.version.cuda is None:
         return f"the installed torch ({torch.__version__}) is built without CUDA: install the CUDA build of torch"
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return "the variable CUDA_VISIBLE_DEVICES hides it: unset it"
+        return "the environment variable CUDA_VISIBLE_DEVICES hides it: unset it"
     if warned:
         return f"torch says: {warned[-1].splitlines()[0]}"
     return f"torch's CUDA {torch.version.cuda} does not run on this driver: update the NVIDIA driver"
 
 
 def probe_xpu() -> list[Device]:
-    """Intel GPUs."""
+    """Return the Intel GPUs."""
     if not torch.xpu.is_available():
         return []
     devices = []
@@ -122,30 +128,30 @@ def probe_xpu() -> list[Device]:
         total_bytes = int(properties.total_memory)
         try:
             free_bytes = int(torch.xpu.mem_get_info(index)[0])
-        except Exception:  # not every driver tells; what this process holds is known at least
+        except Exception:  # some drivers do not report it; subtract at least what this process uses
             free_bytes = total_bytes - torch.xpu.memory_reserved(index)
         devices.append(Device(f"xpu:{index}", "xpu", str(properties.name), total_bytes, free_bytes, note=UNTESTED))
     return devices
 
 
 def probe_mps() -> list[Device]:
-    """Apple's GPU, which shares the machine's memory."""
+    """Return Apple's GPU, which shares the machine's memory, if there is one."""
     if not torch.backends.mps.is_available():
         return []
     total_bytes = int(torch.mps.recommended_max_memory())
-    own_room = total_bytes - int(torch.mps.driver_allocated_memory())
-    free_bytes = max(0, min(own_room, sensors.memory_free_bytes()))
+    own_free_bytes = total_bytes - int(torch.mps.driver_allocated_memory())
+    free_bytes = max(0, min(own_free_bytes, sensors.memory_free_bytes()))
     return [Device("mps", "mps", f"{sensors.cpu_name()} GPU", total_bytes, free_bytes)]
 
 
 def probe_cpu(note: str = "") -> Device:
-    """The processor and the machine's memory."""
+    """Return the processor, with the machine's memory."""
     total_bytes, free_bytes = sensors.memory_total_bytes(), sensors.memory_free_bytes()
     name, reading = sensors.cpu_name(), sensors.cpu_reading()
     return Device("cpu", "cpu", name, total_bytes, free_bytes, **asdict(reading), note=note)
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a driver's message, which is often followed by pages."""
+    """Return the first line of a driver's error message, or the exception's type if it has no text."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -1,4 +1,7 @@
-"""What the operating system and NVIDIA's driver say about the hardware. Knows no torch; never raises."""
+"""Reads memory, load, temperature and power from the operating system and NVIDIA's driver (NVML), without torch.
+
+A sensor that is missing or fails gives None or an empty list instead of an exception.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,17 @@ log = logging.getLogger("shoal.device")
 
 T = TypeVar("T")
 _LOAD_WINDOW_S = 3.0
-# Where a CPU's temperature is found, by the names its drivers go by.
+# Names of the drivers that report a CPU's temperature, in order of preference.
 _CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "cpu-thermal", "soc_thermal", "acpitz")
 
 
 class Unavailable(Exception):
-    """This machine has no such sensor; the text says which."""
+    """This machine lacks a sensor; the message says which one."""
 
 
 @dataclass(frozen=True)
 class SensorReading:
-    """A device's state at one moment; None where nobody tells."""
+    """Sensor values of a device at one moment; None if unknown."""
 
     temperature_c: float | None = None
     power_w: float | None = None
@@ -41,7 +44,7 @@ class SensorReading:
 
 @dataclass(frozen=True)
 class NvidiaCard:
-    """A card as the driver sees it, whether torch can use it or not."""
+    """An NVIDIA card as the driver reports it, even if torch cannot use it."""
 
     uuid: str
     name: str
@@ -51,7 +54,7 @@ class NvidiaCard:
 
 @dataclass(frozen=True)
 class CardUse:
-    """What other processes do on a card; None where the driver does not tell, or not whose it is."""
+    """Use of a card by other processes; None if the driver does not report it or it cannot be told apart from ours."""
 
     uuid: str
     others_load: float | None = None  # 0 to 1
@@ -60,7 +63,7 @@ class CardUse:
 
 
 def nvidia_cards() -> list[NvidiaCard]:
-    """All cards of NVIDIA's driver; empty where there is no driver or it does not answer."""
+    """Return all cards that NVIDIA's driver knows; empty if there is no driver or it does not answer."""
     cards: list[NvidiaCard] = []
     try:
         with _nvml() as nvml:
@@ -73,7 +76,7 @@ def nvidia_cards() -> list[NvidiaCard]:
 
 
 def driver_version() -> str | None:
-    """NVIDIA's driver, or None where none answers."""
+    """Return the version of NVIDIA's driver, or None if there is none or it does not answer."""
     try:
         with _nvml() as nvml:
             return str(nvml.nvmlSystemGetDriverVersion())
@@ -95,7 +98,7 @@ def _nvml() -> Iterator[Any]:
 
 def _card(nvml: Any, handle: Any) -> NvidiaCard:
     def ask(question: Callable[[], T]) -> T | None:
-        # Each question is unsupported on some card, and in some virtual machine.
+        # Every query is unsupported on some card or in some virtual machine.
         try:
             return question()
         except nvml.NVMLError:
@@ -122,16 +125,17 @@ def _others_bytes(nvml: Any, handle: Any) -> int:
 
 
 def _held_bytes(nvml: Any, handle: Any) -> dict[int, int]:
-    # One process may appear as a compute and as a graphics process. Windows does not tell the bytes (None).
+    # A process may be listed both as compute and as graphics process. On Windows the bytes are None.
     running = nvml.nvmlDeviceGetComputeRunningProcesses(handle) + nvml.nvmlDeviceGetGraphicsRunningProcesses(handle)
     return {int(process.pid): int(process.usedGpuMemory or 0) for process in running}
 
 
 def card_uses(*, needs_own: bool = False) -> list[CardUse]:
-    """What others do on each card; with `needs_own`, only where this process, which uses a card, is seen on one.
+    """Return the use of each card by other processes.
 
-    In a container the driver numbers processes as the host does: what is this process's own work would then look like
-    somebody else's.
+    Pass `needs_own=True` if this process uses a card: if it is then not in the driver's list, loads and bytes are None.
+    This happens in containers, where the driver reports the host's process ids and our own work would look like that
+    of another process.
     """
     try:
         with _nvml() as nvml:
@@ -143,19 +147,19 @@ def card_uses(*, needs_own: bool = False) -> list[CardUse]:
         return []
 
 
-def _card_use(nvml: Any, handle: Any, tells_apart: bool) -> CardUse:
+def _card_use(nvml: Any, handle: Any, own_seen: bool) -> CardUse:
     reading = _card(nvml, handle).reading
-    load = _or_none(lambda: _others_load(nvml, handle)) if tells_apart else None
-    others_bytes = reading.others_bytes if tells_apart else None
+    load = _or_none(lambda: _others_load(nvml, handle)) if own_seen else None
+    others_bytes = reading.others_bytes if own_seen else None
     return CardUse(str(nvml.nvmlDeviceGetUUID(handle)), load, others_bytes, reading.temperature_c)
 
 
 def _others_load(nvml: Any, handle: Any) -> float:
-    """The share of the card's time that other processes took in the last seconds."""
+    """Share (0 to 1) of the card's time that other processes used in the last `_LOAD_WINDOW_S` seconds."""
     since_us = int((time.time() - _LOAD_WINDOW_S) * 10**6)
     try:
         samples = nvml.nvmlDeviceGetProcessUtilization(handle, since_us)
-    except nvml.NVMLError_NotFound:  # nobody used it
+    except nvml.NVMLError_NotFound:  # no process used the card
         return 0.0
     newest: dict[int, tuple[int, int]] = {}
     for sample in samples:
@@ -165,61 +169,61 @@ def _others_load(nvml: Any, handle: Any) -> float:
 
 
 class ProcessorShare:
-    """The share of the machine's processors that other processes take, between two looks."""
+    """Measures the share of the machine's CPU time that other processes use between two calls."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._last = self._look()
+        self._last = self._cpu_seconds()
 
     def others_share(self) -> float:
-        """0 to 1, since the last time this was asked."""
-        before, self._last = self._last, self._look()
+        """Share (0 to 1) of CPU time that other processes used since the last call."""
+        before, self._last = self._last, self._cpu_seconds()
         all_s, busy_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / all_s)) if all_s > 0 else 0.0
 
-    def _look(self) -> tuple[float, float, float]:
-        """Seconds since the start of the system: all, busy, and this process's own."""
+    def _cpu_seconds(self) -> tuple[float, float, float]:
+        """Return CPU seconds since boot: in all, busy, and of this process."""
         times, own = psutil.cpu_times(), self._process.cpu_times()
         parts = times._asdict()
-        # A guest's time is part of the user's, and what a hypervisor took was nobody's here.
+        # Guest time is already part of user time, and stolen time was spent by the hypervisor on other machines.
         uncounted = sum(parts.get(name, 0.0) for name in ("guest", "guest_nice", "steal"))
-        everything = sum(times) - uncounted
-        resting = times.idle + parts.get("iowait", 0.0)
-        return everything, everything - resting, own.user + own.system
+        total = sum(times) - uncounted
+        idle = times.idle + parts.get("iowait", 0.0)
+        return total, total - idle, own.user + own.system
 
 
 def disk_free_bytes(folder: Path) -> int:
-    """What is free on the disk of a folder, which need not exist yet."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def memory_total_bytes() -> int:
-    """This machine's memory, or this container's where it has less."""
+    """Memory of this machine in bytes, or the container's limit if that is lower."""
     limits = [limit for limit, _ in cgroup_limits()]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def memory_free_bytes() -> int:
-    """Memory that can be had without swapping, within the control group's limits."""
-    rooms = [max(0, limit - used) for limit, used in cgroup_limits()]
-    return min([int(psutil.virtual_memory().available), *rooms])
+    """Bytes of memory available without swapping, within the limits of the control groups."""
+    free = [max(0, limit - used) for limit, used in cgroup_limits()]
+    return min([int(psutil.virtual_memory().available), *free])
 
 
 def cgroup_limits(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[tuple[int, int]]:
-    """(limit, used) in bytes of each control group (v2) above this process that has a memory limit."""
+    """Return (limit, used) in bytes for each enclosing control group (v2) that has a memory limit."""
     try:
         lines = membership.read_text().splitlines()
         inner = next(line[3:] for line in lines if line.startswith("0::"))
     except (OSError, StopIteration):
         return []
-    # In a container the path may name a folder of the host that is not visible here; the root then holds the limit.
+    # In a container the path may be one of the host that is not visible here; the limit is then at the root.
     group = root / inner.strip("/")
     limits = []
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):
-            # "max", for no limit, is a ValueError too.
+            # "max" (no limit) also raises ValueError.
             limit = int((folder / "memory.max").read_text())
             limits.append((limit, _cgroup_used(folder)))
         if folder == root:
@@ -231,13 +235,13 @@ def _cgroup_used(folder: Path) -> int:
     used = int((folder / "memory.current").read_text())
     for line in (folder / "memory.stat").read_text().splitlines():
         key, _, value = line.partition(" ")
-        if key == "inactive_file":  # cached file pages, given back when somebody asks for memory
+        if key == "inactive_file":  # cached file pages, which the kernel frees on demand
             return max(0, used - int(value))
     return used
 
 
 def cpu_reading(interval_s: float = 0.05) -> SensorReading:
-    """The processor's temperature where the system tells it, and its utilisation over `interval_s`."""
+    """Return the processor's temperature, if known, and its utilisation over `interval_s`; blocks that long."""
     percent = _or_none(lambda: float(psutil.cpu_percent(interval=interval_s)))
     return SensorReading(
         temperature_c=_or_none(cpu_temperature), utilisation=None if percent is None else percent / 100
@@ -245,7 +249,7 @@ def cpu_reading(interval_s: float = 0.05) -> SensorReading:
 
 
 def cpu_temperature() -> float | None:
-    """The hottest that the processor's sensors say, or None where the system has none."""
+    """Return the highest temperature of the processor's sensors in °C, or None if there are none."""
     sensors = psutil.sensors_temperatures() if hasattr(psutil, "sensors_temperatures") else {}
     for name in _CPU_SENSORS:
         if values := [float(entry.current) for entry in sensors.get(name, ()) if entry.current]:
@@ -254,7 +258,7 @@ def cpu_temperature() -> float | None:
 
 
 def cpu_name() -> str:
-    """The processor's name and its number of cores."""
+    """Return the processor's name and its number of cores."""
     name = _or_none(_cpu_model) or platform.processor() or platform.machine() or "processor"
     return f"{name} ({os.cpu_count()} cores)"
 
@@ -273,6 +277,6 @@ def _cpu_model() -> str | None:
 def _or_none(question: Callable[[], T]) -> T | None:
     try:
         return question()
-    except Exception as error:  # sensors fail in ways of their own on every system
-        log.debug("a sensor does not answer: %s", error)
+    except Exception as error:  # sensors raise different exceptions on every system
+        log.debug("a sensor could not be read: %s", error)
         return None

@@ -1,7 +1,7 @@
 """Attention over a pool of cached keys and values, for the rows of one step.
 
-A step's rows are segments: `count` new tokens of one session that start at position `start`. Which rows see what is
-planned once per step and used by every block.
+The rows of a step are segments: `count` new tokens of one session from position `start`. A `StepPlan` works out once
+per step which rows see which cache slots, and every block uses it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.model.kv_cache import BlockCache, KVLease
 
-# Many short pasts are brought together and attended to at once; copying long ones costs more than it saves. Measured.
+# Sessions that get one token each are gathered into one padded attention call while the longest past is at most this
+# many tokens per session; for longer pasts the copying costs more than it saves (measured).
 GATHERED_TOKENS_PER_ROW = 32
 
 
@@ -28,18 +29,18 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The session's length once the step is done."""
+        """Length of the session after the step."""
         return self.start + self.count
 
 
 @dataclass
 class SegmentPlan:
-    """What one segment's rows may see, for blocks with one attention window."""
+    """Cache slots that one segment's rows see, in blocks with one attention window."""
 
     count: int
     stop: int
-    seen_from: int  # the oldest position any row sees
-    run: int | None  # first slot of the session's run, or None: use `seen_slots`
+    seen_from: int  # oldest position that any row sees
+    run: int | None  # first slot if the session's slots are contiguous; None: use `seen_slots`
     seen_slots: Tensor | None
     mask: Tensor | None  # (count, stop - seen_from), True where seen
     causal: bool
@@ -47,9 +48,9 @@ class SegmentPlan:
 
 @dataclass
 class GatheredPlan:
-    """The pasts of several sessions that each get one token, padded to the longest."""
+    """Cache slots of several sessions that get one token each, padded to the longest past."""
 
-    seen_slots: Tensor  # (sessions * longest,); what pads a session's past is its first token again
+    seen_slots: Tensor  # (sessions * longest,); padded with the session's first slot
     longest: int
     mask: Tensor  # (sessions, 1, 1, longest), True where seen
 
@@ -58,7 +59,7 @@ Plans = list[SegmentPlan] | GatheredPlan
 
 
 class StepPlan:
-    """Everything about one step that its blocks share."""
+    """Positions, cache slots and masks of one step, shared by all blocks."""
 
     def __init__(self, segments: list[Segment], device: torch.device) -> None:
         self._segments = segments
@@ -67,13 +68,13 @@ class StepPlan:
         positions = [torch.arange(s.start, s.stop) for s in segments]
         self.positions = (positions[0] if len(positions) == 1 else torch.cat(positions)).to(device)
         only = segments[0] if len(segments) == 1 else None
-        # One run of slots is written as a slice, anything else by index.
+        # Contiguous slots of a single session are written as a slice, anything else by index.
         self.run = only.lease.first_slot if only is not None else None
         self.span = (segments[0].start, segments[0].stop)
         self.slots = None if self.run is not None else torch.cat([s.lease.slots(s.start, s.stop) for s in segments])
 
     def for_window(self, window: int | None) -> Plans:
-        """What each row sees in blocks that see `window` tokens (None: all)."""
+        """Return what each row sees in blocks with an attention window of `window` tokens (None: the whole past)."""
         if window not in self._by_window:
             seen = [_seen(segment, window) for segment in self._segments]
             gather = len(seen) > 1 and all(segment.count == 1 for segment in self._segments)
@@ -109,12 +110,12 @@ class StepPlan:
 
 
 def _seen(segment: Segment, window: int | None) -> range:
-    """The positions that any row of a segment sees; row i sees (start + i - window, start + i]."""
+    """Positions that any row of a segment sees; row i sees (start + i - window, start + i]."""
     return range(0 if window is None else max(segment.start - window + 1, 0), segment.stop)
 
 
 def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None:
-    """Put the new keys and values, each (N, kv_heads, 1, head_dim), into a block's pool."""
+    """Write the new keys and values, each (N, kv_heads, 1, head_dim), into one block's cache."""
     if plan.run is not None:
         first, count = plan.run + plan.span[0], plan.span[1] - plan.span[0]
         cache.keys.narrow(2, first, count).copy_(k.transpose(0, 2))
@@ -126,7 +127,7 @@ def write_cache(cache: BlockCache, plan: StepPlan, k: Tensor, v: Tensor) -> None
 
 
 def attend_cached(cache: BlockCache, plans: Plans, q: Tensor) -> Tensor:
-    """Each row of q (N, heads, 1, head_dim) attends to its own session's past: (N, heads * head_dim)."""
+    """Attend from each row of q (N, heads, 1, head_dim) to its own session's past: (N, heads * head_dim)."""
     if isinstance(plans, GatheredPlan):
         return _attend_gathered(cache, plans, q)
     if len(plans) == 1:
@@ -163,7 +164,8 @@ def _attend_segment(cache: BlockCache, plan: SegmentPlan, q: Tensor) -> Tensor:
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, batch: int, window: int | None) -> Tensor:
     """Causal attention inside `batch` sequences of equal length, with no cache; differentiable.
 
-    q is (batch * length, heads, 1, head_dim); the answer is (batch * length, heads * head_dim).
+    q is (batch * length, heads, 1, head_dim); the result is (batch * length, heads * head_dim). Used only by
+    `SpanRunner.forward`, which is for training and has no caller but tests yet.
     """
 
     def split(x: Tensor) -> Tensor:

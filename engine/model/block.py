@@ -1,8 +1,8 @@
 """One transformer block of the Llama line, for every family: biases, QK-norm and windows are flags of the config.
 
-A block works on rows: (N, hidden), where the N tokens of a step may belong to several sequences. Attention alone
-must know which row belongs where, so it is handed in as a function. Nothing here writes in place, so the same code
-runs under autograd.
+A block works on rows: (N, hidden), where the N tokens of a step may belong to several sequences. Only attention depends
+on which row belongs to which sequence, so it is passed in as a function (`engine.model.attention`). Nothing here writes
+in place, so the same code runs under autograd.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Block:
-    """A block's weights, with q, k, v and gate, up fused so that each is one product."""
+    """Weights of one block; q, k, v and gate, up are fused so that each group is one product."""
 
     index: int
     attn_norm: Tensor
@@ -40,7 +40,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all weights as they are held."""
+        """Bytes that all weights take in memory."""
         norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
         linears = (self.qkv, self.o, self.gate_up, self.down)
         return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in linears)
@@ -48,7 +48,7 @@ class Block:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How weights are held: where, in which dtype, quantised or not, and on a CPU once more for batches."""
+    """Device, dtype and quantisation of weights; `packed` adds, on CPU, a second pre-packed copy for batches."""
 
     device: torch.device
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class WeightOptions:
 
 
 def build_block(index: int, tensors: Mapping[str, Tensor], how: WeightOptions) -> Block:
-    """Fuse and move the tensors of one part (by role) to the device."""
+    """Fuse the tensors of one part (by role) and move them to the device."""
     device, dtype = how.device, how.dtype
 
     def vector(role: str) -> Tensor | None:
@@ -73,7 +73,7 @@ def build_block(index: int, tensors: Mapping[str, Tensor], how: WeightOptions) -
         return DenseLinear(weight, bias, packed(weight) if how.packed else None)
 
     attn_norm, mlp_norm = vector("attn_norm"), vector("mlp_norm")
-    assert attn_norm is not None  # the loader checked that every role is there
+    assert attn_norm is not None  # `load_part` has checked that every role is present
     assert mlp_norm is not None
     return Block(
         index=index,
@@ -98,8 +98,8 @@ def block_forward(block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tens
         q = rotate(F.rms_norm(q, (head_dim,), block.q_norm, config.norm_eps), *rope)
         k = rotate(F.rms_norm(k, (head_dim,), block.k_norm, config.norm_eps), *rope)
     else:
-        turned, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
-        q, k = rotate(turned, *rope).split((heads, kv_heads), dim=1)
+        qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
+        q, k = rotate(qk, *rope).split((heads, kv_heads), dim=1)
     x = block.o(attend(q, k, v), residual=x)
     normed = F.rms_norm(x, (config.hidden_size,), block.mlp_norm, config.norm_eps)
     gate, up = block.gate_up(normed).chunk(2, dim=-1)

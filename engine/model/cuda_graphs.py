@@ -1,8 +1,8 @@
-"""Decode steps captured as CUDA graphs: one launch a step instead of hundreds.
+"""Decode steps captured as CUDA graphs: one launch per step instead of hundreds.
 
-Two flavours of the same step: Triton's fused kernels, or, where Triton or its compiler is missing, torch's own
-operations over gathered pages. Both read positions and pages from fixed buffers, so a captured step serves any
-session; a batch is padded up to the next captured size.
+A step runs on Triton's fused kernels or, where Triton or its compiler is missing, on torch's own operations over
+gathered pages. Both read positions and pages from fixed buffers, so that a captured step serves any session; a batch is
+padded to the next captured size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from engine.model.rope import RotaryTable
 log = logging.getLogger("shoal.engine.graphs")
 
 BATCHES = (1, 2, 4, 8, 16)
-MAX_CAPTURED = 64  # each holds a little memory for its intermediate results
-SMALLEST_PAGES = 16  # 1024 tokens; longer contexts get graphs of their own, doubling
+MAX_CAPTURED = 64  # each graph holds some memory for its intermediate results
+SMALLEST_PAGES = 16  # 1024 tokens; longer contexts use separate graphs, doubling in size
 
 
 @functools.cache
 def triton_works() -> bool:
-    """Whether Triton can build and run a kernel here; said once in the log where it cannot."""
+    """True if Triton can build and run a kernel on this machine; if not, logs the cause once."""
     try:
         from engine.model import triton_kernels as kernels
         from engine.model.linear import DenseLinear
@@ -41,14 +41,14 @@ def triton_works() -> bool:
         out = torch.empty(1, 64, device="cuda", dtype=torch.float16)
         kernels.product(x, DenseLinear(x.expand(64, 64).contiguous()), out, kernels.Fold())
         return bool((out == 64).all())
-    except Exception as error:  # a missing compiler shows as almost any exception
-        log.warning("Triton's kernels are not usable here (%s); decode steps use torch's own operations", error)
+    except Exception as error:  # a missing compiler can raise almost any exception
+        log.warning("Triton cannot run kernels on this machine (%s); decode steps use torch's own operations", error)
         return False
 
 
 @dataclass(frozen=True)
 class SpanParts:
-    """What a step of a span needs: weights, cache and rotations."""
+    """Weights, cache and rotations that a step of a span uses."""
 
     config: ModelConfig
     blocks: Sequence[Block]
@@ -58,13 +58,13 @@ class SpanParts:
 
 @dataclass
 class StepBuffers:
-    """The fixed memory that a captured step reads and writes."""
+    """Fixed memory that a captured step reads and writes."""
 
     x: Tensor  # (rows, hidden)
     where: Tensor  # (rows, 1 + max_pages) int32: position, then pages
-    staged: Tensor  # `where` as the host writes it, in pinned memory
-    shown: list[list[int] | None]  # the page list that each row of `staged` holds now
-    copied: torch.cuda.Event  # `staged` has been read and may be written again
+    staged: Tensor  # the host's copy of `where`, in pinned memory
+    staged_pages: list[list[int] | None]  # page list that each row of `staged` holds now
+    copied: torch.cuda.Event  # set once `staged` has been read and may be written again
     out: Tensor  # (rows, hidden)
     graph: torch.cuda.CUDAGraph
 
@@ -75,15 +75,15 @@ class DecodeGraphs:
     def __init__(self, parts: SpanParts) -> None:
         self._parts = parts
         self._captured: dict[tuple[int, int, int, int], StepBuffers] = {}
-        self._memory: Any = None  # the graphs' common memory pool
+        self._memory: Any = None  # memory pool shared by all graphs
         self.fused = triton_works() and _kernels_support(parts.config)
 
     def covers(self, segments: Sequence[Segment]) -> bool:
-        """Whether a captured step can serve these segments: one token each, not too many."""
+        """True if a captured step can run these segments: one token each, at most `BATCHES[-1]` sessions."""
         return len(segments) <= BATCHES[-1] and all(segment.count == 1 for segment in segments)
 
     def step(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> Tensor:
-        """One token for each session through some of the span's blocks: (N, hidden) -> (N, hidden)."""
+        """Run one token of each session through blocks `part` of the span: (N, hidden) -> (N, hidden)."""
         rows = next(size for size in BATCHES if size >= len(segments))
         pages = SMALLEST_PAGES
         while pages < max(len(segment.lease.pages) for segment in segments):
@@ -91,30 +91,31 @@ class DecodeGraphs:
         key = (rows, pages, part.start, part.stop)
         if key not in self._captured:
             if len(self._captured) >= MAX_CAPTURED:
-                del self._captured[next(iter(self._captured))]  # the oldest
+                del self._captured[next(iter(self._captured))]  # the oldest capture
             self._captured[key] = self._capture(rows, pages, part)
         buffers = self._captured[key]
         buffers.x[: len(segments)].copy_(hidden, non_blocking=True)
-        self._show(buffers, segments)
+        self._stage_positions(buffers, segments)
         buffers.graph.replay()
         return buffers.out[: len(segments)].clone()
 
-    def _show(self, buffers: StepBuffers, segments: Sequence[Segment]) -> None:
-        """Bring positions and pages to the device, writing only the rows whose pages changed."""
+    def _stage_positions(self, buffers: StepBuffers, segments: Sequence[Segment]) -> None:
+        """Copy positions and pages to the device; rewrites only the rows whose pages changed."""
         buffers.copied.synchronize()
         table = buffers.staged.numpy()
-        for row in range(len(buffers.shown)):
+        for row in range(len(buffers.staged_pages)):
             pages = segments[row].lease.pages if row < len(segments) else None
             table[row, 0] = segments[row].start if pages is not None else 0
-            if buffers.shown[row] is not pages:  # a lease never changes its list, it takes a new one
+            if buffers.staged_pages[row] is not pages:  # a lease replaces its list and never changes it in place
                 used = 1 + len(pages or ())
                 table[row, 1:used] = pages or ()
                 table[row, used:] = self._parts.pool.scratch_page
-                buffers.shown[row] = pages
+                buffers.staged_pages[row] = pages
         buffers.where.copy_(buffers.staged, non_blocking=True)
         buffers.copied.record()
 
     def _capture(self, rows: int, pages: int, part: slice) -> StepBuffers:
+        """Run the step once to warm up, then capture it as a graph over new buffers."""
         pool = self._parts.pool
         device = pool.device
         x = torch.zeros(rows, self._parts.config.hidden_size, device=device, dtype=pool.blocks[0].keys.dtype)
@@ -123,7 +124,7 @@ class DecodeGraphs:
         step = fused_step if self.fused else plain_step
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # builds kernels and library handles, which capture forbids
+        with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
             step(self._parts, part, x, where)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -134,14 +135,14 @@ class DecodeGraphs:
 
 
 def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page: int) -> Tensor:
-    """(rows, 1 + pages) int32: each segment's position and pages; rows without a segment point at the scratch page."""
+    """Return (rows, 1 + pages) int32: each segment's position and pages; unused rows point at the scratch page."""
     blank = [0] + [scratch_page] * pages
     table = [[s.start, *s.lease.pages, *blank[1 + len(s.lease.pages) :]] for s in segments]
     return torch.tensor(table + [blank] * (rows - len(segments)), dtype=torch.int32)
 
 
 def fused_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tensor:
-    """One token for each row through Triton's kernels: five launches a block."""
+    """Run one token per row through Triton's kernels: five launches per block."""
     from engine.model import triton_kernels as kernels
 
     config, rows = parts.config, x.shape[0]
@@ -165,7 +166,7 @@ def fused_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tenso
 
 
 def plain_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tensor:
-    """One token for each row through torch's own operations, over pages gathered by index."""
+    """Run one token per row through torch's own operations, over pages gathered by index."""
     positions, pages = where[:, 0].to(torch.int64), where[:, 1:].to(torch.int64)
     rows = x.shape[0]
     offsets = torch.arange(PAGE_TOKENS, device=x.device)
@@ -181,7 +182,7 @@ def plain_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tenso
 
 
 def _gathered(cache: BlockCache, new_slots: Tensor, slots: Tensor, visible: Tensor) -> Attend:
-    """Attention of one row per session over pages gathered by index; `visible` is (rows, length)."""
+    """Return attention of one row per session over pages gathered by index; `visible` is (rows, length)."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache.keys.index_copy_(2, new_slots, k.transpose(0, 2))

@@ -1,7 +1,7 @@
 """The KV cache of a span: one pool of token slots under a byte budget, leased to sessions in pages.
 
-A lease prefers neighbouring pages, because a session whose slots form one run is attended to without a copy.
-The pool decides nothing about time: who is idle and whom to close is for the caller.
+A lease prefers neighbouring pages, because a session whose slots are contiguous needs no copy for attention. The pool
+knows no time: `app.serving` decides which idle sessions to close.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ PAGE_TOKENS = 64
 
 
 class Pages:
-    """Which pages are free; hands out runs of neighbours where there are any."""
+    """Free and used pages; hands out runs of neighbours if there are any."""
 
     def __init__(self, count: int) -> None:
         self._free = bytearray(b"\1" * count)
         self.free_count = count
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
-        """`count` pages, at best one run (continuing behind page `after`); None if there are not so many."""
+        """Take `count` pages, if possible one run (right after page `after`); None if there are too few."""
         if count > self.free_count:
             return None
         run = b"\1" * count
@@ -57,26 +57,26 @@ class Pages:
 
 @dataclass(eq=False)
 class KVLease:
-    """One session's share of the pool: its pages in order, and how many tokens they hold."""
+    """One session's part of the pool: its pages in order, and how many tokens they hold."""
 
     pool: KVPool
     pages: list[int] = field(default_factory=list)
     length: int = 0
     closed: bool = False
-    # The first slot if the pages form one run, else None.
+    # First slot if the pages are contiguous, else None.
     first_slot: int | None = 0
-    # Pages that `open` promised: a truncated session keeps them for the tokens to come.
+    # Pages reserved by `open`: a truncated session keeps them for later tokens.
     promised: int = 0
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit in the leased pages."""
+        """Tokens that fit into the leased pages."""
         return len(self.pages) * PAGE_TOKENS
 
     def reserve(self, tokens: int) -> None:
-        """Lease pages until `tokens` fit; raises `CacheFull` and changes nothing if they cannot be had."""
+        """Lease pages until `tokens` fit; raises `CacheFull` and changes nothing if there are too few."""
         if self.closed:
-            raise SessionError("this session's cache was closed; open the session again")
+            raise SessionError("the session is closed: open it again")
         missing = -(-tokens // PAGE_TOKENS) - len(self.pages)
         if missing <= 0:
             return
@@ -88,7 +88,7 @@ class KVLease:
         self._set_pages(self.pages + taken)
 
     def truncate(self, length: int) -> None:
-        """Forget every token from position `length` on, and give back emptied pages beyond the promised ones."""
+        """Drop all tokens from position `length` on; return emptied pages beyond the reserved ones to the pool."""
         if not 0 <= length <= self.length:
             raise SessionError(f"cannot cut a session of {self.length} tokens to {length}")
         self.length = length
@@ -97,7 +97,7 @@ class KVLease:
         self._set_pages(self.pages[:keep])
 
     def close(self) -> None:
-        """Give everything back; closing twice is fine."""
+        """Return all pages to the pool; closing twice is harmless."""
         if not self.closed:
             self.closed = True
             self.pool.pages.give_back(self.pages)
@@ -110,7 +110,7 @@ class KVLease:
         self.first_slot = (pages[0] * PAGE_TOKENS if pages else 0) if one_run else None
 
     def slots(self, start: int, stop: int) -> Tensor:
-        """The pool slots of positions [start, stop), on the pool's device."""
+        """Pool slots of positions [start, stop), on the pool's device."""
         if self.first_slot is not None:
             return torch.arange(self.first_slot + start, self.first_slot + stop, device=self.pool.device)
         positions = torch.arange(start, stop)
@@ -120,14 +120,14 @@ class KVLease:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """The pool of one block: each (1, kv_heads, slots, head_dim), as attention takes it."""
+    """Keys and values of one block, each (1, kv_heads, slots, head_dim) as attention takes it."""
 
     keys: Tensor
     values: Tensor
 
 
 class KVPool:
-    """Keys and values of every block of a span, for all sessions together."""
+    """Keys and values of every block of a span, for all sessions."""
 
     def __init__(
         self, config: ModelConfig, n_blocks: int, budget_bytes: int, device: torch.device, dtype: torch.dtype
@@ -138,15 +138,16 @@ class KVPool:
         self.bytes_per_token = per_token
         self.device = device
         self.leases: set[KVLease] = set()
-        # One page more than is leased: rows that only pad a batch write there.
+        # One extra page that is never leased: rows that only pad a batch write there.
         self.scratch_page = self.pages.free_count
         shape = (1, config.n_kv_heads, self.total_tokens + PAGE_TOKENS, config.head_dim)
-        # A CPU commits memory when it is written, and reads only what was; elsewhere masked slots must not hold NaN.
+        # On CPU, empty memory is committed only when written, and only written slots are read. On other devices masked
+        # slots are read too and must not hold NaN.
         make = torch.empty if device.type == "cpu" else torch.zeros
         self.blocks = [BlockCache(*(make(shape, device=device, dtype=dtype) for _ in "kv")) for _ in range(n_blocks)]
 
     def open(self, expected_tokens: int = 0) -> KVLease:
-        """Lease room for a new session; raises `CacheFull` where there is none."""
+        """Lease room for a new session; raises `CacheFull` if there is none."""
         lease = KVLease(self)
         lease.reserve(expected_tokens)
         lease.promised = len(lease.pages)
@@ -160,5 +161,5 @@ class KVPool:
 
 
 def token_bytes(config: ModelConfig, n_blocks: int, dtype: torch.dtype) -> int:
-    """What one token costs in the cache of a span of `n_blocks`."""
+    """Bytes that one token takes in the KV cache of `n_blocks` blocks."""
     return 2 * config.n_kv_heads * config.head_dim * dtype.itemsize * n_blocks

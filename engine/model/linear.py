@@ -1,7 +1,7 @@
 """Matrix products with model weights, kept dense or in int8.
 
-On CPUs the best way to multiply depends on the number of rows and on the BLAS behind torch (OpenBLAS takes three
-times as long for two rows as for one), so the ways are timed once per process and the table decides.
+On CPUs the fastest method depends on the number of rows and on the BLAS behind torch (OpenBLAS takes three times as
+long for two rows as for one), so the methods are timed once per process and the resulting table decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
 
-# Row counts at which the ways are timed; a count in between uses the entry below it.
+# Row counts at which the methods are timed; a count in between uses the entry below it.
 TIMED_ROWS = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128)
 
 
@@ -43,7 +43,7 @@ def _candidates(rows: int) -> tuple[Product, ...]:
 
 
 def _best_of(product: Product, x: Tensor, weights: list[Tensor]) -> float:
-    """The least time of one pass over the weights; the first pass warms up and does not count."""
+    """Seconds of the fastest pass over the weights; the first pass is warm-up and does not count."""
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -55,21 +55,21 @@ def _best_of(product: Product, x: Tensor, weights: list[Tensor]) -> float:
 
 @functools.cache
 def cpu_products(dtype: torch.dtype) -> tuple[Product, ...]:
-    """The fastest way for each entry of `TIMED_ROWS`, measured on this machine (about 0.2 s, once per process)."""
+    """Return the fastest method for each entry of `TIMED_ROWS`, measured on this machine (0.2 s, once per process)."""
     weights = [torch.ones(768, 768, dtype=dtype) for _ in range(4)]
     chosen: list[Product] = []
     with torch.inference_mode():
         for rows in TIMED_ROWS:
-            ways = _candidates(rows)
+            methods = _candidates(rows)
             x = torch.ones(rows, 768, dtype=dtype)
-            # Another way must win by a clear margin: a noisy machine should not flip a tie.
-            seconds = [_best_of(way, x, weights) * (1.0 if way is _plain else 1.08) for way in ways]
-            chosen.append(ways[seconds.index(min(seconds))])
+            # Another method must win by 8 %, so that noise does not decide a tie.
+            seconds = [_best_of(method, x, weights) * (1.0 if method is _plain else 1.08) for method in methods]
+            chosen.append(methods[seconds.index(min(seconds))])
     return tuple(chosen)
 
 
 def _entry_of(rows: int) -> int:
-    """The index in `TIMED_ROWS` whose row count is the largest not above `rows`."""
+    """Index in `TIMED_ROWS` of the largest count that is not above `rows`."""
     return max(i for i, timed in enumerate(TIMED_ROWS) if timed <= rows)
 
 
@@ -77,9 +77,9 @@ _ENTRY = tuple(_entry_of(max(rows, 1)) for rows in range(TIMED_ROWS[-1] + 1))
 
 
 def packed(weight: Tensor) -> Tensor | None:
-    """A copy of a float32 CPU weight in the library's own layout, or None where this torch has none.
+    """Return a copy of a float32 CPU weight in oneDNN's own layout, or None if this torch has no such layout.
 
-    It costs the weight's memory again; eight rows then take 0.75 and four rows 0.65 of the time.
+    The copy takes the weight's memory a second time; eight rows then take 0.75 and four rows 0.65 of the time.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return None
@@ -97,14 +97,14 @@ class DenseLinear:
 
     weight: Tensor
     bias: Tensor | None = None
-    # The weight once more, as the CPU library lays it out for two rows and more; a single row is faster without.
+    # A second copy in oneDNN's layout, used for two rows and more; a single row is faster without it.
     packed: Tensor | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product for rows x (N, in), added to the residual where one is given."""
+        """Return the product for rows x (N, in), plus the residual if given."""
         rows = x.shape[0]
         if rows == 1 and self.bias is None and residual is not None:
-            return torch.addmm(residual, x, self.weight.t())  # one operation for both: it counts for a single row
+            return torch.addmm(residual, x, self.weight.t())  # fused: overhead matters for one row
         out = self._product(x, rows)
         return out if residual is None else residual + out
 
@@ -119,7 +119,7 @@ class DenseLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for weights and bias."""
+        """Bytes of weight, packed copy and bias."""
         copies = 1 if self.packed is None else 2
         return copies * self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
@@ -134,15 +134,15 @@ class Int8Linear:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
-        """Quantise a dense weight; the largest value of each row becomes 127."""
+        """Quantise a dense weight; the largest absolute value of each row becomes 127."""
         values = weight.float()
         scale = values.abs().amax(dim=1).clamp_min(1e-12) / 127
         quantised = (values / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
         return cls(quantised, scale.to(weight.dtype), bias)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The product for rows x (N, in), added to the residual where one is given."""
-        # torch's packed product reads int8 directly but walks the rows one by one: it pays for few rows only.
+        """Return the product for rows x (N, in), plus the residual if given."""
+        # torch's packed product reads int8 directly but processes rows one by one, so it is faster for few rows only.
         if x.shape[0] <= 4 and not torch.is_grad_enabled() and x.device.type in ("cpu", "cuda"):
             out = torch._weight_int8pack_mm(x, self.quantised, self.scale)
         else:
@@ -152,7 +152,7 @@ class Int8Linear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for weights, scales and bias."""
+        """Bytes of weights, scales and bias."""
         return self.quantised.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 

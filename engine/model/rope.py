@@ -14,7 +14,7 @@ from engine.config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """The float32 angle per position of each pair of dimensions: (head_dim/2,)."""
+    """Return the float32 angle per position of each pair of dimensions: (head_dim/2,)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
@@ -27,7 +27,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def amplitude(rope: Rope) -> float:
-    """What cosines and sines are multiplied with (yarn's attention temperature; 1 elsewhere)."""
+    """Factor on cosines and sines: yarn's attention temperature, 1 for the other rules."""
     if rope.kind != "yarn":
         return 1.0
     if rope.attention_factor is not None:
@@ -55,7 +55,7 @@ def _yarn(inv_freq: Tensor, rope: Rope, head_dim: int) -> Tensor:
 
     low = max(math.floor(dimension_of(rope.beta_fast)), 0)
     high = min(math.ceil(dimension_of(rope.beta_slow)), head_dim - 1)
-    span = max(high - low, 0.001)  # never divide by zero where both ends coincide
+    span = max(high - low, 0.001)  # avoids a division by zero if both ends coincide
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
 
@@ -69,14 +69,14 @@ class RotaryTable:
         self._dtype = dtype
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(N,) positions -> float32 cosines and sines, each (N, head_dim/2)."""
+        """Return float32 cosines and sines of positions (N,), each (N, head_dim/2)."""
         angles = positions[:, None].to(torch.float32) * self._inv_freq
         return angles.cos() * self._amplitude, angles.sin() * self._amplitude
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(N,) positions -> cosines and signed sines for `rotate`, each (N, 1, 1, head_dim)."""
+        """Return cosines and signed sines of positions (N,) for `rotate`, each (N, 1, 1, head_dim)."""
         cos, sin = self.turns(positions)
-        # The first half of the sine is negated here, so that a rotation needs no negation per block.
+        # The first half of the sines is negated once here instead of in every block's rotation.
         both = torch.cat((cos, cos, -sin, sin), dim=-1).to(self._dtype)[:, None, None]
         half = both.shape[-1] // 2
         return both[..., :half], both[..., half:]

@@ -1,4 +1,4 @@
-"""A span of blocks on one device: steps over cached sessions, and a differentiable pass for training.
+"""A span of consecutive blocks on one device: steps over cached sessions, and a differentiable pass for training.
 
 Knows no tokens and no peers: hidden states go in, hidden states come out.
 """
@@ -26,14 +26,14 @@ LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 @dataclass(frozen=True)
 class SpanOptions(WeightOptions):
-    """How a span is held, how much memory its cache may take, and how far it will grow."""
+    """Weight options plus the memory of the KV cache and the number of blocks that it is laid out for."""
 
     kv_bytes: int = 0
-    room: int = 0  # blocks that the cache is laid out for, where more will come than are there at first
+    room: int = 0  # blocks that the cache is laid out for, if the span will grow; 0: no growth
 
 
 class SpanRunner:
-    """Blocks [start, stop) of a model, ready to run."""
+    """Blocks [start, stop) of a model, loaded, with their KV cache."""
 
     def __init__(self, config: ModelConfig, start: int, blocks: Sequence[Block], options: SpanOptions) -> None:
         self.config = config
@@ -48,21 +48,24 @@ class SpanRunner:
 
     @property
     def stop(self) -> int:
-        """Behind the last block that is there."""
+        """One past the last loaded block."""
         return self.start + len(self.blocks)
 
     def grow(self, source: ModelSource) -> None:
-        """Read one more block, behind the last; sessions that are open go on with the blocks they use."""
+        """Load one more block after the last; open sessions continue with the blocks that they use."""
         assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
         self.blocks.append(_load_block(source, self.stop, self.options))
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all hosted weights."""
+        """Bytes of all loaded weights."""
         return sum(block.nbytes for block in self.blocks)
 
     def open(self, expected_tokens: int = 0) -> KVLease:
-        """A lease for a new session; raises `CacheFull` where there is no room."""
+        """Lease cache for a new session.
+
+        Raises `CacheFull` without room, and `SessionError` if the tokens exceed the model's context.
+        """
         if expected_tokens > self.config.context_length:
             raise SessionError(
                 f"{expected_tokens} tokens are more than this model's context of {self.config.context_length}"
@@ -71,13 +74,14 @@ class SpanRunner:
 
     @torch.inference_mode()
     def step(self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int] | None = None) -> Tensor:
-        """Run the rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
+        """Run rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
 
-        Either every session advances by its segment or, on an error, none does. A session uses the same part always.
+        Either every session advances by its segment or, on an error, none does. A session must use the same part in
+        every step. Raises `SessionError` for input that does not fit, `CacheFull` without room for the new tokens.
         """
         start, stop = blocks or (self.start, self.stop)
         if not self.start <= start < stop <= self.stop:
-            raise SessionError(f"blocks {start}:{stop} are not all among {self.start}:{self.stop}")
+            raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")
         self._admit(hidden, segments)
         part = slice(start - self.start, stop - self.start)
         if self._graphs is not None and self._graphs.covers(segments):
@@ -89,9 +93,10 @@ class SpanRunner:
         return x
 
     def _admit(self, hidden: Tensor, segments: Sequence[Segment]) -> None:
+        """Check the input of a step and reserve cache for it; raises before any session has changed its length."""
         rows = sum(segment.count for segment in segments)
         if hidden.shape != (rows, self.config.hidden_size):
-            raise SessionError(f"a step of {rows} rows of {self.config.hidden_size} got {tuple(hidden.shape)}")
+            raise SessionError(f"a step needs ({rows}, {self.config.hidden_size}) numbers, not {tuple(hidden.shape)}")
         for segment in segments:
             if segment.count < 1 or segment.start != segment.lease.length:
                 raise SessionError(
@@ -111,7 +116,10 @@ class SpanRunner:
         return x
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """A pass over whole sequences with no cache, differentiable in its input: (batch, length, hidden)."""
+        """Run whole sequences with no cache, differentiable in the input: (batch, length, hidden).
+
+        For training, which is not built yet; only tests call it.
+        """
         batch, length, size = hidden.shape
         x = hidden.reshape(batch * length, size)
         positions = torch.arange(length, device=hidden.device).repeat(batch)
@@ -137,9 +145,9 @@ def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:
 def load_span(
     source: ModelSource, start: int, stop: int, options: SpanOptions, progress: LoadProgress | None = None
 ) -> SpanRunner:
-    """Read blocks [start, stop) of a model, and nothing else, onto a device."""
+    """Load blocks [start, stop) of a model onto a device; nothing else of its files is read."""
     if not 0 <= start < stop <= source.config.n_blocks:
-        raise EngineError(f"there is no span {start}:{stop} in a model of {source.config.n_blocks} blocks")
+        raise EngineError(f"blocks {start}:{stop} do not exist: the model has {source.config.n_blocks} blocks")
     blocks: list[Block] = []
     for index in range(start, stop):
         blocks.append(_load_block(source, index, options))

@@ -1,10 +1,10 @@
 """Triton kernels for a decode step: products with few rows, and attention over the paged cache.
 
-A decode step reads every weight once and computes almost nothing, so each kernel's one aim is to keep the memory
-busy: norms, gates, residuals, rotations and cache writes are folded into the kernel that touches the data anyway.
-Programmatic dependent launch was tried and makes a step slower.
+A decode step reads every weight once and computes little, so memory bandwidth is the limit: norms, gates, residuals,
+rotations and cache writes are folded into the kernel that touches the data anyway. Programmatic dependent launch makes
+a step slower, so it is not used.
 
-Needs Triton, and the C compiler that Triton needs; `engine.model.cuda_graphs` serves without it where it is missing.
+Needs Triton and its C compiler; without them `engine.model.cuda_graphs` uses torch's own operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.model.kv_cache import PAGE_TOKENS, BlockCache
 from engine.model.linear import Int8Linear, Linear
 
 ATTEND_WARPS = 4
-MAX_ROWS = 16  # one tensor-core tile; a larger batch is better off with the library's products
+MAX_ROWS = 16  # one tensor-core tile; for larger batches the library's products are faster
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _product_kernel(
     K_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     GATED: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Several rows, padded to one tensor-core tile. Folding the norm in was tried and halves the speed.
+    # Several rows, padded to one tensor-core tile. The norm is not folded in: that would halve the speed.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     r = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
@@ -92,13 +92,13 @@ def _vector_kernel(
     K_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, INT8: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    # One row needs no tensor core: products are summed elementwise and reduced once at the end.
+    # One row needs no tensor core: multiply elementwise and reduce once at the end.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     squares = tl.zeros([BLOCK_K], dtype=tl.float32)
     k = tl.arange(0, BLOCK_K)
-    # Each tile is asked for one round ahead of its use.
+    # Each tile is loaded one iteration before its use.
     w = _load_weight(w_ptr, n, k, n_out, K_SIZE, EVEN)
     up_ptr = w_ptr + n_out.to(tl.int64) * K_SIZE
     if GATED:
@@ -155,7 +155,7 @@ def _attend_kernel(
     SPLIT_PAGES: tl.constexpr, MAX_SPLITS: tl.constexpr, SPLITS_POWER: tl.constexpr, WINDOW: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):  # fmt: skip
-    # One program: one session (row), one kv head with its group of query heads, one share of the session's pages.
+    # One program handles one session (row), one kv head with its group of query heads, and one part of the pages.
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_ptr + row)
     oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
@@ -185,7 +185,7 @@ def _attend_kernel(
     new_low, new_high = (k_low * cos - k_high * sin).to(dtype), (k_high * cos + k_low * sin).to(dtype)
     v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
     new_v = tl.load(v_at).to(dtype)
-    turned_low, turned_high = (q_low * cos - q_high * sin).to(dtype), (q_high * cos + q_low * sin).to(dtype)
+    q_low_rotated, q_high_rotated = (q_low * cos - q_high * sin).to(dtype), (q_high * cos + q_low * sin).to(dtype)
 
     keys = keys_ptr + kv_head.to(tl.int64) * slots * head_dim
     values = values_ptr + kv_head.to(tl.int64) * slots * head_dim
@@ -205,15 +205,15 @@ def _attend_kernel(
         t = tl.arange(0, PAGE)
         at = index * PAGE + t
         is_new = (at == position)[:, None]
-        # The newest token's key and value come from registers: its store may not have landed yet.
+        # The newest token's key and value come from registers: their store may not be visible yet.
         old = (at < position)[:, None]
         key_at = keys + (page * PAGE + t)[:, None] * head_dim + dims[None, :]
         key_low = tl.where(is_new, new_low, tl.load(key_at, mask=old, other=0.0))
         key_high = tl.where(is_new, new_high, tl.load(key_at + HALF, mask=old, other=0.0))
         value_at = values + (page * PAGE + t)[:, None] * head_dim + tl.arange(0, head_dim)[None, :]
         value = tl.where(is_new, new_v, tl.load(value_at, mask=old, other=0.0))
-        scores = tl.dot(turned_low, tl.trans(key_low), input_precision="ieee")
-        scores = tl.dot(turned_high, tl.trans(key_high), scores, input_precision="ieee") * scale
+        scores = tl.dot(q_low_rotated, tl.trans(key_low), input_precision="ieee")
+        scores = tl.dot(q_high_rotated, tl.trans(key_high), scores, input_precision="ieee") * scale
         visible = at <= position
         if WINDOW:
             visible = visible & (at >= oldest)
@@ -230,7 +230,7 @@ def _attend_kernel(
     if n_splits == 1:
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
         return
-    # Several programs share this head: each leaves its part, and the last one to finish adds them up.
+    # Several programs share this head: each stores its partial result, and the last one to finish combines them.
     task = row * KV_HEADS + kv_head
     part = (task * MAX_SPLITS + split) * group_size + g
     tl.store(partial_ptr + part[:, None] * head_dim + all_dims[None, :], acc, mask=in_group[:, None])
@@ -245,7 +245,7 @@ def _attend_kernel(
         highest = tl.max(tl.load(stats_ptr + all_parts * 2, mask=there, other=float("-inf")), axis=0)
         total = tl.zeros([GROUP], dtype=tl.float32)
         acc = tl.zeros([GROUP, head_dim], dtype=tl.float32)
-        # Unrolled, so that the loads of all parts are on their way at once.
+        # Unrolled, so that the loads of all parts overlap.
         for other in tl.static_range(0, MAX_SPLITS):
             part = (task * MAX_SPLITS + other) * group_size + g
             its = g < tl.where(n_splits > other, group_size, 0)
@@ -254,12 +254,12 @@ def _attend_kernel(
             its_acc = tl.load(partial_ptr + part[:, None] * head_dim + all_dims[None, :], mask=its[:, None], other=0.0)
             acc += its_acc * share[:, None]
         tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=in_group[:, None])
-        tl.store(counter_ptr + task, 0)  # ready for the next replay
+        tl.store(counter_ptr + task, 0)  # reset for the next replay of the graph
 
 
 @dataclass(frozen=True)
 class Fold:
-    """What is folded into a product: the norm before it, the gate and the residual after it."""
+    """Operations folded into a product: the norm before it, the gate and the residual after it."""
 
     norm: Tensor | None = None
     eps: float = 0.0
@@ -268,12 +268,12 @@ class Fold:
 
 
 def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
-    """out (rows, n_out) = linear(norm(x)), gated and added to the residual as `fold` says; rows <= `MAX_ROWS`."""
+    """Compute out (rows, n_out) = linear(norm(x)) with gate and residual as `fold` says; rows <= `MAX_ROWS`."""
     weight = linear.quantised if isinstance(linear, Int8Linear) else linear.weight
     scale = linear.scale if isinstance(linear, Int8Linear) else x
     rows, n_out = out.shape
     k_size = weight.shape[1]
-    # A pointer must be given even where the kernel never reads it: x stands in.
+    # The kernel takes a pointer even for what it never reads; x is the placeholder.
     bias, residual = _or(linear.bias, x), _or(fold.residual, x)
     flags = {
         "GATED": fold.gated,
@@ -305,7 +305,7 @@ def product(x: Tensor, linear: Linear, out: Tensor, fold: Fold) -> None:
 
 
 def _vector_tile(k_size: int, int8: bool, gated: bool) -> tuple[int, int]:
-    """Rows and columns of weights per program: the cut that was fastest on an H200 for Llama-8B's shapes."""
+    """Rows and columns of weights per program: the fastest measured on an H200 for Llama-8B's shapes."""
     block_k = min(triton.next_power_of_2(k_size), 512 if int8 and gated else 1024)
     return (8 if int8 else 4), block_k
 
@@ -315,10 +315,10 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
 
 
 class AttentionScratch:
-    """What the programs of one attention kernel leave for the last of them: parts, their weights, and a count."""
+    """Buffers of one attention kernel: partial results, their softmax statistics, and a count of finished programs."""
 
     def __init__(self, rows: int, config: ModelConfig, max_pages: int, device: torch.device) -> None:
-        # At most 16 programs share a head; a longer context gives each more pages.
+        # At most 16 programs share a head; with a longer context each handles more pages.
         self.split_pages = max(1, triton.cdiv(max_pages, 16))
         self.max_splits = triton.cdiv(max_pages, self.split_pages)
         self.group = max(16, triton.next_power_of_2(config.n_heads // config.n_kv_heads))
@@ -330,7 +330,7 @@ class AttentionScratch:
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Which session each row belongs to: its position, its pages, and the rotation at that position."""
+    """Position, pages and rotation of the session that each row belongs to."""
 
     positions: Tensor  # (rows,) int32
     pages: Tensor  # (rows, max_pages) int32
@@ -342,7 +342,7 @@ def attend(
     qkv: Tensor, cache: BlockCache, out: Tensor, block: Block, config: ModelConfig, where: PagedRows,
     scratch: AttentionScratch,
 ) -> None:  # fmt: skip
-    """Rotate, write the new keys and values to the cache, attend to each row's past: out (rows, heads * head_dim)."""
+    """Rotate, write new keys and values to the cache, attend to each row's past: out (rows, heads * head_dim)."""
     window = config.window_of(block.index)
     _attend_kernel[(out.shape[0], config.n_kv_heads, scratch.max_splits)](
         qkv, cache.keys, cache.values, out, scratch.partial, scratch.stats, scratch.counter, where.pages,
@@ -356,6 +356,6 @@ def attend(
 
 
 def supports(config: ModelConfig) -> bool:
-    """Whether the kernels fit a model's shape: halves of heads must be powers of two, at least a tile wide."""
+    """True if the kernels fit the model's shape: half a head must be a power of two, at least 16."""
     half = config.head_dim // 2
     return half >= 16 and half & (half - 1) == 0

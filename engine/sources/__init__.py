@@ -1,6 +1,7 @@
-"""Where models come from: a Hugging Face folder, a GGUF file, the starter model, a tiny random one.
+"""Model files: a Hugging Face folder, a GGUF file, the starter model, a tiny random model, and downloads from the hub.
 
-A source is an *index*: which tensors each part (block, embedding, head) has, of which type and shape, and where
-their bytes lie. Bytes are read when a part is loaded and not before, so the tensors of blocks that are not hosted
-are never touched.
+A source is an index: which tensors each part (block, embedding, head) has, of which type and shape, and where their
+bytes are. Bytes are read only when a part is loaded, so the tensors of blocks that are not hosted are never touched.
+Running the weights is left to `engine.model`, tokenizing to `engine.text`, and fetching parts from peers to
+`app.weights`.
 """

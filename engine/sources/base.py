@@ -1,4 +1,4 @@
-"""The values every source is made of: tensor entries grouped in parts, and the tokenizer's own data."""
+"""The values that every source consists of: tensor entries grouped in parts, and the tokenizer's data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.config import ModelConfig
 
-# The roles a block's tensors play, in the order they are laid out in a part.
+# The roles of a block's tensors, in the order they are laid out in a part.
 # Matrices are (out_features, in_features); biases and norms are (features,).
 BLOCK_ROLES = (
     "attn_norm", "q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_norm", "k_norm",
@@ -20,13 +20,13 @@ HEAD_PART = "head"  # roles: "final_norm" (hidden,), and "output" (vocab, hidden
 
 
 def block_part(index: int) -> str:
-    """The name of block `index`'s part."""
+    """Return the part name of block `index`."""
     return f"block.{index}"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor's place: its role in the part, the source's own name, type, shape, and where its bytes lie."""
+    """One tensor of a file: its role in the part, its name in the source, type, shape, and where its bytes are."""
 
     role: str
     name: str
@@ -35,13 +35,14 @@ class TensorEntry:
     file: Path
     offset: int
     length: int
-    # GGUF files of the llama family store q and k rows in interleaved rope order; True: undo it when decoding.
-    interleaved_heads: int = 0  # number of heads in this tensor if interleaved, else 0
+    # GGUF files of the llama family store q and k rows in interleaved rope order, which decoding undoes: the number of
+    # heads in this tensor if interleaved, else 0.
+    interleaved_heads: int = 0
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """What the model says about its text: a `tokenizer.json`, a chat template, and the special ids."""
+    """Everything a model's files say about text: `tokenizer.json`, chat template and special tokens."""
 
     tokenizer_json: str
     chat_template: str | None

@@ -1,7 +1,7 @@
-"""Putting models into the cache folder so that they are there whole or not at all.
+"""Writes models into the cache folder so that each is there completely or not at all.
 
-Work happens in a scratch folder beside the models, named after the process that owns it; what a killed process left
-behind is removed by the next one that works there.
+Work happens in a scratch folder next to the models, named after the process that owns it. Scratch folders of processes
+that no longer run are removed by the next one that works there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _PREFIX = ".partial-"
 
 
 def models_dir(cache_dir: Path) -> Path:
-    """Where fetched models live."""
+    """Folder of downloaded models."""
     return cache_dir / "models"
 
 
 @contextmanager
 def staging(folder: Path) -> Iterator[Path]:
-    """A scratch folder inside `folder` that is gone when the block ends, however it ends."""
+    """Provide a scratch folder inside `folder` and remove it when the block ends.
+
+    Raises `SourceError` if the folder cannot be written or the disk is full.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
@@ -44,7 +47,7 @@ def staging(folder: Path) -> Iterator[Path]:
 
 
 def unwritable(folder: Path, error: OSError) -> SourceError:
-    """The error for a cache folder that does not take what is written."""
+    """Return the error for a cache folder that cannot be written."""
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
         return disk_full(folder)
     reason = error.strerror or str(error)
@@ -54,12 +57,12 @@ def unwritable(folder: Path, error: OSError) -> SourceError:
 
 
 def disk_full(folder: Path) -> SourceError:
-    """The error for a disk without room."""
+    """Return the error for a full disk."""
     return SourceError(f"the disk that holds {folder} is full: free some space, or set SHOAL_CACHE to another disk")
 
 
 def free_bytes(folder: Path) -> int:
-    """The room left on the disk that holds `folder`."""
+    """Free bytes on the disk that holds `folder`."""
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
@@ -67,17 +70,17 @@ def free_bytes(folder: Path) -> int:
 
 
 def publish(ready: Path, target: Path) -> None:
-    """Move a finished file or folder to its place in one step; what another process put there first may stay."""
+    """Move a finished file or folder to its place in one step; keeps what another process put there first."""
     try:
         os.replace(ready, target)
     except OSError:
-        # A folder that is not empty cannot be replaced, nor, on Windows, a file that is open.
+        # A folder with content cannot be replaced, nor can an open file on Windows.
         if not target.exists():
             raise
 
 
 def write_whole(path: Path, data: bytes | memoryview) -> None:
-    """Write a file and have it on the disk before returning, so that a rename never outruns its content."""
+    """Write a file and flush it to the disk, so that a later rename never publishes a file without its content."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -85,7 +88,7 @@ def write_whole(path: Path, data: bytes | memoryview) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove scratch folders whose owner is no more."""
+    """Remove scratch folders whose process no longer runs."""
     for left in folder.glob(_PREFIX + "*"):
         owner = left.name.removeprefix(_PREFIX).partition("-")[0]
         if not owner.isdecimal() or not psutil.pid_exists(int(owner)):

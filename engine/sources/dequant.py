@@ -1,8 +1,8 @@
-"""GGUF's block-quantised kinds, decoded with torch: a row of blocks in, float values out.
+"""Decodes GGUF's block-quantised types with torch.
 
-Every kind stores a few shared scales per block and packs its small integers into bytes. The kinds that are common in
-model files are decoded here (several times faster than with numpy, and on all cores); the rest goes through the `gguf`
-package. All give the same bits as that package.
+Every type stores a few shared scales per block and packs its small integers into bytes. The common types are decoded
+here (several times faster than with numpy, and on all cores), the rest by the `gguf` package. All results are
+bit-identical to that package's.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from engine.sources.layout import KIND_SIZES
 
-_SLICE_ELEMENTS = 1 << 19  # decoded at a time: small enough for the processor's cache
+_SLICE_ELEMENTS = 1 << 19  # decoded at a time, to fit the processor's cache
 
 
 def dequantise(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """The values of a quantised tensor's bytes, as (blocks, elements of a block)."""
+    """Decode a quantised tensor's bytes to (blocks, elements per block)."""
     elements, size = KIND_SIZES[kind]
     blocks = raw.view(-1, size)  # (blocks, bytes of a block)
     result = torch.empty(blocks.shape[0], elements, dtype=dtype)
@@ -31,12 +31,12 @@ def dequantise(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at byte `start` of each block, as (blocks, 1) float32."""
+    """Return the float16 at byte `start` of each block, as (blocks, 1) float32."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """(blocks, 16) bytes to (blocks, 32) values: all low halves, then all high halves."""
+    """Unpack (blocks, 16) bytes to (blocks, 32) values: all low halves, then all high halves."""
     values = torch.empty(packed.shape[0], 32)
     values[:, :16] = torch.bitwise_and(packed, 15)
     values[:, 16:] = torch.bitwise_right_shift(packed, 4)
@@ -44,7 +44,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """(blocks, 4) bytes to the (blocks, 32) fifth bits of 5-bit values, each 0 or 16."""
+    """Unpack (blocks, 4) bytes to the (blocks, 32) fifth bits of 5-bit values, each 0 or 16."""
     shifts = torch.arange(8, dtype=torch.uint8)
     bits = torch.bitwise_right_shift(packed.unsqueeze(-1), shifts).bitwise_and_(1)  # (blocks, 4, 8)
     return bits.reshape(packed.shape[0], 32).float().mul_(16.0)
@@ -72,7 +72,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight 6-bit scales and minima of Q4_K and Q5_K times their shared factors, each (blocks, 8, 1)."""
+    """Return the eight 6-bit scales and minima of Q4_K and Q5_K times their shared factors, each (blocks, 8, 1)."""
     low, high, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([low & 0x3F, (mixed & 0x0F) | ((low >> 2) & 0x30)], dim=1)
     minima = torch.cat([high & 0x3F, (mixed >> 4) | ((high >> 2) & 0x30)], dim=1)
@@ -81,7 +81,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _paired_nibbles(packed: Tensor) -> Tensor:
-    """(blocks, 128) bytes to (blocks, 8, 32) values: of every 32 bytes the low halves, then the high halves."""
+    """Unpack (blocks, 128) bytes to (blocks, 8, 32) values: of every 32 bytes the low halves, then the high halves."""
     groups = packed.reshape(-1, 4, 1, 32)
     return torch.cat([groups & 0x0F, groups >> 4], dim=2).reshape(-1, 8, 32)
 
@@ -116,8 +116,8 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _with_gguf(kind: str) -> Callable[[Tensor], Tensor]:
-    """The `gguf` package's own decoder, for the rarer kinds."""
-    import gguf  # slow to import, and needed for few files
+    """Return the `gguf` package's decoder, for the rarer types."""
+    import gguf  # slow to import and rarely needed
 
     number: Any = gguf.GGMLQuantizationType[kind]
 

@@ -1,6 +1,6 @@
-"""Reading a model's small files and the fields in them: every size is bounded and every type is checked.
+"""Reads a model's small files and the fields in them, with every size bounded and every type checked.
 
-Nothing here knows what a model is. Errors become `SourceError`s that name the file and the mend.
+Knows nothing about models. Errors become `SourceError`s that name the file and the fix.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from engine.errors import SourceError
 
 AGAIN = "download the model again"
-MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json of today is about 35 MB
+MAX_JSON_BYTES = 256 << 20  # the largest tokenizer.json known is about 35 MB
 
 
 def shown(value: object) -> str:
-    """A short, printable form of an untrusted value; of a long one both ends, since a path's end tells most."""
+    """Return an untrusted value as short, printable text; a long one keeps both ends, as a path's end matters."""
     text = repr(value) if not isinstance(value, int) else str(value) if abs(value) < 10**40 else "a huge number"
     return text if len(text) <= 80 else f"{text[:30]}...{text[-47:]}"
 
 
 def file_size(path: Path) -> int:
-    """The size of a regular file."""
+    """Size of a regular file in bytes; raises `SourceError` if it is missing, not a file or not readable."""
     try:
         if not path.is_file():
             raise SourceError(f"{path} is missing or not a file: {AGAIN}")
@@ -34,12 +34,12 @@ def file_size(path: Path) -> int:
 
 
 def unreadable(path: Path, error: OSError) -> SourceError:
-    """The error for a file that the system would not read."""
+    """Return the error for a file that the system cannot read."""
     return SourceError(f"{path} cannot be read ({error.strerror or error}): check its permissions and the disk")
 
 
 def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """A whole text file, refused above `max_bytes`."""
+    """Read a whole UTF-8 file; raises `SourceError` above `max_bytes`."""
     size = file_size(path)
     if size > max_bytes:
         raise SourceError(f"{path} has {size} bytes, more than the {max_bytes} such a file may have: {AGAIN}")
@@ -53,40 +53,43 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def parse_json_object(text: str, origin: str) -> dict[str, Any]:
-    """A JSON object; `origin` says in an error where the text came from."""
+    """Parse a JSON object; `origin` names the text's file in an error."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{origin} is not valid JSON ({shown(str(error))}): {AGAIN}") from error
     if not isinstance(value, dict):
-        raise SourceError(f"{origin} holds no JSON object: {AGAIN}")
+        raise SourceError(f"{origin} is not a JSON object: {AGAIN}")
     return value
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file."""
+    """Read the JSON object in a file."""
     return parse_json_object(read_text(path, max_bytes), str(path))
 
 
 class Fields:
-    """Typed and bounded access to the fields of an untrusted mapping; absent and null are the same."""
+    """Typed and bounded access to the fields of an untrusted mapping; null counts as missing.
+
+    A field of the wrong type or out of bounds raises `SourceError`, as does a missing one without a default.
+    """
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
         self.values = values
         self.origin = origin
 
     def get(self, name: str) -> Any:
-        """The raw value, or None."""
+        """Return the raw value, or None."""
         return self.values.get(name)
 
     def wrong(self, name: str, wanted: str) -> SourceError:
-        """The error for a field that is not what it should be."""
+        """Return the error for a field that is missing or not as `wanted`."""
         value = self.values.get(name)
-        said = "is missing" if value is None else f"is {shown(value)}"
-        return SourceError(f"{self.origin}: {name} {said}, expected {wanted}: {AGAIN}")
+        found = "is missing" if value is None else f"is {shown(value)}"
+        return SourceError(f"{self.origin}: {name} {found}, expected {wanted}: {AGAIN}")
 
     def integer(self, name: str, high: int, *, low: int = 1, default: int | None = None) -> int:
-        """A whole number between `low` and `high`."""
+        """Return an integer from `low` to `high`."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -95,7 +98,7 @@ class Fields:
         return value
 
     def number(self, name: str, *, low: float = 0.0, high: float = 1e12, default: float | None = None) -> float:
-        """A finite number between `low` and `high`."""
+        """Return a finite number from `low` to `high`."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default
@@ -106,7 +109,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A truth value."""
+        """Return a boolean."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -115,7 +118,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self.values.get(name)
         if value is None and default is not None:
             return default

@@ -1,4 +1,7 @@
-"""A GGUF file of the llama, qwen2 or qwen3 architecture (Mistral files call themselves llama)."""
+"""Indexes a GGUF file of the llama, qwen2 or qwen3 architecture (Mistral files name themselves llama).
+
+`gguf_header` reads the bytes, `gguf_tokenizer` builds the tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ _OTHER_NAMES = {
 
 
 def open_gguf(path: Path) -> ModelSource:
-    """Index a GGUF file; of the weights, only a table of rope factors is read, where there is one."""
+    """Index a GGUF file; of the weights, only the table of rope factors is read, if there is one."""
     header = read_header(path)
     config = parse_config(header)
     licence = header.metadata.get("general.license")
@@ -58,7 +61,7 @@ def open_gguf(path: Path) -> ModelSource:
 
 
 def parse_config(header: GgufHeader) -> ModelConfig:
-    """The shape of the model, from the metadata and from which tensors there are."""
+    """Derive the model's shape from the metadata and from which tensors exist."""
     fields = Fields(header.metadata, str(header.file))
     architecture = fields.text("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -144,7 +147,7 @@ def _rope(header: GgufHeader, fields: Fields, prefix: str, head_dim: int) -> Rop
 
 
 def _rope_from_factors(entry: TensorEntry, theta: float, head_dim: int, original: int) -> Rope:
-    """Llama 3 files hold a table of divisors instead of the rule; find the rule that made the table."""
+    """Find the rule behind a table of divisors, which Llama 3 files store instead of the rule."""
     factors = read_floats(entry)
     plausible = factors and all(1.0 <= factor <= 1e6 for factor in factors)
     if len(factors) == head_dim // 2 and all(factor == 1.0 for factor in factors):
@@ -154,9 +157,7 @@ def _rope_from_factors(entry: TensorEntry, theta: float, head_dim: int, original
         rule = llama3_divisors(rope, head_dim)
         if len(rule) == len(factors) and all(map(_close, rule, factors)):
             return rope
-    raise SourceError(
-        f"{entry.file}: the rope factors in tensor {entry.name} follow no rule that Shoal knows: choose another model"
-    )
+    raise SourceError(f"{entry.file}: the rope factors in tensor {entry.name} are not supported: choose another model")
 
 
 def _close(one: float, other: float) -> bool:
@@ -164,7 +165,7 @@ def _close(one: float, other: float) -> bool:
 
 
 def llama3_divisors(rope: Rope, head_dim: int) -> list[float]:
-    """By how much Llama 3's rule divides each rotary frequency."""
+    """Divisors that Llama 3's rule applies to each rotary frequency."""
     divisors = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * rope.theta ** (index / head_dim)
@@ -186,7 +187,7 @@ def _tensor_name(part: str, role: str) -> str:
 
 
 def _tensors(header: GgufHeader, config: ModelConfig) -> dict[str, TensorEntry]:
-    """The file's tensors; the llama architecture's q and k are marked as interleaved."""
+    """Return the file's tensors; q and k of the llama architecture are marked as interleaved."""
     if config.family not in ("llama", "mistral"):
         return dict(header.tensors)
     heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}

@@ -1,7 +1,7 @@
-"""The header of a GGUF file: metadata and the table of tensors, read with bounds and without the tensors' bytes.
+"""Reads the header of a GGUF file: metadata and the table of tensors, without the tensors' bytes.
 
 The `gguf` package's reader builds an array view for every string of the vocabulary (seconds for a small model) and
-trusts every count in the file; this one reads the same format in a fraction of the time and refuses what cannot be.
+trusts every count in the file. This one takes a fraction of the time and bounds every count and length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_ARRAY_ITEMS = 2_000_000
 MAX_TEXT_BYTES = 16 << 20
 _CHUNK = 1 << 20
 
-# ggml's numbers for its types; those outside `KIND_SIZES` are named so that an error can say what a file holds.
+# ggml's numbers for its types; those outside `KIND_SIZES` are listed so that an error can name them.
 _KINDS = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K",
     12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
@@ -42,7 +42,7 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says about itself; the entries' roles are still empty."""
+    """Metadata and tensors of a GGUF file; the entries' roles are still empty."""
 
     file: Path
     metadata: Mapping[str, Any]
@@ -50,7 +50,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's metadata and its table of tensors."""
+    """Read a file's metadata and its table of tensors; raises `SourceError` if the file is damaged."""
     size = file_size(path)
     try:
         with path.open("rb") as file:
@@ -61,24 +61,24 @@ def read_header(path: Path) -> GgufHeader:
 
 
 class _Cursor:
-    """A forward-only reader that holds no more than the header and never passes the file's end."""
+    """Forward-only reader that never reads past the header limit or the file's end."""
 
     def __init__(self, file: BinaryIO, path: Path, size: int) -> None:
         self.file, self.path, self.size = file, path, size
         self.data = b""
-        self.at = 0  # where the next value starts, in `data`
-        self.before = 0  # bytes of the file before `data`
+        self.at = 0  # offset of the next value in `data`
+        self.before = 0  # offset of `data` in the file
 
     @property
     def position(self) -> int:
         return self.before + self.at
 
     def ensure(self, count: int) -> None:
-        """Have `count` bytes at hand."""
+        """Read more of the file until `data` holds `count` bytes from `at` on."""
         if len(self.data) - self.at >= count:
             return
         if self.position + count > min(self.size, MAX_HEADER_BYTES):
-            raise SourceError(f"{self.path} is cut short or damaged: its header ends at {self.size} bytes: {AGAIN}")
+            raise SourceError(f"{self.path} is cut short or damaged: incomplete header ({self.size} bytes): {AGAIN}")
         self.before, rest = self.position, self.data[self.at :]
         self.data, self.at = rest + self.file.read(max(count, _CHUNK)), 0
         if len(self.data) < count:
@@ -104,7 +104,7 @@ class _Cursor:
             raise SourceError(f"{self.path} has a text in its header that is not UTF-8: {AGAIN}") from error
 
     def texts(self, count: int) -> list[str]:
-        """Many short texts, as a vocabulary has them: those at hand are cut out in one loop."""
+        """Read many short strings, such as a vocabulary; those already in `data` are cut out in one fast loop."""
         found: list[str] = []
         length_of = struct.Struct("<Q").unpack_from
         while len(found) < count:
@@ -129,25 +129,25 @@ class _Cursor:
 
 def _read(cursor: _Cursor, path: Path, size: int) -> GgufHeader:
     if size < 24:
-        raise SourceError(f"{path} is cut short or no GGUF file ({size} bytes): {AGAIN}")
+        raise SourceError(f"{path} is cut short or not a GGUF file ({size} bytes): {AGAIN}")
     cursor.ensure(24)
     if cursor.data[:4] != b"GGUF":
-        raise SourceError(f"{path} is no GGUF file: give one, or a folder with config.json and safetensors")
+        raise SourceError(f"{path} is not a GGUF file: give one, or a folder with config.json and safetensors")
     cursor.at = 4
     version = cursor.scalar("I", 4)
     if version not in (2, 3):
-        raise SourceError(f"{path} is GGUF version {version}; Shoal reads 2 and 3, little-endian: convert it anew")
+        raise SourceError(f"{path} is GGUF version {version}; Shoal reads 2 and 3, little-endian: convert it again")
     tensor_count = cursor.count("tensors", MAX_TENSORS)
     metadata: dict[str, Any] = {}
     for _ in range(cursor.count("metadata fields", MAX_FIELDS)):
         key = cursor.text(1 << 16)
         if key in metadata:
-            raise SourceError(f"{path} has the field {shown(key)} twice, so it is damaged: {AGAIN}")
+            raise SourceError(f"{path} has the field {shown(key)} twice and is damaged: {AGAIN}")
         metadata[key] = _value(cursor)
     raw = [_tensor(cursor) for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= 1 << 20:
-        raise SourceError(f"{path} has the alignment {shown(alignment)}, so it is damaged: {AGAIN}")
+        raise SourceError(f"{path} has the impossible alignment {shown(alignment)}: {AGAIN}")
     start = -(-cursor.position // alignment) * alignment
     return GgufHeader(path, metadata, _table(raw, path, start, size))
 
@@ -176,7 +176,7 @@ def _tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = cursor.text(1024)
     dimensions = cursor.scalar("I", 4)
     if not 1 <= dimensions <= 4:
-        raise SourceError(f"{cursor.path}: tensor {shown(name)} has {dimensions} dimensions, so it is damaged: {AGAIN}")
+        raise SourceError(f"{cursor.path}: tensor {shown(name)} has {dimensions} dimensions, expected 1 to 4: {AGAIN}")
     # ggml lists the fastest-moving dimension first, torch lists it last.
     shape = tuple(cursor.scalar("Q", 8) for _ in range(dimensions))[::-1]
     return name, shape, cursor.scalar("I", 4), cursor.scalar("Q", 8)
@@ -189,8 +189,8 @@ def _table(
     for name, shape, number, offset in raw:
         kind = _KINDS.get(number, f"number {number}")
         if name in tensors or math.prod(shape) >= 1 << 62 or offset >= 1 << 62:
-            raise SourceError(f"{path}: tensor {shown(name)} is listed twice or has no possible size: {AGAIN}")
-        length = byte_length(kind, shape) or 0  # an unknown kind is refused where the tensor is used
+            raise SourceError(f"{path}: tensor {shown(name)} is listed twice or has an impossible size: {AGAIN}")
+        length = byte_length(kind, shape) or 0  # an unknown type is refused when the tensor is used
         if start + offset + length > size:
             end = start + offset + length
             raise SourceError(f"{path} is cut short: tensor {shown(name)} ends at byte {end} of {size}: {AGAIN}")
@@ -199,7 +199,7 @@ def _table(
 
 
 def read_floats(entry: TensorEntry) -> list[float]:
-    """The values of a small F32 tensor (rope factors)."""
+    """Read the values of a small F32 tensor (rope factors)."""
     if entry.kind != "F32" or entry.length > 1 << 16:
         raise SourceError(f"{entry.file}: tensor {entry.name} is not a short list of F32 numbers: {AGAIN}")
     try:

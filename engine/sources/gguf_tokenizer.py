@@ -1,8 +1,8 @@
-"""From GGUF metadata to a `tokenizer.json`.
+"""Builds a `tokenizer.json` from GGUF metadata.
 
 A GGUF file lists a vocabulary, merges or scores, and the name of the rule that splits text before merging. The rest of
-a tokenizer (its decoder, its special tokens) follows from those, so the same text gives the same ids as the model's
-own `tokenizer.json` would.
+a tokenizer (decoder, special tokens) follows from those, so that a text gets the same ids as from the model's own
+`tokenizer.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.sources.gguf_header import GgufHeader
 from engine.sources.layout import MAX_VOCABULARY
 
 _CONTROL, _USER_DEFINED = 3, 4  # ggml's token types
-_SPACE = "\u2581"  # how sentencepiece spells a space
+_SPACE = "\u2581"  # sentencepiece's character for a space
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,20 +28,20 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Splitting rule -> expression; a rule that is not listed splits as GPT-2 does.
+# Splitting rule -> regular expression; a rule that is not listed splits like GPT-2.
 _SPLITS = {
     "llama3": _LLAMA3, "llama-v3": _LLAMA3, "llama-bpe": _LLAMA3, "falcon3": _LLAMA3, "smaug-bpe": _LLAMA3,
     "dbrx": _LLAMA3, "tekken": _TEKKEN, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2, "megrez": _QWEN2,
 }  # fmt: skip
-_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")  # a word of the vocabulary is never split
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")  # words of the vocabulary are never split
 _WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-# What ends a turn in the chat formats of the supported families, beside the id that the file names.
+# Tokens that end a turn in the chat formats of the supported families, besides the ids that the file names.
 _END_TEXTS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>"})
 
 
 def byte_alphabet() -> list[str]:
-    """The character that byte-level vocabularies write for each of the 256 bytes."""
+    """Return the character that byte-level vocabularies use for each of the 256 bytes."""
     shown_as_is = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet, spare = [], 0x100
     for byte in range(256):
@@ -54,7 +54,7 @@ def byte_alphabet() -> list[str]:
 
 
 def tokenizer_spec(header: GgufHeader) -> TokenizerSpec:
-    """The tokenizer that a file describes."""
+    """Build the tokenizer that a file describes; raises `SourceError` if its type is not supported."""
     fields = Fields(header.metadata, str(header.file))
     tokens = _texts(fields, "tokenizer.ggml.tokens")
     kinds = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
@@ -68,8 +68,8 @@ def tokenizer_spec(header: GgufHeader) -> TokenizerSpec:
         tokenizer = _sentencepiece(tokens, fields, kinds)
     else:
         raise SourceError(
-            f"{header.file}: tokenizer {shown(model)} is not supported, gpt2 and llama are: "
-            "take the model as a folder with tokenizer.json"
+            f"{header.file}: tokenizer {shown(model)} is not supported (only gpt2 and llama are): "
+            "use the model as a folder with tokenizer.json"
         )
     template = fields.get("tokenizer.chat_template")
     names = {"bos_token": "bos_token_id", "eos_token": "eos_token_id",
@@ -87,7 +87,7 @@ def tokenizer_spec(header: GgufHeader) -> TokenizerSpec:
 
 
 def token_id(header: GgufHeader, key: str) -> int | None:
-    """A special token's id, or None where the file names none."""
+    """Return the id of a special token, or None if the file names none."""
     fields, name = Fields(header.metadata, str(header.file)), f"tokenizer.ggml.{key}"
     if fields.get(name) is None:
         return None
@@ -97,7 +97,7 @@ def token_id(header: GgufHeader, key: str) -> int | None:
 
 
 def end_ids(header: GgufHeader) -> tuple[int, ...]:
-    """The ids that end a reply: those the file names, and the turn markers of its vocabulary."""
+    """Return the ids that end a reply: those the file names, and the turn markers of its vocabulary."""
     named = [token_id(header, key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     tokens, kinds = (header.metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     marked: list[int] = []
@@ -170,7 +170,7 @@ def _sentencepiece(tokens: list[str], fields: Fields, kinds: list[int]) -> dict[
 
 
 def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """The merges that a scored vocabulary implies: the best-scored result first, longer pieces first among equals."""
+    """Derive the merges from a scored vocabulary: best-scored result first, then longer pieces first."""
     merges: list[tuple[float, int, int, int, int, str, str]] = []
     for token, index in vocabulary.items():
         for cut in range(1, min(len(token), 256)):
@@ -183,7 +183,7 @@ def _merges_from_scores(vocabulary: dict[str, int], scores: list[float]) -> list
 
 
 def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
-    """Control and user-defined tokens are matched whole in the text."""
+    """List control and user-defined tokens, which are matched as a whole in the text."""
     return [
         {"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
          "normalized": False, "special": kind == _CONTROL}

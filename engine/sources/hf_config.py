@@ -1,4 +1,4 @@
-"""From a `config.json` to a `ModelConfig`, in the form that transformers 4 wrote and the one that 5 writes."""
+"""Turns a `config.json`, as written by transformers 4 or 5, into a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# What transformers assumes where a config leaves a field out.
+# Transformers' defaults for configs without the field.
 _CONTEXT: dict[Family, int] = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 
 
 def parse_config(values: Mapping[str, Any], origin: str, generation: Mapping[str, Any]) -> ModelConfig:
-    """The shape of the model; `generation` is the content of `generation_config.json`, which may be empty."""
+    """Return the model's shape; `generation` is the content of `generation_config.json` (may be empty).
+
+    Raises `SourceError` for an unsupported model or a field that is missing or out of bounds.
+    """
     fields = Fields(values, origin)
     family = _family(fields)
     _refuse_unsupported(fields)
@@ -61,9 +64,9 @@ def _family(fields: Fields) -> Family:
     named = fields.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
     if not isinstance(name, str) or name not in FAMILIES:
-        said = shown(name if name is not None else fields.get("model_type"))
+        found = shown(name if name is not None else fields.get("model_type"))
         raise SourceError(
-            f"{fields.origin}: architecture {said} is not supported; Shoal runs {', '.join(FAMILIES)}: "
+            f"{fields.origin}: architecture {found} is not supported; Shoal runs {', '.join(FAMILIES)}: "
             "choose a model of one of these"
         )
     return FAMILIES[name]
@@ -81,11 +84,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _rope(fields: Fields, context: int) -> Rope:
-    """Both forms: `rope_theta` beside `rope_scaling`, and `rope_parameters` that holds all of it."""
+    """Read both forms: `rope_theta` next to `rope_scaling`, or both inside `rope_parameters`."""
     nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(nested, dict):
         raise fields.wrong("rope_scaling", "an object")
-    # The newer form keeps the base frequency inside; the older one beside.
+    # transformers 5 has the base frequency inside, transformers 4 next to it.
     values = {"rope_theta": fields.get("rope_theta"), **nested}
     rope = Fields(values, f"{fields.origin} (rope)")
     theta = rope.number("rope_theta", low=1.0, default=10_000.0)
@@ -120,8 +123,8 @@ def _rope(fields: Fields, context: int) -> Rope:
 
 
 def _sliding(fields: Fields, family: Family, blocks: int) -> tuple[int | None, tuple[int, ...]]:
-    """The attention window and the blocks that use it (empty: all)."""
-    if family == "mistral":  # a null switches the window off, an absent field means the family's default
+    """Return the attention window and the blocks that use it (empty: all)."""
+    if family == "mistral":  # null switches the window off, a missing field means the default
         null = "sliding_window" in fields.values and fields.get("sliding_window") is None
         return None if null else fields.integer("sliding_window", MAX_CONTEXT, default=4096), ()
     if family == "llama" or fields.get("sliding_window") is None or not fields.flag("use_sliding_window"):
@@ -141,7 +144,7 @@ def _sliding(fields: Fields, family: Family, blocks: int) -> tuple[int | None, t
 
 
 def _ids(*places: Fields) -> tuple[int, ...]:
-    """The ids that end a reply: those of every place, each once."""
+    """Return the ids that end a reply, merged from all given files."""
     found: dict[int, None] = {}
     for fields in places:
         value = fields.get("eos_token_id")

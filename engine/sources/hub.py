@@ -1,8 +1,8 @@
-"""Models of the Hugging Face Hub: `org/name`, or `org/name/FILE.gguf` where a repository holds several.
+"""Downloads models of the Hugging Face Hub: `org/name`, or `org/name/FILE.gguf` if a repository has several.
 
-The files are fetched by `huggingface_hub`, which resumes what broke off, takes the token from its usual place, and asks
-the server that `HF_ENDPOINT` names. What was fetched is a model folder like any other; `shoal-hub.json` is written into
-it last and says that it is whole.
+`huggingface_hub` does the transfer: it resumes, takes the token from its usual place, and uses the server in
+`HF_ENDPOINT`. The result is an ordinary model folder; `shoal-hub.json` is written into it last and markers it as
+complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.sources.huggingface import open_folder
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 _NAME = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}(/[\w./-]{1,200}\.gguf)?", re.ASCII)
-_MARK = "shoal-hub.json"
+_MARKER = "shoal-hub.json"
 _WANTED = re.compile(
     r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map)\.json"
     r"|chat_template\.(json|jinja)|[\w.-]+\.safetensors(\.index\.json)?|LICEN[SC]E[\w.]*",
@@ -36,7 +36,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class HubFiles:
-    """What is to be fetched of one repository, at one revision."""
+    """The files to download from one repository, at one revision."""
 
     repository: str
     revision: str
@@ -46,21 +46,21 @@ class HubFiles:
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text has the form of a model's name on the hub."""
+    """True if a text has the form of a model's name on the hub."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 def hub_folder(name: str, cache_dir: Path) -> Path:
-    """Where a model of the hub lies once it is fetched."""
+    """Folder of a model of the hub in the cache."""
     return models_dir(cache_dir) / "hub" / "--".join(name.split("/"))
 
 
 def open_hub(name: str, cache_dir: Path) -> ModelSource | None:
-    """A model that was fetched whole, or None."""
+    """Open a completely downloaded model; None if there is none."""
     folder = hub_folder(name, cache_dir)
     try:
-        told = json.loads((folder / _MARK).read_text("utf-8")[:65536])
-        files, licence = [str(file) for file in told["files"]], told["licence"]
+        marker = json.loads((folder / _MARKER).read_text("utf-8")[:65536])
+        files, licence = [str(file) for file in marker["files"]], marker["licence"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     models = [file for file in files if file.endswith(".gguf")]
@@ -69,30 +69,34 @@ def open_hub(name: str, cache_dir: Path) -> ModelSource | None:
 
 
 def list_hub(cache_dir: Path) -> list[str]:
-    """The names of the models that were fetched whole."""
-    marks = sorted((models_dir(cache_dir) / "hub").glob(f"*/{_MARK}"))
-    return [mark.parent.name.replace("--", "/") for mark in marks]
+    """Names of the completely downloaded models."""
+    markers = sorted((models_dir(cache_dir) / "hub").glob(f"*/{_MARKER}"))
+    return [marker.parent.name.replace("--", "/") for marker in markers]
 
 
 def fetch_hub(name: str, cache_dir: Path, progress: Progress | None = None) -> ModelSource:
-    """Have a model of the hub in the cache; what broke off earlier goes on where it was."""
+    """Download a model of the hub into the cache, resuming an interrupted download.
+
+    Raises `SourceError` if the model is not found, needs a login, or the network or the disk fails.
+    """
     report = progress or (lambda done, total: None)
     folder = hub_folder(name, cache_dir)
-    with _plain_errors(name, folder):
+    with _translated_errors(name, folder):
         files = _choose(name)
         if free_bytes(_existing(folder)) < files.size_bytes - _bytes_under(folder):
             raise disk_full(folder)
-        with _watching(folder, lambda done: report(min(done, files.size_bytes), files.size_bytes)):
+        with _reporting(folder, lambda done: report(min(done, files.size_bytes), files.size_bytes)):
             _download(files, folder)
-        told = {"files": files.names, "licence": files.licence, "revision": files.revision}
-        write_whole(folder / _MARK, json.dumps(told).encode())
+        marker = {"files": files.names, "licence": files.licence, "revision": files.revision}
+        write_whole(folder / _MARKER, json.dumps(marker).encode())
     report(files.size_bytes, files.size_bytes)
     source = open_hub(name, cache_dir)
-    assert source is not None, "what was just fetched is there"
+    assert source is not None, "it was downloaded just now"
     return source
 
 
 def _choose(name: str) -> HubFiles:
+    """Ask the hub which files the repository has and select those of the model."""
     from huggingface_hub import HfApi
 
     owner, _, rest = name.partition("/")
@@ -108,11 +112,11 @@ def _choose(name: str) -> HubFiles:
 
 
 def _names(name: str, wanted: str, there: list[str]) -> tuple[str, ...]:
-    """Which of a repository's files make the model."""
+    """Select the files of a repository that make up the model."""
     models = [file for file in there if file.endswith(".gguf")]
     if wanted:
         if wanted not in models:
-            raise SourceError(f"{name}: there is no such file; the repository has {', '.join(models[:8]) or 'no GGUF'}")
+            raise SourceError(f"{name}: no such file; the repository has {', '.join(models[:8]) or 'no GGUF files'}")
         return (wanted,)
     names = tuple(file for file in there if _WANTED.fullmatch(file))
     if any(file.endswith(".safetensors") for file in names):
@@ -120,8 +124,8 @@ def _names(name: str, wanted: str, there: list[str]) -> tuple[str, ...]:
     if len(models) == 1:
         return (models[0],)
     if models:
-        raise SourceError(f"{name} holds {len(models)} GGUF files: name one, like {name}/{models[0]}")
-    raise SourceError(f"{name} holds neither safetensors nor GGUF files, which are what Shoal reads: choose another")
+        raise SourceError(f"{name} has {len(models)} GGUF files: name one, for example {name}/{models[0]}")
+    raise SourceError(f"{name} has neither safetensors nor GGUF files: choose another model")
 
 
 def _download(files: HubFiles, folder: Path) -> None:
@@ -139,8 +143,8 @@ def _download(files: HubFiles, folder: Path) -> None:
 
 
 @contextmanager
-def _watching(folder: Path, report: Callable[[int], None]) -> Iterator[None]:
-    """Report how many bytes have arrived, while they do."""
+def _reporting(folder: Path, report: Callable[[int], None]) -> Iterator[None]:
+    """Report every `_POLL_S` seconds how many bytes have arrived."""
     over = threading.Event()
 
     def watch() -> None:
@@ -157,32 +161,31 @@ def _watching(folder: Path, report: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_errors(name: str, folder: Path) -> Iterator[None]:
-    """What can go wrong with a hub, in words and with a mend."""
+def _translated_errors(name: str, folder: Path) -> Iterator[None]:
+    """Translate errors of `huggingface_hub`, the network and the disk into `SourceError`s that name the fix."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         yield
     except GatedRepoError as error:
         raise SourceError(
-            f"{name} is given only to those who accepted its terms: accept them on its page, "
-            "then log in with `hf auth login`"
+            f"{name} requires accepting its terms: accept them on its page on the hub, then log in with `hf auth login`"
         ) from error
     except RepositoryNotFoundError as error:
-        raise SourceError(f"the hub knows no model {name}, or it is private: check the name, or log in") from error
+        raise SourceError(f"{name} is not on the hub, or it is private: check the name, or log in") from error
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise SourceError(
-            f"{name} could not be fetched ({_first_line(error)}): try again, it goes on where it was"
+            f"{name} could not be downloaded ({_first_line(error)}): try again, the download resumes"
         ) from error
     except OSError as error:
-        if getattr(error, "errno", None) is None:  # of the network, not of the disk
-            raise SourceError(f"{name} could not be fetched ({_first_line(error)}): is there a network?") from error
+        if getattr(error, "errno", None) is None:  # an error of the network, not of the disk
+            raise SourceError(f"{name} could not be downloaded ({_first_line(error)}): check the network") from error
         raise unwritable(folder, error) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0].rstrip("0123456789") not in ("httpx", "huggingface_hub"):
             raise
         raise SourceError(
-            f"{name} could not be fetched ({_first_line(error)}): try again, it goes on where it was"
+            f"{name} could not be downloaded ({_first_line(error)}): try again, the download resumes"
         ) from error
 
 
@@ -202,6 +205,6 @@ def _bytes_under(folder: Path) -> int:
     for file in folder.rglob("*"):
         try:
             total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # renamed meanwhile
+        except OSError:  # renamed in the meantime
             continue
     return total

@@ -1,4 +1,7 @@
-"""A Hugging Face folder: `config.json`, one or several safetensors files, and the tokenizer's files."""
+"""Indexes a Hugging Face folder: `config.json`, safetensors files and the tokenizer's files.
+
+`hf_config` interprets the config, `safetensors` reads the headers of the weight files.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +47,10 @@ _OTHER_NAMES = {
 
 
 def open_folder(folder: Path) -> ModelSource:
-    """Index a model folder; no weights are read."""
+    """Index a model folder; no weights are read. Raises `SourceError` if files are missing or damaged."""
     config_file = folder / "config.json"
     if not config_file.is_file():
-        raise SourceError(f"{folder} has no config.json, so it is no model folder: give a folder that holds a model")
+        raise SourceError(f"{folder} has no config.json, so it is not a model folder: give the folder of a model")
     generation_file = folder / "generation_config.json"
     generation = read_json_object(generation_file, MAX_CONFIG_BYTES) if generation_file.is_file() else {}
     config = parse_config(read_json_object(config_file, MAX_CONFIG_BYTES), str(config_file), generation)
@@ -82,19 +85,17 @@ def _tensors(folder: Path) -> dict[str, TensorEntry]:
     tensors: dict[str, TensorEntry] = {}
     for name, shard in weight_map.items():
         if not _is_plain_name(shard) or len(shards) > MAX_SHARDS:
-            raise SourceError(f"{index_file} names {shown(shard)}, which is no file of this folder: {AGAIN}")
+            raise SourceError(f"{index_file} names {shown(shard)}, which is not a file name in this folder: {AGAIN}")
         if shard not in shards:
             shards[shard] = read_index(folder / shard)
         if name not in shards[shard]:
-            raise SourceError(
-                f"{folder / shard}: tensor {shown(name)} is missing, though the index promises it: {AGAIN}"
-            )
+            raise SourceError(f"{folder / shard}: tensor {shown(name)} is missing although the index lists it: {AGAIN}")
         tensors[name] = shards[shard][name]
     return tensors
 
 
 def _is_plain_name(name: Any) -> bool:
-    """Whether a shard's name stays inside the folder."""
+    """True if a shard's name cannot lead outside the folder."""
     return isinstance(name, str) and 0 < len(name) < 256 and not set(name) & set("/\\:\0") and name not in (".", "..")
 
 
@@ -119,7 +120,7 @@ def _tokenizer(folder: Path) -> TokenizerSpec:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token, given as text or as an object with its content."""
+    """Return the text of a special token, which is given as text or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -137,7 +138,7 @@ def _chat_template(folder: Path, values: dict[str, Any]) -> str | None:
 
 
 def _licence(readme: Path) -> str | None:
-    """The `license:` line in the front matter of a model's README, if there is one."""
+    """Return the `license:` line in the front matter of a model's README, or None."""
     try:
         with readme.open("rb") as file:
             head = file.read(8192).decode("utf-8", errors="replace")

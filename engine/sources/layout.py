@@ -1,7 +1,7 @@
-"""What a config promises: which tensors each part must hold, and of which shape.
+"""The tensors and shapes that a model's parts must have, according to its config.
 
-Every source groups its tensors through `arrange`, so a missing tensor or a config that lies about shapes is found
-when the source is opened, before a byte of weights is read.
+Every source groups its tensors through `arrange`, so that a missing tensor or a config that contradicts the shapes is
+found when the source is opened, before any weights are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.errors import SourceError
 from engine.sources.base import BLOCK_ROLES, EMBEDDING_PART, HEAD_PART, TensorEntry, block_part
 from engine.sources.files import shown
 
-# Kind -> (elements in a block, bytes of a block), as GGUF lays them out along a row.
+# Type -> (elements per block, bytes per block), as GGUF lays them out along a row.
 KIND_SIZES: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -33,7 +33,7 @@ KIND_SIZES: dict[str, tuple[int, int]] = {
     "Q6_K": (256, 210),
 }
 
-# Bounds on what a config may claim: far above any model of today, far below what would exhaust memory.
+# Bounds on a config's numbers: far above any known model, far below what would exhaust memory.
 MAX_BLOCKS = 4096
 MAX_WIDTH = 1 << 20
 MAX_VOCABULARY = 1 << 22
@@ -41,19 +41,19 @@ MAX_CONTEXT = 1 << 28
 
 
 def part_names(config: ModelConfig) -> list[str]:
-    """Every part of a model, in the order data flows through them."""
+    """Names of all parts of a model, in the order data flows through them."""
     return [EMBEDDING_PART, *(block_part(index) for index in range(config.n_blocks)), HEAD_PART]
 
 
 def block_index(part: str) -> int | None:
-    """The index of the block that a part holds, or None where it holds none."""
+    """Return the index of the block in a part, or None if the part is not a block."""
     digits = part.removeprefix("block.")
     plain = digits != part and digits.isascii() and digits.isdigit() and len(digits) < 6
     return int(digits) if plain and block_part(int(digits)) == part else None
 
 
 def expected_shapes(config: ModelConfig, part: str) -> dict[str, tuple[int, ...]]:
-    """The roles that a part must hold and their shapes, in the order they are laid out."""
+    """Return the roles that a part must have and their shapes, in layout order."""
     hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
     q_rows, kv_rows = config.n_heads * width, config.n_kv_heads * width
     if part == EMBEDDING_PART:
@@ -78,7 +78,7 @@ def expected_shapes(config: ModelConfig, part: str) -> dict[str, tuple[int, ...]
 
 
 def byte_length(kind: str, shape: tuple[int, ...]) -> int | None:
-    """How many bytes a tensor takes, or None where the kind is unknown or does not divide its rows."""
+    """Bytes of a tensor, or None if the type is unknown or its block size does not divide the rows."""
     size = KIND_SIZES.get(kind)
     if size is None or not shape or shape[-1] % size[0]:
         return None
@@ -86,40 +86,40 @@ def byte_length(kind: str, shape: tuple[int, ...]) -> int | None:
 
 
 def check_config(config: ModelConfig, origin: str) -> ModelConfig:
-    """The config itself, or an error where its numbers cannot belong together."""
+    """Return the config; raises `SourceError` if its numbers contradict each other."""
     if config.n_heads % config.n_kv_heads:
         problem = f"{config.n_heads} attention heads cannot share {config.n_kv_heads} key-value heads"
     elif config.head_dim % 2:
-        problem = f"a head of {config.head_dim} dimensions cannot be rotated"
+        problem = f"the head size {config.head_dim} is odd, which rotary positions do not allow"
     else:
         return config
-    raise SourceError(f"{origin}: {problem}; the config is damaged or of a kind that Shoal does not know")
+    raise SourceError(f"{origin}: {problem}; the config is damaged or not supported: choose another model")
 
 
 def check_entry(entry: TensorEntry, shape: tuple[int, ...], part: str) -> None:
-    """Refuse an entry that contradicts the config or itself."""
+    """Raise `SourceError` for an entry that contradicts the config or itself."""
     where = f"{entry.file}: tensor {entry.name} ({part})"
     if entry.kind not in KIND_SIZES:
         raise SourceError(f"{where} has type {entry.kind}; supported are {', '.join(KIND_SIZES)}: use another file")
     if entry.shape != shape:
         raise SourceError(
-            f"{where} has shape {list(entry.shape)} where the config promises {list(shape)}: "
+            f"{where} has shape {list(entry.shape)} where the config says {list(shape)}: "
             "the config and the weights do not belong together, download both again"
         )
     if byte_length(entry.kind, entry.shape) != entry.length:
         raise SourceError(f"{where} has {entry.length} bytes, which does not fit its type and shape: download it again")
     if entry.interleaved_heads and (shape[0] % entry.interleaved_heads or shape[0] // entry.interleaved_heads % 2):
-        raise SourceError(f"{where} cannot be split in {entry.interleaved_heads} heads: download it again")
+        raise SourceError(f"{where} cannot be split into {entry.interleaved_heads} heads: download it again")
 
 
 def check_part(config: ModelConfig, part: str, entries: Sequence[TensorEntry]) -> None:
-    """Refuse a part whose tensors are not exactly those that the config promises, in order."""
+    """Raise `SourceError` unless a part's tensors are exactly those that the config requires, in order."""
     if part not in (EMBEDDING_PART, HEAD_PART) and block_index(part) not in range(config.n_blocks):
-        raise SourceError(f"there is no part {shown(part)} in a model of {config.n_blocks} blocks")
+        raise SourceError(f"unknown part {shown(part)} of a model with {config.n_blocks} blocks")
     shapes = expected_shapes(config, part)
     roles = [entry.role for entry in entries]
     if roles != list(shapes):
-        raise SourceError(f"part {part} holds {', '.join(roles) or 'nothing'} instead of {', '.join(shapes)}")
+        raise SourceError(f"part {part} has {', '.join(roles) or 'no tensors'} instead of {', '.join(shapes)}")
     for entry in entries:
         check_entry(entry, shapes[entry.role], part)
 
@@ -127,7 +127,10 @@ def check_part(config: ModelConfig, part: str, entries: Sequence[TensorEntry]) -
 def arrange(
     config: ModelConfig, names: Callable[[str, str], str], tensors: dict[str, TensorEntry], origin: Path
 ) -> dict[str, tuple[TensorEntry, ...]]:
-    """Group a source's tensors in parts; `names(part, role)` is what the source calls a tensor."""
+    """Group a source's tensors in parts; `names(part, role)` is the source's name of a tensor.
+
+    Raises `SourceError` if a tensor is missing or has the wrong shape or type.
+    """
     parts: dict[str, tuple[TensorEntry, ...]] = {}
     for part in part_names(config):
         entries = []

@@ -1,4 +1,4 @@
-"""From what a person calls a model to the source of it."""
+"""Opens a model by the name or path that the user gives; lists what the cache holds."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ BUILT_IN = (starter.NAME, tiny.NAME)
 class CachedModel:
     """A model in the cache folder."""
 
-    name: str  # what `open_source` takes
+    name: str  # as `open_source` takes it
     path: Path
     size_bytes: int
 
 
 def open_source(name: str | Path, cache_dir: Path, progress: Progress | None = None) -> ModelSource:
-    """Open `starter`, `tiny-random`, a model folder, a GGUF file or a fetched model; weights are not read yet."""
+    """Open `starter`, `tiny-random`, a model folder, a GGUF file or a downloaded model; weights are not read yet.
+
+    Only `starter` is downloaded if it is missing. Raises `SourceError` for an unknown or damaged model.
+    """
     text = str(name)
     if text == starter.NAME:
         return starter.open_starter(cache_dir, progress)
     if text == tiny.NAME:
         return tiny.open_tiny(cache_dir)
     if "\0" in text:
-        raise SourceError(f"{shown(text)} is no path")
+        raise SourceError(f"{shown(text)} is not a path")
     path = Path(text).expanduser()
     if path.is_dir():
         return _open_dir(path)
@@ -45,20 +48,20 @@ def open_source(name: str | Path, cache_dir: Path, progress: Progress | None = N
     if hub.is_hub_name(text):
         source = hub.open_hub(text, cache_dir)
         if source is None:
-            raise SourceError(f"{text} is not on this machine: fetch it with `shoal pull {text}`")
+            raise SourceError(f"{text} is not on this machine: download it with `shoal pull {text}`")
         return source
-    raise SourceError(f"there is no model {shown(text)}: {_suggestion(text)}")
+    raise SourceError(f"unknown model {shown(text)}: {_suggestion(text)}")
 
 
 def fetch_source(name: str, cache_dir: Path, progress: Progress | None = None) -> ModelSource:
-    """Have a built-in model, or one of the hub, in the cache."""
+    """Download a built-in model, or one of the hub, into the cache."""
     if name not in BUILT_IN and hub.is_hub_name(name):
         return hub.fetch_hub(name, cache_dir, progress)
     return open_source(name, cache_dir, progress)
 
 
 def list_cached(cache_dir: Path) -> list[CachedModel]:
-    """The models that need no download, by name."""
+    """Models in the cache, sorted by name."""
     found = []
     places = {starter.NAME: starter.starter_file(cache_dir), tiny.NAME: models_dir(cache_dir) / tiny.NAME}
     places |= {name: hub.hub_folder(name, cache_dir) for name in hub.list_hub(cache_dir)}
@@ -66,7 +69,7 @@ def list_cached(cache_dir: Path) -> list[CachedModel]:
         try:
             files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
             found.append(CachedModel(name, path, sum(file.stat().st_size for file in files)))
-        except OSError:  # not fetched yet
+        except OSError:  # not downloaded yet
             continue
     return sorted(found, key=lambda model: model.name)
 
@@ -78,7 +81,7 @@ def _open_dir(path: Path) -> ModelSource:
             return open_gguf(models[0])
         if models:
             names = ", ".join(model.name for model in models[:4])
-            raise SourceError(f"{path} holds {len(models)} GGUF files ({names}): name one of them")
+            raise SourceError(f"{path} has {len(models)} GGUF files ({names}): name one of them")
     return open_folder(path)
 
 

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+"""Reads the header of a safetensors file: a length of eight bytes, then JSON with the place of each tensor.
 
-Only the header is read. Offsets are checked against the file's size, so a cut-short file is found at once.
+Offsets are checked against the file's size, so that a cut-short file is found without reading the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ITEM_BYTES = {
 
 
 def read_index(path: Path) -> dict[str, TensorEntry]:
-    """Every tensor of one file, by name; roles are still empty."""
+    """Return every tensor of one file by name; roles are still empty."""
     size = file_size(path)
     header_bytes, header = _read_header(path, size)
     origin = f"the header of {path}"
@@ -37,7 +37,7 @@ def _read_header(path: Path, size: int) -> tuple[int, str]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise SourceError(f"{path} is cut short or no safetensors file ({size} bytes): {AGAIN}")
+                raise SourceError(f"{path} is cut short or not a safetensors file ({size} bytes): {AGAIN}")
             return length, file.read(length).decode("utf-8")
     except UnicodeDecodeError as error:
         raise SourceError(f"the header of {path} is not text: {AGAIN}") from error
@@ -47,7 +47,7 @@ def _read_header(path: Path, size: int) -> tuple[int, str]:
 
 def _entry(name: str, value: Any, path: Path, data: tuple[int, int]) -> TensorEntry:
     start, end = data
-    wrong = SourceError(f"the header of {path} describes tensor {shown(name)} wrongly ({shown(value)}): {AGAIN}")
+    wrong = SourceError(f"the header of {path} has an invalid entry for tensor {shown(name)} ({shown(value)}): {AGAIN}")
     if not isinstance(value, dict):
         raise wrong
     kind, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -64,5 +64,5 @@ def _entry(name: str, value: Any, path: Path, data: tuple[int, int]) -> TensorEn
 
 
 def _is_naturals(value: object) -> TypeGuard[list[int]]:
-    """Whether it is a list of whole numbers that a file offset can hold."""
+    """True if the value is a list of integers that a file offset can hold."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)

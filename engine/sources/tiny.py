@@ -1,7 +1,7 @@
-"""`tiny-random`: a small model of the Llama family with seeded weights, for tests and for first runs without a network.
+"""`tiny-random`: a small model of the Llama family with seeded weights, for tests and for trying Shoal offline.
 
-Its bytes are the same on every machine: they come from a hash function, and no floating-point rule takes part that
-could differ. It talks nonsense, always in printable ASCII, and never ends a reply by itself.
+Its bytes are the same on every machine: they come from a hash function, and no floating-point operation that could
+differ is involved. It generates nonsense in printable ASCII and never ends a reply by itself.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from engine.sources.huggingface import open_folder
 NAME = "tiny-random"
 _BLOCKS, _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 8, 64, 192, 4, 2, 16
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_VOCABULARY = 264  # 256 bytes, the special tokens, and room to a multiple of eight
+_VOCABULARY = 264  # 256 bytes and the special tokens, rounded up to a multiple of eight
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _NORMS = ("input_layernorm", "post_attention_layernorm")
-# Uniform weights in plus or minus this power of two; the head's are large, so that greedy choices are clear-cut.
+# Uniform weights in plus or minus this power of two; the head's are larger, so that greedy choices have no near ties.
 _SPREAD, _HEAD_SPREAD = 0.25, 1.0
 
 
 def open_tiny(cache_dir: Path) -> ModelSource:
-    """The tiny random model; written into the cache on first use, and again where it is damaged."""
+    """Open the tiny random model; writes it into the cache on first use, and again if it is damaged."""
     folder = models_dir(cache_dir) / NAME
     files = _files()
     if not _is_whole(folder, files):
@@ -55,7 +55,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
         fresh.mkdir()
         for name, data in files.items():
             write_whole(fresh / name, data)
-        if folder.exists():  # damaged: out of the way, to be removed with the scratch folder
+        if folder.exists():  # damaged: moved into the scratch folder, which is removed
             os.replace(folder, scratch / "damaged")
         publish(fresh, folder)
     if not _is_whole(folder, files):
@@ -109,7 +109,7 @@ def _weights() -> dict[str, np.ndarray]:
         }
     weights = {name: _uniform(name, shape, _SPREAD) for name, shape in shapes.items()}
     head = _uniform("lm_head.weight", (_VOCABULARY, _HIDDEN), _HEAD_SPREAD)
-    head[:0x20] = head[0x7F:] = 0.0  # rows of zeros never win: the best token is printable ASCII
+    head[:0x20] = head[0x7F:] = 0.0  # rows of zeros never win, so the best token is printable ASCII
     norms = [f"model.layers.{i}.{name}.weight" for i in range(_BLOCKS) for name in _NORMS] + ["model.norm.weight"]
     return {**weights, "lm_head.weight": head, **{name: np.ones(_HIDDEN, dtype="<f4") for name in norms}}
 

@@ -1,1 +1,5 @@
-"""Text in, text out: tokenizer, chat templates, sampling."""
+"""The text side of a model: tokenizer, chat template, sampling, and the assembly of a reply.
+
+It turns conversations into token ids, and logits into tokens and text. It does not compute logits (`engine.model` or
+the swarm does) and does not read model files (`engine.sources` supplies the tokenizer and the template).
+"""

@@ -1,8 +1,8 @@
-"""Rendering a conversation with a model's own chat template.
+"""Renders a conversation to a prompt with the model's own chat template.
 
-Templates are programs that come with a model, so they run in jinja2's sandbox, in the dialect that `transformers`
-defines, with bounds on steps, sizes and output. Tokenising what comes out is left to `engine.text.tokenizer` (with
-`add_special=False`: a template writes its own begin marker).
+Templates are untrusted programs that come with a model, so they run in jinja2's sandbox, in the dialect that
+`transformers` defines, with bounds on steps, time, sizes and output. `engine.text.tokenizer` tokenizes the prompt (with
+`add_special=False`, because a template writes its own begin marker).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.errors import EngineError, SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import shown
 
-# A base model has no template: the conversation is then written down as a plain transcript.
+# Used for base models, which have no template: a plain transcript of the conversation.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -37,17 +37,17 @@ _ANOTHER = "choose another model"
 MAX_SECONDS = 5.0
 MAX_STEPS = 2_000_000
 MAX_OUTPUT = 16 << 20
-_MAX_NUMBER = 100_000  # for repetitions, widths and ranges
+_MAX_NUMBER = 100_000  # bound on numeric arguments of string methods and filters, and on bases of powers
 _MAX_TEXT = 16 << 20
 _TEXT_FILTERS = ("format", "replace")
 
 
 class ChatError(EngineError):
-    """A conversation that the model's template does not take; the template's own words say why."""
+    """The model's chat template refuses this conversation or fails on it; the message contains the reason."""
 
 
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled chat template; raises `SourceError` if the model's template does not compile."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         self.is_default = spec.chat_template is None
@@ -65,7 +65,10 @@ class ChatTemplate:
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None, variables: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """The prompt for a conversation; `variables` are the template's own switches (`enable_thinking`, …)."""
+        """Return the prompt for a conversation; `variables` are options of the template (`enable_thinking`, …).
+
+        Raises `ChatError` if the template refuses the conversation or fails, `SourceError` if it exceeds a bound.
+        """
         values = {
             **self._variables, **(variables or {}), "messages": [dict(message) for message in messages],
             "tools": None if tools is None else [dict(tool) for tool in tools], "documents": None,
@@ -77,8 +80,8 @@ class ChatTemplate:
         except _Refused as error:
             raise ChatError(f"the model's chat template refuses this conversation: {error}") from error
         except _Exhausted as error:
-            raise SourceError(f"the model's chat template does not come to an end ({error}): {_ANOTHER}") from error
-        except Exception as error:  # a template can fail in any way that Python code can
+            raise SourceError(f"the model's chat template exceeds a limit ({error}): {_ANOTHER}") from error
+        except Exception as error:  # a template can raise any exception that Python code can
             reason = shown(f"{type(error).__name__}: {error}")
             raise ChatError(
                 f"the model's chat template fails on this conversation ({reason}): check the messages"
@@ -99,11 +102,11 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Exhausted(Exception):
-    """A bound on time, steps or size was reached."""
+    """The template exceeded a bound on time, steps or size."""
 
 
 class _Budget:
-    """Ends a runaway template: counts the lines that it runs, in this thread alone."""
+    """Stops a runaway template: counts the lines that it executes in this thread, and checks the time."""
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
@@ -114,18 +117,18 @@ class _Budget:
         sys.settrace(self._before)
 
     def _on_call(self, frame: Any, event: str, argument: Any) -> Any:
-        # Compiled templates and macros alone are counted; what they call is short.
+        # Only lines of compiled templates and macros are counted; the functions that they call are short.
         return self._on_line if frame.f_code.co_filename == "<template>" else None
 
     def _on_line(self, frame: Any, event: str, argument: Any) -> Any:
         self._steps -= 1
         if self._steps < 0 or (self._steps % 256 == 0 and time.monotonic() > self._deadline):
-            raise _Exhausted("too many steps")
+            raise _Exhausted("too many steps or too much time")
         return self._on_line
 
 
 class _BoundedCode(jinja2.compiler.CodeGenerator):
-    """Compiles `a ~ b` to a joining that is bounded."""
+    """Compiles `a ~ b` to a call of the bounded `_Sandbox.concat`."""
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
         self.write("environment.concat((")
@@ -137,14 +140,14 @@ class _BoundedCode(jinja2.compiler.CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, with bounds on what one operation can build."""
+    """jinja2's sandbox, with bounds on the size of what one operation creates."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
     code_generator_class = _BoundedCode
 
     @staticmethod
     def concat(pieces: Iterable[str]) -> str:
-        """Join the output of a template, a macro or a block."""
+        """Join the output of a template, macro or block; raises `_Exhausted` if it is too long."""
         kept = list(pieces)
         _bound(sum(map(len, kept)))
         return "".join(kept)
@@ -165,7 +168,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """jinja2's safe stand-in for `str.format`, for formats of bounded width."""
+        """Return jinja2's safe replacement for `str.format`, after checking the format's widths."""
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
             _bound_widths(value.__self__)
@@ -182,11 +185,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _bound(size: int) -> None:
     if size > _MAX_TEXT:
-        raise _Exhausted("a value of many millions of items")
+        raise _Exhausted("a value that is too large")
 
 
 def _bound_widths(text: str) -> None:
-    """Refuse a format with a width of six digits or one taken from an argument."""
+    """Raise `_Exhausted` for a format with a width of six digits or a width taken from an argument."""
     if re.search(r"\d{6}|%[^a-zA-Z%]*\*|:[^}]*\{", text):
         raise _Exhausted("a format of huge width")
 
@@ -194,7 +197,7 @@ def _bound_widths(text: str) -> None:
 def _bound_text_call(name: str, text: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in (*args, *options.values())):
         raise _Exhausted("a huge width")
-    if name == "format":  # the filter; the method of a text never gets here
+    if name == "format":  # the filter; `str.format` goes through `wrap_str_format`
         _bound_widths(text)
     if name == "replace" and len(args) > 1:
         _bound(text.count(str(args[0])) * len(str(args[1])))
@@ -203,7 +206,7 @@ def _bound_text_call(name: str, text: str, args: Sequence[Any], options: Mapping
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that refuses huge numbers in its arguments; its own value may be any number."""
+    """Wrap a filter so that huge numbers in its arguments and huge results are refused; its input may be any number."""
     skipped = 2 if hasattr(function, "jinja_pass_arg") else 1
 
     @functools.wraps(function)
@@ -220,7 +223,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _TemplateNamespace(Namespace):
-    """jinja2's namespace, without names that mean something to Python."""
+    """jinja2's namespace, without names that start with an underscore, which may have a meaning in Python."""
 
     def __init__(*args: Any, **options: Any) -> None:
         for name in dict(*args[1:], **options):
@@ -238,7 +241,7 @@ def _refuse_underscore(name: Any) -> None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """The `{% generation %}` block, which marks what a model wrote; here it stands for its content."""
+    """The `{% generation %}` block, which marks the model's output in training; here only its content is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -263,7 +266,7 @@ def _environment() -> jinja2.Environment:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    # jinja2's own filter escapes what HTML would misread, which no model was trained on.
+    # jinja2's own filter escapes characters for HTML, which models were not trained on.
     if isinstance(indent, int) and indent > 64:
         raise _Exhausted("a huge indent")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

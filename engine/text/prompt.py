@@ -1,4 +1,4 @@
-"""A model's text half: conversations to token ids, and replies that end where the model and its context say."""
+"""Combines a model's tokenizer and chat template: turns a conversation into token ids and starts a reply to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ModelText:
-    """The tokenizer and chat template of one model."""
+    """The tokenizer, chat template, end tokens and context length of one model."""
 
     def __init__(self, source: ModelSource) -> None:
         self.tokenizer = Tokenizer(source.tokenizer)
@@ -23,14 +23,17 @@ class ModelText:
         self._end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The token ids of a conversation, ready for the assistant's reply."""
+        """Return the token ids of a conversation, up to where the assistant's reply begins; raises `ChatError`."""
         return self.tokenizer.encode(self._template.render(messages), add_special=False)
 
     def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
-        """A new reply that ends at the context's end at the latest; a prompt that leaves it no room is refused."""
+        """Start a reply that is at most as long as the rest of the context.
+
+        Raises `EngineError` if the prompt is empty or fills the context.
+        """
         room = self._context_length - len(prompt_ids)
         if not prompt_ids:
-            raise EngineError("the prompt is empty: say something")
+            raise EngineError("the prompt is empty: write a message")
         if room < 1:
             raise EngineError(
                 f"the prompt has {len(prompt_ids)} tokens, but the model's context is {self._context_length}: "

@@ -1,6 +1,6 @@
-"""One reply in the making: logits in, tokens and text out, until a reason to stop.
+"""Builds one reply: takes logits, samples tokens, and returns text until a stop condition is met.
 
-Knows nothing of where logits come from, so the local model and the swarm's asker write replies the same way.
+It does not know where the logits come from, so local models and replies over the swarm share it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class ReplySettings:
-    """What the asker wants of a reply."""
+    """Length, sampling and stop strings of a reply; raises `EngineError` for impossible values."""
 
     max_tokens: int = 512
     sampling: Sampling = field(default_factory=Sampling)
@@ -34,7 +34,7 @@ class ReplySettings:
 
 
 class ReplyWriter:
-    """The tokens and the text of one reply so far."""
+    """The tokens of one reply so far, and the text that is held back; `finish_reason` is set once it is finished."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Collection[int]
@@ -44,12 +44,12 @@ class ReplyWriter:
         self._settings = settings
         self.max_tokens = settings.max_tokens
         self._end_ids = frozenset(end_ids)
-        self._held = ""  # text that may turn out to be the beginning of a stop string
+        self._held = ""  # text that may be the beginning of a stop string
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
 
     def choose(self, logits: Tensor) -> str:
-        """Take the logits (vocab,) behind the last token, choose the next one, and return the text it completes."""
+        """Sample the next token from logits (vocab,) of the last position; return the text that can be shown now."""
         assert self.finish_reason is None, "the reply is finished"
         token = sample(logits, self._history, self._settings.sampling, position=len(self._history))
         self._history.append(token)
@@ -57,7 +57,7 @@ class ReplyWriter:
         if token in self._end_ids:
             self.finish_reason = "stop"
             return self._finish()
-        text = self._show(self._stream.push(token))
+        text = self._release(self._stream.push(token))
         if self.finish_reason is None and len(self.token_ids) >= self._settings.max_tokens:
             self.finish_reason = "length"
             text += self._finish()
@@ -65,29 +65,29 @@ class ReplyWriter:
 
     @property
     def last_token(self) -> int:
-        """The token that the next step computes with."""
+        """Last token of the prompt and reply, which is the input of the next step."""
         return self._history[-1]
 
     def _finish(self) -> str:
-        text = self._show(self._stream.flush())
+        text = self._release(self._stream.flush())
         rest, self._held = self._held, ""
         return text + rest
 
-    def _show(self, new: str) -> str:
-        """Pass text on, but for what follows a stop string or might begin one."""
+    def _release(self, new: str) -> str:
+        """Return the text to show: cut before a stop string, and without an end that might begin one."""
         text = self._held + new
         found = [at for stop in self._settings.stop if (at := text.find(stop)) >= 0]
         if found:
             self.finish_reason = "stop"
             self._held = ""
             return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._settings.stop), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+        held_chars = max((_overlap(text, stop) for stop in self._settings.stop), default=0)
+        self._held = text[len(text) - held_chars :]
+        return text[: len(text) - held_chars]
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

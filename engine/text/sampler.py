@@ -1,7 +1,7 @@
-"""Choosing the next token: a pure function of logits, history, settings, seed and position.
+"""Samples the next token: a pure function of logits, history, settings and position.
 
-The random number of a position depends on the seed and the position alone, so a reply that is replayed after a
-failure draws the same numbers.
+The random number for a position depends only on the seed and the position, so a reply that is replayed after a failure
+draws the same numbers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from engine.errors import EngineError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; the defaults are greedy where temperature is 0."""
+    """Sampling settings; temperature 0 is greedy. Raises `EngineError` for values out of range."""
 
     temperature: float = 0.7
-    top_k: int = 0  # 0: all
+    top_k: int = 0  # 0: no limit
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -41,7 +41,7 @@ class Sampling:
 
 
 def sample(logits: Tensor, history: Sequence[int], settings: Sampling, position: int) -> int:
-    """The next token for float logits (vocab,) after the tokens of `history`."""
+    """Return the next token for logits (vocab,) after the tokens of `history`."""
     logits = logits.float()
     if settings.repetition_penalty != 1.0 and history:
         logits = penalised(logits, history, settings.repetition_penalty)
@@ -54,17 +54,17 @@ def sample(logits: Tensor, history: Sequence[int], settings: Sampling, position:
 
 
 def penalised(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
-    """Make every token of the history less likely: positive logits are divided, negative ones multiplied."""
+    """Return logits (vocab,) with each token of `history` less likely: positive ones divided, negative multiplied."""
     seen = torch.tensor(sorted(set(history)), device=logits.device)
     values = logits[seen]
     return logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
 
 
 def kept_count(probabilities: Tensor, settings: Sampling) -> int:
-    """How many of the descending probabilities stay; at least one.
+    """Return how many of the descending probabilities pass all filters; at least one.
 
-    The three filters are each applied to the full distribution: the first k, the smallest head whose mass reaches
-    top_p, and those not below min_p times the best.
+    Each filter is applied to the full distribution: the first top_k, the smallest head whose mass reaches top_p, and
+    those of at least min_p times the highest.
     """
     count = len(probabilities)
     if settings.top_k:
@@ -78,6 +78,6 @@ def kept_count(probabilities: Tensor, settings: Sampling) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on seed and position alone, the same on every machine."""
+    """Return a number in [0, 1) that depends only on seed and position and is the same on every machine."""
     digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / (1 << 53)

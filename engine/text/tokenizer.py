@@ -1,7 +1,7 @@
-"""Text to token ids and back, and back again one token at a time.
+"""Encodes text to token ids, and decodes ids to text, all at once or as a stream.
 
-The rules are the model's own (`tokenizer.json`), run by the `tokenizers` library. The streaming decoder here is exact:
-the pieces that it hands out, joined, are what decoding all the ids at once gives.
+The rules are those of the model's `tokenizer.json`, run by the `tokenizers` library. The streaming decoders here are
+exact: their pieces joined are equal to the text of all ids decoded at once.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from engine.sources.gguf_tokenizer import byte_alphabet
 
 _T = TypeVar("_T")
 _SPACE = "\u2581"
-# A run of byte tokens is held back until it ends, since one bad byte turns all of it into replacement characters; a
-# valid run as long as this is handed out all the same, so that a text written in byte tokens still streams.
+# A run of byte tokens is held back until it ends, since one invalid byte turns the whole run into replacement
+# characters. A valid run of this length is released earlier, so that a text that consists of byte tokens still streams.
 _MAX_RUN = 64
 
 
 class Detokenizer(Protocol):
-    """Turns a stream of token ids into text that never ends in a part of a character."""
+    """Decodes a stream of token ids to text, in pieces of whole characters."""
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; may be empty."""
+        """Add a token and return the text that it completes, which may be empty."""
 
     def flush(self) -> str:
-        """What is still held back at the end; the next push begins a new text."""
+        """Return the text still held back and reset the decoder for a new text."""
 
 
 class Tokenizer:
-    """A model's tokenizer."""
+    """A model's tokenizer; raises `SourceError` if `tokenizer.json` is damaged or cannot be streamed."""
 
     def __init__(self, spec: TokenizerSpec) -> None:
         self._backend = _guarded(lambda: tokenizers.Tokenizer.from_str(spec.tokenizer_json), "the tokenizer is damaged")
-        # A stored tokenizer may ask for padding or truncation, which would silently change a prompt.
+        # `tokenizer.json` may enable padding or truncation, which would silently change a prompt.
         self._backend.no_padding()
         self._backend.no_truncation()
         added = self._backend.get_added_tokens_decoder()
@@ -53,12 +53,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids there are, the added ones included."""
+        """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """The ids of a text; `add_special` puts the begin marker first where the model wants one."""
-        # Half a surrogate pair (JSON can hold one) is no text: it becomes a replacement character.
+        """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
+        # JSON can contain half a surrogate pair, which cannot be encoded: it becomes a replacement character.
         clean = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         encoding = _guarded(
             lambda: self._backend.encode(clean, add_special_tokens=add_special), "this text cannot be encoded"
@@ -69,25 +69,25 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of some ids; unknown ids are left out."""
+        """Return the text of token ids; unknown ids are skipped."""
         known = [index for index in ids if 0 <= index < 1 << 31]
         text: str = _guarded(
-            lambda: self._backend.decode(known, skip_special_tokens=skip_special), "ids cannot be decoded"
+            lambda: self._backend.decode(known, skip_special_tokens=skip_special), "these token ids cannot be decoded"
         )
         return text
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token that is written exactly like this, or None."""
+        """Return the id of the token with exactly this text, or None."""
         index: int | None = self._backend.token_to_id(text)
         return index
 
     def token_text(self, token_id: int) -> str | None:
-        """How the vocabulary writes a token, or None where there is no such id."""
+        """Return a token as the vocabulary spells it, or None if the id is unknown."""
         text: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 31 else None
         return text
 
     def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """A new streaming decoder."""
+        """Return a new streaming decoder."""
         hidden = self.special_ids if skip_special else frozenset()
 
         def spelling(token_id: int) -> str | None:
@@ -96,11 +96,11 @@ class Tokenizer:
         return self._make_stream(spelling)
 
 
-Spelling = Callable[[int], str | None]  # how the vocabulary writes an id; None: it leaves no text
+Spelling = Callable[[int], str | None]  # id -> its spelling in the vocabulary; None: no text
 
 
 class _ByteLevelStream:
-    """For vocabularies that spell every byte as a letter: bytes in, whole characters out."""
+    """Decoder for byte-level BPE vocabularies, which spell each byte as one letter."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
@@ -122,7 +122,7 @@ def _byte_of_letter() -> dict[str, int]:
 
 
 def _bytes_of(token: str) -> bytes:
-    """A token's bytes; one with a letter outside the alphabet (an added token) stands for itself."""
+    """Return a token's bytes; an added token, with letters outside the byte alphabet, is encoded as UTF-8."""
     table = _byte_of_letter()
     try:
         return bytes([table[letter] for letter in token])
@@ -131,12 +131,12 @@ def _bytes_of(token: str) -> bytes:
 
 
 class _SentencePieceStream:
-    """For vocabularies that spell a space as a letter and bytes outside them as <0xNN>."""
+    """Decoder for SentencePiece vocabularies, which spell a space as U+2581 and other bytes as `<0xNN>`."""
 
     def __init__(self, spelling: Spelling, *, byte_fallback: bool, leading: int) -> None:
         self._spelling = spelling
         self._byte_fallback = byte_fallback
-        self._leading = leading  # spaces that are dropped at the very start
+        self._leading = leading  # number of spaces dropped at the start of a text
         self._to_drop = leading
         self._run = bytearray()
 
@@ -146,14 +146,14 @@ class _SentencePieceStream:
             return ""
         byte = _fallback_byte(token) if self._byte_fallback else None
         if byte is None:
-            return self._without_lead(self._end_run() + token.replace(_SPACE, " "))
+            return self._drop_leading(self._end_run() + token.replace(_SPACE, " "))
         self._run.append(byte)
         if len(self._run) >= _MAX_RUN and _is_text(self._run):
-            return self._without_lead(self._end_run())
+            return self._drop_leading(self._end_run())
         return ""
 
     def flush(self) -> str:
-        text = self._without_lead(self._end_run())
+        text = self._drop_leading(self._end_run())
         self._to_drop = self._leading
         return text
 
@@ -161,7 +161,7 @@ class _SentencePieceStream:
         run, self._run = self._run, bytearray()
         return run.decode() if _is_text(run) else "\ufffd" * len(run)
 
-    def _without_lead(self, text: str) -> str:
+    def _drop_leading(self, text: str) -> str:
         while self._to_drop and text:
             if text[0] != " ":
                 self._to_drop = 0
@@ -188,7 +188,7 @@ def _is_text(data: bytearray) -> bool:
 
 
 def _stream_maker(decoder: Any) -> Callable[[Spelling], Detokenizer]:
-    """The streaming twin of the decoder that a `tokenizer.json` names."""
+    """Return a factory of streaming decoders equivalent to the `decoder` entry of a `tokenizer.json`."""
     steps = list(_steps(decoder))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -213,10 +213,10 @@ def _steps(decoder: Any) -> Iterable[dict[str, Any]]:
 
 
 def _guarded(action: Callable[[], _T], problem: str) -> _T:
-    """Run a call into the `tokenizers` library; its errors, and its panics, become ours."""
+    """Call the `tokenizers` library; its errors and its Rust panics become `SourceError`."""
     try:
         return action()
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic in the library does not derive from Exception
+    except BaseException as error:  # a Rust panic does not derive from Exception
         raise SourceError(f"{problem} ({shown(str(error))}): {AGAIN}") from error

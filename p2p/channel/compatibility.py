@@ -1,8 +1,4 @@
-"""Checks, before anything runs, that the installed libp2p still has the inside that this package builds on.
-
-`install_yamux` is the one place where something of libp2p is replaced: its muxer negotiation creates the class bound
-to one module-level name and ignores the one it was given.
-"""
+"""Checks that the installed libp2p still has the internal functions and interfaces that this package builds on."""
 
 from __future__ import annotations
 
@@ -11,13 +7,11 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any, Final
 
-import libp2p.stream_muxer.muxer_multistream as muxer_multistream
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from libp2p.abc import IMuxedConn, IMuxedStream, ISecureConn, ISecureTransport
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.security.noise import messages
-from libp2p.stream_muxer.yamux.yamux import Yamux
 
 from p2p.channel.noise import NoiseTransport
 from p2p.channel.noise_session import NoiseSession
@@ -28,8 +22,6 @@ from p2p.errors import P2PError
 WRITTEN_FOR: Final = "0.8.1"
 
 _SIGNATURES: Final[tuple[tuple[Callable[..., Any], tuple[str, ...]], ...]] = (
-    (Yamux.__init__, ("self", "secured_conn", "peer_id", "is_initiator", "on_close")),
-    (muxer_multistream.MuxerMultistream.new_conn, ("self", "conn", "peer_id")),
     (messages.make_handshake_payload_sig, ("id_privkey", "noise_static_pubkey")),
     (messages.verify_handshake_payload_sig, ("payload", "noise_static_pubkey")),
     (messages.NoiseHandshakePayload.__init__, ("self", "id_pubkey", "id_sig", "extensions")),
@@ -45,11 +37,11 @@ _CLASSES: Final[tuple[tuple[type, type], ...]] = (
 
 
 class IncompatibleLibp2p(P2PError):
-    """The installed libp2p is not one that this version of Shoal can run on."""
+    """This version of Shoal cannot run on the installed libp2p; install the version named in the message."""
 
 
 def changes() -> Iterator[str]:
-    """What of libp2p's inside is not as this package expects it, one line each."""
+    """Yield one line for each difference between libp2p and what this package expects of it."""
     for function, expected in _SIGNATURES:
         found = tuple(inspect.signature(function).parameters)
         if found != expected:
@@ -57,26 +49,16 @@ def changes() -> Iterator[str]:
     for theirs, ours in _CLASSES:
         missing = sorted(getattr(ours, "__abstractmethods__", ()))
         if missing:
-            yield f"{theirs.__name__} now asks for {', '.join(missing)}"
-    if getattr(muxer_multistream, "Yamux", None) not in (Yamux, YamuxConnection):
-        yield "muxer_multistream.Yamux is gone or replaced"
-    elif "Yamux" not in muxer_multistream.MuxerMultistream.new_conn.__code__.co_names:
-        yield "MuxerMultistream.new_conn no longer creates muxer_multistream.Yamux"
+            yield f"{theirs.__name__} now requires {', '.join(missing)}"
     if not hasattr(AESGCM, "decrypt_into"):
-        yield "cryptography has no AESGCM.decrypt_into (it came with 47)"
+        yield "cryptography has no AESGCM.decrypt_into (install version 47 or later)"
 
 
 def check_libp2p() -> None:
-    """Refuse to run on a libp2p whose inside has changed; raises `IncompatibleLibp2p` that says what."""
+    """Raise `IncompatibleLibp2p`, which lists the differences, if libp2p's internals have changed."""
     found = list(changes())
     if found:
         raise IncompatibleLibp2p(
-            f"libp2p {version('libp2p')} is not the one this version was written for ({WRITTEN_FOR}): "
+            f"libp2p {version('libp2p')} is not the version that Shoal needs ({WRITTEN_FOR}): "
             f"{'; '.join(found)}. Install libp2p=={WRITTEN_FOR}."
         )
-
-
-def install_yamux() -> None:
-    """Check libp2p, then let every host of this process use this package's yamux; calling it again changes nothing."""
-    check_libp2p()
-    muxer_multistream.Yamux = YamuxConnection  # type: ignore[assignment, attr-defined]

@@ -1,8 +1,8 @@
-"""multistream-select 1.0.0, bounded: two sides agree on the protocol that follows on a byte stream.
+"""multistream-select 1.0.0 with bounds: two sides agree on the protocol that follows on a byte stream.
 
 Each message is a varint length and a line that ends in a newline. The initiator sends the greeting and its first
-proposal in one write, so that an accepted proposal costs a single round trip. Lines are short and few, whatever the
-peer claims: libp2p's own reader allocates what the length says, before anybody is authenticated.
+proposal in one write, so that an accepted proposal costs a single round trip. The length and number of lines are
+bounded; libp2p's own reader allocates whatever length an unauthenticated peer announces.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_PROPOSALS = 16
 
 
 class NegotiationStream(Protocol):
-    """What negotiation needs of a stream: reads give at most what was asked for, and nothing at the end."""
+    """A stream to negotiate on: `read` returns at most `n` bytes, and b"" at the end."""
 
     async def read(self, n: int | None = None) -> bytes: ...
     async def write(self, data: bytes) -> None: ...
 
 
 async def propose(stream: NegotiationStream, protocols: Sequence[str]) -> str:
-    """Offer `protocols` in turn and return the one that the other side takes; raises `Refused` if it takes none."""
+    """Offer `protocols` in turn and return the one that the peer accepts; raises `Refused` if it accepts none."""
     await _write(stream, _line(GREETING) + _line(protocols[0]))
     await _expect_greeting(stream)
     for index, protocol in enumerate(protocols):
@@ -37,11 +37,11 @@ async def propose(stream: NegotiationStream, protocols: Sequence[str]) -> str:
             return protocol
         if answer != NOT_AVAILABLE:
             raise ProtocolError(f"the peer answered {answer!r} to the proposal of {protocol!r}")
-    raise Refused(f"the peer speaks none of {', '.join(protocols)}; it may run another version")
+    raise Refused(f"the peer supports none of {', '.join(protocols)}; it may run another version")
 
 
 async def choose(stream: NegotiationStream, supported: Container[str]) -> str:
-    """Answer the other side's proposals and return the first one that is supported."""
+    """Answer the peer's proposals and return the first supported one; raises `ProtocolError` after 16 others."""
     await _write(stream, _line(GREETING))
     await _expect_greeting(stream)
     for _ in range(MAX_PROPOSALS):
@@ -50,11 +50,11 @@ async def choose(stream: NegotiationStream, supported: Container[str]) -> str:
             await _write(stream, _line(proposal))
             return proposal
         await _write(stream, _line(NOT_AVAILABLE))
-    raise ProtocolError(f"the peer made {MAX_PROPOSALS} proposals that are not supported here")
+    raise ProtocolError(f"the peer proposed {MAX_PROPOSALS} protocols, none of which this node supports")
 
 
 async def read_exactly(stream: NegotiationStream, count: int) -> bytes:
-    """Exactly `count` bytes; raises `StreamClosed` if the stream ends first."""
+    """Read exactly `count` bytes; raises `StreamClosed` if the stream ends first."""
     parts = bytearray()
     while len(parts) < count:
         chunk = await read_some(stream, count - len(parts))
@@ -65,13 +65,13 @@ async def read_exactly(stream: NegotiationStream, count: int) -> bytes:
 
 
 async def read_some(stream: NegotiationStream, limit: int) -> bytes:
-    """Between one and `limit` bytes, nothing at the end; libp2p's many errors become one."""
+    """Read 1 to `limit` bytes, or b"" at the end; any error of libp2p is raised as `StreamClosed`."""
     try:
         return await stream.read(limit)
     except P2PError:
         raise
     except Exception as error:
-        # Every muxer has its own word for the end of a stream.
+        # Each multiplexer has its own exceptions for a broken stream.
         raise StreamClosed(f"the stream broke while reading ({type(error).__name__})") from error
 
 
@@ -105,7 +105,7 @@ async def _read_line(stream: NegotiationStream) -> str:
     if length >= 128:
         length = (length & 127) | (await read_exactly(stream, 1))[0] << 7
     if not 0 < length <= MAX_LINE_BYTES:
-        raise ProtocolError(f"the peer announced a line of {length} bytes; at most {MAX_LINE_BYTES} are read")
+        raise ProtocolError(f"the peer announced a line of {length} bytes; at most {MAX_LINE_BYTES} are allowed")
     line = await read_exactly(stream, length)
     if line[-1:] != b"\n":
         raise ProtocolError("the peer's line does not end in a newline")

@@ -1,18 +1,19 @@
-"""The Noise handshake of libp2p and Shoal's two variants of it; leaves the records to `noise_session`.
+"""Secures connections with libp2p's Noise handshake or one of Shoal's two variants of it.
 
-All three are `XX` over 25519 and SHA-256, messages framed by a two-byte length, with libp2p's signed payload in the
-second and third message, so that each side proves its peer id:
+The messages are in `noise_handshake`, the encrypted connection after it in `noise_session`. All three variants are `XX`
+over 25519 and SHA-256, with messages framed by a two-byte length, and libp2p's signed payload in the second and third
+message, by which each side proves its peer id:
 
-| protocol id | Noise name | spoken by |
+| protocol id | Noise name | used by |
 |---|---|---|
 | `/noise` | `Noise_XX_25519_ChaChaPoly_SHA256` | every libp2p implementation |
-| `/shoal/1/noise-aesgcm` | `Noise_XX_25519_AESGCM_SHA256` | Shoal nodes among themselves: twice as fast |
-| `/shoal/1/noise-psk` | `Noise_XXpsk3_25519_AESGCM_SHA256` | members of a private swarm, and nothing else |
+| `/shoal/1/noise-aesgcm` | `Noise_XX_25519_AESGCM_SHA256` | two Shoal nodes: twice as fast |
+| `/shoal/1/noise-psk` | `Noise_XXpsk3_25519_AESGCM_SHA256` | members of a private swarm, who use no other |
 
-`psk3` mixes the swarm's secret into the third message. The responder then answers with one empty record, which only a
-holder of the same secret can open or seal: so both sides know at once, by name, whether their secrets are the same. A
-responder that could not open the third message sends sixteen zero bytes in its place and hangs up. A node without a
-secret takes part with a random one, so that it is told so too, rather than that no protocol is shared.
+`psk3` mixes the swarm's secret into the third message. The responder then sends one empty record, which only a holder
+of the same secret can seal or open, so that both sides know whether their secrets are the same. A responder that cannot
+open the third message sends sixteen zero bytes instead and disconnects. A node without a secret offers this variant
+with a random secret, so that a member that dials it fails with `WrongSecret` and not for lack of a shared protocol.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ OnFailure = Callable[[HandshakeError], None]
 
 
 class _Failed(HandshakeError, HandshakeFailure):
-    """`HandshakeError` in a form that libp2p's upgrader knows to handle."""
+    """`HandshakeError` as a type that libp2p's upgrader handles."""
 
 
 class _WrongSecret(WrongSecret, HandshakeFailure):
-    """`WrongSecret` in a form that libp2p's upgrader knows to handle."""
+    """`WrongSecret` as a type that libp2p's upgrader handles."""
 
 
 def security_options(
     keypair: KeyPair, *, secret: bytes | None, on_failure: OnFailure | None = None
 ) -> Mapping[TProtocol, ISecureTransport]:
-    """What to pass to `libp2p.new_host` as `sec_opt`, most preferred first.
+    """Return the handshakes to offer, most preferred first, in the form of `libp2p.new_host`'s `sec_opt`.
 
-    With a `secret` the node speaks the private handshake and nothing else. `on_failure` hears of every handshake that
-    failed, inbound ones too, which libp2p tells nobody about.
+    With a `secret` only the private handshake is offered. `on_failure` is called for every handshake that fails, also
+    for inbound ones, which libp2p does not report. Raises `ValueError` for a secret below 16 bytes.
     """
     if secret is not None and len(secret) < MIN_SECRET_BYTES:
-        raise ValueError(f"a swarm's secret has at least {MIN_SECRET_BYTES} bytes, not {len(secret)}")
+        raise ValueError(f"a swarm's secret needs at least {MIN_SECRET_BYTES} bytes, this one has {len(secret)}")
     noise_key = create_new_key_pair().private_key
     psk = hashlib.sha256(b"shoal/1/noise-psk\0" + secret).digest() if secret is not None else os.urandom(32)
     private = NoiseTransport(keypair, noise_key, b"Noise_XXpsk3_25519_AESGCM_SHA256", psk=psk, on_failure=on_failure)
@@ -78,10 +79,14 @@ def security_options(
 
 
 def handshake_error(error: BaseException | None) -> HandshakeError | None:
-    """The handshake's own error under what libp2p wrapped around it, if that is what went wrong."""
+    """Return the `HandshakeError` among the causes of a libp2p error, or None if there is none."""
     while error is not None and not isinstance(error, HandshakeError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _caller(address: tuple[str, int] | None) -> str:
+    return "an unknown peer" if address is None else f"the peer at {address[0]} port {address[1]}"
 
 
 class NoiseTransport(ISecureTransport):
@@ -106,21 +111,21 @@ class NoiseTransport(ISecureTransport):
         self._payload = NoiseHandshakePayload(keypair.public_key, signature).serialize()
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
-        """Answer a handshake."""
+        """Run the handshake with a peer that dialled; raises `HandshakeError`."""
         return await self._secure(conn, None)
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        """Begin a handshake with `peer_id`."""
+        """Run the handshake with `peer_id`, which this node dialled; raises `HandshakeError`."""
         return await self._secure(conn, peer_id)
 
     async def _secure(self, conn: IRawConnection, expected: ID | None) -> NoiseSession:
-        whom = str(expected) if expected is not None else f"a peer at {conn.get_remote_address()}"
+        whom = str(expected) if expected is not None else _caller(conn.get_remote_address())
         try:
             with trio.fail_after(HANDSHAKE_DEADLINE_S):
                 return await self._shake_hands(SocketPipe(conn), expected)
         except WrongSecret as error:
             failure: _Failed | _WrongSecret = _WrongSecret(
-                f"{whom} holds another secret, or none: this needs an invite from a member of the same private swarm"
+                f"{whom} has another swarm secret, or none; ask a member of the private swarm for an invite"
             )
             cause: Exception = error
         except (trio.TooSlowError, ConnectionClosedError, ProtocolError, HandshakeError) as error:

@@ -1,4 +1,7 @@
-"""One Noise `XX` handshake over a pipe: three messages (four with a shared secret), each bounded before it is read."""
+"""One Noise `XX` handshake over a pipe: three messages (four with a shared secret), each at most 8 KiB.
+
+`noise` chooses the variant and translates errors; `noise_records` encrypts the connection afterwards.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,26 @@ from p2p.channel.noise_records import TAG_BYTES, Opener, Sealer
 from p2p.channel.pipe import SocketPipe
 from p2p.errors import HandshakeError, ProtocolError, WrongSecret
 
-MAX_MESSAGE_BYTES: Final = 8 << 10  # what other implementations add to an identity takes up to 1 KiB
+MAX_MESSAGE_BYTES: Final = 8 << 10  # identity and the extensions of other implementations take up to 1 KiB
 _LENGTH_BYTES: Final = 2
-_REFUSAL: Final = bytes(TAG_BYTES)  # in place of the confirming record: opens under no key
-# libp2p's message around an Ed25519 public key: its type, then 32 bytes.
+_REFUSAL: Final = bytes(TAG_BYTES)  # sent in place of the confirming record; no key opens it
+# libp2p's protobuf message of an Ed25519 public key: the key type, then 32 bytes.
 _ED25519_PREFIX: Final = bytes.fromhex("08011220")
 _ED25519_BYTES: Final = len(_ED25519_PREFIX) + 32
 
 
 class Handshake:
-    """The messages of one handshake and what they prove; one use each."""
+    """One handshake; call `initiate` or `respond` once, then `ciphers`.
+
+    After it, `remote_peer` and `remote_key` are the proven identity of the peer, and `early` holds bytes that the peer
+    sent after its last handshake message.
+    """
 
     def __init__(self, pipe: SocketPipe, noise_name: bytes, noise_key: PrivateKey, psk: bytes | None) -> None:
         self._pipe = pipe
         self._psk = psk
-        self.early = b""  # what arrived after the last message
-        # `noiseprotocol` is untyped; nothing of it leaves this class.
+        self.early = b""
+        # `noiseprotocol` is untyped; its objects stay inside this class.
         self._noise: Any = NoiseConnection.from_name(noise_name)
         self._noise.set_keypair_from_private_bytes(Keypair.STATIC, noise_key.to_bytes())
         if psk is not None:
@@ -40,20 +47,23 @@ class Handshake:
         self.remote_peer: ID | None = None
 
     async def initiate(self, payload: bytes, expected: ID) -> None:
-        """Shake hands as the dialling side; our identity is told only to the peer that was dialled."""
+        """Run the handshake as the dialling side; sends this node's identity only to the peer that was dialled.
+
+        Raises `HandshakeError` or `WrongSecret` if it fails, `ProtocolError` if a message is too long.
+        """
         self._noise.set_as_initiator()
         self._start()
         await self._send(self._seal(b""))
         remote_payload = self._open(await self._receive())
         self._identify(remote_payload)
         if self.remote_peer != expected:
-            raise HandshakeError(f"it is {self.remote_peer}, not the peer that was dialled")
+            raise HandshakeError(f"{self.remote_peer} answered instead of the peer that was dialled")
         await self._send(self._seal(payload))
         if self._psk is not None:
             await self._await_confirmation()
 
     async def respond(self, payload: bytes) -> None:
-        """Shake hands as the dialled side."""
+        """Run the handshake as the dialled side; raises the same errors as `initiate`."""
         self._noise.set_as_responder()
         self._start()
         self._open(await self._receive())
@@ -67,36 +77,36 @@ class Handshake:
         await self._send(self._noise.encrypt(b""))
 
     def ciphers(self) -> tuple[Sealer, Opener]:
-        """The two directions' ciphers, once the handshake is done."""
+        """Return the ciphers of both directions; only after the handshake."""
         protocol = self._noise.noise_protocol
         sealing, opening = protocol.cipher_state_encrypt, protocol.cipher_state_decrypt
         return Sealer(sealing.cipher.cipher, sealing.n), Opener(opening.cipher.cipher, opening.n)
 
     def _start(self) -> None:
         self._noise.start_handshake()
-        self._state = self._noise.noise_protocol.handshake_state  # forgotten by the library when it is done
+        self._state = self._noise.noise_protocol.handshake_state  # the library drops it at the end
 
     def _seal(self, payload: bytes) -> bytes:
         try:
             return bytes(self._noise.write_message(payload))
-        except Exception as error:  # a peer's key that no shared secret can be computed with
+        except Exception as error:  # no shared secret can be computed with the peer's key
             raise HandshakeError(f"it sent an unusable key ({type(error).__name__})") from error
 
     def _open(self, message: bytes) -> bytes:
         try:
             return bytes(self._noise.read_message(message))
         except Exception as error:  # the library raises whatever its cipher or key parser raises
-            raise HandshakeError(f"it sent a message that is not Noise's ({type(error).__name__})") from error
+            raise HandshakeError(f"it sent an invalid Noise message ({type(error).__name__})") from error
 
     async def _open_with_secret(self, message: bytes) -> bytes:
-        """Open the third message; a static key that opens before a payload that does not means another secret."""
+        """Open the third message; raises `WrongSecret` if its static key opens and its payload does not."""
         try:
             return bytes(self._noise.read_message(message))
         except Exception as error:
             await self._send(_REFUSAL)
             if self._static_key() is not None:
                 raise WrongSecret from error
-            raise HandshakeError("it sent a third message that is not Noise's") from error
+            raise HandshakeError("it sent an invalid third Noise message") from error
 
     async def _await_confirmation(self) -> None:
         record = await self._receive()
@@ -106,21 +116,21 @@ class Handshake:
             raise WrongSecret from error
 
     def _identify(self, payload: bytes) -> None:
-        """Check that the peer's identity signed its Noise key."""
+        """Set the peer's identity, once it is proven that it signed the Noise key."""
         static = self._static_key()
         if static is None:
             raise HandshakeError("it sent no Noise key")
         try:
             identity = noise_pb2.NoiseHandshakePayload.FromString(payload).identity_key
-            # Before libp2p looks at it: an "RSA key" of a few kilobytes can keep its parser busy for a quarter minute.
+            # Before libp2p parses it: an "RSA key" of a few kilobytes can occupy its parser for 15 seconds.
             if len(identity) != _ED25519_BYTES or not identity.startswith(_ED25519_PREFIX):
-                raise HandshakeError("its identity is no Ed25519 key")
+                raise HandshakeError("its identity is not an Ed25519 key")
             parsed = NoiseHandshakePayload.deserialize(payload)
             signed = verify_handshake_payload_sig(parsed, static)
             remote_peer = ID.from_pubkey(parsed.id_pubkey)
         except HandshakeError:
             raise
-        except Exception as error:  # protobuf and key parsers raise many kinds
+        except Exception as error:  # protobuf and key parsers raise many types
             raise HandshakeError("its identity cannot be read") from error
         if not signed:
             raise HandshakeError("its identity did not sign its Noise key")

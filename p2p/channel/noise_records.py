@@ -1,7 +1,7 @@
-"""Noise transport records, without I/O: plaintext in, sealed bytes out, and back.
+"""Encrypts and decrypts Noise transport records, without I/O.
 
-A record is a two-byte big-endian length and that many bytes: ciphertext and a 16-byte tag. The nonce is the record's
-number in its direction, in the byte order that Noise gives each cipher.
+A record is a two-byte big-endian length and that many bytes: ciphertext and a 16-byte tag. The nonce is the number of
+the record in its direction, in the byte order that Noise prescribes for the cipher.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Sealer:
-    """Seals everything one side sends."""
+    """Encrypts what this side sends."""
 
     __slots__ = ("_aead", "_big_endian", "_number")
 
@@ -35,13 +35,13 @@ class Sealer:
         self._number = number
 
     def seal(self, parts: Sequence[Buffer]) -> bytearray:
-        """Cut the concatenation of `parts` into records, all in one buffer."""
+        """Encrypt the concatenation of `parts`; returns the records, one after another, in one buffer."""
         size = 0
         for part in parts:
             size += part.nbytes if isinstance(part, memoryview) else len(part)
         sealed = bytearray(size + _OVERHEAD * -(-size // MAX_PLAIN_BYTES))
         out, at = memoryview(sealed), 0
-        # Most are small and urgent; of large ones only what lies across several parts is copied.
+        # Most writes are small and fit one record. Of larger ones only records that span several parts are copied.
         for plain in _cut(parts) if size > MAX_PLAIN_BYTES else (b"".join(parts),) if size else ():
             end = at + len(plain) + _OVERHEAD
             out[at : at + _LENGTH_BYTES] = (len(plain) + TAG_BYTES).to_bytes(_LENGTH_BYTES, "big")
@@ -53,7 +53,7 @@ class Sealer:
 
 
 class Opener:
-    """Opens everything the other side sends; keeps less than one record between calls."""
+    """Decrypts what the peer sends; keeps less than one record between calls."""
 
     __slots__ = ("_aead", "_big_endian", "_number", "_partial", "_plain")
 
@@ -65,9 +65,9 @@ class Opener:
         self._plain = bytearray(MAX_RECORD_BYTES)
 
     def feed(self, data: bytes) -> memoryview:
-        """The plaintext of all records that `data` completes; valid until the next call.
+        """Return the plaintext of all records that `data` completes; it is valid until the next call.
 
-        Raises `ProtocolError` at a record that is too short or not sealed by the peer.
+        Raises `ProtocolError` at a record that is too short or was not encrypted by the peer.
         """
         sealed = memoryview(data)
         needed = len(self._partial) + len(sealed)
@@ -87,11 +87,11 @@ class Opener:
         return out[:size]
 
     def forget(self) -> None:
-        """Give the buffers back: nothing more will come."""
+        """Free the buffers; the connection has ended."""
         self._partial, self._plain = bytearray(), bytearray()
 
     def _complete(self, sealed: memoryview) -> int:
-        """Move what the partial record lacks out of `sealed`; returns how many bytes that took."""
+        """Append to the partial record the bytes that it lacks; returns how many bytes of `sealed` that took."""
         partial, offset = self._partial, 0
         if len(partial) < _LENGTH_BYTES:
             offset = _LENGTH_BYTES - len(partial)
@@ -103,7 +103,10 @@ class Opener:
         return min(stop, len(sealed))
 
     def _open_all(self, sealed: memoryview, out: memoryview, size: int) -> tuple[int, int]:
-        """Open the whole records at the front of `sealed`; returns the bytes used and the end of the plaintext."""
+        """Decrypt the complete records at the front of `sealed` into `out` from offset `size` on.
+
+        Returns the number of bytes used and the end of the plaintext in `out`.
+        """
         at, end = 0, len(sealed)
         while end - at >= _LENGTH_BYTES:
             length = sealed[at] << 8 | sealed[at + 1]
@@ -111,20 +114,20 @@ class Opener:
             if stop > end:
                 break
             if length < TAG_BYTES:
-                raise ProtocolError(f"a Noise record of {length} bytes; the shortest has {TAG_BYTES}")
+                raise ProtocolError(f"sent a Noise record of {length} bytes; the shortest has {TAG_BYTES}")
             plain_end = size + length - TAG_BYTES
             nonce = _nonce(self._number, self._big_endian)
             try:
                 self._aead.decrypt_into(nonce, sealed[start:stop], None, out[size:plain_end])
             except InvalidTag as error:
-                raise ProtocolError("a Noise record that the peer did not seal, or that was changed") from error
+                raise ProtocolError("sent a Noise record that is forged or damaged") from error
             self._number += 1
             at, size = stop, plain_end
         return at, size
 
 
 def _cut(parts: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The concatenation of `parts` in the lengths of full records."""
+    """Yield the concatenation of `parts` in pieces of `MAX_PLAIN_BYTES`, the last one shorter."""
     held: list[Buffer] = []
     room = MAX_PLAIN_BYTES
     for part in parts:

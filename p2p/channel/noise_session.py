@@ -1,7 +1,7 @@
-"""A Noise session after its handshake: an `ISecureConn` that reads ahead and seals a whole write in one buffer.
+"""The encrypted connection after a Noise handshake: an `ISecureConn` that encrypts each write in one buffer.
 
-It serves libp2p's own negotiation (`read`, `write`) and then the multiplexer, which takes plaintext as it comes
-(`receive`) and hands over batches (`send_now`, `flush`).
+The negotiation of the multiplexer uses `read` and `write`; the multiplexer itself uses `receive`, which returns
+plaintext as it arrives, and sends batches with `send_now` and `flush`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_READ_BYTES: Final = 256 << 10
 
 @dataclass(frozen=True)
 class Secured:
-    """What a handshake leaves behind: who is who, the two ciphers, and bytes that came early."""
+    """Result of a handshake: both identities, both ciphers, and bytes that arrived after the last message."""
 
     local_peer: ID
     local_key: PrivateKey
@@ -39,7 +39,7 @@ class Secured:
 
 
 class NoiseSession(BaseSession):
-    """The secured connection to one peer; one task reads, one task at a time writes."""
+    """The encrypted connection to one peer; one task may read and one may write at a time."""
 
     def __init__(self, pipe: SocketPipe, secured: Secured) -> None:
         super().__init__(
@@ -53,13 +53,13 @@ class NoiseSession(BaseSession):
         self._sealer = secured.sealer
         self._opener = secured.opener
         self._early = secured.early
-        self._plain = b""  # opened, not yet read by `read`
+        self._plain = b""  # decrypted, not yet returned by `read`
         self._unsent: memoryview = memoryview(b"")
         self._read_bytes = _MIN_READ_BYTES
         self._broken = False
 
     async def receive(self) -> memoryview | bytes:
-        """The next plaintext, valid until the next call; raises `ConnectionClosedError`, or `ProtocolError`."""
+        """Return the next plaintext, valid until the next call; raises `ConnectionClosedError` or `ProtocolError`."""
         if self._plain:
             plain, self._plain = self._plain, b""
             return plain
@@ -68,7 +68,7 @@ class NoiseSession(BaseSession):
                 sealed, self._early = self._early, b""
             else:
                 sealed = await self.pipe.receive(self._read_bytes)
-                # Small buffers keep small messages quick, large ones keep a bulk transfer in few system calls.
+                # Small reads are fast for small messages; large reads save system calls in bulk transfers.
                 if len(sealed) == self._read_bytes:
                     self._read_bytes = min(2 * self._read_bytes, _MAX_READ_BYTES)
                 elif len(sealed) < self._read_bytes // 4:
@@ -78,7 +78,7 @@ class NoiseSession(BaseSession):
                 return plaintext
 
     async def read(self, n: int | None = None) -> bytes:
-        """Exactly `n` bytes, fewer only at the end, or whatever is there first."""
+        """Return exactly `n` bytes, fewer only at the end of the connection; any number if `n` is None."""
         if n == 0:
             return b""
         while not self._plain or (n is not None and len(self._plain) < n):
@@ -97,26 +97,26 @@ class NoiseSession(BaseSession):
         return taken
 
     async def write(self, data: Buffer) -> None:
-        """Seal and send `data`; where this is cancelled half-way the session refuses all further writes."""
+        """Encrypt and send `data`; if this is cancelled half-way, all further writes raise an error."""
         self.send_now([data])
         await self.flush()
 
     @property
     def has_unsent(self) -> bool:
-        """Whether `send_now` left something to `flush`."""
+        """True if `send_now` left bytes to `flush`."""
         return bool(self._unsent)
 
     def send_now(self, parts: Sequence[Buffer]) -> bool:
-        """Seal `parts` and give the kernel what it takes at once; whether that was all (else `flush` the rest)."""
+        """Encrypt `parts` and give the kernel what it accepts; True if that was all, else `flush` the rest."""
         if self._broken:
-            raise ConnectionClosedError("an earlier write was cut short")
+            raise ConnectionClosedError("an earlier write was cancelled half-way")
         assert not self._unsent, "flush before sending more"
         sealed = self._sealer.seal(parts)
         self._unsent = memoryview(sealed)[self.pipe.send_now(sealed) :]
         return not self._unsent
 
     async def flush(self) -> None:
-        """Send what `send_now` left over."""
+        """Send the bytes that `send_now` left."""
         if not self._unsent:
             return
         self._broken = True
@@ -130,13 +130,13 @@ class NoiseSession(BaseSession):
         await self.pipe.close()
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """The peer's IP address and port, where the connection has them."""
+        """The peer's IP address and port, or None if the connection has none."""
         return self.pipe.raw.get_remote_address()
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        """The addresses this connection really uses."""
+        """The multiaddrs that this connection uses."""
         return self.pipe.raw.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
+        """The kind of connection: direct or relayed."""
         return self.pipe.raw.get_connection_type()

@@ -1,7 +1,7 @@
-"""The raw bytes under a secure session: a TCP socket where there is one, any libp2p raw connection otherwise.
+"""Raw bytes under a Noise session: over the TCP socket if there is one, else over any libp2p raw connection.
 
-A relayed connection is a stream of another connection and has no socket of its own; everything works there too, only
-without the short cut of sending at once from the writing task.
+A relayed connection is a stream of another connection and has no socket of its own. It works the same, except that
+bytes cannot be given to the kernel directly from the calling task (`send_now`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 
-# More unsent bytes than this in the kernel would only delay what is more urgent; fewer would leave a fast link idle.
+# Bound on unsent bytes in the kernel: more would delay urgent frames behind them, fewer would leave a fast link idle.
 _UNSENT_BYTES: Final = 128 << 10
 _LOST = (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError, BaseLibp2pError)
 
 
 def tcp_socket(raw: IRawConnection) -> trio.socket.SocketType | None:
-    """The TCP socket under a raw connection, if it has one of its own."""
+    """Return the TCP socket under a raw connection, or None if it has none of its own."""
     stream = raw.stream if isinstance(raw, RawConnection) else None
     if isinstance(stream, TrioTCPStream) and isinstance(stream.stream, trio.SocketStream):
         return stream.stream.socket
@@ -32,7 +32,10 @@ def tcp_socket(raw: IRawConnection) -> trio.socket.SocketType | None:
 
 
 class SocketPipe:
-    """Reads and writes raw bytes; one reader and one writer at a time. Losing the connection is one kind of error."""
+    """Reads and writes raw bytes; one reader and one writer at a time.
+
+    Every way to lose the connection raises `ConnectionClosedError`.
+    """
 
     def __init__(self, raw: IRawConnection) -> None:
         self.raw = raw
@@ -50,7 +53,7 @@ class SocketPipe:
                 self._poll.register(self._direct.fileno(), select.POLLOUT)
 
     async def receive(self, limit: int) -> bytes:
-        """Up to `limit` bytes; raises `ConnectionClosedError` at the end."""
+        """Return 1 to `limit` bytes; raises `ConnectionClosedError` at the end."""
         try:
             data = await (self.socket.recv(limit) if self.socket is not None else self.raw.read(limit))
         except _LOST as error:
@@ -61,15 +64,15 @@ class SocketPipe:
 
     @property
     def can_send_now(self) -> bool:
-        """Whether `send_now` may get anywhere at all on this kind of connection."""
+        """True if `send_now` works on this kind of connection."""
         return self._direct is not None
 
     def has_room(self) -> bool:
-        """Whether the kernel holds few enough unsent bytes that more of them would not wait in line."""
+        """True if the kernel holds few unsent bytes, so that more of them would be sent soon."""
         return self._poll is None or bool(self._poll.poll(0))
 
     def send_now(self, data: bytes | bytearray | memoryview) -> int:
-        """Give the kernel what it takes without waiting; returns how many bytes that was."""
+        """Give the kernel as many bytes as it accepts without waiting; returns how many it accepted."""
         if self._direct is None:
             return 0
         try:
@@ -80,7 +83,7 @@ class SocketPipe:
             raise ConnectionClosedError(f"the connection was lost: {error}") from error
 
     async def wait_room(self) -> None:
-        """Wait until the kernel has room; returns at once where there is no socket to ask."""
+        """Wait until the kernel has room; returns at once if there is no socket."""
         if self._direct is None:
             return
         descriptor = self._direct.fileno()
@@ -105,11 +108,11 @@ class SocketPipe:
             view = view[self.send_now(view) :]
 
     async def close(self) -> None:
-        """Close the connection; never waits for the peer."""
+        """Close the connection without waiting for the peer."""
         with contextlib.suppress(*_LOST):
             await self.raw.close()
 
     def abort(self) -> None:
-        """Cut the connection from outside, at once; whoever waits on it is told that it is lost."""
+        """Close the socket at once, from any task; tasks that wait on it get `ConnectionClosedError`."""
         if self.socket is not None:
             self.socket.close()

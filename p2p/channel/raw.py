@@ -1,7 +1,7 @@
-"""The bytes under a secure channel: a TCP socket or a relayed stream, in the shape libp2p's handshake reads.
+"""Wraps a TCP socket or a relayed stream as libp2p's `RawConnection`, which the handshake runs on.
 
-Two things differ from libp2p's own wrapper: the remote address is known for IPv6 too (a deny list is blind without
-it), and writing to a socket that was closed here is an error, not silence.
+Two things differ from libp2p's own wrapper: the remote address is known for IPv6 too (the deny list needs it), and
+writing to a socket that this side has closed raises an error instead of doing nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from p2p.addresses import Address
 
 
 class SocketBytes(TrioTCPStream):
-    """A TCP socket for libp2p."""
+    """A TCP socket as libp2p's byte stream."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
@@ -33,15 +33,15 @@ class SocketBytes(TrioTCPStream):
                 raise ConnectionClosedError(f"the connection is gone: {error}", transport="tcp") from error
 
     def abort(self) -> None:
-        """Close the socket at once, waking everybody who waits on it."""
+        """Close the socket at once; tasks that wait on it get an error."""
         sockopts.abort(self.stream.socket)
 
 
 def raw_connection(stream: trio.SocketStream, *, initiator: bool) -> RawConnection:
-    """A TCP socket as libp2p's handshake wants it."""
+    """Wrap a TCP socket as a `RawConnection`; `initiator` is True on the side that dialled."""
     return RawConnection(SocketBytes(stream), initiator)
 
 
 def relayed_connection(stream: object, *, initiator: bool, circuit: Address) -> RawConnection:
-    """A stream through a relay as libp2p's handshake wants it."""
+    """Wrap a stream through a relay as a `RawConnection`; `circuit` is the address that it uses."""
     return RawConnection(stream, initiator, ConnectionType.RELAYED, [Multiaddr(str(circuit))])  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""From raw bytes to a secured and multiplexed connection: which protocols are offered, and in which order.
+"""Upgrades a raw connection to a secured and multiplexed one: offers the protocols and negotiates them.
 
-Security and multiplexer are libp2p's interfaces, negotiated with our own bounded multistream-select. A private swarm
-offers its own handshake and nothing else.
+Security and multiplexer implement libp2p's interfaces and are negotiated by the bounded `p2p.channel.multistream`. A
+node of a private swarm offers only the private handshake.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ Muxer = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Channel:
-    """The protocols of one node's connections, by the names they are negotiated under."""
+    """The security protocols and multiplexers that a node offers, by protocol id, most preferred first."""
 
     security: Mapping[str, Any]
     muxers: Mapping[str, Muxer]
 
     async def secure(self, raw: RawConnection, expected_peer: str | None) -> tuple[Any, str]:
-        """Authenticate both sides; returns the secured connection and the peer's id."""
+        """Authenticate both sides; returns the secured connection and the peer's id.
+
+        Raises `HandshakeError` if that fails or another peer answers, `P2PError` if no protocol is shared.
+        """
         try:
             name = await self._negotiate(raw, self.security, raw.is_initiator)
             if raw.is_initiator:
@@ -44,7 +47,7 @@ class Channel:
             else:
                 secured = await self.security[name].secure_inbound(raw)
         except StreamClosed as error:
-            raise HandshakeError(f"{expected_peer or 'an unknown peer'} vanished in the handshake") from error
+            raise HandshakeError(f"{expected_peer or 'an unknown peer'} disconnected during the handshake") from error
         except P2PError:
             raise
         except Exception as error:
@@ -52,13 +55,13 @@ class Channel:
             raise HandshakeError(f"the handshake with {who} failed: {error!r}") from error
         peer = str(secured.get_remote_peer())
         if expected_peer not in (None, peer):
-            raise HandshakeError(f"{expected_peer} was expected there, {peer} answered; the address is out of date")
+            raise HandshakeError(f"dialled {expected_peer}, but {peer} answered; the address is out of date")
         return secured, peer
 
     async def multiplex(self, secured: Any, peer: str) -> Any:
-        """Put a multiplexer on a secured connection."""
+        """Negotiate a multiplexer and create it over a secured connection."""
         name = await self._negotiate(secured, self.muxers, secured.is_initiator)
-        return self.muxers[name](secured, ID.from_base58(peer), is_initiator=secured.is_initiator, on_close=_nothing)
+        return self.muxers[name](secured, ID.from_base58(peer), is_initiator=secured.is_initiator, on_close=_ignore)
 
     @staticmethod
     async def _negotiate(stream: Any, offers: Mapping[str, Any], initiator: bool) -> str:
@@ -68,16 +71,16 @@ class Channel:
 
 
 def libp2p_keys(identity: Identity) -> KeyPair:
-    """A node's key pair in libp2p's form."""
+    """Return a node's key pair as a libp2p object."""
     return create_new_key_pair(identity.seed)
 
 
 def channel_of(identity: Identity, *, secret: bytes | None = None, on_failure: OnFailure | None = None) -> Channel:
-    """This node's channel: Noise and yamux, or the private handshake alone where there is a secret."""
+    """Return a node's channel: Noise and yamux; with a `secret` only the private handshake, and yamux."""
     offers = security_options(libp2p_keys(identity), secret=secret, on_failure=on_failure)
     muxer = partial(YamuxConnection, unread=UnreadBytes())
     return Channel({str(name): transport for name, transport in offers.items()}, {str(YAMUX): muxer})
 
 
-async def _nothing() -> None:
+async def _ignore() -> None:
     return None

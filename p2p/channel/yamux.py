@@ -1,10 +1,10 @@
-"""A yamux connection (wire format: `yamux_wire`) over a Noise session, as libp2p's `IMuxedConn`.
+"""A yamux connection over a Noise session, as libp2p's `IMuxedConn`; the wire format is in `yamux_wire`.
 
-Two tasks: one reads and never waits for anything but the network, one writes. Whatever is to be sent goes through one
-bounded outbox; where the writer is idle and the kernel has room, the task that wants to send does so itself.
+Two tasks: one reads and waits for nothing but the network, one writes. Everything to be sent goes through one bounded
+queue; while the writer is idle and the kernel has room, the task that wants to send does so itself.
 
-What a peer can make us hold: its streams' windows (at most 64 MiB in all), 48 KiB of answers, one batch being sent.
-A peer that breaks a window, floods, or talks nonsense loses the connection, never more.
+A peer can make this node hold: its streams' windows (at most 64 MiB in all), 48 KiB of replies to its control frames,
+and one batch being sent. A peer that exceeds a window, floods, or sends invalid frames loses the connection.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from p2p.errors import ProtocolError
 from p2p.rate_limit import FloodGuard, LogLimit
 
 logger = logging.getLogger("shoal.p2p.yamux")
-logger.addFilter(LogLimit())  # peers can bring these lines about
+logger.addFilter(LogLimit())  # peers can cause these lines
 
 ACCEPT_BACKLOG: Final = 64
 _FRAMES_PER_TURN: Final = 256  # frames handled before other tasks get a turn
@@ -56,7 +56,7 @@ _MAX_CREDIT: Final = (1 << 32) - 1
 
 
 class YamuxConnection(IMuxedConn):
-    """All streams to one peer."""
+    """The multiplexed connection to one peer, with all its streams."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class YamuxConnection(IMuxedConn):
         unread: UnreadBytes | None = None,
     ) -> None:
         if not isinstance(secured_conn, NoiseSession):
-            raise TypeError(f"yamux runs over this package's Noise session, not over {type(secured_conn).__name__}")
+            raise TypeError(f"yamux needs a NoiseSession of this package, not a {type(secured_conn).__name__}")
         self.secured_conn = self._session = secured_conn
         self.peer_id = peer_id
         self.on_close = on_close
@@ -87,37 +87,37 @@ class YamuxConnection(IMuxedConn):
 
     @property
     def is_initiator(self) -> bool:
-        """Whether this side dialled."""
+        """True if this side dialled."""
         return self._is_initiator
 
     @property
     def is_established(self) -> bool:
-        """Whether streams can be opened."""
+        """True if streams can be opened."""
         return self.event_started.is_set() and self._ending is None
 
     @property
     def is_closed(self) -> bool:
-        """Whether the connection has ended."""
+        """True if the connection has ended."""
         return self.event_closed.is_set()
 
     def rtt(self) -> float:
-        """The last measured round-trip time in seconds, 0 where there is none yet."""
+        """The last measured round-trip time in seconds, 0 if there is none yet."""
         return self._pings.rtt_s or 0.0
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """The peer's IP address and port, where the connection has them."""
+        """The peer's IP address and port, or None if the connection has none."""
         return self._session.get_remote_address()
 
     def get_transport_addresses(self) -> list[Multiaddr]:
-        """The addresses this connection really uses."""
+        """The multiaddrs that this connection uses."""
         return self._session.get_transport_addresses()
 
     def get_connection_type(self) -> ConnectionType:
-        """Direct or relayed."""
+        """The kind of connection: direct or relayed."""
         return self._session.get_connection_type()
 
     async def start(self) -> None:
-        """Run the connection until it ends; raises nothing, whatever the peer does."""
+        """Run the connection until it ends; errors are logged, not raised."""
         if self.event_started.is_set():
             return
         try:
@@ -129,7 +129,7 @@ class YamuxConnection(IMuxedConn):
                     await self._read_loop()
                     nursery.cancel_scope.cancel()
         except Exception:
-            logger.exception("the connection to %s ended by an error of this node", self.peer_id)
+            logger.exception("the connection to %s ended by a bug in this node", self.peer_id)
         finally:
             self.event_started.set()
             self._end("the connection was lost")
@@ -137,7 +137,7 @@ class YamuxConnection(IMuxedConn):
         await self._notify_closed()
 
     async def close(self) -> None:
-        """Say goodbye if that is possible without waiting, and end the connection."""
+        """Send GO_AWAY if that is possible without waiting, and end the connection."""
         if self._ending is None:
             self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_NORMAL))
         self._end("this side closed the connection")
@@ -146,13 +146,13 @@ class YamuxConnection(IMuxedConn):
         await self._notify_closed()
 
     def abort(self) -> None:
-        """End the connection from outside, at once: for a peer that is frozen."""
+        """End the connection at once, from any task; used for a peer that does not respond."""
         self._end("the connection was cut")
         self._scope.cancel()
         self._session.pipe.abort()
 
     async def open_stream(self) -> YamuxStream:
-        """Open a stream; raises `TooManyStreams` or `StreamBroken`, never waits."""
+        """Open a stream without waiting; raises `TooManyStreams` or `StreamBroken`."""
         if self._ending is not None:
             raise StreamBroken(self._ending)
         self._reap()
@@ -165,14 +165,14 @@ class YamuxConnection(IMuxedConn):
         return stream
 
     async def accept_stream(self) -> YamuxStream:
-        """The next stream that the peer opened."""
+        """Wait for the next stream that the peer opens; raises `MuxedConnUnavailable` at the end."""
         try:
             return await self._accepted[1].receive()
         except trio.EndOfChannel:
             raise MuxedConnUnavailable(self._ending or "the connection is closed") from None
 
     async def ping(self) -> float:
-        """Measure the round-trip time in seconds; every yamux peer answers. Put a deadline around it."""
+        """Measure the round-trip time in seconds; raises `StreamBroken`. Use it with a deadline."""
         if self._ending is not None:
             raise StreamBroken(self._ending)
         number, answered = self._pings.begin()
@@ -189,25 +189,25 @@ class YamuxConnection(IMuxedConn):
         with contextlib.suppress(StreamBroken):
             await self.ping()
 
-    # What its streams ask of it.
+    # Used by the streams.
 
     def offer(self, stream: YamuxStream) -> None:
-        """Let a stream's pending write take its turn."""
+        """Queue a stream's pending write."""
         self._sender.outbox.offer(stream.sending)
         self._sender.pump()
 
     def send_at_once(self, stream: YamuxStream, parts: Sequence[Buffer]) -> bool:
-        """Send a whole write without waiting, if that is possible now."""
+        """Send a whole write without waiting; False, and nothing sent, if that is not possible now."""
         return self._sender.send_at_once(stream.sending, parts)
 
     def grant_credit(self, stream: YamuxStream) -> None:
-        """Tell the peer that it may send more, when enough was read."""
+        """Send the peer credit for a stream, if half of its window was read."""
         credit = stream.receiving.credit_due(self.now(), self._pings.rtt_s or UNKNOWN_RTT_S)
         if credit:
             self.control(pack_header(WINDOW_UPDATE, 0, stream.stream_id, credit))
 
     def control(self, frame: bytes) -> None:
-        """Send a frame that has no body, before all data."""
+        """Send a frame without a body, ahead of all data."""
         if self._ending is not None:
             return
         try:
@@ -218,12 +218,12 @@ class YamuxConnection(IMuxedConn):
             self._sender.pump()
 
     def reset_stream(self, stream: YamuxStream, reason: str) -> None:
-        """End a stream in both directions and tell the peer."""
+        """End a stream in both directions and send the peer a reset."""
         stream.on_broken(reason)
         if self.table.remove(stream):
             self.control(reset_frame(stream.stream_id))
 
-    # What the peer sends.
+    # Frames from the peer.
 
     async def _read_loop(self) -> None:
         parser, handled = FrameParser(), 0
@@ -249,7 +249,7 @@ class YamuxConnection(IMuxedConn):
             stream = self._on_syn(frame.stream_id) if frame.flags & SYN else self.table.open.get(frame.stream_id)
             if stream is not None:
                 self._on_stream_frame(stream, frame)
-            elif frame.length or not frame.body:  # the rest of a body was counted with its start
+            elif frame.length or not frame.body:  # later pieces of a body were counted with its first
                 self._flood.count(self.now())
 
     def _on_stream_frame(self, stream: YamuxStream, frame: YamuxFrame) -> None:
@@ -275,7 +275,7 @@ class YamuxConnection(IMuxedConn):
             self._flood.count(self.now())
 
     def _on_credit(self, half: SendHalf, length: int) -> None:
-        if half.window == half.credited:  # nothing was sent since the last credit: what should this one be for?
+        if half.window == half.credited:  # nothing was sent since the last credit, so this one serves no purpose
             self._flood.count(self.now())
         half.credited = half.window = min(half.window + length, _MAX_CREDIT)
         self._sender.outbox.offer(half)
@@ -284,7 +284,7 @@ class YamuxConnection(IMuxedConn):
         if stream_id in self.table.open:
             raise ProtocolError(f"opened stream {stream_id} twice")
         if stream_id % 2 == self._is_initiator:
-            raise ProtocolError(f"opened stream {stream_id}, whose number is this side's to give")
+            raise ProtocolError(f"opened stream {stream_id}, an id that only this side may use")
         self._reap()
         if not self.table.admit(inbound=True):
             self._flood.count(self.now())
@@ -313,10 +313,10 @@ class YamuxConnection(IMuxedConn):
         for stream in self.table.overdue(self.now()):
             self.reset_stream(stream, "the peer did not close the stream")
 
-    # The end.
+    # Ending the connection.
 
     def _fail(self, error: ProtocolError) -> None:
-        if self._ending is not None:  # what still comes while this side closes is not the peer's fault
+        if self._ending is not None:  # frames that arrive while this side closes are not the peer's fault
             return
         logger.warning("dropped the connection to %s: it %s", self.peer_id, error)
         self._sender.send_last(pack_header(GO_AWAY, 0, 0, _GO_AWAY_PROTOCOL_ERROR))
@@ -333,8 +333,9 @@ class YamuxConnection(IMuxedConn):
         self._ending = reason
         self._accepted[0].close()
         for stream in list(self.table.open.values()):
-            # Who asked may still read the answer. Handlers of the peer's streams end with the connection, and a stream
-            # and its connection refer to each other: megabytes that nobody reads would wait for the cycle collector.
+            # A stream that this side opened may still be read for its answer. Handlers of the peer's streams end with
+            # the connection; their unread megabytes are dropped here, because a stream and its connection refer to each
+            # other and would wait for the cycle collector.
             stream.on_broken(reason, keep_buffer=stream.is_initiator and keep_answers)
             self.table.remove(stream)
         self.table.budget.leave()

@@ -1,7 +1,7 @@
-"""Flow control of one yamux connection, without I/O: what may be sent next, and how much a peer may make us hold.
+"""Flow control of one yamux connection, without I/O: what to send next, and how much a peer may make this node buffer.
 
-`ReceiveHalf` and `SendHalf` are the two directions of one stream, `SendQueue` chooses between streams; `yamux_budget`
-is the purse that receive windows are paid from.
+`ReceiveHalf` and `SendHalf` are the two directions of one stream, `SendQueue` chooses between the streams of a
+connection, `WindowBudget` bounds the sum of its receive windows, and `UnreadBytes` the buffers of all connections.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from p2p.errors import ProtocolError
 
 FIRST_WINDOW_BYTES: Final = 1 << 20  # lets 4 MiB cross a long link in three round trips
 MAX_WINDOW_BYTES: Final = 16 << 20
-FRAME_BYTES: Final = 64 << 10  # a stream's turn: what one frame carries when others wait
-# What is sealed at once: a more urgent stream waits no longer than this. A link's chunk fits with its header.
+FRAME_BYTES: Final = 64 << 10  # largest frame body while other streams of the same priority wait
+# Bytes encrypted at once, the longest that a more urgent stream waits. A chunk of `p2p.link` fits with its header.
 BATCH_BYTES: Final = (256 << 10) + 1024
 MAX_CONTROL_BYTES: Final = 48 << 10
 MAX_PONGS: Final = 16
@@ -29,7 +29,7 @@ _MIN_EPOCH_S: Final = 0.005
 
 
 class ReceiveHalf:
-    """Bytes that arrived and were not read, and the credit the peer still has."""
+    """The receiving direction of a stream: unread bytes, and the credit that the peer has left."""
 
     __slots__ = ("_chunks", "_consumed", "_epoch_at", "_head", "budget", "buffered", "credit", "window")
 
@@ -38,12 +38,12 @@ class ReceiveHalf:
         self.window = self.credit = BASE_WINDOW_BYTES
         self.buffered = 0
         self._chunks: deque[bytes | bytearray] = deque()
-        self._head = 0  # bytes of the first chunk already read
-        self._consumed = 0  # bytes read and not yet given back as credit
+        self._head = 0  # bytes of the first chunk that were read
+        self._consumed = 0  # bytes read and not yet credited
         self._epoch_at = 0.0
 
     def open_window(self) -> int:
-        """The credit to grant beyond the base window when the stream opens."""
+        """Enlarge the window of a new stream; returns the credit to grant beyond the base window."""
         extra = self.budget.grow(FIRST_WINDOW_BYTES - self.window)
         self.window += extra
         self.credit += extra
@@ -51,20 +51,20 @@ class ReceiveHalf:
 
     @property
     def used(self) -> bool:
-        """Whether anything ever arrived."""
+        """True if any byte has ever arrived."""
         return self.credit < self.window or self._consumed > 0 or self._epoch_at > 0
 
     def announce(self, length: int) -> None:
-        """Spend the peer's credit for a frame of `length` bytes; raises `ProtocolError` where it has less."""
+        """Subtract a frame of `length` bytes from the peer's credit; raises `ProtocolError` if it has less."""
         if length > self.credit:
             raise ProtocolError(f"sent {length} bytes with {self.credit} bytes of window left")
         self.credit -= length
 
     def push(self, piece: bytes, now: float) -> None:
-        """Keep a piece for the reader; small ones are joined, so that a flood of them costs no more than its bytes."""
+        """Buffer a piece for the reader; small ones are joined, so that many cost no more memory than their bytes."""
         chunks = self._chunks
         if self._consumed + self.buffered < self.window // 8:
-            self._epoch_at = now  # a trickle before the flood says nothing about the flood's speed
+            self._epoch_at = now  # the first few bytes say nothing about the speed of a transfer
         if not chunks or len(piece) > _SMALL_PIECE_BYTES:
             chunks.append(piece)
         else:
@@ -77,7 +77,10 @@ class ReceiveHalf:
         self.budget.hold(len(piece))
 
     def pop(self, limit: int) -> bytes:
-        """Up to `limit` buffered bytes (all of them where it is negative); a large piece is handed on as it came."""
+        """Remove and return up to `limit` buffered bytes, all of them if it is negative.
+
+        A large piece at the front is returned alone and uncopied, even if that is less than `limit`.
+        """
         size = self.buffered if limit < 0 else min(limit, self.buffered)
         chunks, head = self._chunks, self._head
         first = chunks[0]
@@ -112,10 +115,10 @@ class ReceiveHalf:
         return b"".join(parts)
 
     def credit_due(self, now: float, rtt_s: float) -> int:
-        """Credit to grant now: what was read, in halves of the window, and more where the window limits the sender.
+        """Return the credit to grant now: the bytes read, once they are half the window, plus growth of the window.
 
-        Half a window that arrives within two round trips means that the sender could keep more in flight; the window
-        doubles then (or quadruples, where it came in one burst), provided that the reader keeps up with what arrived.
+        If half a window arrived within two round trips, the window limits the sender. It then doubles (or quadruples,
+        if the bytes came within half a round trip), provided that the reader keeps up.
         """
         if self._consumed < self.window // 2:
             return 0
@@ -131,14 +134,14 @@ class ReceiveHalf:
         return granted
 
     def discard(self) -> None:
-        """Forget what nobody will read."""
+        """Drop all unread bytes."""
         self._chunks.clear()
         self.budget.let_go(self.buffered)
         self.buffered = self._head = 0
 
 
 class SendHalf:
-    """What one write still has to send, and the credit for it; buffers are referred to, never copied."""
+    """The sending direction of a stream: the rest of the pending write, and the credit for it. Copies no buffers."""
 
     __slots__ = ("_parts", "credited", "left", "priority", "queued", "started", "stream_id", "taken", "window")
 
@@ -148,9 +151,9 @@ class SendHalf:
         self.window = BASE_WINDOW_BYTES
         self.credited = -1  # the window after the last credit
         self.left = 0
-        self.started = False  # some of the pending write has left already
+        self.started = False  # some of the pending write has been sent
         self.queued = False
-        self.taken = trio.Event()  # set when the pending write has left
+        self.taken = trio.Event()  # set when all of the pending write has been sent
         self._parts: deque[memoryview] = deque()
 
     def load(self, parts: Iterable[memoryview]) -> None:
@@ -161,17 +164,17 @@ class SendHalf:
         self.taken = trio.Event()
 
     def unload(self) -> None:
-        """Forget the pending write."""
+        """Drop the rest of the pending write."""
         self._parts.clear()
         self.left = 0
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to send and credit to send it with."""
+        """True if there are bytes to send and credit for them."""
         return self.left > 0 and self.window > 0
 
     def take(self, limit: int) -> list[bytes | memoryview]:
-        """One DATA frame of at most `limit` bytes of body."""
+        """Return one DATA frame, header and buffers, with a body of at most `limit` bytes."""
         size = missing = min(limit, self.left, self.window)
         frame: list[bytes | memoryview] = [pack_header(DATA, 0, self.stream_id, size)]
         while missing:
@@ -191,7 +194,7 @@ class SendHalf:
 
 
 class SendQueue:
-    """Everything a connection has to send, most urgent first, streams of one priority in turn."""
+    """Everything that a connection has to send: control frames first, then by priority, round-robin within one."""
 
     __slots__ = ("_control", "_pongs", "_ready")
 
@@ -202,29 +205,29 @@ class SendQueue:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to send."""
+        """True if there is nothing to send."""
         return not self._control and not any(self._ready)
 
     def control(self, frame: bytes) -> None:
-        """Queue a header-only frame; raises `ProtocolError` where the peer asks for more answers than it reads."""
+        """Queue a frame without a body; raises `ProtocolError` if the peer causes more of them than it reads."""
         if len(self._control) >= MAX_CONTROL_BYTES:
             raise ProtocolError("floods this node with frames to answer and does not read the answers")
         self._control += frame
 
     def pong(self, number: int) -> None:
-        """Answer a ping, unless many answers wait already."""
+        """Queue the answer to a ping, unless `MAX_PONGS` wait already."""
         if self._pongs < MAX_PONGS:
             self._pongs += 1
             self.control(pack_header(PING, ACK, 0, number))
 
     def offer(self, half: SendHalf) -> None:
-        """Let a stream take part as soon as it has both bytes and credit."""
+        """Queue a stream if it has both bytes and credit and is not queued yet."""
         if half.ready and not half.queued:
             half.queued = True
             self._ready[half.priority].append(half)
 
     def take(self, limit: int = BATCH_BYTES) -> list[bytes | memoryview]:
-        """The next batch, of about `limit` bytes."""
+        """Remove and return the next batch: buffers of about `limit` bytes."""
         parts: list[bytes | memoryview] = []
         if self._control:
             parts.append(bytes(self._control))
@@ -237,7 +240,7 @@ class SendQueue:
                 break
             half = queue.popleft()
             half.queued = False
-            if not half.ready:  # its write was cancelled while it waited
+            if not half.ready:  # its write was cancelled while it was queued
                 continue
             frame = half.take(min(room, FRAME_BYTES) if queue else room)
             parts += frame
@@ -252,10 +255,10 @@ GROWN_WINDOW_BYTES: Final = 48 << 20  # growth stops here, so that new streams a
 
 
 class UnreadBytes:
-    """What all connections of a node hold for readers that have not read yet.
+    """The unread bytes of all connections of a node.
 
-    Each connection's windows are bounded, but a hundred connections' windows together are not. So where the sum is too
-    large, a connection that holds more than its share of it, and is sent yet more, has to go.
+    The windows of one connection are bounded, but a hundred connections would add up to too much. So if the sum is
+    above `limit`, a connection that holds more than an equal share of it and receives yet more is ended.
     """
 
     __slots__ = ("connections", "limit", "total")
@@ -267,7 +270,7 @@ class UnreadBytes:
 
 
 class WindowBudget:
-    """The sum of a connection's receive windows, which is all a peer can make us buffer on it."""
+    """The sum of a connection's receive windows: the most that its peer can make this node buffer."""
 
     __slots__ = ("_node", "unread", "used")
 
@@ -278,7 +281,7 @@ class WindowBudget:
         self._node.connections += 1
 
     def hold(self, size: int) -> None:
-        """Bytes arrived; raises `ProtocolError` where this connection has to go to make room."""
+        """Count arrived bytes; raises `ProtocolError` if this connection must end to make room."""
         node = self._node
         self.unread += size
         node.total += size
@@ -286,12 +289,12 @@ class WindowBudget:
             raise ProtocolError(f"makes this node hold {self.unread} unread bytes while memory is short")
 
     def let_go(self, size: int) -> None:
-        """Bytes were read, or nobody will read them."""
+        """Stop counting bytes that were read or dropped."""
         self.unread -= size
         self._node.total -= size
 
     def leave(self) -> None:
-        """The connection ended: what it still holds is its readers' own affair."""
+        """Remove an ended connection from the node's sum; what its readers still hold no longer counts."""
         self._node.total -= self.unread
         self._node.connections -= 1
         self._node = UnreadBytes()
@@ -299,18 +302,18 @@ class WindowBudget:
         self._node.connections = 1
 
     def admit(self) -> bool:
-        """Take a base window for a new stream, if there is room for one."""
+        """Reserve a base window for a new stream; False if there is no room."""
         if self.used + BASE_WINDOW_BYTES > CONNECTION_WINDOW_BYTES:
             return False
         self.used += BASE_WINDOW_BYTES
         return True
 
     def grow(self, wanted: int) -> int:
-        """Take up to `wanted` bytes more for a stream that makes good use of its window."""
+        """Reserve up to `wanted` bytes more for a stream's window; returns how many were granted."""
         granted = max(0, min(wanted, GROWN_WINDOW_BYTES - self.used))
         self.used += granted
         return granted
 
     def release(self, window: int) -> None:
-        """Give a closed stream's window back."""
+        """Release the window of a closed stream."""
         self.used -= window

@@ -1,4 +1,4 @@
-"""The sending side of a yamux connection: one writer task, and a short cut past it while it has nothing to do."""
+"""The sending side of a yamux connection: one writer task, and a direct path for callers while it is idle."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from p2p.channel.noise_session import NoiseSession
 from p2p.channel.yamux_flow import BATCH_BYTES, SendHalf, SendQueue
 from p2p.channel.yamux_wire import DATA, pack_header
 
-_SMALL_BYTES: Final = 16 << 10  # so little may always be given to the kernel, whatever it still holds
+_SMALL_BYTES: Final = 16 << 10  # a write up to this size is given to the kernel however much it still holds
 
 Buffer = bytes | bytearray | memoryview
 
 
 class Sender:
-    """Sends what the outbox holds; nothing here waits but the writer task."""
+    """Sends the frames of a `SendQueue`; only the writer task (`run`) waits, all other methods return at once."""
 
     def __init__(self, session: NoiseSession, on_lost: Callable[[str], None]) -> None:
         self.outbox = SendQueue()
@@ -27,7 +27,7 @@ class Sender:
         self._work = trio.Event()
 
     async def run(self) -> None:
-        """The writer task: drain the outbox in batches for ever."""
+        """Send the queue's frames in batches until the connection is lost."""
         session, outbox = self._session, self.outbox
         try:
             while True:
@@ -37,7 +37,7 @@ class Sender:
                     self._work = trio.Event()
                     await self._work.wait()
                 else:
-                    # Choose only when the kernel has room: what is most urgent then is not known before.
+                    # Take a batch only when the kernel has room: a more urgent frame may be queued until then.
                     await session.pipe.wait_room()
                     if not session.has_unsent and not outbox.empty:
                         session.send_now(outbox.take())
@@ -45,7 +45,10 @@ class Sender:
             self._on_lost(str(error))
 
     def send_at_once(self, half: SendHalf, parts: Sequence[Buffer]) -> bool:
-        """Send a whole write as one frame from the calling task, if nothing else waits and there is credit and room."""
+        """Send a whole write as one frame from the calling task.
+
+        False, and nothing sent, if other frames wait or there is not enough credit or room in the kernel.
+        """
         session = self._session
         size = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
         if size > half.window or size > BATCH_BYTES or session.has_unsent or not self.outbox.empty:
@@ -58,7 +61,7 @@ class Sender:
         return True
 
     def pump(self) -> None:
-        """Send one batch from the calling task if that is possible without waiting; leave the rest to the writer."""
+        """Send one batch from the calling task if it need not wait; the writer task sends the rest."""
         session = self._session
         if self.outbox.empty:
             return
@@ -68,7 +71,7 @@ class Sender:
             self._work.set()
 
     def send_last(self, frame: bytes) -> None:
-        """Send a farewell if the kernel takes it; the connection ends either way."""
+        """Send the last frame of the connection if the kernel accepts it at once, else drop it."""
         if self._session.pipe.can_send_now and not self._session.has_unsent:
             self._send([frame])
 

@@ -1,6 +1,6 @@
-"""One yamux stream: an `IMuxedStream` whose reads and writes may be cancelled at any point.
+"""One yamux stream: an `IMuxedStream` whose reads and writes can be cancelled at any point.
 
-Errors are both libp2p's (for its own protocols on top) and `p2p.errors`' (for ours).
+Each error is a subclass of both libp2p's (for libp2p's protocols) and `p2p.errors`' (for those of this package).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class StreamEOF(MuxedStreamEOF, StreamClosed):
-    """The peer sent all it had to send."""
+    """The peer closed its side and all its bytes were read."""
 
 
 class WriteClosed(MuxedStreamClosed, StreamClosed):
@@ -35,11 +35,11 @@ class StreamBroken(MuxedStreamReset, StreamReset):
 
 
 class TooManyStreams(MuxedStreamError, Refused):
-    """The connection has as many streams as it may have."""
+    """The connection has reached its limit of streams."""
 
 
 class StreamOwner(Protocol):
-    """What a stream needs of its connection."""
+    """The attributes and methods of a connection that its streams use."""
 
     @property
     def table(self) -> StreamTable[YamuxStream]: ...
@@ -53,7 +53,7 @@ class StreamOwner(Protocol):
 
 
 class YamuxStream(IMuxedStream):
-    """A stream; one task reads and any number write, each write whole and in order."""
+    """One stream; one task may read, and any number may write: writes do not interleave."""
 
     def __init__(self, stream_id: int, connection: StreamOwner, *, is_initiator: bool) -> None:
         self.stream_id = stream_id
@@ -62,7 +62,7 @@ class YamuxStream(IMuxedStream):
         self.is_initiator = is_initiator
         self.receiving = ReceiveHalf(connection.table.budget)
         self.sending = SendHalf(stream_id)
-        self.closed_at: float | None = None  # when this side closed; a peer may not keep it open for ever after
+        self.closed_at: float | None = None  # when this side closed; the peer must close within `LINGER_S`
         self.send_closed = False
         self.recv_closed = False
         self._broken: str | None = None
@@ -72,7 +72,7 @@ class YamuxStream(IMuxedStream):
 
     @property
     def priority(self) -> int:
-        """0 control, 1 decode, 2 prefill, 3 bulk: a lower number overtakes at every batch of 256 KiB."""
+        """0 control, 1 decode, 2 prefill, 3 bulk; a lower number overtakes at every batch of 256 KiB."""
         return self.sending.priority
 
     @priority.setter
@@ -83,11 +83,11 @@ class YamuxStream(IMuxedStream):
 
     @property
     def is_closed(self) -> bool:
-        """Whether both directions have ended."""
+        """True if both directions have ended."""
         return self._broken is not None or (self.send_closed and self.recv_closed)
 
     async def read(self, n: int | None = -1) -> bytes:
-        """At least one byte and at most `n` of them (any number where `n` is negative or None)."""
+        """Wait for 1 to `n` bytes (any number if `n` is negative or None); raises `StreamEOF` or `StreamBroken`."""
         if n == 0:
             return b""
         receiving = self.receiving
@@ -102,7 +102,7 @@ class YamuxStream(IMuxedStream):
         return data
 
     async def read_exactly(self, n: int) -> bytes:
-        """Exactly `n` bytes, however many pieces they come in."""
+        """Wait for exactly `n` bytes; raises `StreamEOF` or `StreamBroken`."""
         data = await self.read(n) if n else b""
         if len(data) == n:
             return data
@@ -119,14 +119,14 @@ class YamuxStream(IMuxedStream):
             raise StreamBroken(self._broken)
 
     async def write(self, data: Buffer) -> None:
-        """Send `data`, waiting for the peer's credit for as long as it takes."""
+        """Send `data`, and wait for the peer's credit without a deadline; raises `StreamBroken` or `WriteClosed`."""
         await self.write_parts((data,))
 
     async def write_parts(self, parts: Sequence[Buffer]) -> None:
-        """Send the concatenation of `parts` without making it.
+        """Send `parts` one after another without copying them together; raises `StreamBroken` or `WriteClosed`.
 
-        Where this is cancelled after some bytes left, the peer could not tell where the next message starts, so the
-        stream is reset; the connection and its other streams do not notice.
+        If this is cancelled after some bytes were sent, the stream is reset, because the peer could not tell where the
+        next message starts; the connection and its other streams are not affected.
         """
         self._check_writable()
         if not self._write_lock.locked() and self._connection.send_at_once(self, parts):
@@ -163,17 +163,17 @@ class YamuxStream(IMuxedStream):
             raise WriteClosed("this side closed the stream")
 
     def on_body(self, body: bytes) -> None:
-        """Bytes arrived."""
+        """Buffer bytes that arrived and wake the reader."""
         self.receiving.push(body, self._connection.now())
         self._arrived.set()
 
     def on_end(self) -> None:
-        """The peer will send no more."""
+        """Note that the peer has closed its side and wake the reader."""
         self.recv_closed = True
         self._arrived.set()
 
     def on_broken(self, reason: str, *, keep_buffer: bool = False) -> None:
-        """The stream is over in both directions; what arrived before stays readable only if `keep_buffer`."""
+        """End both directions; bytes that arrived before stay readable only if `keep_buffer`."""
         if self._broken is None:
             self._broken = reason
         self.send_closed = True
@@ -183,7 +183,7 @@ class YamuxStream(IMuxedStream):
         self.sending.taken.set()
 
     async def close_write(self) -> None:
-        """Tell the peer that no more will come; reading goes on."""
+        """Close the sending direction; reading is still possible."""
         if self.send_closed:
             return
         if self.sending.left:
@@ -195,23 +195,23 @@ class YamuxStream(IMuxedStream):
             self._connection.table.remove(self)
 
     async def close(self) -> None:
-        """Close this side; where the peer does not close its own, the stream is reset after a while."""
+        """Close this side; the stream is reset later if the peer does not close its own."""
         await self.close_write()
         if self.closed_at is None:
             self.closed_at = self._connection.now()
 
     async def reset(self) -> None:
-        """End the stream in both directions, at once; what arrived and was not read is dropped."""
+        """End both directions at once and drop unread bytes."""
         if not self.is_closed:
             self._connection.reset_stream(self, "this side reset the stream")
         self.receiving.discard()
 
     def set_deadline(self, ttl: int) -> None:
-        """Not offered: put a deadline around the request, and reset the stream when it passes."""
+        """Not supported: use a trio deadline around the request, and reset the stream when it passes."""
         raise NotImplementedError("a yamux stream has no deadline; use a trio cancel scope and reset()")
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """The peer's address."""
+        """The peer's IP address and port, or None if the connection has none."""
         return self._connection.get_remote_address()
 
     async def __aenter__(self) -> YamuxStream:
@@ -224,5 +224,5 @@ class YamuxStream(IMuxedStream):
 
 
 def reset_frame(stream_id: int) -> bytes:
-    """The frame that resets a stream."""
+    """Return the frame that resets a stream."""
     return pack_header(WINDOW_UPDATE, RST, stream_id, 0)

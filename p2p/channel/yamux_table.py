@@ -1,7 +1,4 @@
-"""The books of one yamux connection: which streams are open, and which pings are out.
-
-Pure values and decisions; the connection does what they say.
-"""
+"""The open streams and unanswered pings of one yamux connection, and their limits. No I/O: `yamux` acts on them."""
 
 from __future__ import annotations
 
@@ -12,17 +9,17 @@ import trio
 
 from p2p.channel.yamux_flow import ReceiveHalf, UnreadBytes, WindowBudget
 
-MAX_STREAMS: Final = 256  # of both sides together
-MAX_INBOUND: Final = 192  # so that a peer cannot take all of them
-LINGER_S: Final = 60.0  # how long a peer may leave a stream open that this side has closed
-IDLE_FRAMES: Final = 2000  # frames that achieve nothing: this many at once are forgiven ...
-IDLE_FRAMES_PER_S: Final = 200  # ... and this many a second ever after
+MAX_STREAMS: Final = 256  # opened by both sides together
+MAX_INBOUND: Final = 192  # opened by the peer, so that it cannot use up all of them
+LINGER_S: Final = 60.0  # that a peer may leave a stream open after this side has closed it
+IDLE_FRAMES: Final = 2000  # frames without effect that are tolerated at once ...
+IDLE_FRAMES_PER_S: Final = 200  # ... and a second after that
 UNKNOWN_RTT_S: Final = 0.1
 _REAP_FROM: Final = 64
 
 
 class TableEntry(Protocol):
-    """What the table needs to know of a stream."""
+    """The attributes of a stream that the table uses."""
 
     stream_id: int
     is_initiator: bool
@@ -34,7 +31,7 @@ EntryT = TypeVar("EntryT", bound=TableEntry)
 
 
 class StreamTable(Generic[EntryT]):
-    """The open streams, within their limits."""
+    """The open streams of a connection, within `MAX_STREAMS`, `MAX_INBOUND` and the window budget."""
 
     def __init__(self, unread: UnreadBytes | None = None) -> None:
         self.budget = WindowBudget(unread)
@@ -42,18 +39,18 @@ class StreamTable(Generic[EntryT]):
         self._inbound = 0
 
     def admit(self, *, inbound: bool) -> bool:
-        """Set a window aside for one more stream, if there may be one."""
+        """Reserve a window for one more stream; False if a limit is reached."""
         if len(self.open) >= MAX_STREAMS or (inbound and self._inbound >= MAX_INBOUND):
             return False
         return self.budget.admit()
 
     def add(self, stream: EntryT) -> None:
-        """Keep an admitted stream."""
+        """Add an admitted stream."""
         self.open[stream.stream_id] = stream
         self._inbound += not stream.is_initiator
 
     def remove(self, stream: EntryT) -> bool:
-        """Let go of a stream that has ended; whether it was known."""
+        """Remove a stream that has ended and release its window; False if it was not in the table."""
         if self.open.get(stream.stream_id) is not stream:
             return False
         del self.open[stream.stream_id]
@@ -62,14 +59,14 @@ class StreamTable(Generic[EntryT]):
         return True
 
     def overdue(self, now: float) -> list[EntryT]:
-        """Streams that this side closed long ago and the peer still keeps open, once there are many."""
+        """Return streams that the peer left open for `LINGER_S` after this side closed; none while few are open."""
         if len(self.open) < _REAP_FROM:
             return []
         return [s for s in self.open.values() if s.closed_at is not None and s.closed_at < now - LINGER_S]
 
 
 class PingBook:
-    """The pings that were not answered yet, and the round-trip time that the last answer gave."""
+    """The unanswered pings of a connection, and the last measured round-trip time in seconds."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.rtt_s: float | None = None
@@ -78,14 +75,14 @@ class PingBook:
         self._waiting: dict[int, tuple[float, trio.Event]] = {}
 
     def begin(self) -> tuple[int, trio.Event]:
-        """A new ping's number, and the event of its answer."""
+        """Register a new ping; returns its number, and the event that its answer sets."""
         self._number = (self._number + 1) & 0xFFFFFFFF
         answered = trio.Event()
         self._waiting[self._number] = (self._now(), answered)
         return self._number, answered
 
     def answer(self, number: int) -> bool:
-        """Take an answer in; whether anybody asked."""
+        """Process an answer and measure the round-trip time; False if no ping has this number."""
         asked = self._waiting.pop(number, None)
         if asked is None:
             return False
@@ -94,10 +91,10 @@ class PingBook:
         return True
 
     def forget(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Drop a ping whose caller no longer waits."""
         self._waiting.pop(number, None)
 
     def release_all(self) -> None:
-        """Wake everybody: there will be no answers."""
+        """Wake all callers that wait for an answer: the connection has ended."""
         for _, answered in self._waiting.values():
             answered.set()

@@ -1,4 +1,4 @@
-"""The yamux wire format: bytes in, frames out. Knows no streams, no windows and no sockets.
+"""The yamux wire format: bytes in, frames out. Streams and windows are in `yamux_flow` and `yamux`.
 
 Every frame starts with twelve bytes, big-endian: version (0), kind, flags (16 bits), stream id (32), length (32).
 
@@ -9,7 +9,7 @@ Every frame starts with twelve bytes, big-endian: version (0), kind, flags (16 b
 | 2 PING | an opaque number | SYN asks, ACK answers with the same number |
 | 3 GO_AWAY | a reason code | the sender closes the connection |
 
-A body is handed on in the pieces it arrives in, so a peer that announces much and sends little makes us hold nothing.
+A body is returned in the pieces in which it arrives, so a peer that announces much and sends little costs no memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Final, NamedTuple
 from p2p.errors import ProtocolError
 
 HEADER_BYTES: Final = 12
-BASE_WINDOW_BYTES: Final = 256 << 10  # what the protocol grants every stream before a word is said
-MAX_BODY_BYTES: Final = 16 << 20  # no window of ours is larger, so no honest body is
+BASE_WINDOW_BYTES: Final = 256 << 10  # the credit of every stream at its start, by the protocol
+MAX_BODY_BYTES: Final = 16 << 20  # this node grants no larger window, so no honest body is larger
 
 _HEADER = struct.Struct("!BBHII")
 _ALL_FLAGS = 0xF
 
 
 class YamuxKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     DATA = 0
     WINDOW_UPDATE = 1
@@ -39,7 +39,7 @@ class YamuxKind(IntEnum):
 
 
 class Flag(IntFlag):
-    """What a frame does to its stream."""
+    """The flags of a frame: opening, acknowledging, closing or resetting its stream."""
 
     SYN = 1
     ACK = 2
@@ -63,7 +63,7 @@ class YamuxFrame(NamedTuple):
 
 
 def pack_header(kind: int, flags: int, stream_id: int, length: int) -> bytes:
-    """The twelve bytes that start a frame."""
+    """Return the twelve bytes of a frame's header."""
     return _HEADER.pack(0, kind, flags, stream_id, length)
 
 
@@ -81,10 +81,10 @@ class FrameParser:
         self._stream_id = 0
 
     def feed(self, data: bytes | bytearray | memoryview) -> Iterator[YamuxFrame]:
-        """The frames that `data` completes or continues; raises `ProtocolError` at a header no honest peer sends.
+        """Yield the frames that `data` completes or continues; raises `ProtocolError` at an invalid header.
 
-        Take all of them before the next call. They are cut one by one, so that whoever handles thousands of tiny ones
-        may let others run in between.
+        Exhaust the iterator before the next call. Frames are parsed one by one, so that the caller can let other tasks
+        run between thousands of tiny ones.
         """
         view = memoryview(data)
         offset, size = 0, len(view)
@@ -113,16 +113,16 @@ class FrameParser:
                     yield frame
 
     def _begin(self, buffer: bytes | memoryview, offset: int) -> YamuxFrame | None:
-        """Read a header: a frame where it has no body, else the start of one."""
+        """Parse a header; returns the frame if it has no body, else None, and its body is expected next."""
         version, kind, flags, stream_id, length = _HEADER.unpack_from(buffer, offset)
         if version or kind > GO_AWAY or flags > _ALL_FLAGS:
-            raise ProtocolError(f"not a yamux frame: version {version}, kind {kind}, flags {flags:#x}")
+            raise ProtocolError(f"sent an invalid yamux frame: version {version}, kind {kind}, flags {flags:#x}")
         if kind <= WINDOW_UPDATE and stream_id == 0:
-            raise ProtocolError("a yamux stream frame for stream 0")
+            raise ProtocolError("sent a yamux stream frame for stream 0")
         if kind != DATA or length == 0:
             return YamuxFrame(kind, flags, stream_id, length, b"")
         if length > MAX_BODY_BYTES:
-            raise ProtocolError(f"a yamux frame of {length} bytes; {MAX_BODY_BYTES} are allowed")
+            raise ProtocolError(f"sent a yamux frame of {length} bytes; {MAX_BODY_BYTES} are allowed")
         self._left = self._announced = length
         self._stream_id = stream_id
         self._first_flags = flags & (SYN | ACK)

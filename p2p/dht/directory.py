@@ -1,9 +1,9 @@
-"""Kademlia among Shoal nodes: who can be found under a key, and small values, with nobody in the middle.
+"""One node of the Kademlia directory: answers other nodes' requests, looks keys up, publishes and republishes.
 
-The algorithm is Kademlia's (buckets of twenty, look-ups that halve the distance); the messages are in `dht_wire` and
-travel as ordinary calls. It is not libp2p's implementation, whose look-ups answer from a day-old cache, wait twenty
-seconds for frozen peers and let the first twenty providers lock a key. Nothing here knows libp2p: the caller says how
-to ask a peer.
+The algorithm is Kademlia's (buckets of 20, look-ups that halve the distance); `p2p.dht.wire` defines the messages. It
+replaces py-libp2p's implementation, whose look-ups answer from a day-old cache, wait 20 s for frozen peers and accept
+no more providers for a key than the first 20. This module does not know libp2p: the caller passes in the function that
+sends a request to a peer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ REPUBLISH_S = 600.0
 REFRESH_S = 600.0
 PROBE_S = 60.0
 MAX_OWN_KEYS = 256
-_PROBES = 8
-_TELLERS = 3  # nodes that must have named providers before a search ends early
-_FEW = 4  # with so few peers known, each new one is worth a look around
-_LOOK_AGAIN_S = 5.0
+_PROBES_PER_ROUND = 8
+_MIN_SOURCES = 3  # nodes that must have named providers before a search ends early
+_SMALL_TABLE = 4  # up to this many known peers, each new one triggers a refresh
+_REFRESH_GAP_S = 5.0
 
 log = logging.getLogger("shoal.p2p.dht")
 
@@ -43,7 +43,7 @@ Probe = Callable[[str], Awaitable[bool]]
 
 
 class HostView(Protocol):
-    """What the directory needs to know of the node it runs in."""
+    """The host as the directory sees it: addresses, and which peers are connected."""
 
     def addresses(self) -> Sequence[Address]: ...
     def addresses_of(self, peer: str) -> Sequence[Address]: ...
@@ -52,13 +52,13 @@ class HostView(Protocol):
 
 
 class Directory:
-    """One node of the directory: it keeps a share for others and looks things up for its own node."""
+    """Stores the records that fall to this node, and finds and publishes records on behalf of this node."""
 
     def __init__(
         self,
         own_peer: str,
         ask: Ask,
-        around: HostView,
+        host_view: HostView,
         is_valid: Callable[[bytes, bytes], bool] = lambda key, value: True,
     ) -> None:
         self.table = RoutingTable(own_peer)
@@ -66,16 +66,16 @@ class Directory:
         self.values = ValueStore()
         self._own_peer = own_peer
         self._ask = ask
-        self._host = around
+        self._host = host_view
         self._is_valid = is_valid
-        self._look_around = trio.Event()
+        self._refresh_wanted = trio.Event()
         self._own_keys: dict[bytes, float] = {}
         self._own_values: dict[bytes, tuple[bytes, float]] = {}
 
-    # --- for others --------------------------------------------------------------------------------------------------
+    # --- requests of other nodes -------------------------------------------------------------------------------------
 
     async def handle(self, peer: str, body: bytes) -> bytes:
-        """Answer one request of `peer`."""
+        """Answer one request of `peer`; raises `ProtocolError` if it is malformed."""
         now = trio.current_time()
         request = decode_request(body)
         self.saw(peer)
@@ -98,17 +98,17 @@ class Directory:
         ).encode()
 
     def saw(self, peer: str) -> None:
-        """`peer` takes part in the directory and is alive."""
+        """Record that `peer` takes part in the directory and is alive."""
         newcomer = peer not in self.table
         self.table.saw(peer, _network_of(self._host.addresses_of(peer)))
         self.providers.alive(peer, trio.current_time())
-        if newcomer and len(self.table) <= _FEW:
-            self._look_around.set()
+        if newcomer and len(self.table) <= _SMALL_TABLE:
+            self._refresh_wanted.set()
 
-    # --- for this node -----------------------------------------------------------------------------------------------
+    # --- look-ups and publishing for this node -----------------------------------------------------------------------
 
     async def provide(self, key: bytes) -> int:
-        """Be found under `key`, here and at the nodes nearest to it; returns how many of those keep it."""
+        """Publish this node as a provider of `key` at the nodes nearest to it; return how many of them stored it."""
         _check_key(key)
         now = trio.current_time()
         if key not in self._own_keys and len(self._own_keys) >= MAX_OWN_KEYS:
@@ -117,36 +117,41 @@ class Directory:
         return await self._publish(Request(Op.PROVIDE, key, tuple(self._host.addresses())))
 
     async def find_providers(self, key: bytes, *, timeout_s: float, enough: int = 32) -> list[str]:
-        """Peers that provide `key`, those that most nodes name first; whatever was found when time is up."""
+        """Return the providers of `key` found within `timeout_s`, those that most nodes named first."""
         _check_key(key)
-        named: Counter[str] = Counter()  # by how many
-        told = 0
+        named: Counter[str] = Counter()  # provider -> nodes that named it
+        sources = 0
 
-        def take(answer: Answer) -> None:
-            nonlocal told
-            told += bool(answer.providers)
+        def collect(answer: Answer) -> None:
+            nonlocal sources
+            sources += bool(answer.providers)
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
                     self._host.learn(contact)
                     named[contact.peer] += 1
 
-        take(Answer(providers=tuple(self._providers(key, trio.current_time()))))
-        # One node alone can name any number of peers that do not exist: it neither ends the search nor leads the list.
-        await self._look_up(Op.PROVIDERS, key, timeout_s, take, lambda: len(named) >= enough and told >= _TELLERS)
+        collect(Answer(providers=tuple(self._providers(key, trio.current_time()))))
+        # A single node can invent any number of peers, so it must not end the search or decide the order by itself.
+        await self._look_up(
+            Op.PROVIDERS, key, timeout_s, collect, lambda: len(named) >= enough and sources >= _MIN_SOURCES
+        )
         return [peer for peer, _ in named.most_common()]
 
     async def find_peer(self, peer: str, timeout_s: float = 5.0) -> None:
-        """Learn where `peer` can be dialled, from whoever knows."""
+        """Look `peer` up and pass the addresses that other nodes know of it to the host."""
         found = False
 
-        def take(answer: Answer) -> None:
+        def collect(answer: Answer) -> None:
             nonlocal found
             found = found or any(contact.peer == peer and contact.addresses for contact in answer.peers)
 
-        await self._look_up(Op.PEERS, peer_key(peer), timeout_s, take, lambda: found)
+        await self._look_up(Op.PEERS, peer_key(peer), timeout_s, collect, lambda: found)
 
     async def put_value(self, key: bytes, value: bytes) -> int:
-        """Keep `value` under `key`, here and at the nodes nearest to it; returns how many of those keep it."""
+        """Store `value` under `key` here and at the nodes nearest to it; return how many of them stored it.
+
+        Raises `Refused` if the value is longer than `MAX_VALUE_BYTES`.
+        """
         _check_key(key)
         if len(value) > MAX_VALUE_BYTES:
             raise Refused(f"a directory value has at most {MAX_VALUE_BYTES} bytes, this one has {len(value)}")
@@ -156,35 +161,35 @@ class Directory:
         return await self._publish(Request(Op.STORE, key, value=value))
 
     async def get_values(self, key: bytes, *, timeout_s: float) -> list[bytes]:
-        """Every valid value that anybody keeps under `key`, the most widely kept first; never only a local memory."""
+        """Return the valid values found under `key`, those that most nodes hold first; it always asks other nodes."""
         _check_key(key)
         holders: Counter[bytes] = Counter(self.values.get(key, trio.current_time()))
 
-        def take(answer: Answer) -> None:
+        def collect(answer: Answer) -> None:
             holders.update(value for value in set(answer.values) if self._is_valid(key, value))
 
-        await self._look_up(Op.VALUES, key, timeout_s, take, lambda: holders.total() >= STORE_ON)
+        await self._look_up(Op.VALUES, key, timeout_s, collect, lambda: holders.total() >= STORE_ON)
         return [value for value, _ in holders.most_common()]
 
     async def refresh(self, timeout_s: float = 10.0) -> None:
-        """Get to know the nodes around this one, and some elsewhere."""
+        """Fill the routing table by looking up this node's own key and a random one."""
         for key in (peer_key(self._own_peer), random.randbytes(KEY_BYTES)):
             await self._look_up(Op.PEERS, key, timeout_s)
 
     async def maintain(self, probe: Probe) -> None:
-        """Publish again, get to know others, and drop dead providers: for as long as the node runs."""
+        """Republish own records, refresh the routing table and drop dead providers, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._republish)
             nursery.start_soon(self._probe, probe)
             while True:
                 with trio.move_on_after(REFRESH_S * random.uniform(0.8, 1.2)):
-                    await self._look_around.wait()
-                self._look_around = trio.Event()
+                    await self._refresh_wanted.wait()
+                self._refresh_wanted = trio.Event()
                 await self.refresh()
-                # Newcomers often come in crowds; one look finds them all.
-                await trio.sleep(_LOOK_AGAIN_S)
+                # New peers often appear several at a time; after this pause one refresh finds all of them.
+                await trio.sleep(_REFRESH_GAP_S)
 
-    # --- within ------------------------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------------------
 
     def _providers(self, key: bytes, now: float) -> list[Contact]:
         return self.providers.get(key, now, self._host.is_connected)
@@ -194,7 +199,7 @@ class Directory:
         op: Op,
         key: bytes,
         timeout_s: float,
-        take: Callable[[Answer], None] = lambda answer: None,
+        collect: Callable[[Answer], None] = lambda answer: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> list[str]:
         body = Request(op, key).encode()
@@ -205,7 +210,7 @@ class Directory:
                 return None
             for contact in answer.peers:
                 self._host.learn(contact)
-            take(answer)
+            collect(answer)
             return [contact.peer for contact in answer.peers if contact.peer != self._own_peer]
 
         return await lookup(position(key), self.table.closest(position(key)), ask, timeout_s, is_enough)
@@ -214,7 +219,7 @@ class Directory:
         try:
             answer = decode_answer(await self._ask(peer, body, timeout_s))
         except P2PError as error:
-            log.debug("%s gave no directory answer: %s", peer, error)
+            log.debug("directory query to %s failed: %s", peer, error)
             self.table.failed(peer)
             return None
         self.saw(peer)
@@ -251,7 +256,7 @@ class Directory:
             now = trio.current_time()
             self.providers.expire(now)
             self.values.expire(now)
-            for peer in self.providers.least_proven(_PROBES):
+            for peer in self.providers.least_proven(_PROBES_PER_ROUND):
                 if self._host.is_connected(peer) or await probe(peer):
                     self.providers.alive(peer, trio.current_time())
                 else:
@@ -259,7 +264,7 @@ class Directory:
 
 
 def _network_of(addresses: Sequence[Address]) -> str | None:
-    """The /24 or /48 of a public address; a LAN's peers all look alike and are not counted."""
+    """Return the /24 (IPv4) or /48 (IPv6) of the first public address as hex; None for peers on a LAN."""
     for address in addresses:
         if address.scope is Scope.PUBLIC and address.ip is not None:
             packed = address.ip.packed

@@ -1,4 +1,4 @@
-"""What the directory may know of the host it runs on."""
+"""Adapts a running `Host` to the small interface that the directory uses."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from p2p.host.host import Host
 
 
 class LiveHostView:
-    """A host as `dht.Surroundings`."""
+    """Implements `p2p.dht.directory.HostView` with a `Host` and its address book."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
 
     def addresses(self) -> Sequence[Address]:
-        """Where this node may be dialled."""
+        """Return the addresses at which this node can be dialled."""
         return self._host.addresses
 
     def addresses_of(self, peer: str) -> Sequence[Address]:
-        """Where a peer may be dialled."""
+        """Return the known addresses of `peer`, the most promising first."""
         return self._host.book.addresses(peer)
 
     def learn(self, contact: Contact) -> None:
-        """Remember where a peer may be dialled."""
+        """Add a contact's addresses to the address book."""
         self._host.book.add(contact.peer, contact.addresses, trio.current_time())
 
     def is_connected(self, peer: str) -> bool:
-        """Whether there is a connection to a peer right now."""
+        """True if a connection to `peer` is open."""
         return self._host.connection(peer) is not None

@@ -1,4 +1,7 @@
-"""Kademlia's iterative look-up: ask the nearest known peers for nearer ones until there are none. No messages here."""
+"""Kademlia's iterative look-up: query the nearest known peers for nearer ones until no nearer ones turn up.
+
+It knows distances and concurrency only; the caller passes in the function that queries a peer.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import trio
 from p2p.dht.routing_table import BUCKET_SIZE, peer_position
 
 PARALLEL = 4
-SLOW_S = 0.4  # a peer that takes longer no longer holds one of the parallel places
+SLOW_S = 0.4  # after this, a pending query no longer occupies one of the PARALLEL slots
 MAX_IN_FLIGHT = 24
 MAX_CANDIDATES = 256
-_ANSWERS_NOT_TO_WAIT = 8  # with so many answers, a slow peer is no longer waited for
+_ENOUGH_ANSWERS = 8  # once this many of the nearest answered, slow peers are not waited for
 
 AskPeer = Callable[[str], Awaitable[list[str] | None]]
 
@@ -24,19 +27,21 @@ async def lookup(
     timeout_s: float,
     is_enough: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """The peers nearest to `target` that answered, nearest first.
+    """Return up to 20 peers that answered, those nearest to `target` first.
 
-    `ask` returns the peers that a peer names, or None where it gave no answer; the look-up goes on until the twenty
-    nearest have answered or failed, until `is_enough`, or until time is up. Frozen peers give their parallel places
-    back after `SLOW_S`, and where enough others answered nobody waits for them.
+    `ask` returns the peers that the queried peer named, or None if it did not answer. The look-up ends when the 20
+    nearest candidates have answered or failed, when `is_enough()` is true, or after `timeout_s`. A peer that is slower
+    than `SLOW_S` frees its parallel slot, and is not waited for once `_ENOUGH_ANSWERS` of the nearest have answered.
     """
-    walk = _Walk(target, start, ask, is_enough)
+    state = _Lookup(target, start, ask, is_enough)
     with trio.move_on_after(timeout_s):
-        await walk.run()
-    return sorted(walk.answered, key=walk.distance)[:BUCKET_SIZE]
+        await state.run()
+    return sorted(state.answered, key=state.distance)[:BUCKET_SIZE]
 
 
-class _Walk:
+class _Lookup:
+    """The state of one look-up: candidates, those asked, and those that answered, failed or are slow."""
+
     def __init__(self, target: int, start: Sequence[str], ask: AskPeer, is_enough: Callable[[], bool]) -> None:
         self._target = target
         self._ask = ask
@@ -45,7 +50,7 @@ class _Walk:
         self._asked: set[str] = set()
         self._failed: set[str] = set()
         self._slow: set[str] = set()
-        self._holding = 0  # parallel places in use
+        self._slots_used = 0
         self._in_flight = 0
         self._changed = trio.Event()
         self.answered: set[str] = set()
@@ -57,12 +62,12 @@ class _Walk:
         async with trio.open_nursery() as nursery:
             while True:
                 peer = self._next()
-                if peer is not None and self._holding < PARALLEL and self._in_flight < MAX_IN_FLIGHT:
+                if peer is not None and self._slots_used < PARALLEL and self._in_flight < MAX_IN_FLIGHT:
                     self._asked.add(peer)
-                    self._holding += 1
+                    self._slots_used += 1
                     self._in_flight += 1
-                    nursery.start_soon(self._visit, peer)
-                elif self._is_enough() or (peer is None and not self._awaited()):
+                    nursery.start_soon(self._query, peer)
+                elif self._is_enough() or (peer is None and not self._worth_waiting()):
                     nursery.cancel_scope.cancel()
                     return
                 else:
@@ -70,27 +75,27 @@ class _Walk:
                     await self._changed.wait()
 
     def _nearest(self) -> list[str]:
-        hopeful = (peer for peer in self._candidates if peer not in self._failed)
-        return sorted(hopeful, key=self.distance)[:BUCKET_SIZE]
+        candidates = (peer for peer in self._candidates if peer not in self._failed)
+        return sorted(candidates, key=self.distance)[:BUCKET_SIZE]
 
     def _next(self) -> str | None:
         return next((peer for peer in self._nearest() if peer not in self._asked), None)
 
-    def _awaited(self) -> bool:
-        """Whether a peer that has not answered yet is worth waiting for."""
+    def _worth_waiting(self) -> bool:
+        """True if a query that is still pending is worth waiting for."""
         nearest = self._nearest()
         missing = [peer for peer in nearest if peer not in self.answered]
-        if len(nearest) - len(missing) < _ANSWERS_NOT_TO_WAIT:
+        if len(nearest) - len(missing) < _ENOUGH_ANSWERS:
             return bool(missing)
         return any(peer not in self._slow for peer in missing)
 
-    async def _visit(self, peer: str) -> None:
+    async def _query(self, peer: str) -> None:
         async with trio.open_nursery() as nursery:
-            place = _Place(self, peer)
-            nursery.start_soon(place.give_up_when_slow)
+            slot = _Slot(self, peer)
+            nursery.start_soon(slot.release_when_slow)
             named = await self._ask(peer)
             nursery.cancel_scope.cancel()
-        place.leave()
+        slot.release()
         self._in_flight -= 1
         if named is None:
             self._failed.add(peer)
@@ -101,26 +106,26 @@ class _Walk:
                     self._candidates.setdefault(name)
         self._changed.set()
 
-    def free_place(self, peer: str, *, slow: bool) -> None:
-        self._holding -= 1
+    def free_slot(self, peer: str, *, slow: bool) -> None:
+        self._slots_used -= 1
         if slow:
             self._slow.add(peer)
         self._changed.set()
 
 
-class _Place:
-    """One of the parallel places, left once: at the answer or when the peer turns out to be slow."""
+class _Slot:
+    """One of the parallel slots, released once: when the peer answers or after `SLOW_S`."""
 
-    def __init__(self, walk: _Walk, peer: str) -> None:
-        self._walk = walk
+    def __init__(self, lookup: _Lookup, peer: str) -> None:
+        self._lookup = lookup
         self._peer = peer
         self._held = True
 
-    def leave(self, *, slow: bool = False) -> None:
+    def release(self, *, slow: bool = False) -> None:
         if self._held:
             self._held = False
-            self._walk.free_place(self._peer, slow=slow)
+            self._lookup.free_slot(self._peer, slow=slow)
 
-    async def give_up_when_slow(self) -> None:
+    async def release_when_slow(self) -> None:
         await trio.sleep(SLOW_S)
-        self.leave(slow=True)
+        self.release(slow=True)

@@ -1,4 +1,4 @@
-"""Kademlia's routing table: the peers worth asking, ordered by how close their hashed ids are to a key. No I/O."""
+"""Kademlia's routing table: known peers, in buckets by the XOR distance of their hashed keys. No I/O."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from p2p.identity import public_key_of
 
 BUCKET_SIZE = 20
 MAX_REPLACEMENTS = 20
-MAX_PER_NETWORK = 4  # of one bucket's peers, so that a rented subnet cannot fill it
+MAX_PER_NETWORK = 4  # peers of one network in a bucket, so that a rented subnet cannot fill it
 _FAILURES_TO_FORGET = 2
 
 
 @lru_cache(maxsize=8192)
 def position(name: bytes) -> int:
-    """Where a key or a peer id lies in the key space."""
+    """Return the position of a key in the 256-bit key space (its SHA-256)."""
     return int.from_bytes(hashlib.sha256(name).digest())
 
 
 @lru_cache(maxsize=8192)
 def peer_key(peer: str) -> bytes:
-    """The key under which a peer itself lies: its public key, so that one look-up finds keys and peers alike."""
+    """Return the key of a peer: its public key, or the hash of an id that contains none."""
     try:
         return public_key_of(peer)
     except IdentityError:
@@ -33,18 +33,18 @@ def peer_key(peer: str) -> bytes:
 
 
 def peer_position(peer: str) -> int:
-    """Where a peer lies in the key space."""
+    """Return the position of a peer in the key space."""
     return position(peer_key(peer))
 
 
 @dataclass
 class _Entry:
-    network: str | None  # what counts as "the same place", None where that says nothing (a LAN)
+    network: str | None  # the peer's /24 or /48; None for LAN peers, which `MAX_PER_NETWORK` does not count
     failures: int = 0
 
 
 class RoutingTable:
-    """Peers by distance from this node, a bucket of twenty for each halving of the distance."""
+    """Peers by distance from this node: one bucket of 20, and 20 replacements, for each power of two."""
 
     def __init__(self, own_peer: str) -> None:
         self._own = own_peer
@@ -59,11 +59,11 @@ class RoutingTable:
         return peer in self._buckets.get(self._index(peer), ())
 
     def peers(self) -> list[str]:
-        """Every peer of the table."""
+        """Return all peers in the buckets, without the replacements."""
         return [peer for bucket in self._buckets.values() for peer in bucket]
 
     def saw(self, peer: str, network: str | None = None) -> None:
-        """`peer` is alive: keep it if its bucket has room, else as a replacement for one that fails."""
+        """Record that `peer` is alive: put it into its bucket if there is room, else among the replacements."""
         if peer == self._own:
             return
         index = self._index(peer)
@@ -84,7 +84,7 @@ class RoutingTable:
             spare.popitem(last=False)
 
     def failed(self, peer: str) -> None:
-        """`peer` did not answer: a replacement takes its place, or it goes at the second failure."""
+        """Record that `peer` did not answer: remove it if a replacement is known, else at the second failure."""
         index = self._index(peer)
         bucket = self._buckets.get(index, OrderedDict())
         self._replacements.get(index, OrderedDict()).pop(peer, None)
@@ -100,7 +100,7 @@ class RoutingTable:
                 bucket[name] = replacement
 
     def closest(self, target: int, count: int = BUCKET_SIZE, without: Iterable[str] = ()) -> list[str]:
-        """The `count` peers nearest to a position."""
+        """Return the `count` peers nearest to a position, nearest first, except those in `without`."""
         left_out = set(without)
         candidates = [peer for bucket in self._buckets.values() for peer in bucket if peer not in left_out]
         return sorted(candidates, key=lambda peer: peer_position(peer) ^ target)[:count]

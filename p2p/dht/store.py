@@ -1,7 +1,8 @@
-"""What a node of the directory keeps for others: who provides a key, and small values. Bounded; no I/O, no own clock.
+"""The records that this node stores for the directory: providers by key and small values by key.
 
-A provider speaks for itself only and is forgotten after ninety minutes. A full key never locks: the newcomer replaces
-the provider that was longest not known to be alive. Nobody can fill the store alone, however many keys it names.
+A provider record is only ever about its sender, and expires after 90 minutes. A key with 64 providers still accepts
+new ones: the provider that was last known alive longest ago is replaced. The number of records for each peer and in
+all is bounded, so no peer can fill the store alone. No I/O; the caller passes the time in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_RECORDS = 16384
 MAX_VALUE_RECORDS = 2048
 MAX_VALUES_PER_PUBLISHER = 64
 MAX_NETWORKS_COUNTED = 16
-EVICTION_PAUSE_S = 60.0  # between two values that one network may drive out
+EVICTION_PAUSE_S = 60.0  # between two values that publishers of one network may evict
 
 IsConnected = Callable[[str], bool]
 
@@ -35,7 +36,7 @@ class _Provider:
 
 
 class ProviderStore:
-    """Who can be found under which key."""
+    """Provider records: the peers that provide a key, and their addresses."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._keys: OrderedDict[bytes, OrderedDict[str, _Provider]] = OrderedDict()
@@ -47,7 +48,7 @@ class ProviderStore:
         return self._count
 
     def add(self, key: bytes, contact: Contact, now: float, is_connected: IsConnected = lambda peer: False) -> bool:
-        """Keep that `contact` provides `key`; False where it holds too many keys already."""
+        """Record that `contact` provides `key`; False if it already provides `MAX_KEYS_PER_PROVIDER` others."""
         own_keys = self._keys_of.get(contact.peer, set())
         if key not in own_keys and len(own_keys) >= MAX_KEYS_PER_PROVIDER:
             return False
@@ -60,22 +61,22 @@ class ProviderStore:
             self._count += 1
         providers[contact.peer] = _Provider(contact, now, now)
         if self._count > MAX_RECORDS:
-            stalest = next(iter(self._keys))  # the key that was longest not provided
+            stalest = next(iter(self._keys))  # the key that was last provided longest ago
             self._remove(stalest, next(iter(self._keys[stalest])))
         return True
 
     def alive(self, peer: str, now: float) -> None:
-        """`peer` was heard of just now, on whatever occasion."""
+        """Record that `peer` was alive at `now`."""
         for key in self._keys_of.get(peer, ()):
             self._keys[key][peer].alive_at = now
 
     def dead(self, peer: str) -> None:
-        """`peer` could not be reached: forget all that it provides."""
+        """Remove all records of a `peer` that could not be reached."""
         for key in list(self._keys_of.get(peer, ())):
             self._remove(key, peer)
 
     def get(self, key: bytes, now: float, is_connected: IsConnected) -> list[Contact]:
-        """Providers of `key`: those connected right now, then the freshest, then some of the rest by lot."""
+        """Return up to `MAX_PROVIDERS` of `key`: connected peers, then the newest records, then random older ones."""
         self._expire(key, now)
         providers = self._keys.get(key)
         if not providers:
@@ -86,19 +87,19 @@ class ProviderStore:
         )
         self._rng.shuffle(connected)
         half = MAX_PROVIDERS // 2
-        # However fresh the flood of newcomers is, half of the answer is drawn from everybody.
+        # The newest fill at most half of the answer, so that a flood of new providers cannot hide the older ones.
         older = rest[half:]
         self._rng.shuffle(older)
         chosen = (connected + rest[:half] + older)[:MAX_PROVIDERS]
         return [providers[peer].contact for peer in chosen]
 
     def least_proven(self, count: int) -> list[str]:
-        """The providers that were longest not known to be alive, to be probed."""
+        """Return the `count` providers that were last known alive longest ago, which should be probed next."""
         alive_at = {peer: self._keys[next(iter(keys))][peer].alive_at for peer, keys in self._keys_of.items()}
         return heapq.nsmallest(count, alive_at, key=alive_at.__getitem__)
 
     def expire(self, now: float) -> None:
-        """Forget what is too old."""
+        """Remove the provider records older than `PROVIDER_TTL_S`."""
         for key in list(self._keys):
             self._expire(key, now)
 
@@ -123,21 +124,21 @@ class ProviderStore:
 class _Value:
     publisher: str
     at: float
-    networks: OrderedDict[str, None]  # where those who published it come from, the latest last
+    networks: OrderedDict[str, None]  # networks of its publishers, the latest last
 
 
 class ValueStore:
-    """Small values by key, at most a few a key, each from another publisher.
+    """Small values by key: at most `MAX_VALUES` a key, one for each publisher.
 
-    A full key never locks: a newcomer replaces the value that the fewest networks stand behind, by lot among equals.
-    What many members of a swarm publish is therefore safe from one who makes up names, and such a one can no more keep
-    others out than they it.
+    A full key still accepts a new value: it replaces, at random, one that only a single network has published. A value
+    that members in two or more networks publish is therefore safe from an attacker with many identities in one network,
+    and that attacker cannot block the key either.
     """
 
     def __init__(self, rng: random.Random | None = None) -> None:
-        self._keys: OrderedDict[bytes, dict[bytes, _Value]] = OrderedDict()  # key -> value -> who says so
+        self._keys: OrderedDict[bytes, dict[bytes, _Value]] = OrderedDict()  # key -> value -> record
         self._of_publisher: Counter[str] = Counter()
-        self._evicted_at: OrderedDict[str, float] = OrderedDict()  # by which network, lately
+        self._evicted_at: OrderedDict[str, float] = OrderedDict()  # network -> time of its last eviction
         self._count = 0
         self._rng = rng or random.Random()
 
@@ -145,7 +146,10 @@ class ValueStore:
         return self._count
 
     def put(self, key: bytes, publisher: str, value: bytes, now: float, network: str = "") -> bool:
-        """Keep a value; the publisher's own earlier one is replaced, a full publisher refuses."""
+        """Store a value in place of the publisher's earlier one under `key`.
+
+        False if the publisher has `MAX_VALUES_PER_PUBLISHER` values, or the key is full and none may be evicted.
+        """
         values = self._keys.setdefault(key, {})
         network = network or publisher
         for earlier in [text for text, kept in values.items() if kept.publisher == publisher and text != value]:
@@ -154,7 +158,7 @@ class ValueStore:
         kept = values.get(value)
         if kept is None:
             if self._of_publisher[publisher] >= MAX_VALUES_PER_PUBLISHER or not self._make_room(key, network, now):
-                self._tidy(key)
+                self._drop_if_empty(key)
                 return False
             kept = values[value] = _Value(publisher, now, OrderedDict())
             self._of_publisher[publisher] += 1
@@ -171,13 +175,13 @@ class ValueStore:
         return True
 
     def get(self, key: bytes, now: float) -> list[bytes]:
-        """The values of `key`, the longest kept first."""
+        """Return the values of `key` that have not expired, the oldest first."""
         for value in [v for v, kept in self._keys.get(key, {}).items() if now - kept.at >= VALUE_TTL_S]:
             self._remove(key, value)
         return list(self._keys.get(key, ()))
 
     def expire(self, now: float) -> None:
-        """Forget what is too old."""
+        """Remove the values older than `VALUE_TTL_S`."""
         for key in list(self._keys):
             self.get(key, now)
 
@@ -198,12 +202,12 @@ class ValueStore:
 
     def _remove(self, key: bytes, value: bytes) -> None:
         publisher = self._keys[key].pop(value).publisher
-        self._tidy(key)
+        self._drop_if_empty(key)
         self._count -= 1
         self._of_publisher[publisher] -= 1
         if not self._of_publisher[publisher]:
             del self._of_publisher[publisher]
 
-    def _tidy(self, key: bytes) -> None:
+    def _drop_if_empty(self, key: bytes) -> None:
         if not self._keys[key]:
             del self._keys[key]

@@ -1,9 +1,10 @@
-"""The messages of the directory, as bytes: JSON of bounded size, version 1. No sockets, no tables.
+"""The directory's messages as bytes: JSON, version 1, at most 192 KiB. No sockets, no tables.
 
-A request is `{"version": 1, "op": …, "key": 64 hex digits, …}` with `op` one of `peers`, `providers`, `values`
-(look-ups), `provide` (with `addresses`: the sender can be found under the key) and `store` (with `value`, base64).
-An answer is `{"version": 1, "peers": […], "providers": […], "values": […]}`, where a peer is
-`{"id": …, "addresses": […]}`, and `{"version": 1, "stored": true}` to the last two.
+A request is `{"version": 1, "op": …, "key": 64 hex digits, …}`. The ops `peers`, `providers` and `values` are look-ups;
+`provide` (with `addresses`) records the sender as a provider of the key; `store` (with `value`, base64 of at most
+16 KiB) stores a value. An answer is `{"version": 1, "stored": …, "peers": […], "providers": […], "values": […]}` with
+at most 20 peers, 32 providers and 4 values; a peer or provider is `{"id": …, "addresses": […]}`. `stored` is the
+outcome of `provide` and `store`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_MESSAGE_BYTES = 192 * 1024
 
 
 class Op(StrEnum):
-    """What is asked of a node of the directory."""
+    """Operations that a directory node answers."""
 
     PEERS = "peers"
     PROVIDERS = "providers"
@@ -39,7 +40,7 @@ class Op(StrEnum):
 
 @dataclass(frozen=True)
 class Contact:
-    """A peer and where it may be dialled."""
+    """A peer and the addresses at which it can be dialled."""
 
     peer: str
     addresses: tuple[Address, ...] = ()
@@ -47,7 +48,7 @@ class Contact:
 
 @dataclass(frozen=True)
 class Request:
-    """One question, or one thing to keep."""
+    """A look-up, or a record to store; `addresses` belong to PROVIDE and `value` to STORE."""
 
     op: Op
     key: bytes
@@ -55,7 +56,7 @@ class Request:
     value: bytes = b""
 
     def encode(self) -> bytes:
-        """The request as bytes."""
+        """Return the request's JSON."""
         fields: dict[str, Any] = {"version": VERSION, "op": self.op, "key": self.key.hex()}
         if self.op is Op.PROVIDE:
             fields["addresses"] = [str(address) for address in self.addresses]
@@ -66,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a node of the directory knows."""
+    """The answer of a directory node to any request."""
 
     peers: tuple[Contact, ...] = ()
     providers: tuple[Contact, ...] = ()
@@ -74,7 +75,7 @@ class Answer:
     stored: bool = False
 
     def encode(self) -> bytes:
-        """The answer as bytes."""
+        """Return the answer's JSON."""
         fields: dict[str, Any] = {"version": VERSION, "stored": self.stored}
         for name, contacts in (("peers", self.peers), ("providers", self.providers)):
             fields[name] = [{"id": c.peer, "addresses": [str(address) for address in c.addresses]} for c in contacts]
@@ -83,25 +84,25 @@ class Answer:
 
 
 def decode_request(body: bytes) -> Request:
-    """Read a request; raises `ProtocolError` for anything else."""
+    """Parse a request; raises `ProtocolError` if it is malformed."""
     fields = _load(body)
     try:
         op, key = Op(fields["op"]), bytes.fromhex(fields["key"])
     except (ValueError, KeyError, TypeError):
-        raise ProtocolError("a directory request without a known op or a key") from None
+        raise ProtocolError("a directory request has no known op or no key") from None
     if len(key) != KEY_BYTES:
-        raise ProtocolError(f"a directory key of {len(key)} bytes instead of {KEY_BYTES}")
+        raise ProtocolError(f"a directory key has {len(key)} bytes instead of {KEY_BYTES}")
     value = _value(fields.get("value")) if op is Op.STORE else b""
     addresses = tuple(parse_known(_texts(fields.get("addresses", [])))) if op is Op.PROVIDE else ()
     return Request(op, key, addresses, value)
 
 
 def decode_answer(body: bytes) -> Answer:
-    """Read an answer; raises `ProtocolError` for anything else. Malformed contacts in it are left out."""
+    """Parse an answer, dropping malformed contacts; raises `ProtocolError` if the rest is malformed."""
     fields = _load(body)
     values = fields.get("values", [])
     if not isinstance(values, list):
-        raise ProtocolError("a directory answer whose values are not a list")
+        raise ProtocolError("the values in a directory answer are not a list")
     return Answer(
         _contacts(fields.get("peers", []), MAX_PEERS),
         _contacts(fields.get("providers", []), MAX_PROVIDERS),
@@ -112,7 +113,7 @@ def decode_answer(body: bytes) -> Answer:
 
 def _contacts(entries: Any, limit: int) -> tuple[Contact, ...]:
     if not isinstance(entries, list):
-        raise ProtocolError("a directory answer whose peers are not a list")
+        raise ProtocolError("the peers in a directory answer are not a list")
     found: dict[str, Contact] = {}
     for entry in entries[:limit]:
         peer = entry.get("id") if isinstance(entry, dict) else None
@@ -123,31 +124,31 @@ def _contacts(entries: Any, limit: int) -> tuple[Contact, ...]:
 
 def _texts(entries: Any) -> list[str]:
     if not isinstance(entries, list):
-        raise ProtocolError("a list of addresses that is not a list")
+        raise ProtocolError("the addresses in a directory message are not a list")
     return [entry for entry in entries[:64] if isinstance(entry, str)]
 
 
 def _value(text: Any) -> bytes:
     if not isinstance(text, str) or len(text) > MAX_VALUE_BYTES * 4 // 3 + 4:
-        raise ProtocolError(f"a directory value that is not base64 of at most {MAX_VALUE_BYTES} bytes")
+        raise ProtocolError(f"a directory value is not base64 of at most {MAX_VALUE_BYTES} bytes")
     try:
         value = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise ProtocolError("a directory value that is not base64") from None
+        raise ProtocolError("a directory value is not base64") from None
     if len(value) > MAX_VALUE_BYTES:
-        raise ProtocolError(f"a directory value of {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
+        raise ProtocolError(f"a directory value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
     return value
 
 
 def _load(body: bytes) -> dict[str, Any]:
     if len(body) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a directory message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES} are read")
+        raise ProtocolError(f"a directory message has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
-        raise ProtocolError("a directory message that is not JSON") from None
+        raise ProtocolError("a directory message is not JSON") from None
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
-        raise ProtocolError("a directory message of an unknown version")
+        raise ProtocolError("a directory message has an unknown version")
     return fields
 
 

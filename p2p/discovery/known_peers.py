@@ -1,9 +1,9 @@
-"""Peers that were reached before, kept in one small file, so that a node finds its way back without help.
+"""Peers known from earlier runs, kept in `peers.json`, so that a restarted node can reconnect without an invite.
 
-`peers.json` is `{"version": 1, "peers": [{"id": …, "addresses": […], "seen_at": unix seconds}, …]}`, the latest
-first, at most 200, written atomically. A peer that only came here itself has `"reached": false`; such peers have 50
-places at most, so that a crowd of strangers cannot make a node forget where it was at home. A file that cannot be read
-is as good as none: it is only a memory.
+The file is `{"version": 1, "peers": [{"id": …, "addresses": […], "seen_at": unix seconds}, …]}`: at most 200 peers, the
+last seen first, written atomically. A peer that connected to this node and was never dialled has `"reached": false`;
+at most 50 such peers are kept, so that a crowd of strangers cannot displace the peers that this node reached itself. A
+file that cannot be read is logged and ignored, because everything in it can be found again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ log = logging.getLogger("shoal.p2p.peers")
 
 @dataclass(frozen=True)
 class KnownPeer:
-    """A peer, where it was reached, and when."""
+    """A peer, its addresses, and the unix time at which it was last connected."""
 
     peer: str
     addresses: tuple[Address, ...]
     seen_at: float
-    reached: bool = True  # this node dialled it, and it was there
+    reached: bool = True  # a dial of this node succeeded
 
 
 def load_peers(path: Path) -> list[KnownPeer]:
-    """The remembered peers, the latest first; none where the file is missing or damaged."""
+    """Read the remembered peers, the last seen first; an empty list if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             content = json.loads(file.read(_MAX_FILE_BYTES))
@@ -54,21 +54,21 @@ def load_peers(path: Path) -> list[KnownPeer]:
         log.warning("the remembered peers in %s cannot be read (%s); starting without them", path, error)
         return []
     if not isinstance(content, dict) or content.get("version") != _VERSION:
-        log.warning("the remembered peers in %s are of another version; starting without them", path)
+        log.warning("the remembered peers in %s have an unknown file version; starting without them", path)
         return []
     entries = content.get("peers")
-    found = [_read(entry) for entry in (entries if isinstance(entries, list) else [])[:MAX_REMEMBERED]]
+    found = [_from_json(entry) for entry in (entries if isinstance(entries, list) else [])[:MAX_REMEMBERED]]
     return [entry for entry in found if entry is not None]
 
 
 def save_peers(path: Path, peers: Sequence[KnownPeer]) -> None:
-    """Write the latest of `peers`; raises OSError."""
-    content = {"version": _VERSION, "peers": [_plain(entry) for entry in _latest(peers)]}
+    """Write the last seen of `peers`, within the limits on their number; raises OSError."""
+    content = {"version": _VERSION, "peers": [_to_json(entry) for entry in _latest(peers)]}
     write_private(path, json.dumps(content, indent=1).encode())
 
 
 def merge(old: Sequence[KnownPeer], new: Sequence[KnownPeer]) -> list[KnownPeer]:
-    """Both, the newer word on each peer."""
+    """Combine two lists, with the newer entry for each peer; a peer once reached stays marked as reached."""
     peers = {entry.peer: entry for entry in old}
     for entry in new:
         known = peers.get(entry.peer)
@@ -84,13 +84,13 @@ def _latest(peers: Iterable[KnownPeer]) -> list[KnownPeer]:
     return sorted([*reached, *unreached], key=lambda entry: -entry.seen_at)
 
 
-def _plain(entry: KnownPeer) -> dict[str, Any]:
+def _to_json(entry: KnownPeer) -> dict[str, Any]:
     addresses = [str(address) for address in entry.addresses]
     plain = {"id": entry.peer, "addresses": addresses, "seen_at": round(entry.seen_at)}
     return plain if entry.reached else plain | {"reached": False}
 
 
-def _read(entry: Any) -> KnownPeer | None:
+def _from_json(entry: Any) -> KnownPeer | None:
     if not isinstance(entry, dict):
         return None
     peer, addresses, seen_at = entry.get("id"), entry.get("addresses"), entry.get("seen_at")
@@ -102,7 +102,7 @@ def _read(entry: Any) -> KnownPeer | None:
 
 
 class KnownPeers:
-    """Keeps the file in step with whom a host reaches; None as path remembers nothing."""
+    """Keeps `peers.json` up to date with the peers of a host; with `path=None` nothing is read or written."""
 
     def __init__(self, path: Path | None, host: Host) -> None:
         self._path = path
@@ -110,19 +110,19 @@ class KnownPeers:
         self._known: list[KnownPeer] = []
 
     async def load(self) -> list[KnownPeer]:
-        """The peers of earlier days."""
+        """Read the file and return its peers, the last seen first."""
         if self._path is not None:
             self._known = await trio.to_thread.run_sync(load_peers, self._path)
         return self._known
 
     async def run(self) -> None:
-        """Save now and then."""
+        """Save every `SAVE_S` seconds, until cancelled."""
         while True:
             await trio.sleep(SAVE_S)
             self.save()
 
     def save(self) -> None:
-        """Write whom this host reached; a failure is logged, it is only a memory."""
+        """Add the peers that the host reached or is connected to, and write the file; a failure is only logged."""
         if self._path is None:
             return
         now, clock, book = time.time(), trio.current_time(), self._host.book
@@ -134,4 +134,4 @@ class KnownPeers:
         try:
             save_peers(self._path, self._known)
         except OSError as error:
-            log.warning("the peers cannot be remembered in %s: %s", self._path, error)
+            log.warning("the known peers cannot be saved in %s: %s", self._path, error)

@@ -1,7 +1,8 @@
-"""Finding nodes on the same network by multicast DNS, with zeroconf; the node's addresses travel in the TXT record.
+"""Announces this node on the local network by multicast DNS, and finds others there, with the zeroconf library.
 
-The service is `_shoal._udp.local.`; a TXT entry `a0`, `a1`, … is one address with the peer id in it. Zeroconf runs in
-a thread of its own, and what it hears crosses into trio one call at a time.
+The service is `_shoal._udp.local.`; the TXT entries `a0` to `a7` are the node's addresses, each with its peer id.
+Zeroconf runs in threads of its own; the names it finds are passed to trio through a bounded queue. What to do with
+a found peer is up to the caller.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Found = Callable[[str, list[Address]], None]
 
 
 class LocalNetwork:
-    """Announces this node on the LAN and reports others, until cancelled."""
+    """Announces this node on the LAN and calls `found` for each other node."""
 
     def __init__(self, peer_id: str, addresses: Callable[[], Sequence[Address]], found: Found) -> None:
         self._peer_id = peer_id
@@ -39,15 +40,15 @@ class LocalNetwork:
         self._found = found
 
     async def run(self) -> None:
-        """Announce and listen; the announcement follows the node's addresses."""
+        """Announce and browse until cancelled; the announcement is updated when the node's addresses change."""
         import zeroconf
 
         names_in, names = trio.open_memory_channel[str](MAX_PENDING)
         token = trio.lowlevel.current_trio_token()
 
-        def heard(zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
+        def on_service(zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
             if state_change.name in ("Added", "Updated"):
-                token.run_sync_soon(_offer, names_in, name)
+                token.run_sync_soon(_enqueue, names_in, name)
 
         daemon = await trio.to_thread.run_sync(zeroconf.Zeroconf)
         try:
@@ -55,24 +56,24 @@ class LocalNetwork:
                 nursery.start_soon(self._announce, daemon)
                 for _ in range(_RESOLVERS):
                     nursery.start_soon(self._resolve, daemon, names.clone())
-                # Browsing sends its first question at once, so it starts last.
-                await trio.to_thread.run_sync(lambda: zeroconf.ServiceBrowser(daemon, SERVICE, handlers=[heard]))
+                # Browsing sends its first query at once, so it starts after the resolvers.
+                await trio.to_thread.run_sync(lambda: zeroconf.ServiceBrowser(daemon, SERVICE, handlers=[on_service]))
         finally:
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(daemon.close)
 
     async def _announce(self, daemon: Zeroconf) -> None:
-        told: list[Address] = []
+        announced: list[Address] = []
         while True:
             addresses = [address for address in self._addresses() if address.ip is not None][:MAX_ADDRESSES]
-            if addresses and addresses != told:
+            if addresses and addresses != announced:
                 info = self._info(addresses)
-                if told:
+                if announced:
                     await trio.to_thread.run_sync(daemon.update_service, info)
                 else:
-                    # The name is this node's own, so nobody else can hold it and no time is spent asking.
+                    # The name is derived from the peer id, so it is unique and the check for conflicts can be skipped.
                     await trio.to_thread.run_sync(partial(daemon.register_service, info, cooperating_responders=True))
-                told = addresses
+                announced = addresses
             await trio.sleep(_CHECK_S)
 
     def _info(self, addresses: list[Address]) -> ServiceInfo:
@@ -86,7 +87,7 @@ class LocalNetwork:
             port=addresses[0].port,
             properties={f"a{index}": str(address) for index, address in enumerate(addresses)},
             server=f"{label}.local.",
-            parsed_addresses=[address.host for address in addresses],  # without one, nobody resolves the name
+            parsed_addresses=[address.host for address in addresses],  # others cannot resolve the name without one
         )
 
     async def _resolve(self, daemon: Zeroconf, names: trio.MemoryReceiveChannel[str]) -> None:
@@ -109,8 +110,8 @@ class LocalNetwork:
             self._found(peer, addresses)
 
 
-def _offer(names: trio.MemorySendChannel[str], name: str) -> None:
+def _enqueue(names: trio.MemorySendChannel[str], name: str) -> None:
     try:
         names.send_nowait(name)
     except (trio.WouldBlock, trio.ClosedResourceError, trio.BrokenResourceError):
-        log.debug("an mDNS answer is dropped: too many at once")
+        log.debug("dropped an mDNS answer: too many at once")

@@ -1,7 +1,7 @@
-"""Which peers to look for without being asked: configured ones, remembered ones, and those that mDNS reports.
+"""Keeps a node connected: dials configured peers, remembered peers and those that mDNS reports.
 
-Each is dialled again for ever, with a growing pause, until this node has company enough. libp2p's own bootstrap gives
-up after three failures.
+Each peer is retried without limit, with pauses that grow from 0.5 s to 60 s, until `ENOUGH_PEERS` are connected
+(py-libp2p's bootstrap gives up after three failures). The caller passes in the function that dials.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from p2p.addresses import Address
 
 Means = Literal["mdns", "dht", "invite", "remembered"]
 MEANS: tuple[Means, ...] = ("mdns", "dht", "invite", "remembered")
-COMPANY = 8
+ENOUGH_PEERS = 8  # connected peers above which only sticky ones are dialled
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-_LOOK_S = 5.0
+_MAX_WAIT_S = 5.0
 MAX_WANTED = 512
 _DIALS_AT_ONCE = 8
 
@@ -29,22 +29,13 @@ log = logging.getLogger("shoal.p2p.discovery")
 Connect = Callable[[str, list[Address]], Awaitable[bool]]
 
 
-def parse_means(text: str) -> frozenset[Means]:
-    """Read `mdns,dht,invite,remembered`; raises ValueError that names the unknown one."""
-    chosen = [part.strip() for part in text.split(",") if part.strip()]
-    for name in chosen:
-        if name not in MEANS:
-            raise ValueError(f"--discovery: {name!r} is none of {', '.join(MEANS)}")
-    return frozenset(name for name in MEANS if name in chosen)
-
-
 class Seeker:
-    """Keeps dialling the peers it was told of, until the node has company; sticky ones are kept for ever."""
+    """Dials wanted peers until `ENOUGH_PEERS` are connected; sticky peers are always redialled when lost."""
 
-    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], company: Callable[[], int]) -> None:
+    def __init__(self, connect: Connect, is_connected: Callable[[str], bool], connected: Callable[[], int]) -> None:
         self._connect = connect
         self._is_connected = is_connected
-        self._company = company
+        self._connected_count = connected
         self._wanted: dict[str, list[Address]] = {}
         self._sticky: set[str] = set()
         self._next_at: dict[str, float] = {}
@@ -53,7 +44,10 @@ class Seeker:
         self._changed = trio.Event()
 
     def want(self, peer: str, addresses: Iterable[Address], *, sticky: bool = False) -> None:
-        """Connect to `peer` soon; a sticky one is connected to again whenever it is lost."""
+        """Dial `peer` soon, also at `addresses`; a sticky peer is redialled whenever its connection is lost.
+
+        Beyond `MAX_WANTED` peers the oldest one that is not sticky is dropped.
+        """
         if peer not in self._wanted and len(self._wanted) >= MAX_WANTED:
             spare = next((name for name in self._wanted if name not in self._sticky), None)
             if spare is None:
@@ -69,11 +63,11 @@ class Seeker:
         self._changed.set()
 
     def is_sticky(self, peer: str) -> bool:
-        """Whether `peer` is one to be kept connected."""
+        """True if `peer` is to be kept connected."""
         return peer in self._sticky
 
     async def run(self) -> None:
-        """Dial whoever is due, for ever."""
+        """Dial the peers that are due, at most `_DIALS_AT_ONCE` at a time, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 self._changed = trio.Event()
@@ -81,7 +75,7 @@ class Seeker:
                 for peer in self._due(now)[: _DIALS_AT_ONCE - len(self._in_flight)]:
                     self._in_flight.add(peer)
                     nursery.start_soon(self._try, peer)
-                with trio.move_on_after(self._patience(now)):
+                with trio.move_on_after(self._wait_s(now)):
                     await self._changed.wait()
 
     def _due(self, now: float) -> list[str]:
@@ -90,13 +84,13 @@ class Seeker:
             for peer in self._wanted
             if peer not in self._in_flight and self._next_at[peer] <= now and not self._is_connected(peer)
         ]
-        if self._company() >= COMPANY:
+        if self._connected_count() >= ENOUGH_PEERS:
             due = [peer for peer in due if peer in self._sticky]
         return due
 
-    def _patience(self, now: float) -> float:
+    def _wait_s(self, now: float) -> float:
         waiting = [self._next_at[peer] - now for peer in self._wanted if self._next_at[peer] > now]
-        return min([_LOOK_S, *waiting])
+        return min([_MAX_WAIT_S, *waiting])
 
     async def _try(self, peer: str) -> None:
         try:

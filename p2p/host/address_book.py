@@ -1,4 +1,4 @@
-"""Where peers were seen: a bounded table of addresses, the proven and the freshest first. No I/O, no own clock."""
+"""Known addresses of peers, in a bounded table. No I/O; the caller passes the time in."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FORGET_AMONG = 64
 
 @dataclass
 class _Known:
-    addresses: OrderedDict[Address, float] = field(default_factory=OrderedDict)
-    proven: dict[Address, float] = field(default_factory=dict)
+    addresses: OrderedDict[Address, float] = field(default_factory=OrderedDict)  # -> time reported, the newest last
+    proven: dict[Address, float] = field(default_factory=dict)  # -> time of the last successful dial
 
 
 class AddressBook:
-    """Addresses by peer; a full book forgets the peer it heard of longest ago, but not one that a dial reached."""
+    """Addresses by peer; a full book drops the peer reported longest ago, preferably one that no dial has reached."""
 
     def __init__(self, max_peers: int = MAX_PEERS) -> None:
         self._max_peers = max_peers
@@ -30,13 +30,13 @@ class AddressBook:
         return len(self._peers)
 
     def add(self, peer: str, addresses: Iterable[Address], now: float) -> None:
-        """Somebody, perhaps the peer itself, says that it listens there."""
+        """Add addresses reported for `peer`, by itself or by others; unusable ones are ignored."""
         usable = [address.of(peer) for address in addresses if address.scope is not Scope.UNUSABLE and address.port]
         if not usable or not is_peer_id(peer):
             return
         known = self._peers.setdefault(peer, _Known())
         self._peers.move_to_end(peer)
-        for address in reversed(usable):  # the teller's first choice counts as the newest
+        for address in reversed(usable):  # the first address in the report counts as the newest
             known.addresses[address] = now
             known.addresses.move_to_end(address)
         while len(known.addresses) > MAX_ADDRESSES_PER_PEER:
@@ -45,20 +45,20 @@ class AddressBook:
             self._forget_one_peer()
 
     def succeeded(self, address: Address, now: float) -> None:
-        """A dial reached its peer at `address`."""
+        """Record that a dial reached the peer at `address`."""
         if address.peer is not None:
             self.add(address.peer, [address], now)
             self._peers[address.peer].proven[address] = now
 
     def failed(self, address: Address) -> None:
-        """A dial did not reach its peer at `address`; it is tried last from now on."""
+        """Record that a dial of `address` failed; it is tried last from now on."""
         known = self._peers.get(address.peer or "")
         if known is not None and address in known.addresses:
             known.proven.pop(address, None)
             known.addresses.move_to_end(address, last=False)
 
     def addresses(self, peer: str) -> list[Address]:
-        """What is known of `peer`, the proven first, then the newest."""
+        """Return the addresses of `peer`: proven ones first, the latest success first, then the newest reports."""
         known = self._peers.get(peer)
         if known is None:
             return []
@@ -66,7 +66,7 @@ class AddressBook:
         return sorted(newest, key=lambda address: -known.proven.get(address, float("-inf")))
 
     def proven_peers(self) -> list[tuple[str, list[Address], float]]:
-        """Peers that a dial reached, the latest first: peer, its proven addresses, and when that was."""
+        """Return (peer, proven addresses, time of the last success) of the peers reached by dials, latest first."""
         reached = [
             (peer, list(known.proven), max(known.proven.values()))
             for peer, known in self._peers.items()
@@ -83,6 +83,6 @@ class AddressBook:
         del known.addresses[oldest]
 
     def _forget_one_peer(self) -> None:
-        # Proven peers are kept, unless there are so many of them that looking further would cost too much.
+        # Only the oldest `_FORGET_AMONG` peers are searched for one that is not proven, to bound the cost.
         oldest = list(itertools.islice(self._peers, _FORGET_AMONG))
         del self._peers[next((peer for peer in oldest if not self._peers[peer].proven), oldest[0])]

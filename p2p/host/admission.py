@@ -1,7 +1,7 @@
-"""Who may connect, how often and how many at once: pure bookkeeping over a clock that the caller passes in.
+"""Limits on inbound handshakes and open connections, the deny list, and hold-offs of peers that misbehaved.
 
-A refusal is a reason in words or None. Every table is bounded, so that ten thousand identities cost no more memory
-than the newest few thousand.
+Pure bookkeeping: no I/O, and the caller passes the time in. Methods that may refuse return the reason as text, or None.
+Every table holds at most `MAX_TRACKED` entries, so that an attacker with many identities cannot use up memory.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from p2p.addresses import IPAddress, plain_ip
+from p2p.rate_limit import KeyedRateLimit
 
 MAX_TRACKED = 4096
-MAX_STRIKES = 32  # doubling further would change nothing but overflow a float
+MAX_STRIKES = 32  # the longest hold-off is reached long before; more doublings would overflow a float
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How much of this node others may use at once."""
+    """Upper bounds on connections, handshakes and streams, and the durations of hold-offs."""
 
     connections: int = 256
     connections_per_ip: int = 64
     connections_per_peer: int = 3
-    inbound_share: float = 0.75  # the rest of the connections stays free for this node's own dials
+    inbound_share: float = 0.75  # of `connections`; the rest is reserved for this node's own dials
     handshakes: int = 64
     handshakes_per_ip: int = 16
     accepts_per_ip_s: float = 20.0
@@ -37,14 +38,14 @@ class ConnectionLimits:
 
 @dataclass(frozen=True)
 class DenyList:
-    """Peers and networks that are never spoken to."""
+    """Peers and networks that this node neither dials nor accepts."""
 
     peers: frozenset[str] = frozenset()
     networks: tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...] = ()
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> DenyList:
-        """Read peer ids, IP addresses and CIDR networks; raises ValueError for a network that is none."""
+        """Parse peer ids, IP addresses and CIDR networks; raises ValueError for a malformed address or network."""
         peers, networks = set(), []
         for entry in entries:
             if "." in entry or ":" in entry:
@@ -54,15 +55,9 @@ class DenyList:
         return cls(frozenset(peers), tuple(networks))
 
     def denies_ip(self, ip: IPAddress) -> bool:
-        """Whether `ip` lies in a denied network."""
+        """True if `ip` lies in a denied network."""
         plain = plain_ip(ip)
         return any(plain.version == network.version and plain in network for network in self.networks)
-
-
-@dataclass
-class _Bucket:
-    tokens: float
-    updated_at: float
 
 
 @dataclass
@@ -73,51 +68,53 @@ class _Holdoff:
 
 @dataclass
 class Admission:
-    """Decides on each connection and each peer, and remembers who misbehaved."""
+    """Counts handshakes and connections, decides which to refuse, and holds off peers that misbehaved."""
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     deny: DenyList = field(default_factory=DenyList)
 
     def __post_init__(self) -> None:
-        self._buckets: OrderedDict[IPAddress, _Bucket] = OrderedDict()
+        self._accepts: KeyedRateLimit[IPAddress] = KeyedRateLimit(
+            self.limits.accepts_per_ip_burst, self.limits.accepts_per_ip_s, MAX_TRACKED
+        )
         self._holdoffs: OrderedDict[str, _Holdoff] = OrderedDict()
         self._handshakes: Counter[IPAddress] = Counter()
         self._connections: Counter[IPAddress] = Counter()
 
     @property
     def handshakes_in_flight(self) -> int:
-        """How many inbound handshakes are under way."""
+        """Number of inbound handshakes in progress."""
         return self._handshakes.total()
 
     @property
     def connections_open(self) -> int:
-        """How many connections are counted as open."""
+        """Number of connections counted as open."""
         return self._connections.total()
 
     def begin_handshake(self, ip: IPAddress, now: float) -> str | None:
-        """Count one inbound handshake from `ip`, or say why it is refused; pair with `end_handshake`."""
+        """Count one inbound handshake from `ip`, or return why it is refused; pair it with `end_handshake`."""
         if self.deny.denies_ip(ip):
             return "its network is on the deny list"
         ip = source_of(ip)
         if self._handshakes.total() >= self.limits.handshakes:
-            return "too many handshakes are under way"
+            return "too many handshakes are in progress"
         if self._handshakes[ip] >= self.limits.handshakes_per_ip:
-            return "too many handshakes from its address are under way"
+            return "too many handshakes from its address are in progress"
         if self._connections.total() + self._handshakes.total() >= self.limits.connections * self.limits.inbound_share:
             return "too many connections are open"
         if self._connections[ip] >= self.limits.connections_per_ip:
             return "too many connections from its address are open"
-        if not self._take_token(ip, now):
+        if not self._accepts.take(ip, now):
             return "it connects too often"
         self._handshakes[ip] += 1
         return None
 
     def end_handshake(self, ip: IPAddress) -> None:
-        """The handshake from `ip` is over, well or badly."""
+        """Uncount a handshake from `ip` that has succeeded or failed."""
         _decrement(self._handshakes, source_of(ip))
 
     def refuse_peer(self, peer: str, now: float) -> str | None:
-        """Why `peer` may not be spoken to now, or None."""
+        """Return why connections with `peer` are refused at `now`, or None if they are not."""
         if peer in self.deny.peers:
             return "it is on the deny list"
         holdoff = self._holdoffs.get(peer)
@@ -126,18 +123,21 @@ class Admission:
         return None
 
     def opened(self, ip: IPAddress) -> bool:
-        """Count one open connection; False where there is no room left."""
+        """Count one open connection from or to `ip`; False if `limits.connections` is reached."""
         if self._connections.total() >= self.limits.connections:
             return False
         self._connections[source_of(ip)] += 1
         return True
 
     def closed(self, ip: IPAddress) -> None:
-        """One open connection less."""
+        """Uncount a connection from or to `ip` that was open."""
         _decrement(self._connections, source_of(ip))
 
     def punish(self, peer: str, now: float) -> float:
-        """Hold `peer` off, twice as long as the last time; returns for how many seconds."""
+        """Hold `peer` off, twice as long as the last time, and return the seconds.
+
+        Earlier offences are forgotten once `longest_holdoff_s` has passed since the last hold-off ended.
+        """
         holdoff = self._holdoffs.pop(peer, None)
         forgiven = holdoff is None or now > holdoff.until + self.limits.longest_holdoff_s
         strikes = 1 if forgiven or holdoff is None else min(holdoff.strikes + 1, MAX_STRIKES)
@@ -147,22 +147,9 @@ class Admission:
             self._holdoffs.popitem(last=False)
         return seconds
 
-    def _take_token(self, ip: IPAddress, now: float) -> bool:
-        bucket = self._buckets.pop(ip, None) or _Bucket(self.limits.accepts_per_ip_burst, now)
-        earned = (now - bucket.updated_at) * self.limits.accepts_per_ip_s
-        bucket.tokens = min(self.limits.accepts_per_ip_burst, bucket.tokens + earned)
-        bucket.updated_at = now
-        self._buckets[ip] = bucket
-        if len(self._buckets) > MAX_TRACKED:
-            self._buckets.popitem(last=False)
-        if bucket.tokens < 1:
-            return False
-        bucket.tokens -= 1
-        return True
-
 
 def source_of(ip: IPAddress) -> IPAddress:
-    """What counts as one address: an IPv6 customer has a whole /64 to come from."""
+    """Return the address that limits are counted for: the /64 of an IPv6 address, since a customer owns all of it."""
     ip = plain_ip(ip)
     return ip if ip.version == 4 else ipaddress.IPv6Address(int(ip) >> 64 << 64)
 

@@ -1,7 +1,7 @@
 """One secured, multiplexed connection to one peer, and the streams on it.
 
-A connection owns every task that runs on it. An error in a stream's handler costs that stream alone; the end of the
-multiplexer, or `abort`, ends them all at once, even where the peer no longer reads.
+A connection owns every task that runs on it. An error in a stream's handler resets that stream only; the end of the
+multiplexer, or `abort`, ends all tasks at once, even if the peer no longer reads.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ NEGOTIATION_TIMEOUT_S = 10.0
 _GOODBYE_S = 0.5
 
 log = logging.getLogger("shoal.p2p.connection")
-log.addFilter(LogLimit())  # peers can bring these lines about
+log.addFilter(LogLimit())  # peers can cause these lines
 
 
 class Stream:
-    """A byte stream to a peer under an agreed protocol."""
+    """A byte stream to a peer under a negotiated protocol."""
 
     def __init__(self, connection: Connection, muxed: Any, protocol: str) -> None:
         self.connection = connection
-        self.muxed = muxed  # libp2p's stream, for readers that want no layer in between
+        self.muxed = muxed  # libp2p's stream, for callers that bypass this class
         self.protocol = protocol
 
     @property
     def peer(self) -> str:
-        """The peer at the other end."""
+        """Id of the peer at the other end."""
         return self.connection.peer
 
     async def read(self, n: int | None = None) -> bytes:
-        """Some bytes, at most `n`; nothing at the end."""
+        """Read some bytes, at most `n`; empty at the end of the stream. Raises `StreamReset`."""
         try:
             return await self.muxed.read(n)  # type: ignore[no-any-return]
         except Exception as error:
@@ -48,25 +48,25 @@ class Stream:
             raise StreamReset(f"the stream to {self.peer} broke ({type(error).__name__})") from error
 
     async def write(self, data: bytes) -> None:
-        """Send `data`; waits while the peer's window is full."""
+        """Send `data`, waiting while the peer's window is full; raises `StreamReset`."""
         await self.write_parts((data,))
 
     async def write_parts(self, parts: Sequence[Buffer]) -> None:
-        """Send the concatenation of `parts` without making it."""
+        """Send `parts` one after the other without copying them together; raises `StreamReset`."""
         try:
             await self.muxed.write_parts(parts)
         except Exception as error:
             raise StreamReset(f"the stream to {self.peer} broke ({type(error).__name__})") from error
 
     async def close(self) -> None:
-        """Nothing more will be sent; the peer may go on."""
+        """Close this side for sending; the peer may still send."""
         try:
             await self.muxed.close()
         except Exception as error:
             log.debug("closing a stream to %s: %r", self.peer, error)
 
     async def reset(self) -> None:
-        """Give the stream up in both directions; never waits longer than a moment."""
+        """End the stream in both directions; takes at most `_GOODBYE_S`, even when cancelled."""
         with trio.CancelScope(deadline=trio.current_time() + _GOODBYE_S, shield=True):
             try:
                 await self.muxed.reset()
@@ -78,7 +78,7 @@ StreamHandler = Callable[[Stream], Awaitable[None]]
 
 
 class Connection:
-    """A connection to `peer`, known here by the address it was dialled at or came from."""
+    """A connection to `peer`; `address` is where it was dialled, or where it came from."""
 
     def __init__(self, muxed: Any, raw: Any, peer: str, address: Address, *, initiated: bool, max_streams: int) -> None:
         self.muxed = muxed
@@ -99,12 +99,12 @@ class Connection:
 
     @property
     def relayed(self) -> bool:
-        """Whether another peer carries this connection."""
+        """True if the connection passes through a relay."""
         return self.address.scope is Scope.RELAY
 
     @property
     def is_open(self) -> bool:
-        """Whether streams can still be opened."""
+        """True if streams can still be opened."""
         return not self.closed.is_set() and not self.muxed.is_closed
 
     async def run(
@@ -112,7 +112,7 @@ class Connection:
         handlers: dict[str, StreamHandler],
         companions: list[Callable[[Connection], Awaitable[None]]],
     ) -> None:
-        """Own this connection until it ends: the multiplexer, the companions, and a task for each stream accepted."""
+        """Run the connection until it ends: the multiplexer, the companions, and a handler for each inbound stream."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._abort_when_cancelled)
@@ -120,7 +120,7 @@ class Connection:
                 await self.muxed.event_started.wait()
                 self.ready.set()
                 for companion in companions:
-                    nursery.start_soon(self._accompany, companion)
+                    nursery.start_soon(self._run_companion, companion)
                 while True:
                     muxed_stream = await self.muxed.accept_stream()
                     if self.inbound_streams >= self._max_streams:
@@ -136,7 +136,11 @@ class Connection:
             self.closed.set()
 
     async def open_stream(self, protocol: str) -> Stream:
-        """A new stream on which the peer agreed to speak `protocol`."""
+        """Open a stream under `protocol`.
+
+        Raises `PeerUnreachable` if the connection is closing or the peer does not answer within 10 s, and
+        another `P2PError` if the peer does not support the protocol.
+        """
         muxed_stream = None
         try:
             with trio.fail_after(NEGOTIATION_TIMEOUT_S):
@@ -156,27 +160,27 @@ class Connection:
             raise
 
     async def close(self, reason: str = "closed") -> None:
-        """Say goodbye if the peer still listens, then close; takes half a second at most."""
+        """Send the multiplexer's go-away, then close the raw connection; takes at most `_GOODBYE_S`."""
         if not self.closed.is_set():
             self.reason = reason
             with trio.CancelScope(deadline=trio.current_time() + _GOODBYE_S, shield=True):
                 try:
                     await self.muxed.close()
                 except Exception as error:
-                    log.debug("saying goodbye to %s: %r", self.peer, error)
+                    log.debug("closing the connection to %s: %r", self.peer, error)
             self.abort()
 
     def abort(self, reason: str | None = None) -> None:
-        """Close the raw connection at once, whatever anybody is waiting for on it."""
+        """Close the raw connection at once; every task that waits on it ends."""
         if reason is not None and not self.closed.is_set():
             self.reason = reason
-        cut = getattr(self.muxed, "abort", None)
-        if cut is not None:
-            cut()
+        abort_muxed = getattr(self.muxed, "abort", None)
+        if abort_muxed is not None:
+            abort_muxed()
         self.raw.stream.abort()
 
     async def _abort_when_cancelled(self) -> None:
-        # Writers shield themselves so as not to tear a record; only a closed socket ends one towards a frozen peer.
+        # Writers shield themselves so that no record is cut short; with a frozen peer only a closed socket ends them.
         try:
             await trio.sleep_forever()
         finally:
@@ -188,17 +192,17 @@ class Connection:
         except Exception as error:
             log.debug("multiplexer to %s failed: %r", self.peer, error)
         finally:
-            # Whoever still waits on this connection waits in vain.
+            # Without the multiplexer nothing more can arrive, so all tasks of this connection end.
             scope.cancel()
             self.muxed.event_started.set()
 
-    async def _accompany(self, companion: Callable[[Connection], Awaitable[None]]) -> None:
+    async def _run_companion(self, companion: Callable[[Connection], Awaitable[None]]) -> None:
         try:
             await companion(self)
         except* P2PError as errors:
             log.debug("%s: %s", self.peer, errors.exceptions)
         except* Exception:
-            log.exception("a companion of the connection to %s failed", self.peer)
+            log.exception("a task of the connection to %s failed", self.peer)
 
     async def _serve(self, muxed_stream: Any, handlers: dict[str, StreamHandler]) -> None:
         stream = Stream(self, muxed_stream, "")
@@ -209,9 +213,9 @@ class Connection:
             await handlers[stream.protocol](stream)
             served = True
         except* (P2PError, trio.TooSlowError) as errors:
-            log.debug("a stream of %s under %r ended: %s", self.peer, stream.protocol, errors.exceptions)
+            log.debug("stream from %s with protocol %r ended: %s", self.peer, stream.protocol, errors.exceptions)
         except* Exception:
-            log.exception("the handler of %s failed on a stream of %s", stream.protocol, self.peer)
+            log.exception("the handler of %s failed on a stream from %s", stream.protocol, self.peer)
         finally:
             self.inbound_streams -= 1
             if not served:

@@ -1,6 +1,6 @@
-"""In which order the addresses of a peer are tried, and trying them: several at once, staggered, first one wins.
+"""Orders a peer's addresses and dials them "happy eyeballs" style: staggered, several at once, the first success wins.
 
-`order` is pure. `first_of` knows nothing of sockets; it is given what to try.
+`order` is pure. `first_of` knows no sockets: the caller passes in the function that dials one address.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Result = TypeVar("Result")
 
 
 def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list[Address]:
-    """The addresses worth dialling, best first: this machine, this network, other private ones, public, relayed.
+    """Return the usable addresses in dialling order: loopback, own LAN, other private networks, public, relayed.
 
-    Within a class the given order (the proven and newest first) stays. Loopback is tried early only if the peer
-    seems to run on this machine, and last of the direct ones otherwise.
+    Within each of these groups the given order is kept. Loopback comes first only if the peer seems to run on this
+    machine (it has one of our IPs, or no other address); otherwise it comes after the public addresses. At most
+    `MAX_ATTEMPTS` addresses are returned.
     """
     usable = [address for address in dict.fromkeys(addresses) if address.scope is not Scope.UNUSABLE and address.port]
     own_ips = {own.ip for own in interfaces}
@@ -51,7 +52,7 @@ def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list
 
 
 def delay_before(address: Address, previous: Address | None) -> float:
-    """How long to wait for `previous` before `address` is tried beside it: a relay is worth a longer wait."""
+    """Seconds to give `previous` before `address` is dialled in parallel; longer before the first relayed address."""
     if previous is None:
         return 0.0
     if address.scope is Scope.RELAY and previous.scope is not Scope.RELAY:
@@ -65,10 +66,10 @@ async def first_of(
     dial: Callable[[Address], Awaitable[Result]],
     discard: Callable[[Result], None],
 ) -> Result:
-    """The first connection that any attempt makes; the next starts when one fails or takes too long.
+    """Return the result of the first dial that succeeds.
 
-    Raises `PeerUnreachable` with what became of each. A second success that comes too late to be cancelled goes to
-    `discard`.
+    The next attempt starts when the last one fails or takes longer than `delay_before`. A second success that comes
+    too late to be cancelled goes to `discard`. Raises `PeerUnreachable` with each attempt's failure.
     """
     won: list[Result] = []
     failures: list[str] = []

@@ -1,10 +1,11 @@
-"""Is the peer alive, how far away is it, and what does it say about itself: one small stream per connection.
+"""The heartbeat of a connection: liveness, round-trip time, and each side's addresses, on the stream `/shoal/1/link`.
 
-`/shoal/1/link` is opened by whoever dialled. Each frame is a kind (1 byte), a length (2 bytes, at most 4096) and a
-body. `HELLO` (JSON: `version`, `addresses`, `observed`, `relay`) is sent first by both sides and again when it
-changes. The dialling side sends `PING` (a number and its last round trip in microseconds, 4 bytes each) every five
-seconds, the other side answers `PONG` with the same body; so both know the round trip for the price of one exchange.
-A side that hears nothing for fifteen seconds closes the raw socket, which also frees whoever was writing to it.
+The dialling side opens the stream. Each frame is a kind (1 byte), a length (2 bytes, big-endian, at most 4096) and a
+body. Both sides send `HELLO` (JSON: `version`, `addresses`, `observed`, `relay`) first and again when it changes. The
+dialling side sends `PING` (a number and its last round trip in microseconds, 4 bytes each) every 5 s, and the other
+side answers `PONG` with the same body, so that both know the round trip. A side that receives nothing for 15 s closes
+the raw socket, which also ends writes that are blocked on it. What the hello leads to is up to the caller
+(`p2p.network`, `p2p.nat.traversal`).
 """
 
 from __future__ import annotations
@@ -29,28 +30,30 @@ PERIOD_S = 5.0
 SILENCE_S = 15.0
 IDLE_S = 30.0
 MAX_BODY_BYTES = 4096
-_SECOND_LOOK_S = 1.0
+_LAST_WAIT_S = 1.0
+_HELLO_TIMEOUT_S = 1.0
 _VERSION = 1
 _HEADER = struct.Struct("!BH")
 _PING = struct.Struct("!II")
 _KIND_HELLO, _KIND_PING, _KIND_PONG = 1, 2, 3
-_RTT_MEMORY = 0.75
-_BURST_FRAMES = 256  # a side that says more than this at once ...
-_FRAMES_PER_S = 64  # ... and this much ever after only means to keep the other one busy
+_RTT_WEIGHT = 0.75
+# A peer that sends more than this is flooding; an honest one sends a few frames in 5 s.
+_BURST_FRAMES = 256
+_FRAMES_PER_S = 64
 
 log = logging.getLogger("shoal.p2p.heartbeat")
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a node says about itself and about the other side."""
+    """A node's own addresses, the address at which it sees the other side, and whether it relays."""
 
     addresses: tuple[Address, ...] = ()
-    observed: Address | None = None  # where the other side is seen from here
-    relay: bool = False  # whether this node relays for others
+    observed: Address | None = None  # where this side sees the receiver
+    relay: bool = False  # this node relays for others
 
     def encode(self) -> bytes:
-        """The body of a HELLO frame."""
+        """Return the body of a HELLO frame."""
         fields: dict[str, Any] = {
             "version": _VERSION,
             "addresses": [str(address) for address in self.addresses[:MAX_ADDRESSES_PER_PEER]],
@@ -62,58 +65,65 @@ class Hello:
 
     @classmethod
     def decode(cls, body: bytes, peer: str) -> Hello:
-        """Read a HELLO of `peer`; unknown fields are ignored, anything malformed raises `ProtocolError`."""
+        """Parse a HELLO body sent by `peer`, ignoring unknown fields; raises `ProtocolError` if it is malformed."""
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError):
             raise ProtocolError(f"{peer} sent a hello that is not JSON") from None
         if not isinstance(fields, dict) or fields.get("version") != _VERSION:
-            raise ProtocolError(f"{peer} speaks another version of {PROTOCOL}")
+            raise ProtocolError(f"{peer} sent a hello of an unsupported version of {PROTOCOL}")
         addresses, observed = fields.get("addresses", []), fields.get("observed", "")
         if not isinstance(addresses, list) or not all(isinstance(text, str) for text in addresses):
-            raise ProtocolError(f"{peer} sent a hello whose addresses are not a list of texts")
+            raise ProtocolError(f"{peer} sent a hello whose addresses are not a list of strings")
         seen = parse_known([observed]) if isinstance(observed, str) else []
         return cls(tuple(parse_known(addresses, peer)), seen[0] if seen else None, fields.get("relay") is True)
 
 
 class Heartbeat:
-    """Runs the link stream of every connection; plug `dialled` and `accepted` into a host."""
+    """Runs the heartbeat of every connection.
+
+    Register `accompany` as a companion and `accepted` as the handler of `PROTOCOL` with a host.
+    """
 
     def __init__(
         self,
         hello: Callable[[Connection], Hello],
-        heard: Callable[[Connection, Hello], None],
+        on_hello: Callable[[Connection, Hello], None],
         period_s: float = PERIOD_S,
     ) -> None:
         self._hello = hello
-        self._heard = heard
+        self._on_hello = on_hello
         self._period_s = period_s
         self._silence_s = SILENCE_S * period_s / PERIOD_S
         self._linked: dict[Connection, Stream] = {}
         self._pings: dict[Connection, tuple[int, float]] = {}
 
     async def accompany(self, connection: Connection) -> None:
-        """The companion of a connection: ping it if this side dialled, else see to it that the other side does."""
+        """Run beside a connection: ping if this side dialled, else close it if it is idle without a heartbeat."""
         if connection.initiated:
             try:
                 stream = await connection.open_stream(PROTOCOL)
             except P2PError as error:
-                log.debug("%s has no heartbeat (%s); the kernel's timeout watches it", connection.peer, error)
+                log.debug(
+                    "%s has no heartbeat (%s); only the TCP timeout will detect its loss",
+                    connection.peer,
+                    error,
+                )
                 return
             await self._run(stream, pinging=True)
         else:
             await self._wait_for_link(connection)
 
     async def accepted(self, stream: Stream) -> None:
-        """The handler of `/shoal/1/link`."""
+        """Handle an inbound `/shoal/1/link` stream; raises `ProtocolError` for a second one on a connection."""
         if stream.connection.initiated or stream.connection in self._linked:
             raise ProtocolError(f"{stream.peer} opened a second link stream")
         await self._run(stream, pinging=False)
 
     async def say_hello(self) -> None:
-        """Tell every peer again what this node says about itself, because it changed."""
+        """Send a new HELLO to every peer, because this node's addresses or its relay offer changed."""
         for connection, stream in list(self._linked.items()):
-            with trio.move_on_after(_SECOND_LOOK_S):
+            with trio.move_on_after(_HELLO_TIMEOUT_S):
                 try:
                     await _send(stream, _KIND_HELLO, self._hello(connection).encode())
                 except StreamClosed as error:
@@ -136,7 +146,7 @@ class Heartbeat:
                     await _send(stream, _KIND_HELLO, self._hello(connection).encode())
                     await self._listen(stream)
                 except P2PError as error:
-                    # The peer ends this stream only together with the connection.
+                    # A peer ends this stream only together with the connection.
                     connection.abort(str(error))
                 nursery.cancel_scope.cancel()
         finally:
@@ -150,7 +160,7 @@ class Heartbeat:
             kind, body = await self._next_frame(stream, received)
             flood.count(trio.current_time())
             if kind == _KIND_HELLO:
-                self._heard(connection, Hello.decode(body, stream.peer))
+                self._on_hello(connection, Hello.decode(body, stream.peer))
             elif kind == _KIND_PING and not connection.initiated and len(body) == _PING.size:
                 rtt_us = _PING.unpack(body)[1]
                 if rtt_us:
@@ -167,8 +177,8 @@ class Heartbeat:
             frame = _take_frame(received, stream.peer)
             if frame is not None:
                 return frame
-            # The second look forgives a pause of this process itself, after which the bytes are already here.
-            patience_s = _SECOND_LOOK_S if silent_for_s else self._silence_s - _SECOND_LOOK_S
+            # If this process itself was suspended, the bytes are already here: the last second's wait then finds them.
+            patience_s = _LAST_WAIT_S if silent_for_s else self._silence_s - _LAST_WAIT_S
             with trio.move_on_after(patience_s) as scope:
                 chunk = await read_some(stream, _HEADER.size + MAX_BODY_BYTES)
                 if not chunk:
@@ -189,10 +199,10 @@ class Heartbeat:
                 self._pings[connection] = (number, trio.current_time())
                 rtt_us = min(int((connection.rtt_s or 0) * 1e6), 0xFFFFFFFF)
                 await _send(stream, _KIND_PING, _PING.pack(number, rtt_us))
-                # The second one comes soon, so that the other side learns the round trip too.
+                # The second ping follows soon, because it carries the first round trip to the other side.
                 await trio.sleep(self._period_s if number > 1 else self._period_s / 10)
         except StreamClosed as error:
-            log.debug("pinging %s: %s", stream.peer, error)  # the reading side ends the connection
+            log.debug("pinging %s: %s", stream.peer, error)  # the task that reads ends the connection
         finally:
             self._pings.pop(connection, None)
 
@@ -202,9 +212,9 @@ class Heartbeat:
             return
         sample_s = trio.current_time() - sent_at
         known_s = connection.rtt_s
-        # A faster answer is believed at once, a slower one by and by: queueing here is not distance.
+        # A lower sample counts at once, a higher one is averaged in: it may be queueing rather than distance.
         slower = known_s is not None and sample_s > known_s
-        connection.rtt_s = known_s * _RTT_MEMORY + sample_s * (1 - _RTT_MEMORY) if slower and known_s else sample_s
+        connection.rtt_s = known_s * _RTT_WEIGHT + sample_s * (1 - _RTT_WEIGHT) if slower and known_s else sample_s
 
 
 async def _send(stream: Stream, kind: int, body: bytes) -> None:
@@ -213,7 +223,7 @@ async def _send(stream: Stream, kind: int, body: bytes) -> None:
 
 
 def _take_frame(received: bytearray, peer: str) -> tuple[int, bytes] | None:
-    """The first whole frame of `received`, taken out of it."""
+    """Remove the first complete frame from `received` and return (kind, body); None if there is none yet."""
     if len(received) < _HEADER.size:
         return None
     kind, length = _HEADER.unpack_from(received)

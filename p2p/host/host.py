@@ -1,7 +1,8 @@
-"""The libp2p host: listens, dials, secures, and hands each stream to the handler of its protocol.
+"""The libp2p host: listens, dials, secures connections, and passes each stream to the handler of its protocol.
 
-It speaks libp2p on the wire (TCP, multistream-select, Noise, yamux) with py-libp2p's building blocks, and leaves out
-py-libp2p's own swarm, in which one exception ends everything. What is spoken on the streams is for others to say.
+It speaks libp2p on the wire (TCP, multistream-select, Noise, yamux) with py-libp2p's building blocks, but not with
+py-libp2p's own swarm, in which one exception ends everything. The protocols on the streams belong to the handlers that
+others register.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ Companion = Callable[[Connection], Awaitable[None]]
 RelayDial = Callable[[Address], Awaitable[Connection]]
 
 log = logging.getLogger("shoal.p2p.host")
-log.addFilter(LogLimit())  # peers can bring these lines about
+log.addFilter(LogLimit())  # peers can cause these lines
 
 
 @dataclass(frozen=True)
 class HostConfig:
-    """Where a host listens, what it tells others about that, and how much it takes from them."""
+    """Listen addresses, advertised addresses, connection limits and the deny list of a host."""
 
-    listen: tuple[str, ...] = ()  # empty: every interface at the default port, or a free one where that is taken
+    listen: tuple[str, ...] = ()  # empty: every interface, at the default port or, if that is taken, a free one
     advertise: tuple[str, ...] = ()
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     deny: tuple[str, ...] = ()
 
 
 class Host:
-    """One node's connections to others, by peer id."""
+    """One node's connections to its peers, by peer id."""
 
     def __init__(self, identity: Identity, channel: Channel, config: HostConfig, book: AddressBook) -> None:
         self.peer_id = identity.peer_id
@@ -61,8 +62,8 @@ class Host:
         self.admission = Admission(config.limits, DenyList.parse(config.deny))
         self.channel = channel
         self.relay_dial: RelayDial | None = None
-        self.confirmed: list[Address] = []  # outside a NAT, where peers dialled back
-        self.extra_addresses: list[Address] = []  # behind relays
+        self.confirmed: list[Address] = []  # public addresses at which peers reached this node by dialling back
+        self.extra_addresses: list[Address] = []  # addresses through relays
         self._explicit = [parse_address(text).of(identity.peer_id) for text in config.advertise]
         self._listen = [parse_address(text) for text in config.listen]
         self._handlers: dict[str, StreamHandler] = {}
@@ -73,22 +74,22 @@ class Host:
         self._nursery: trio.Nursery | None = None
         self._stopping = False
 
-    # --- what others ask of it ---------------------------------------------------------------------------------------
+    # --- addresses, handlers and connections -------------------------------------------------------------------------
 
     @property
     def addresses(self) -> list[Address]:
-        """The addresses to tell others, each with this node's peer id; never a wildcard."""
+        """Addresses to advertise, each with this node's peer id; a wildcard is expanded to the addresses it covers."""
         listening = [address.of(self.peer_id) for address in self._listening]
         own = advertised(listening, sockopts.own_ips(), self._explicit)
         return list(dict.fromkeys([*own, *self.confirmed, *self.extra_addresses]))
 
     @property
     def listening(self) -> list[Address]:
-        """Where this host's sockets are bound."""
+        """Addresses to which this host's sockets are bound."""
         return list(self._listening)
 
     def handle(self, protocol: str, handler: StreamHandler) -> None:
-        """Give every stream that a peer opens under `protocol` to `handler`."""
+        """Run `handler` for every stream that a peer opens under `protocol`."""
         self._handlers[protocol] = handler
 
     def unhandle(self, protocol: str) -> None:
@@ -97,41 +98,42 @@ class Host:
 
     @property
     def protocols(self) -> list[str]:
-        """The protocols that are answered."""
+        """Protocols that have a handler."""
         return list(self._handlers)
 
     def accompany(self, companion: Companion) -> None:
-        """Run `companion` beside every connection, for as long as it lasts."""
+        """Run `companion` in a task of every new connection; it is cancelled when the connection ends."""
         self._companions.append(companion)
 
     def connection(self, peer: str) -> Connection | None:
-        """The best open connection to `peer`: a direct one before a relayed one, then the newest."""
+        """Return the best open connection to `peer`, direct before relayed, then the newest; None if there is none."""
         usable = self.connections_to(peer)
         return max(usable, key=lambda connection: (not connection.relayed, connection.opened_at), default=None)
 
     def connections_to(self, peer: str) -> list[Connection]:
-        """Every open connection to one peer."""
+        """Return all open connections to `peer`."""
         return [connection for connection in self._connections.get(peer, ()) if connection.is_open]
 
     def connections(self) -> list[Connection]:
-        """Every open connection."""
+        """Return all open connections."""
         return [connection for group in self._connections.values() for connection in group if connection.is_open]
 
     async def open_stream(self, peer: str, protocol: str) -> Stream:
-        """A stream to `peer` under `protocol`, on a connection that is made where there is none."""
+        """Open a stream to `peer` under `protocol`, connecting first if needed; raises `P2PError`."""
         connection = await self.connect(peer)
         return await connection.open_stream(protocol)
 
     async def connect(self, peer: str, addresses: Sequence[Address] = (), *, fresh: bool = False) -> Connection:
-        """A connection to `peer`, dialled at what is known of it and at `addresses`; `fresh` wants a direct new one.
+        """Return a connection to `peer`, dialling its known addresses and `addresses` if none is open.
 
-        Callers that ask at the same time share one dial, which goes on though one of them gives up.
+        With `fresh`, a relayed connection does not count as open. Concurrent callers share one dial, which continues
+        if one of them is cancelled. Raises `Refused` (denied, held off, or this node itself) or `PeerUnreachable`.
         """
         if peer == self.peer_id:
-            raise Refused("this node does not dial itself")
+            raise Refused("a node cannot connect to itself")
         refusal = self.admission.refuse_peer(peer, trio.current_time())
         if refusal is not None:
-            raise Refused(f"{peer} is not spoken to: {refusal}")
+            raise Refused(f"connections to {peer} are refused: {refusal}")
         self.book.add(peer, addresses, trio.current_time())
         open_already = self.connection(peer)
         if open_already is not None and not (fresh and open_already.relayed):
@@ -148,7 +150,7 @@ class Host:
         return dial.connection
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
-        """Close every connection to `peer`; one that misbehaved is held off, longer each time."""
+        """Close all connections to `peer`; if it misbehaved, refuse it for a while, longer each time."""
         if misbehaved:
             seconds = self.admission.punish(peer, trio.current_time())
             log.warning("%s misbehaved; it is held off for %.0f s", peer, seconds)
@@ -156,14 +158,17 @@ class Host:
             for connection in list(self._connections.get(peer, ())):
                 nursery.start_soon(connection.close, "misbehaved" if misbehaved else "closed")
 
-    # --- its life ----------------------------------------------------------------------------------------------------
+    # --- running -----------------------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Listen and serve until cancelled; restarts by itself, on the same ports, after an error."""
+        """Listen and serve until cancelled; after an unexpected error, restart on the same ports.
+
+        Raises `PortTaken` or `BadAddress` if listening fails at the start.
+        """
         listeners = await self._open_listeners()
         started = False
 
-        async def incarnation() -> None:
+        async def serve() -> None:
             nonlocal listeners, started
             if not listeners:
                 listeners = await self._open_listeners()
@@ -180,10 +185,10 @@ class Host:
                 for listener in current:
                     listener.socket.close()
 
-        await supervise("the libp2p host", incarnation)
+        await supervise("the libp2p host", serve)
 
     async def goodbye(self) -> None:
-        """Close every connection politely, half a second at most in all; call before cancelling `run`."""
+        """Close all connections with a go-away, in at most 0.5 s; call this before cancelling `run`."""
         self._stopping = True
         async with trio.open_nursery() as nursery:
             for connection in self.connections():
@@ -194,7 +199,7 @@ class Host:
         self._listening = [address_of(*listener.socket.getsockname()[:2]) for listener in listeners]
         return listeners
 
-    # --- connections -------------------------------------------------------------------------------------------------
+    # --- establishing connections ------------------------------------------------------------------------------------
 
     async def _accept(self, stream: trio.SocketStream) -> None:
         await guarded("an inbound connection", self._admit, stream)
@@ -208,7 +213,7 @@ class Host:
             return
         refusal = self.admission.begin_handshake(ip, trio.current_time())
         if refusal is not None:
-            log.debug("a connection from %s is refused: %s", ip, refusal)
+            log.debug("refused a connection from %s: %s", ip, refusal)
             sockopts.abort(stream.socket)
             return
         try:
@@ -227,13 +232,13 @@ class Host:
         await self._keep(connection)
 
     async def dial(self, address: Address, peer: str, source_port: int | None = None) -> Connection:
-        """One attempt at one address; raises `P2PError`, OSError or `trio.TooSlowError`."""
+        """Dial one address once; raises `P2PError`, OSError or `trio.TooSlowError`."""
         if address.relay is not None:
             if self.relay_dial is None:
-                raise PeerUnreachable("this node uses no relays")
+                raise PeerUnreachable(f"{peer} is behind a relay, and this node uses no relays")
             return await self.relay_dial(address.of(peer))
         if source_port is None and address.scope is Scope.PUBLIC:
-            # From the listening port, so that a NAT's mapping for it is what others are told about.
+            # Dial from the listening port, so that the NAT mapping that the peer observes is the one others can dial.
             source_port = next((own.port for own in self._listening if own.kind == address.kind), None)
         stream = await self._connect_socket(address, source_port)
         try:
@@ -244,7 +249,10 @@ class Host:
             raise
 
     async def adopt(self, raw: object, address: Address, peer: str | None) -> Connection:
-        """Secure a raw connection from wherever it comes and keep it; `peer` is who must be at the other end."""
+        """Secure a raw connection (dialled, relayed or hole-punched) and run it in the host.
+
+        If `peer` is given, the other side must prove that identity. Raises `P2PError` or `trio.TooSlowError`.
+        """
         connection = await self._establish(raw, address, peer)
         if self._nursery is None:
             connection.abort()
@@ -252,11 +260,14 @@ class Host:
         self._nursery.start_soon(self._keep, connection)
         await connection.ready.wait()
         if connection.closed.is_set():
-            raise PeerUnreachable(f"the connection to {connection.peer} broke at once")
+            raise PeerUnreachable(f"the connection to {connection.peer} was closed right after it was opened")
         return connection
 
     async def proves(self, address: Address, peer: str) -> bool:
-        """Whether `peer` answers a handshake at `address`; the connection is not kept."""
+        """Dial `address` and return True once `peer` has proved its identity there; the connection is then closed.
+
+        Raises `P2PError`, OSError or `trio.TooSlowError` if that fails.
+        """
         stream = await self._connect_socket(address, None)
         try:
             raw = rawio.raw_connection(stream, initiator=True)
@@ -291,7 +302,7 @@ class Host:
             if peer == self.peer_id:
                 refusal = "it is this node itself"
             if refusal is not None:
-                raise Refused(f"{peer} is not spoken to: {refusal}")
+                raise Refused(f"the connection with {peer} is refused: {refusal}")
             muxed = await self.channel.multiplex(secured, peer)
         initiated = bool(getattr(raw, "is_initiator", False))
         return Connection(
@@ -299,7 +310,7 @@ class Host:
         )
 
     async def _keep(self, connection: Connection) -> None:
-        """Own a connection from its first to its last moment, within the limits."""
+        """Register a connection, run it until it ends and unregister it; abort it if the limits are reached."""
         ip = connection.address.ip or ipaddress.ip_address("0.0.0.0")
         if self._stopping or not self.admission.opened(ip):
             connection.abort("too many connections are open")
@@ -310,7 +321,7 @@ class Host:
         group.append(connection)
         try:
             if len(group) > self.admission.limits.connections_per_peer:
-                # A peer that restarted comes back before its old connections are known to be dead.
+                # A restarted peer reconnects before its old connections are known to be dead, so the oldest one goes.
                 group[0].abort("a newer connection replaced it")
             await connection.run(self._handlers, self._companions)
         finally:

@@ -1,4 +1,4 @@
-"""The two courtesies every libp2p node expects: saying who one is (`identify`) and answering pings."""
+"""The two protocols that every libp2p node expects of another: `identify` and `ping`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PING_IDLE_S = 60.0
 
 
 class StandardProtocols:
-    """Answers other libp2p implementations; Shoal nodes use the heartbeat instead."""
+    """Serves `/ipfs/id` and `/ipfs/ping` to other libp2p implementations; Shoal nodes use the heartbeat instead."""
 
     def __init__(self, host: Host, identity: Identity) -> None:
         self._host = host

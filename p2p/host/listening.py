@@ -1,4 +1,4 @@
-"""Opening the sockets that a host listens on: explicit ones as asked, the default port with a free one in reserve."""
+"""Opens the sockets that a host listens on: the given addresses, or all interfaces at port 7464 or a free port."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ log = logging.getLogger("shoal.p2p.host")
 
 
 class PortTaken(P2PError):
-    """The port that was asked for is in use; choose another one, or 0 for any free port."""
+    """The requested address cannot be listened on, mostly because its port is in use."""
 
 
 async def open_listeners(wanted: Sequence[Address]) -> list[trio.SocketListener]:
-    """Listen at `wanted`, or everywhere at the default port, or a free one where that is taken."""
+    """Listen at `wanted`; if it is empty, on all interfaces at `DEFAULT_PORT` or, if that is taken, a free port.
+
+    Raises `PortTaken`, or `BadAddress` for a host name instead of an IP address.
+    """
     if wanted:
         return await _bind(wanted)
     try:
-        return await _bind(_everywhere(DEFAULT_PORT))
+        return await _bind(_all_interfaces(DEFAULT_PORT))
     except PortTaken:
-        return await _bind(_everywhere(0))
+        return await _bind(_all_interfaces(0))
 
 
 async def _bind(wanted: Sequence[Address]) -> list[trio.SocketListener]:
@@ -39,16 +42,18 @@ async def _bind(wanted: Sequence[Address]) -> list[trio.SocketListener]:
             if address.ip is None:
                 raise BadAddress(f"{address}: give an IP address to listen on, not a name")
             try:
-                # A second wildcard takes the port that the first one got, so that both families share it.
+                # With port 0, the IPv6 wildcard uses the port that the IPv4 one got, so that both share it.
                 port = address.port or (chosen if address.ip.is_unspecified else 0)
                 listener = await sockopts.listen(address.host, port)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    raise PortTaken(f"{address} is in use; choose another --listen port, or 0 for any") from error
+                    raise PortTaken(
+                        f"{address} is in use; choose another --listen port, or 0 for a free one"
+                    ) from error
                 if address.ip.version == 6 and listeners:
-                    log.info("no IPv6 here: %s (%s)", address, error)
+                    log.info("not listening on IPv6 address %s: %s", address, error)
                     continue
-                raise PortTaken(f"{address} cannot be listened on: {error}") from error
+                raise PortTaken(f"cannot listen on {address}: {error}") from error
             chosen = listener.socket.getsockname()[1]
             listeners.append(listener)
     except BaseException:
@@ -58,5 +63,5 @@ async def _bind(wanted: Sequence[Address]) -> list[trio.SocketListener]:
     return listeners
 
 
-def _everywhere(port: int) -> list[Address]:
+def _all_interfaces(port: int) -> list[Address]:
     return [Address("ip4", "0.0.0.0", port), Address("ip6", "::", port)]

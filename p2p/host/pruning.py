@@ -1,8 +1,8 @@
-"""Which links to close so that a node keeps few of them open, however many peers it speaks to. Pure.
+"""Chooses the links to close so that a node keeps few of them open. Pure; the caller closes them.
 
-A link that carries nothing costs its two nodes a socket, heartbeats and a place that somebody else may need; a new one
-costs a handshake. So as many as `ENOUGH_LINKS` stay open, and beyond that the one that was used longest ago goes,
-provided that nothing runs on it and nobody here asked to keep it.
+An idle link costs both nodes a socket, heartbeats and one of a limited number of connections; reopening it costs a
+handshake. So up to `ENOUGH_LINKS` stay open; beyond that the links used longest ago are closed, except those in use
+and those that this node asked to keep.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ENOUGH_LINKS = 40
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """What one link was used for, and when last (on trio's clock)."""
+    """The last use of a link (on trio's clock), and whether a call or stream is active on it."""
 
     peer: str
     used_at: float
@@ -23,7 +23,7 @@ class LinkUse:
 
 
 def surplus(links: Iterable[LinkUse], kept: Container[str], enough: int = ENOUGH_LINKS) -> list[str]:
-    """The peers whose links are to be closed now, the longest unused first."""
+    """Return the peers whose links should be closed, the longest unused first; `kept` peers are never among them."""
     links = list(links)
     idle = sorted((use for use in links if not use.busy and use.peer not in kept), key=lambda use: use.used_at)
     return [use.peer for use in idle[: max(0, len(links) - enough)]]

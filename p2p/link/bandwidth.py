@@ -1,61 +1,60 @@
-"""Limits on the rate of bytes up and down, changeable at any time. Pure: the caller brings the clock and waits.
+"""Limits on the bytes a second that a node sends and receives, changeable at any time.
 
-Control and decode never wait but are counted, so that prefill and bulk give way to them. Links on the LAN are exempt.
+Pure: the caller passes the clock and does the waiting (`p2p.link.link`). Only traffic of prefill and bulk priority
+waits; control and decode are counted all the same, so that the others make room for them. Links on the LAN are exempt.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-BURST_S = 0.25  # how much unused rate may be saved up
+from p2p.rate_limit import TokenBucket
+
+BURST_S = 0.25  # seconds' worth of unused rate that may be saved up
 SHORTEST_WAIT_S = 0.001
-RECHECK_S = 0.25  # longest single wait, so that a raised limit is felt soon
+RECHECK_S = 0.25  # longest single wait, so that a raised limit takes effect soon
 
 
-@dataclass
-class TokenBucket:
-    """A rate that may be exceeded by one piece at a time and is paid back by waiting."""
+class ByteRateLimit:
+    """A limit in bytes a second; one chunk of any size may exceed it, and the next ones wait until it is made up."""
 
-    bytes_per_s: float | None = None  # None: no limit
-    _tokens: float = 0.0
-    _at: float = 0.0
+    def __init__(self) -> None:
+        self.bytes_per_s: float | None = None  # None: no limit
+        self._bucket = TokenBucket(0.0, 0.0, 0.0)
 
     def set_rate(self, bytes_per_s: float | None) -> None:
-        """Change the limit from now on; a debt run up under the old one is forgiven."""
+        """Change the limit from now on; bytes sent above the old one no longer cause a wait.
+
+        Raises `ValueError` unless the limit is above zero or None.
+        """
         if bytes_per_s is not None and bytes_per_s <= 0:
             raise ValueError("a bandwidth limit must be above zero; use none to lift it")
-        self.bytes_per_s, self._tokens = bytes_per_s, 0.0
+        self.bytes_per_s = bytes_per_s
+        rate = bytes_per_s or 0.0
+        self._bucket.set_rate(rate, rate * BURST_S)
 
     def wait_s(self, now: float) -> float:
-        """How long to wait before the next piece may go; 0 when it may go now."""
+        """Seconds to wait before asking again, at most `RECHECK_S`; 0 if the next chunk may be sent now."""
         if self.bytes_per_s is None:
             return 0.0
-        self._refill(now)
-        if self._tokens >= 0:
-            return 0.0
-        # Never a wait too short for a clock to show: it would be asked for again and again.
-        return max(min(-self._tokens / self.bytes_per_s, RECHECK_S), SHORTEST_WAIT_S)
+        wait_s = self._bucket.wait_s(now, 0)
+        # A wait below the clock's resolution would make the caller ask again at once, many times over.
+        return max(min(wait_s, RECHECK_S), SHORTEST_WAIT_S) if wait_s else 0.0
 
     def spend(self, size: int, now: float) -> None:
-        """Count bytes that went."""
+        """Count `size` bytes that were sent or received."""
         if self.bytes_per_s is not None:
-            self._refill(now)
-            self._tokens -= size
-
-    def _refill(self, now: float) -> None:
-        rate = self.bytes_per_s or 0.0
-        self._tokens = min(self._tokens + (now - self._at) * rate, rate * BURST_S)
-        self._at = now
+            self._bucket.spend(now, size)
 
 
 @dataclass
 class Bandwidth:
-    """The node's two buckets, shared by all its links."""
+    """The upload and download limits of a node, shared by all its links."""
 
-    up: TokenBucket = field(default_factory=TokenBucket)
-    down: TokenBucket = field(default_factory=TokenBucket)
+    up: ByteRateLimit = field(default_factory=ByteRateLimit)
+    down: ByteRateLimit = field(default_factory=ByteRateLimit)
 
     def set_limits(self, up_bytes_per_s: float | None, down_bytes_per_s: float | None) -> None:
-        """Change both limits from now on; None lifts one."""
+        """Change both limits from now on; None means no limit. Raises `ValueError` for zero or less."""
         self.up.set_rate(up_bytes_per_s)
         self.down.set_rate(down_bytes_per_s)

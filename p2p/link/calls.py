@@ -1,4 +1,4 @@
-"""The asking half of a link: calls of ours that wait for their answer, with a deadline each."""
+"""The calling side of a link: calls of this node that wait for an answer. `p2p.link.handlers` is the other side."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ MAX_PENDING_CALLS = 1024
 
 
 class Pending:
-    """A call that waits for its answer."""
+    """One call that waits for its answer."""
 
     __slots__ = ("answer", "done", "failure", "held")
 
     def __init__(self) -> None:
-        self.held = 0  # bytes of a large answer that the quota counts while it arrives
+        self.held = 0  # bytes of a chunked answer that the quota counts while it arrives
         self.done = trio.Event()
         self.answer = b""
         self.failure: P2PError | None = None
 
     def fail(self, failure: P2PError) -> None:
-        """End the wait with an error."""
+        """End the call with an error."""
         self.failure = failure
         self.done.set()
 
 
 class Calls:
-    """The calls that this node has under way on one link."""
+    """The calls that this node has in progress on one link."""
 
     def __init__(self, link: LinkPort) -> None:
         self._link = link
@@ -37,18 +37,21 @@ class Calls:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is waited for."""
+        """True if a call waits for its answer."""
         return bool(self._pending)
 
     def expect(self, id: int) -> Pending:
-        """Wait for an answer under this id from now on."""
+        """Register a call, before its request is sent; raises `QueueFull` if too many wait already."""
         if len(self._pending) >= MAX_PENDING_CALLS:
             raise QueueFull(f"{MAX_PENDING_CALLS} calls to {self._link.peer} wait for an answer; slow down")
         pending = self._pending[id] = Pending()
         return pending
 
     async def outcome(self, id: int, pending: Pending, timeout_s: float, what: str) -> bytes:
-        """The answer; a caller that gives up, by its deadline or by being cancelled, cancels the remote handler."""
+        """Wait for the answer and return it; raises `DeadlineExceeded`, or the error of the peer or link.
+
+        At the deadline, and if the caller is cancelled, the remote handler is cancelled too.
+        """
         try:
             with trio.move_on_after(max(timeout_s, 0)):
                 await pending.done.wait()
@@ -64,14 +67,14 @@ class Calls:
         return pending.answer
 
     def on_answer(self, frame: Frame, assembler: Assembler) -> bool:
-        """Take an answer, a chunk of one, an error or a pong; whether anybody waits for it."""
+        """Process an answer, a chunk of one, an error or a pong; False if no call waits for it."""
         pending = self._pending.get(frame.id)
-        if pending is None or pending.done.is_set():  # given up or answered meanwhile
+        if pending is None or pending.done.is_set():  # given up or already answered
             return False
         if frame.kind == Kind.ERROR:
             pending.fail(failure_of(frame))
         elif frame.flags & WHOLE != WHOLE and not self._hold(pending, body_bytes(frame)):
-            pending.fail(Refused(f"the answer of {self._link.peer} has {frame.total} bytes, too many to keep now"))
+            pending.fail(Refused(f"{self._link.peer} answers with {frame.total} bytes, too many to buffer now"))
             self._link.give_up(frame.id)
         elif (whole := assembler.add(frame)) is not None:
             pending.answer = whole.body
@@ -85,6 +88,6 @@ class Calls:
         return True
 
     def end(self, failure: P2PError) -> None:
-        """The link is gone: nothing will be answered."""
+        """End every waiting call with `failure`: the link has ended."""
         for pending in self._pending.values():
             pending.fail(failure)

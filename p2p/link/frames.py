@@ -1,20 +1,17 @@
-"""The frame codec of a link: bytes in, frames out, no I/O. The layout is specified in the package docstring.
+"""The frame codec of a link: bytes in, frames out, no I/O. The docstring of `p2p` specifies the layout.
 
-Every rule about a single frame is checked here, before its bytes are waited for; what a frame means for calls and
-streams is for `p2p.link.link`. Whatever bytes come in, nothing but `ProtocolError` is raised.
+Every rule about a single frame is checked here, as soon as its header has arrived; `p2p.link.link` gives frames their
+meaning for calls and streams. Whatever the bytes are, only `ProtocolError` is raised.
 """
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
 from p2p.values import MAX_BODY_BYTES, MAX_NAME_BYTES, Buffer
-
-if TYPE_CHECKING:
-    pass
 
 MAJOR, MINOR = 1, 0
 MAGIC = b"shoal\0"
@@ -26,11 +23,11 @@ WHOLE = FIRST | LAST
 PRIORITY_MASK = 0x03
 MAX_PARTIAL_MESSAGES = 256
 MAX_TEXT_BYTES = 1024
-OPTIONAL_KINDS = 128  # kinds from here on are skipped by whoever does not know them
+OPTIONAL_KINDS = 128  # unknown kinds from this number on are skipped
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame, its first byte."""
 
     REQUEST = 1
     ANSWER = 2
@@ -52,13 +49,14 @@ _NAMED = frozenset((Kind.REQUEST, Kind.ERROR, Kind.OPEN, Kind.RESET))
 _TEXT_BYTES = {
     Kind.ERROR: MAX_TEXT_BYTES,
     Kind.RESET: MAX_TEXT_BYTES,
-}  # a body that must fit one frame; other kinds carry none
+}  # bounds of bodies that must fit into one frame; the other kinds that are not chunked have no body
 
 
 class Frame(NamedTuple):
-    """One frame: `total` is the length of the whole message's body, `body` this chunk of it.
+    """One frame: `total` is the length of the whole message's body, `body` is this chunk of it.
 
-    A long chunk that came in pieces is in `pieces` instead, so that it is copied once, when its message is whole.
+    A large chunk that arrived in several reads is in `pieces` instead, so that it is copied only once, when its message
+    is complete.
     """
 
     kind: int
@@ -72,24 +70,24 @@ class Frame(NamedTuple):
 
     @property
     def priority(self) -> int:
-        """Whose turn the frame came in."""
+        """The priority, 0 (control) to 3 (bulk)."""
         return self.flags & PRIORITY_MASK
 
 
 def encode_header(kind: int, flags: int, id: int, length: int, total: int, arg: int = 0, name: bytes = b"") -> bytes:
-    """The bytes before a chunk's body."""
+    """Return the header and the name, which come before a chunk's body."""
     return HEADER.pack(kind, flags, len(name), id, length, total, arg) + name
 
 
 def encode(frame: Frame) -> bytes:
-    """A whole frame as bytes."""
+    """Return a frame's bytes, header and body."""
     name = frame.name.encode("ascii")
     header = encode_header(frame.kind, frame.flags, frame.id, len(frame.body), frame.total, frame.arg, name)
     return header + frame.body
 
 
 class FrameDecoder:
-    """Cuts a byte stream into frames; holds at most one incomplete frame, in the pieces that it came in."""
+    """Cuts a byte stream into frames; keeps at most one incomplete frame, in the pieces in which it arrived."""
 
     def __init__(self) -> None:
         self._parts: list[Buffer] = []
@@ -98,7 +96,7 @@ class FrameDecoder:
         self._greeted = False
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes; after a `ProtocolError` the decoder is of no more use."""
+        """Return the frames that `data` completes; do not use the decoder after a `ProtocolError`."""
         if not self._greeted:
             data = b"".join((*self._parts, data))
             self._parts = []
@@ -122,13 +120,13 @@ class FrameDecoder:
         return frames
 
     def _resume(self, data: bytes, start: int, frames: list[Frame]) -> int:
-        """Add to the frame that is held what `data` has of it: where the rest of `data` begins."""
+        """Add the bytes of `data` from `start` to the incomplete frame; returns where its part of `data` ends."""
         stop = min(start + self._needed - self._held, len(data))
         self._parts.append(_piece(data, start, stop))
         self._held += stop - start
         if self._held < self._needed:
             return stop
-        if self._held == HEADER.size:  # now that the header is here, it is known how much is to come
+        if self._held == HEADER.size:  # the header is complete and gives the length of the frame
             self._parts = [b"".join(self._parts)]
             self._needed = _end_of_frame(self._parts[0], 0, HEADER.size)
             if self._needed > HEADER.size:
@@ -151,7 +149,7 @@ class FrameDecoder:
 
 
 def _end_of_frame(data: Buffer, start: int, size: int) -> int:
-    """Where the frame at `start` ends, or its header where that is not there yet."""
+    """Return the offset at which the frame at `start` ends, or its header if that is incomplete; checks the header."""
     if size - start < HEADER.size:
         return start + HEADER.size
     kind, flags, name_length, _, length, total, _ = HEADER.unpack_from(data, start)
@@ -161,7 +159,7 @@ def _end_of_frame(data: Buffer, start: int, size: int) -> int:
         _check_chunk(flags, length, total, name_length, kind)
     elif kind in _KINDS:
         if flags & WHOLE != WHOLE or length != total or length > _TEXT_BYTES.get(kind, 0):
-            raise ProtocolError(f"a frame of kind {kind} must be whole and carry no more than its text")
+            raise ProtocolError(f"a frame of kind {kind} must be whole and have no body beyond its text")
         if bool(name_length) != (kind in _NAMED):
             raise ProtocolError(f"a frame of kind {kind} has a name of {name_length} bytes")
     elif kind < OPTIONAL_KINDS:
@@ -171,7 +169,7 @@ def _end_of_frame(data: Buffer, start: int, size: int) -> int:
 
 def _check_chunk(flags: int, length: int, total: int, name_length: int, kind: int) -> None:
     whole = flags & WHOLE == WHOLE
-    # Every chunk but the last is full: so a message cannot be cut into millions of tiny frames.
+    # Every chunk but the last must be full, so that a message cannot be cut into millions of tiny frames.
     if (whole and length != total) or (not flags & LAST and length != CHUNK_BYTES):
         raise ProtocolError(f"a chunk of {length} bytes of a message of {total} is cut wrongly")
     if bool(name_length) != (kind == Kind.REQUEST and bool(flags & FIRST)):
@@ -179,12 +177,12 @@ def _check_chunk(flags: int, length: int, total: int, name_length: int, kind: in
 
 
 def _piece(data: bytes, start: int, stop: int) -> Buffer:
-    """Some of `data`, as it lies there; but a small piece must not keep much else in memory."""
+    """Return a slice of `data`: a view if it is half of it or more, else a copy, which keeps less in memory."""
     return memoryview(data)[start:stop] if 2 * (stop - start) >= len(data) else data[start:stop]
 
 
 def _assemble(parts: list[Buffer]) -> Frame | None:
-    """The frame that these pieces are; a chunk of a longer message stays in pieces, to be joined once, at its end."""
+    """Build a frame from its pieces; a chunk of a longer message stays in pieces and is joined with the others."""
     head = parts[0]
     _, flags, name_length, *_ = HEADER.unpack_from(head)
     body_at = HEADER.size + name_length
@@ -209,7 +207,7 @@ def _parse(data: bytes, start: int, end: int) -> Frame | None:
 
 
 def body_bytes(frame: Frame) -> int:
-    """How many bytes of its message this frame carries."""
+    """Return the number of body bytes in this frame."""
     return sum(len(piece) for piece in frame.pieces) if frame.pieces else len(frame.body)
 
 
@@ -227,7 +225,7 @@ class _Partial:
 
 
 class Assembler:
-    """Joins the chunks of messages that interleave on one link; each key is a message's id and priority."""
+    """Joins the chunks of messages that interleave on one link; a message is identified by its id and priority."""
 
     def __init__(self) -> None:
         self._partials: dict[tuple[int, int], _Partial] = {}
@@ -236,13 +234,14 @@ class Assembler:
         return len(self._partials)
 
     def expects(self, frame: Frame) -> bool:
-        """True where the message that this chunk continues was begun and not dropped."""
+        """True if this chunk continues an unfinished message that was not dropped."""
         return (frame.id, frame.flags & PRIORITY_MASK) in self._partials
 
     def add(self, frame: Frame) -> Frame | None:
-        """The whole message as one frame when this chunk completes it.
+        """Add a chunk; returns the whole message as one frame if this chunk completes it.
 
-        A later chunk of a message that was dropped, or never begun, is ignored: a refused sender may still send it.
+        A later chunk of an unknown or dropped message is ignored: a refused sender may still be sending it. Raises
+        `ProtocolError` if the chunks do not add up, or if too many messages are unfinished.
         """
         if frame.flags & WHOLE == WHOLE and not self._partials:
             return frame
@@ -250,11 +249,11 @@ class Assembler:
         partial = self._partials.get(key)
         if frame.flags & FIRST:
             if partial is not None:
-                raise ProtocolError(f"message {frame.id} begins again before its end")
+                raise ProtocolError(f"message {frame.id} starts again before its end")
             if frame.flags & LAST:
                 return frame
             if len(self._partials) >= MAX_PARTIAL_MESSAGES:
-                raise ProtocolError(f"more than {MAX_PARTIAL_MESSAGES} messages are begun and not finished")
+                raise ProtocolError(f"more than {MAX_PARTIAL_MESSAGES} messages are unfinished")
             partial = self._partials[key] = _Partial(frame)
             partial.add(frame)
             return None
@@ -263,12 +262,12 @@ class Assembler:
         return self._extend(key, partial, frame)
 
     def drop(self, id: int) -> None:
-        """Forget what has arrived of the messages with this id."""
+        """Drop the chunks of unfinished messages with this id."""
         for key in [key for key in self._partials if key[0] == id]:
             del self._partials[key]
 
     def stalled(self) -> list[Frame]:
-        """The first frames of all messages of which nothing has arrived since the last call."""
+        """Return the first frame of each unfinished message that got no chunk since the last call."""
         found = [partial.first for partial in self._partials.values() if partial.received == partial.received_before]
         for partial in self._partials.values():
             partial.received_before = partial.received
@@ -290,6 +289,6 @@ BUSY, MALFORMED = "busy", "malformed"
 
 
 def failure_of(frame: Frame) -> P2PError:
-    """The error that a peer answered with; its words are shown, never trusted."""
+    """Return the exception for a peer's error or reset frame; unprintable characters of its text become "?"."""
     text = "".join(c if c.isprintable() else "?" for c in frame.body.decode("utf-8", "replace"))
     return Refused(text) if frame.name == BUSY else RemoteError(text, frame.name)

@@ -1,9 +1,9 @@
-"""The answering half of a link: runs the handlers of what a peer asks, each at its own risk.
+"""The serving side of a link: runs handlers for the peer's calls and streams. `p2p.link.calls` is the other side.
 
-An exception in a handler costs that call or stream alone. A call that is over a limit, or names an unknown method, is
-refused at its first chunk, before its body is read; the bytes of a body count as they arrive, and a body that does not
-fit ends its call. A call counts until its answer has gone to the writer, so that a peer that asks and does not read has
-used up its calls soon.
+An exception in a handler ends only its call or stream. A call that is over a limit, or has an unknown method, is
+refused at its first chunk, before the rest of its body is read. The bytes of a body count as they arrive, and a body
+that exceeds a limit ends its call. A call counts until the writer has taken its answer, so that a peer that does not
+read the answers soon reaches its limit of calls.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from typing import Protocol
 
 import trio
 
-from p2p.errors import (
-    P2PError,
-    ProtocolError,
-    Refused,
-    RemoteError,
-)
+from p2p.errors import P2PError, ProtocolError, Refused, RemoteError
 from p2p.link.bandwidth import Bandwidth
 from p2p.link.frames import BUSY, FIRST, MALFORMED, Assembler, Frame, Kind, body_bytes
 from p2p.link.outbox import Outgoing, spoken
@@ -31,11 +26,11 @@ from p2p.rate_limit import LogLimit
 from p2p.values import MAX_NAME_BYTES, Payload, buffers_of
 
 log = logging.getLogger("shoal.p2p.serving")
-log.addFilter(LogLimit())  # peers can bring these lines about
+log.addFilter(LogLimit())  # peers can cause these lines
 
 
 class LinkPort(Protocol):
-    """What calls and handlers need of their link."""
+    """The attributes and methods of a link that `Calls` and `Handlers` use."""
 
     services: Services
     exempt: bool
@@ -58,12 +53,12 @@ class LinkPort(Protocol):
 class _Call:
     size: int  # bytes of its body that have arrived
     scope: trio.CancelScope
-    running: bool = False  # its handler is
+    running: bool = False  # its handler has started and not ended
     answer_size: int = 0
 
 
 class Handlers:
-    """The calls and streams that one peer has under way here."""
+    """The calls and streams of one peer that this node serves."""
 
     def __init__(self, link: LinkPort) -> None:
         self._link = link
@@ -72,11 +67,11 @@ class Handlers:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is being answered."""
+        """True if a call of the peer is in progress."""
         return bool(self._calls)
 
     def on_request(self, frame: Frame, assembler: Assembler) -> Frame | None:
-        """Take a chunk of a request; the whole of it once it is complete and admitted."""
+        """Process a chunk of a request; returns the whole request once it is complete and admitted."""
         if frame.flags & FIRST:
             if not self._admit(frame):
                 return None
@@ -86,21 +81,21 @@ class Handlers:
         return assembler.add(frame) if frame.id in self._calls else None
 
     def give_up(self, id: int, why: str) -> None:
-        """Refuse a call whose request has not arrived whole."""
+        """Refuse a call whose request is still incomplete."""
         call = self._calls.get(id)
         if call is not None and not call.running:
             self._link.refuse(Kind.ERROR, id, why)
             self._finished(id, call)
 
     def start(self, request: Frame) -> None:
-        """Run the handler of a complete request."""
+        """Start the handler of a complete request."""
         call = self._calls[request.id]
         call.running = True
         assert self.nursery is not None
         self.nursery.start_soon(self._answer, request, call)
 
     def on_cancel(self, id: int) -> bool:
-        """The caller gave up; whether there was a call to give up."""
+        """Stop a call that the peer cancelled; False if it is unknown."""
         call = self._calls.get(id)
         if call is None:
             return False
@@ -110,7 +105,7 @@ class Handlers:
         return True
 
     def on_ping(self, id: int) -> None:
-        """Answer a ping, within the rate that requests have."""
+        """Answer a ping, which counts against the peer's request rate."""
         link = self._link
         refusal = link.services.quota.request(link.peer, trio.current_time())
         if refusal is None:
@@ -119,7 +114,7 @@ class Handlers:
             link.refuse(Kind.ERROR, id, refusal)
 
     def accept(self, stream: MessageStream, protocol: str) -> bool:
-        """Run the handler of a stream that the peer opens, or refuse it."""
+        """Start the handler of a stream that the peer opens; False, after a reset to the peer, if it is refused."""
         link = self._link
         refusal = link.services.quota.request(link.peer, trio.current_time())
         if refusal is not None:
@@ -152,14 +147,14 @@ class Handlers:
         return True
 
     def end(self) -> None:
-        """The link is gone, its handlers are cancelled: settle what never started."""
+        """Release the quota of calls whose handlers never started: the link has ended."""
         for id, call in list(self._calls.items()):
             self._finished(id, call)
 
     def _admit(self, frame: Frame) -> bool:
         link = self._link
         if frame.id in self._calls or frame.id % 2 == link.own_parity:
-            raise ProtocolError(f"request {frame.id} is not the peer's to make")
+            raise ProtocolError(f"request {frame.id} uses an id that is not the peer's to choose")
         now = trio.current_time()
         size = body_bytes(frame)
         refusal = link.services.quota.begin_call(link.peer, size, now)
@@ -174,7 +169,7 @@ class Handlers:
         return True
 
     def _hold(self, frame: Frame) -> bool:
-        """Count one more chunk of a request, or refuse the call."""
+        """Count one more chunk of a request; False, and the call refused, if that exceeds a limit."""
         call, size = self._calls[frame.id], body_bytes(frame)
         if call.running or self._link.services.quota.hold(self._link.peer, size):
             call.size += 0 if call.running else size
@@ -200,7 +195,7 @@ class Handlers:
         except RemoteError as error:
             code = error.code if 0 < len(error.code) <= MAX_NAME_BYTES and error.code.isascii() else "internal"
             link.post(spoken(Kind.ERROR, request.id, code, str(error)))
-        except ProtocolError as error:  # of this body; a stack trace for each would let a peer fill the log
+        except ProtocolError as error:  # a malformed body; a stack trace for each would let a peer fill the log
             log.debug("%s sent a malformed %s: %s", link.peer, method, error)
             link.refuse(Kind.ERROR, request.id, str(error), MALFORMED)
         except Exception:
@@ -212,7 +207,7 @@ class Handlers:
                 self._finished(request.id, call)
 
     def _keep(self, call: _Call, size: int) -> None:
-        """Count an answer's bytes until it has left."""
+        """Count an answer's bytes until the writer has taken it; raises `Refused` if they exceed a limit."""
         if not self._link.services.quota.hold_answer(self._link.peer, size, trio.current_time()):
             raise Refused("too many bytes of answers wait to be read")
         call.answer_size = size
@@ -229,7 +224,7 @@ StreamHandler = Callable[[MessageStream], Awaitable[None]]
 
 @dataclass(eq=False)
 class Services:
-    """What all links of a node share: its handlers, what peers may use, and whom to tell of a peer that misbehaves."""
+    """State shared by all links of a node: handlers, quotas, bandwidth, and a callback for misbehaving peers."""
 
     quota: Quota = field(default_factory=Quota)
     bandwidth: Bandwidth = field(default_factory=Bandwidth)

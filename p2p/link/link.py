@@ -1,8 +1,8 @@
-"""One link to one peer: calls and message streams, many at once, over one byte stream.
+"""One link to one peer: many calls and message streams at once over one byte stream.
 
-The link owns a reader, a writer and the handlers it runs. The reader never waits for anybody: what a peer may make us
-keep is bounded by windows and quotas, and beyond them it is refused. The writer is the only one to write, so that a
-caller that is cancelled never leaves half a frame. Who is linked to whom is for `p2p.link.switchboard`.
+The link owns a reader task, a writer task and the handlers it runs. The reader never waits for a handler: the bytes
+that a peer can make this node buffer are bounded by windows and quotas, and more are refused. Only the writer writes,
+so that a cancelled caller never leaves half a frame behind. `p2p.link.switchboard` decides which peers are linked.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, bu
 READ_BYTES = 256 * 1024
 FRAMES_A_TURN = 256
 MAX_TIMEOUT_MS = 2**32 - 1
-UNFINISHED_S = 120.0  # without a byte: then a request or message that was begun is given up
-STALLED_S = 60.0  # for one chunk to be taken: a peer that lives and does not read must not keep what waits for it
-# Frames about calls and streams that are not known (any more). A window of tiny messages may cross a reset, so many are
-# forgiven; who sends nothing else only means to keep this node busy.
+UNFINISHED_S = 120.0  # a partly received request or message is dropped after this long without a byte
+STALLED_S = 60.0  # for the peer to accept one chunk: a live peer that does not read must not hold memory here for ever
+# Frames for unknown calls and streams that are tolerated. Many are: a window of tiny messages may cross a reset on the
+# way. A peer that sends little else only keeps this node busy.
 IDLE_FRAMES = 32_768
 IDLE_FRAMES_PER_S = 2000
 
 log = logging.getLogger("shoal.p2p.link")
-log.addFilter(LogLimit())  # peers can bring these lines about
+log.addFilter(LogLimit())  # peers can cause these lines
 
 
 class PeerLink:
-    """Calls and streams to one peer; a `paced` link reads at the download limit, an `exempt` one knows no limits."""
+    """Calls and streams to one peer.
+
+    A `paced` link reads no faster than the download limit. No bandwidth limit applies to an `exempt` link.
+    """
 
     def __init__(
         self, peer: str, stream: ByteStream, services: Services, *, initiator: bool, paced: bool, exempt: bool
@@ -45,9 +48,8 @@ class PeerLink:
         self._peer, self._stream, self.services = peer, stream, services
         self.paced, self.exempt = paced, exempt
         self.bytes_in = self.bytes_out = 0
-        self.rtt_s: float | None = None
         self.ended = self._condemned = False
-        self.hung_up = False  # ended by this node on purpose, so that nobody is told of a loss
+        self.hung_up = False  # closed by this node on purpose: not reported as lost
         self.own_parity = 1 if initiator else 0
         self._next_id = 1 if initiator else 2
         self._outbox = Outbox()
@@ -63,16 +65,16 @@ class PeerLink:
 
     @property
     def peer(self) -> str:
-        """The peer at the other end."""
+        """The peer id of the other end."""
         return self._peer
 
     @property
     def busy(self) -> bool:
-        """Whether a call or a stream is under way."""
+        """True if a call or a stream is in progress."""
         return bool(self._streams) or self._asking.busy or self._serving.busy
 
     async def run(self) -> None:
-        """Read, write and serve until the link ends; never raises what a peer or the network did."""
+        """Read, write and serve until the link ends; errors of the peer or the network are logged, not raised."""
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
@@ -81,19 +83,22 @@ class PeerLink:
                     try:
                         await self._read(nursery)
                     finally:
-                        self._end()  # before handlers are waited for: some shield themselves
+                        self._end()  # before waiting for the handlers: some are shielded
                         nursery.cancel_scope.cancel()
                         with trio.CancelScope(shield=True):
-                            await self._stream.reset()  # a write under way is shielded; only this ends it
+                            await self._stream.reset()  # the writer's current write is shielded; only this ends it
         except Exception:
             log.exception("the link to %s failed", self._peer)
 
     def close(self) -> None:
-        """End the link at once."""
+        """End the link at once; `run` returns soon after."""
         self._scope.cancel()
 
     async def call(self, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
-        """One request, one answer; on a timeout, or when the caller is cancelled, the remote handler is cancelled."""
+        """Send one request and return its answer; raises `P2PError`.
+
+        On a timeout, and if the caller is cancelled, the remote handler is cancelled too.
+        """
         parts, size = buffers_of(body)
         timeout_ms = int(min(max(timeout_s * 1000, 1), MAX_TIMEOUT_MS))
         name = check_name(method)
@@ -104,18 +109,8 @@ class PeerLink:
         self.post(Outgoing(Kind.REQUEST, id, priority, parts, size, name, timeout_ms))
         return await self._asking.outcome(id, pending, timeout_s, f"{method} on {self._peer}")
 
-    async def ping(self, timeout_s: float) -> float:
-        """The round-trip time of an empty frame."""
-        id = self._take_id()
-        pending = self._asking.expect(id)
-        started_at = trio.current_time()
-        self.post(Outgoing(Kind.PING, id, 0))
-        await self._asking.outcome(id, pending, timeout_s, f"a ping of {self._peer}")
-        self.rtt_s = trio.current_time() - started_at
-        return self.rtt_s
-
     async def open(self, protocol: str, *, timeout_s: float) -> MessageStream:
-        """A new stream, once the peer accepted it."""
+        """Open a stream and wait until the peer has accepted it; raises `P2PError`."""
         name = check_name(protocol)
         id = self._take_id()
         stream = self._streams[id] = MessageStream(self, id)
@@ -134,19 +129,19 @@ class PeerLink:
             raise stream.failure
         return stream
 
-    # --- what streams and handlers need of their link ---
+    # --- used by streams, calls and handlers ---
 
     def post(self, message: Outgoing) -> None:
-        """Queue something for the writer."""
+        """Queue a message for the writer; dropped if the link has ended."""
         if self.ended:
             return
         self._outbox.put(message)
         self._wake.set()
         if self._outbox.overrun():
-            self.misbehaved("it asks for answers and does not read them")
+            self.misbehaved("it sends requests and does not read the answers")
 
     def has_room(self, priority: int) -> bool:
-        """Whether one more message of this priority may be queued."""
+        """True if one more message of this priority may be queued."""
         return self.ended or self._outbox.has_room(priority)
 
     async def written(self) -> None:
@@ -154,11 +149,11 @@ class PeerLink:
         await self._written.wait()
 
     def consumed(self, size: int) -> None:
-        """Bytes that a stream held for its reader are gone."""
+        """Release `size` buffered bytes from the peer's quota."""
         self.services.quota.release(self._peer, size)
 
     def stream_done(self, stream: MessageStream, *, broken: bool) -> None:
-        """Forget a stream."""
+        """Remove a stream that has ended."""
         if self._streams.pop(stream.id, None) is None:
             return
         self._assembler.drop(stream.id)
@@ -168,19 +163,19 @@ class PeerLink:
             self.services.quota.end_stream(self._peer)
 
     def give_up(self, id: int) -> None:
-        """Stop a call of ours: what was not sent stays here, the peer's handler is cancelled."""
+        """Abort a call of this node: unsent chunks are dropped and the peer's handler is cancelled."""
         self._outbox.drop(id)
         self._assembler.drop(id)
         self.post(Outgoing(Kind.CANCEL, id, 0))
 
     def refuse(self, kind: int, id: int, why: str, code: str = BUSY) -> None:
-        """Say no, and report a peer that was told so too often."""
+        """Refuse a call or stream of the peer; a peer that was refused too often is reported as misbehaving."""
         self.post(spoken(kind, id, code, why))
         if self.services.quota.refused(self._peer, trio.current_time()):
-            self.misbehaved(f"it does not heed refusals: {why}")
+            self.misbehaved(f"it ignores refusals: {why}")
 
     def misbehaved(self, why: str) -> None:
-        """End the link and report the peer."""
+        """End the link, log the reason and report the peer; later calls do nothing."""
         if not self._condemned:
             self._condemned = True
             log.warning("%s misbehaves: %s", self._peer, why)
@@ -191,12 +186,12 @@ class PeerLink:
         if self.ended:
             raise self._gone()
         id, self._next_id = self._next_id, self._next_id + 2
-        if self._next_id >= 2**32:  # years of calls on one link; a new link starts again at 1
+        if self._next_id >= 2**32:  # after years of calls on one link; a new link starts at 1
             self.close()
         return id
 
     def _gone(self) -> PeerUnreachable:
-        return PeerUnreachable(f"the link to {self._peer} ended; it may be gone")
+        return PeerUnreachable(f"the link to {self._peer} ended; the peer may be offline")
 
     # --- the writer ---
 
@@ -212,7 +207,7 @@ class PeerLink:
                     continue
                 if urgency >= PREFILL and not self.exempt and (wait_s := up.wait_s(trio.current_time())) > 0:
                     self._wake = trio.Event()
-                    with trio.move_on_after(wait_s):  # something urgent may come meanwhile
+                    with trio.move_on_after(wait_s):  # a message that need not wait may be queued meanwhile
                         await self._wake.wait()
                     continue
                 parts, size = self._outbox.take()
@@ -228,7 +223,7 @@ class PeerLink:
     async def _put(self, parts: Sequence[Buffer], size: int) -> None:
         self.bytes_out += size
         self.used_at = trio.current_time()
-        # Half a frame would spoil the link for everybody else.
+        # Shielded, because half a frame would make the link unusable for all other calls.
         with trio.CancelScope(shield=True, deadline=self.used_at + STALLED_S) as scope:
             await self._stream.write_parts(parts)
         if scope.cancelled_caught:
@@ -255,7 +250,7 @@ class PeerLink:
                     if self._assembler and not self._sweeping:
                         self._sweeping = True
                         nursery.start_soon(self._sweep_unfinished)
-                    if number % FRAMES_A_TURN == 0:  # a flood of tiny frames must not hold up everybody else
+                    if number % FRAMES_A_TURN == 0:  # a flood of tiny frames must not block other tasks
                         await trio.lowlevel.checkpoint()
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
@@ -263,20 +258,20 @@ class PeerLink:
             self.misbehaved(str(error))
 
     async def _sweep_unfinished(self) -> None:
-        """Give up requests and messages that were begun and of which nothing more arrives; ends when none is left."""
+        """Drop partly received requests and messages that stalled; ends when none is unfinished."""
         while self._assembler:
             await trio.sleep(UNFINISHED_S)
             for first in self._assembler.stalled():
                 if first.kind == Kind.REQUEST:
                     self._assembler.drop(first.id)
-                    self._serving.give_up(first.id, "the request was begun and not finished")
+                    self._serving.give_up(first.id, "the request was not finished")
                 elif first.kind == Kind.MESSAGE and (stream := self._streams.get(first.id)) is not None:
-                    stream.abort(BUSY, "a message was begun and not finished")
+                    stream.abort(BUSY, "a message was not finished")
         self._sweeping = False
 
     async def _pace(self) -> None:
         down = self.services.bandwidth.down
-        while (wait_s := down.wait_s(trio.current_time())) > 0:  # noqa: ASYNC110 - the wait is time itself
+        while (wait_s := down.wait_s(trio.current_time())) > 0:  # noqa: ASYNC110 - only time ends this wait
             await trio.sleep(wait_s)
 
     def _dispatch(self, frame: Frame) -> None:
@@ -303,7 +298,7 @@ class PeerLink:
 
     def _on_message(self, frame: Frame) -> None:
         stream = self._streams.get(frame.id)
-        if stream is None:  # closed here while this was on its way
+        if stream is None:  # this side closed it while the frame was on its way
             self._flood.count(trio.current_time())
             return
         if frame.flags & FIRST:
@@ -325,7 +320,7 @@ class PeerLink:
 
     def _on_open(self, frame: Frame) -> None:
         if frame.id % 2 == self.own_parity or frame.id in self._streams:
-            raise ProtocolError(f"stream {frame.id} is not the peer's to open")
+            raise ProtocolError(f"stream {frame.id} uses an id that is not the peer's to choose")
         stream = MessageStream(self, frame.id)
         if self._serving.accept(stream, frame.name):
             self._streams[frame.id] = stream

@@ -1,7 +1,7 @@
-"""What waits to be written on one link, by priority; pure: the writer task asks for the next bytes.
+"""Queues of the messages that one link has to send, one for each priority. Pure; the link's writer takes from it.
 
-A message of higher priority overtakes between chunks; messages of one priority keep their order. Each priority's queue
-is bounded, with room for one message of any size whenever it is below the bound.
+A message of higher priority overtakes between chunks; messages of one priority keep their order. A queue below its
+bound of `QUEUE_BYTES` accepts one more message of any size.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from p2p.link.frames import CHUNK_BYTES, FIRST, LAST, MAX_TEXT_BYTES, encode_hea
 from p2p.values import MESSAGE_COST_BYTES, PRIORITIES, Buffer
 
 QUEUE_BYTES = 8 * 2**20
-COALESCE_BYTES = 16 * 1024  # small frames that wait together are written together
+COALESCE_BYTES = 16 * 1024  # small messages in a queue are written together, up to this size
 MAX_URGENT_FRAMES = 8192
 
 
 class Outgoing:
-    """One message on its way out, and how much of it has been handed to the writer."""
+    """One message to be sent, and how many of its bytes the writer has taken."""
 
     __slots__ = ("arg", "dropped", "id", "kind", "left", "name", "parts", "priority", "sent", "size")
 
@@ -36,10 +36,10 @@ class Outgoing:
         self.parts, self.size, self.name, self.arg = parts, size, name, arg
         self.sent = 0
         self.dropped = False
-        self.left: Callable[[], None] | None = None  # told when the last of it went to the writer, or was dropped
+        self.left: Callable[[], None] | None = None  # called once the writer took its last chunk, or it was dropped
 
     def next_chunk(self) -> tuple[list[Buffer], int, bool]:
-        """The next frame in pieces, its length, and whether it is the last one."""
+        """Return the buffers of the next frame, its length, and True if it is the last one."""
         if self.size <= CHUNK_BYTES:
             header = encode_header(
                 self.kind, self.priority | FIRST | LAST, self.id, self.size, self.size, self.arg, self.name
@@ -66,9 +66,9 @@ class Outgoing:
 
 
 def spoken(kind: int, id: int, code: str, text: str) -> Outgoing:
-    """An error or a reset with its code and words."""
-    words = text.encode()[:MAX_TEXT_BYTES]
-    return Outgoing(kind, id, 0, (words,), len(words), code.encode())
+    """Build an error or reset frame with its code and text, cut at `MAX_TEXT_BYTES`."""
+    body = text.encode()[:MAX_TEXT_BYTES]
+    return Outgoing(kind, id, 0, (body,), len(body), code.encode())
 
 
 class Outbox:
@@ -77,25 +77,25 @@ class Outbox:
     def __init__(self) -> None:
         self._queues: tuple[deque[Outgoing], ...] = tuple(deque() for _ in range(PRIORITIES))
         self._queued = [0] * PRIORITIES
-        # By id, since a peer chooses how often something is dropped: a search would let it keep this node busy.
+        # Indexed by id: a peer decides how often messages are dropped, and each search would cost this node time.
         self._by_id: dict[int, dict[Outgoing, None]] = {}
 
     def has_room(self, priority: int) -> bool:
-        """Whether the queue of this priority takes one more message of any size."""
+        """True if the queue of this priority accepts one more message of any size."""
         return self._queued[priority] < QUEUE_BYTES
 
     def overrun(self) -> bool:
-        """Whether more small frames wait than a peer that reads would ever let pile up."""
+        """True if so many control messages wait that the peer cannot be reading."""
         return len(self._queues[0]) > MAX_URGENT_FRAMES
 
     def put(self, message: Outgoing) -> None:
-        """Queue a message; whoever may be refused asks `has_room` first."""
+        """Queue a message. Callers that can be refused must check `has_room` first; this never refuses."""
         self._queues[message.priority].append(message)
         self._queued[message.priority] += message.size + MESSAGE_COST_BYTES
         self._by_id.setdefault(message.id, {})[message] = None
 
     def urgency(self) -> int | None:
-        """The priority of what would be written next, or None when nothing waits."""
+        """Return the priority of the next message, or None if nothing waits."""
         for priority, queue in enumerate(self._queues):
             while queue and queue[0].dropped:
                 self._forget(queue.popleft())
@@ -104,7 +104,7 @@ class Outbox:
         return None
 
     def take(self) -> tuple[list[Buffer], int]:
-        """What to write next, in pieces, and its length: one chunk, or several small messages of one priority."""
+        """Return the buffers to write next and their length: one chunk, or several small messages of one priority."""
         priority = self.urgency()
         if priority is None:
             return [], 0
@@ -123,10 +123,10 @@ class Outbox:
         return batch, size
 
     def drop(self, id: int) -> None:
-        """Never send what is queued under this id, nor the rest of what is half sent."""
+        """Drop the queued messages with this id, and the rest of one that is partly sent."""
         for message in self._by_id.pop(id, ()):
             message.dropped = True
-            message.parts = ()  # lets go of the buffers, and makes room, before the queue reaches it
+            message.parts = ()  # frees the buffers now; the message itself leaves when the queue reaches it
             self._queued[message.priority] -= message.size
             message.size = 0
 

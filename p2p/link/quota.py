@@ -1,11 +1,11 @@
-"""How much of this node peers may use at once: calls, streams and bytes held for them. Pure; the clock is passed in.
+"""Bounds on the calls, streams and buffered bytes that peers may have at this node. Pure; the clock is passed in.
 
-Each of the three is a `SharedLimit`: every peer has a small floor that nobody else can take, and above it draws from a
-pool that all share fairly. So strangers who use all they can get leave room for the others, however many they are.
-Only bytes that arrived count, never what a message declares.
+Each of the three is a `SharedLimit`: every peer has a small floor that no other peer can use up, and above it draws
+from a pool that all share fairly. So peers that use all they can get leave room for others, however many they are.
+Only bytes that arrived count, never the length that a message declares.
 
-Over a limit means a `busy` answer and no handler run. A peer that keeps on is reported as misbehaving; how long it is
-then held off, and who may connect at all, is decided by `p2p.host.admission`.
+A call over a limit is answered `busy` and its handler does not run. A peer that ignores too many refusals is reported
+as misbehaving; `p2p.host.admission` decides how long it is then held off, and which peers may connect at all.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from p2p.rate_limit import TokenBucket
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds on what peers may have under way here.
+    """Bounds on the calls, streams and bytes that peers may have in progress at this node.
 
-    A peer may always have its floor; the pool (`calls`, `streams`, `bytes`) holds what peers have above their floors.
+    A peer always gets its floor; the pool (`calls`, `streams`, `bytes`) is shared by what peers use above their floors.
     With 256 connections the floors add up to 1024 calls, 1024 streams and 256 MiB.
     """
 
@@ -31,11 +33,11 @@ class Limits:
     bytes_per_peer: int = 256 * 2**20  # bodies received and not yet consumed
     bytes: int = 768 * 2**20
     bytes_floor: int = 2**20
-    # Answers that wait for the peer to read them; one alone may be larger. More than an honest peer asks for at once.
+    # Answers that the peer has not read yet; a single one may be larger. Honest peers ask for less than this at once.
     answer_bytes_per_peer: int = 24 * 2**20
     requests_per_s: float = 2000.0
     request_burst: float = 4000.0
-    # Refusals a peer may run up before it counts as misbehaving, and how many are forgiven each second.
+    # Refusals after which a peer counts as misbehaving, and how many of them are forgiven each second.
     refusals: float = 500.0
     refusals_forgiven_per_s: float = 10.0
 
@@ -43,7 +45,7 @@ class Limits:
 class SharedLimit:
     """Divides one resource among peers.
 
-    Up to its floor a peer is always served. Above, it draws from the pool: freely while the pool is less than half
+    A peer always gets its floor. Above the floor it draws from the pool: freely while less than half of the pool is
     used, and up to an equal share of the pool after that.
     """
 
@@ -51,14 +53,14 @@ class SharedLimit:
         self._per_peer, self._pool, self._floor = per_peer, pool, floor
         self._used: dict[str, int] = {}
         self._pool_used = 0
-        self._pool_peers = 0  # that use more than their floor
+        self._pool_peers = 0  # peers that use more than their floor
 
     def used(self, peer: str) -> int:
-        """How much this peer has now."""
+        """The amount that `peer` uses now."""
         return self._used.get(peer, 0)
 
     def take(self, peer: str, amount: int) -> bool:
-        """Count `amount` more for a peer; False, and nothing counted, where it may not have it."""
+        """Count `amount` more for `peer`; False, and nothing counted, if that is over its limit or share."""
         before = self._used.get(peer, 0)
         after = before + amount
         if after > self._per_peer:
@@ -73,9 +75,9 @@ class SharedLimit:
         return True
 
     def give_back(self, peer: str, amount: int) -> None:
-        """Count `amount` less for a peer."""
+        """Count `amount` less for `peer`."""
         left = self._used.get(peer, 0) - amount
-        assert left >= 0, "nobody gives back more than was taken"
+        assert left >= 0, "more was given back than was taken"
         self._set(peer, left)
 
     def _set(self, peer: str, amount: int) -> None:
@@ -89,20 +91,21 @@ class SharedLimit:
             self._used.pop(peer, None)
 
 
-MAX_REMEMBERED = 4096  # peers that are gone, of whom it is still known how much they asked for
+MAX_REMEMBERED = 4096  # disconnected peers whose request rate and refusals are still remembered
 
 
 @dataclass
 class _Peer:
-    tokens: float = 0.0
-    tokens_at: float = 0.0
-    refusals: float = 0.0
-    refusals_at: float = 0.0
+    requests: TokenBucket
+    refusals: TokenBucket  # one token for each refusal that is tolerated
     answer_bytes: int = 0
 
 
 class Quota:
-    """Counts what is under way and says no; each `begin` that returned None is matched by its `end`."""
+    """Counts the calls, streams and bytes of each peer and refuses those over a limit.
+
+    Every `begin_call` or `begin_stream` that returned None must be followed by one `end_call` or `end_stream`.
+    """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
@@ -113,17 +116,11 @@ class Quota:
         self._gone: OrderedDict[str, _Peer] = OrderedDict()
 
     def request(self, peer: str, now: float) -> str | None:
-        """Count one request against the peer's rate, or the reason why not."""
-        use, limits = self._peer(peer, now), self.limits
-        use.tokens = min(use.tokens + (now - use.tokens_at) * limits.requests_per_s, limits.request_burst)
-        use.tokens_at = now
-        if use.tokens < 1:
-            return "too many requests a second"
-        use.tokens -= 1
-        return None
+        """Count one request against the peer's rate; returns the reason if it is refused, else None."""
+        return None if self._peer(peer, now).requests.take(now) else "too many requests a second"
 
     def begin_call(self, peer: str, size: int, now: float) -> str | None:
-        """Take on a call of whose body `size` bytes have arrived, or the reason why not."""
+        """Count a call, and the `size` bytes of its body that have arrived; returns the reason if it is refused."""
         refusal = self.request(peer, now)
         if refusal is not None:
             return refusal
@@ -135,7 +132,7 @@ class Quota:
         return None
 
     def hold_answer(self, peer: str, size: int, now: float) -> bool:
-        """Account for an answer until its call ends; False where the peer should read the others first."""
+        """Count an answer's bytes until its call ends; False if the peer must read earlier answers first."""
         use = self._peer(peer, now)
         if use.answer_bytes and use.answer_bytes + size > self.limits.answer_bytes_per_peer:
             return False
@@ -145,41 +142,40 @@ class Quota:
         return True
 
     def end_call(self, peer: str, size: int, answer_size: int = 0) -> None:
-        """A call that began has ended; `size` bytes of its body were held."""
+        """Stop counting a call, the `size` bytes of its body and the `answer_size` bytes of its answer."""
         self._peers[peer].answer_bytes -= answer_size
         self._calls.give_back(peer, 1)
         self._bytes.give_back(peer, size + answer_size)
 
     def begin_stream(self, peer: str) -> str | None:
-        """Take on a stream, or the reason why not."""
+        """Count a stream; returns the reason if it is refused, else None."""
         return None if self._streams.take(peer, 1) else "too many streams at once"
 
     def end_stream(self, peer: str) -> None:
-        """A stream that began has ended."""
+        """Stop counting one stream of `peer`."""
         self._streams.give_back(peer, 1)
 
     def hold(self, peer: str, size: int) -> bool:
-        """Account for bytes kept for a peer; False where they do not fit."""
+        """Count bytes buffered for a peer; False, and nothing counted, if that is over a limit."""
         return self._bytes.take(peer, size)
 
     def release(self, peer: str, size: int) -> None:
-        """Bytes that were held are gone."""
+        """Stop counting bytes that were buffered for a peer."""
         self._bytes.give_back(peer, size)
 
     def refused(self, peer: str, now: float) -> bool:
-        """Note that a peer was told no; True once it has been told too often."""
+        """Count one refusal of a peer; True, and the count restarts, once it was refused too often."""
         use = self._peer(peer, now)
-        forgiven = (now - use.refusals_at) * self.limits.refusals_forgiven_per_s
-        use.refusals, use.refusals_at = max(use.refusals - forgiven, 0.0) + 1, now
-        if use.refusals <= self.limits.refusals:
+        if use.refusals.take(now):
             return False
-        use.refusals = 0.0
+        use.refusals = self._refusals(now)
         return True
 
     def forget(self, peer: str) -> None:
-        """Put the books of a peer away that has nothing under way, so that they do not grow with every passer-by.
+        """Drop the counters of a peer that has nothing in progress, so that they do not grow with every visitor.
 
-        Its rate and its refusals are remembered for a while: a new link must not buy it a new start.
+        Its request rate and refusals are kept for the last `MAX_REMEMBERED` peers, so that reconnecting does not reset
+        them.
         """
         if peer in self._peers and self.under_way(peer) == (0, 0, 0):
             self._gone[peer] = self._peers.pop(peer)
@@ -187,12 +183,18 @@ class Quota:
                 self._gone.popitem(last=False)
 
     def under_way(self, peer: str) -> tuple[int, int, int]:
-        """Calls, streams and bytes of one peer."""
+        """The calls, streams and buffered bytes of one peer."""
         return self._calls.used(peer), self._streams.used(peer), self._bytes.used(peer)
 
     def _peer(self, peer: str, now: float) -> _Peer:
         use = self._peers.get(peer)
         if use is None:
-            new = _Peer(tokens=self.limits.request_burst, tokens_at=now, refusals_at=now)
-            use = self._peers[peer] = self._gone.pop(peer, new)
+            use = self._gone.pop(peer, None)
+            if use is None:
+                requests = TokenBucket(self.limits.requests_per_s, self.limits.request_burst, now)
+                use = _Peer(requests, self._refusals(now))
+            self._peers[peer] = use
         return use
+
+    def _refusals(self, now: float) -> TokenBucket:
+        return TokenBucket(self.limits.refusals_forgiven_per_s, self.limits.refusals, now)

@@ -1,7 +1,7 @@
 """Message streams: long-lived, two-way, bounded by a window of bytes that the reader has not consumed.
 
-A stream belongs to a `p2p.link.link.PeerLink`, which feeds it what arrives and carries what it sends. It never blocks
-the link: whatever does not fit the window breaks the rules and costs the sender its stream.
+A stream belongs to a `p2p.link.link.PeerLink`, which delivers the messages that arrive and sends those that leave. A
+slow reader never blocks the link: a peer that sends more than the window breaks the protocol.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from p2p.values import DECODE, MESSAGE_COST_BYTES, WINDOW_BYTES, Payload, buffer
 
 
 class StreamCarrier(Protocol):
-    """What a stream needs of its link."""
+    """The methods of a link that its streams use."""
 
     @property
     def peer(self) -> str: ...
@@ -35,12 +35,12 @@ class MessageStream:
     def __init__(self, carrier: StreamCarrier, id: int) -> None:
         self.id = id
         self.handler_done = False
-        self.opened = trio.Event()  # set once the peer accepted, or the stream failed
+        self.opened = trio.Event()  # set once the peer has accepted, or the stream has failed
         self._carrier = carrier
         self._inbox: deque[bytes] = deque()
-        self._outstanding = 0  # sent and not credited
-        self._arrived = 0  # arrived and not credited
-        self._eaten = 0  # consumed and not credited
+        self._outstanding = 0  # bytes sent that the peer has not credited
+        self._arrived = 0  # bytes arrived that this side has not credited
+        self._uncredited = 0  # bytes consumed that this side has not credited
         self._held = 0  # bytes that the node's quota counts for this stream
         self._lowest_priority = 0
         self._sent_close = self._got_close = False
@@ -50,32 +50,35 @@ class MessageStream:
 
     @property
     def peer(self) -> str:
-        """The peer at the other end."""
+        """The peer id of the other end."""
         return self._carrier.peer
 
     @property
     def done(self) -> bool:
-        """Whether nothing more will pass either way."""
+        """True if no more messages can be sent or received."""
         return self._failure is not None or (self._sent_close and self._got_close and not self._inbox)
 
     @property
     def failure(self) -> P2PError | None:
-        """What broke the stream, if anything did."""
+        """The error that broke the stream, or None."""
         return self._failure
 
     async def send(self, message: Payload, priority: int = DECODE) -> None:
-        """Queue one message, or raise `QueueFull` at once; never waits."""
+        """Queue one message without waiting.
+
+        Raises `QueueFull` if the window or the link's queue is full, `StreamClosed` or `StreamReset` if it has ended.
+        """
         parts, size = buffers_of(message)
         self._check_sendable()
         cost = size + MESSAGE_COST_BYTES
         if not fits_window(self._outstanding, cost) or not self._carrier.has_room(priority):
-            raise QueueFull(f"{self.peer} has not taken {self._outstanding} bytes yet; slow down or drop the message")
+            raise QueueFull(f"{self.peer} has {self._outstanding} unread bytes; slow down or drop the message")
         self._outstanding += cost
         self._lowest_priority = max(self._lowest_priority, priority)
         self._carrier.post(Outgoing(Kind.MESSAGE, self.id, priority, parts, size))
 
     async def wait_room(self) -> None:
-        """Wait until a message of any size would be taken."""
+        """Wait until `send` would accept a message of any size; raises `StreamClosed` or `StreamReset`."""
         await trio.lowlevel.checkpoint()
         while self._failure is None and self._outstanding >= WINDOW_BYTES // 2:
             await self._writable.wait()
@@ -84,7 +87,7 @@ class MessageStream:
         self._check_sendable()
 
     async def receive(self) -> bytes:
-        """The next message."""
+        """Wait for the next message; raises `StreamClosed` at the end, `StreamReset` if the stream broke."""
         if self._inbox:
             await trio.lowlevel.checkpoint()
         while not self._inbox:
@@ -102,47 +105,47 @@ class MessageStream:
         return message
 
     async def aclose(self) -> None:
-        """End this side after what was queued."""
+        """Close this side once all queued messages are sent."""
         if not self._sent_close and self._failure is None:
             self._sent_close = True
-            # In the last queue this stream used, hence behind everything it sent.
+            # With the lowest priority this stream has used, hence behind everything it sent.
             self._carrier.post(Outgoing(Kind.CLOSE, self.id, self._lowest_priority))
             self._finish_if_done()
         await trio.lowlevel.checkpoint()
 
     async def reset(self) -> None:
-        """Break both directions at once and drop what is queued."""
+        """Break both directions at once and drop queued messages."""
         self.abort("reset", "the other side reset the stream")
         await trio.lowlevel.checkpoint()
 
     def abort(self, code: str, text: str) -> None:
-        """Break the stream from this side, telling the peer why."""
+        """Break the stream and send the peer the reason."""
         if not self.done:
-            self.fail(StreamReset(f"the stream with {self.peer} was reset here: {text}"))
+            self.fail(StreamReset(f"this side reset the stream with {self.peer}: {text}"))
             self._carrier.post(spoken(Kind.RESET, self.id, code, text))
 
     def fits(self, cost: int) -> bool:
-        """Whether a message that begins to arrive keeps to the window."""
+        """True if an arriving message of `cost` bytes is within the window."""
         return not self._got_close and fits_window(self._arrived, cost)
 
     def arrive(self, cost: int) -> None:
-        """Account for a message that begins to arrive."""
+        """Count a message of `cost` bytes, whose first chunk has arrived, against the window."""
         self._arrived += cost
 
     def hold(self, size: int) -> None:
-        """Bytes of a message have arrived, and the node's quota counts them until they are consumed."""
+        """Note `size` arrived bytes that the node's quota counts until they are consumed."""
         self._held += size
 
     def deliver(self, message: bytes) -> None:
-        """Hand over a whole message that arrived."""
-        if self.handler_done:  # nobody will read it
+        """Give a complete message to the reader."""
+        if self.handler_done:  # there is no reader any more
             self._consume(len(message) + MESSAGE_COST_BYTES)
             return
         self._inbox.append(message)
         self._readable.set()
 
     def credit(self, size: int) -> bool:
-        """The peer consumed this much; False where it claims more than was sent."""
+        """Free `size` bytes of the window, which the peer consumed; False if that is more than was sent."""
         if size > self._outstanding:
             return False
         self._outstanding -= size
@@ -151,20 +154,20 @@ class MessageStream:
         return True
 
     def remote_closed(self) -> None:
-        """The peer will send no more."""
+        """Note that the peer sends no more messages."""
         self._got_close = True
         self._readable.set()
         self._finish_if_done()
 
     def abandon(self) -> None:
-        """Drop what nobody will read any more."""
+        """Drop unread and later messages: the handler has ended."""
         self.handler_done = True
         while self._inbox:
             self._consume(len(self._inbox.popleft()) + MESSAGE_COST_BYTES)
         self._finish_if_done()
 
     def fail(self, failure: P2PError) -> None:
-        """The stream is broken; what arrived before is dropped with it."""
+        """Break the stream with `failure` and drop unread messages; later calls do nothing."""
         if self._failure is None:
             self._failure = failure
             self._inbox.clear()
@@ -176,13 +179,13 @@ class MessageStream:
             self._carrier.stream_done(self, broken=True)
 
     def _consume(self, cost: int) -> None:
-        self._eaten += cost
+        self._uncredited += cost
         self._held -= cost
         self._carrier.consumed(cost)
-        if self._eaten >= WINDOW_BYTES // 2 and not self._got_close:
-            self._arrived -= self._eaten
-            self._carrier.post(Outgoing(Kind.CREDIT, self.id, 0, arg=self._eaten))
-            self._eaten = 0
+        if self._uncredited >= WINDOW_BYTES // 2 and not self._got_close:
+            self._arrived -= self._uncredited
+            self._carrier.post(Outgoing(Kind.CREDIT, self.id, 0, arg=self._uncredited))
+            self._uncredited = 0
 
     def _finish_if_done(self) -> None:
         if self._failure is None and self.done:

@@ -1,8 +1,8 @@
-"""Calls and streams by peer id: finds, shares and replaces the links to each peer.
+"""Calls and streams by peer id: opens, shares and replaces the links to each peer.
 
-Two lanes to a peer, each one byte stream that is opened when first needed: the live lane for calls and message streams,
-and the bulk lane for calls of bulk priority, whose reader may be slowed by the download limit without delaying anything
-else. How byte streams come about is the dialler's business, so this runs over libp2p, sockets and memory alike.
+Each peer has two lanes, each one byte stream that is opened on first use: the live lane for calls and message streams,
+and the bulk lane for calls of bulk priority. The download limit slows down only the reader of the bulk lane. Byte
+streams come from the `dial` function that is passed in, so this runs over libp2p, sockets and memory alike.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LANES = (LIVE_LANE, BULK_LANE)
 MAX_LINKS_A_LANE = 4
 
 log = logging.getLogger("shoal.p2p.rpc")
-log.addFilter(LogLimit())  # peers can bring these lines about
+log.addFilter(LogLimit())  # peers can cause these lines
 
 Dial = Callable[[str, str], Awaitable[ByteStream]]  # (peer, lane) -> a byte stream; raises P2PError
 
@@ -45,7 +45,7 @@ class _Dialling:
 
 
 class Switchboard:
-    """All links of a node."""
+    """All links of a node, by peer and lane."""
 
     def __init__(self, dial: Dial, *, limits: Limits | None = None, bandwidth: Bandwidth | None = None) -> None:
         self.services = Services(Quota(limits), bandwidth or Bandwidth(), misbehaved=self._report)
@@ -58,7 +58,7 @@ class Switchboard:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Own the links that this node dials; cancel it to end them."""
+        """Run the links that this node dials; cancel it to end them."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             task_status.started()
@@ -68,60 +68,52 @@ class Switchboard:
                 self._nursery = None
 
     async def attend(self, peer: str, lane: str, stream: ByteStream) -> None:
-        """Run a link over a byte stream that a peer opened, until it ends."""
+        """Run a link over a byte stream that a peer opened, until it ends; the oldest of too many links is closed."""
         present = self._links.get((peer, lane), [])
-        # The oldest give way: a peer that restarted comes back before its old links are known to be dead.
+        # The oldest, because a restarted peer reconnects before its old links are known to be dead.
         for link in present[: max(len(present) - MAX_LINKS_A_LANE + 1, 0)]:
             link.close()
         await self._run_link(self._link(peer, lane, stream, initiator=False), lane)
 
     def serve(self, method: str, handler: RequestHandler) -> None:
-        """Answer calls of `method`."""
+        """Answer calls of `method` with `handler`."""
         check_name(method)
         self.services.methods[method] = handler
 
     def accept(self, protocol: str, handler: StreamHandler) -> None:
-        """Run `handler` for each stream opened under `protocol`."""
+        """Run `handler` for each stream that a peer opens with `protocol`."""
         check_name(protocol)
         self.services.protocols[protocol] = handler
 
     async def call(self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
-        """One request, one answer; the deadline covers the dial too."""
+        """Send one request and return its answer; `timeout_s` includes dialling. Raises `P2PError`."""
         deadline = trio.current_time() + timeout_s
         link = await self._linked(peer, BULK_LANE if priority >= BULK else LIVE_LANE, timeout_s)
         return await link.call(method, body, timeout_s=max(deadline - trio.current_time(), 0), priority=priority)
 
     async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MessageStream:
-        """A new stream to a peer."""
+        """Open a stream to a peer; `timeout_s` includes dialling. Raises `P2PError`."""
         deadline = trio.current_time() + timeout_s
         link = await self._linked(peer, LIVE_LANE, timeout_s)
         return await link.open(protocol, timeout_s=max(deadline - trio.current_time(), 0))
 
-    async def ping(self, peer: str, timeout_s: float) -> float:
-        """The round-trip time over the live lane."""
-        return await (await self._linked(peer, LIVE_LANE, timeout_s)).ping(timeout_s)
-
     def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Tell `listener` of each peer whose last link ended from the other side, or broke; returns how to stop it."""
+        """Call `listener` with each peer whose last link broke or was closed by the peer; returns the unsubscriber."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def peers(self) -> list[str]:
-        """Everybody there is a link to."""
-        return list(dict.fromkeys(peer for peer, _ in self._links))
-
     def links_to(self, peer: str) -> list[PeerLink]:
-        """The open links to one peer, for their figures."""
+        """Return the open links to one peer, on all lanes."""
         return [link for lane in LANES for link in self._links.get((peer, lane), ())]
 
     def renew(self, peer: str) -> None:
-        """Dial a new live link to a peer, now that there is a better way; what runs on the old one goes on there."""
+        """Dial a new live link over a better path; calls and streams on the old one continue there."""
         if self._nursery is not None and (peer, LIVE_LANE) not in self._dialling:
             dialling = self._dialling[(peer, LIVE_LANE)] = _Dialling()
             self._nursery.start_soon(self._dial_and_run, peer, LIVE_LANE, dialling)
 
     def hang_up(self, peer: str) -> None:
-        """End every link to a peer."""
+        """Close every link to a peer; listeners of lost links are not called."""
         for link in self.links_to(peer):
             link.hung_up = True
             link.close()
@@ -157,7 +149,7 @@ class Switchboard:
                 log.exception("a listener failed on the loss of the link to %s", link.peer)
 
     async def _linked(self, peer: str, lane: str, timeout_s: float) -> PeerLink:
-        # A peer dialled from both sides at once has two links; both serve, the newest one is used.
+        # Two peers that dial each other at once have two links: both serve, new calls use the newest.
         for link in reversed(self._links.get((peer, lane), ())):
             if not link.ended:
                 return link
@@ -175,7 +167,7 @@ class Switchboard:
         raise DeadlineExceeded(f"{peer} could not be reached within {timeout_s:g} s")
 
     async def _dial_and_run(self, peer: str, lane: str, dialling: _Dialling) -> None:
-        # In a task of its own: callers share one dial, which goes on though one of them gives up.
+        # In a task of its own: callers share one dial, which must continue if one of them gives up.
         try:
             stream = await self._dial(peer, lane)
             dialling.link = self._link(peer, lane, stream, initiator=True)

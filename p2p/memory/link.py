@@ -1,7 +1,7 @@
-"""The wires of the in-memory network: one link between two nodes, and the message streams that run over it.
+"""One link of the in-memory network, and the message streams on it.
 
-It models delay, bandwidth, loss, silence (a partition or a frozen process: what was sent arrives when the link is heard
-again, as TCP would have it) and breakage. Who is linked to whom is for `p2p.memory.fabric`.
+It models delay, bandwidth, loss, resets, and silence: during a partition, or while a process is frozen, messages are
+held back and delivered afterwards, as with TCP. `p2p.memory.fabric` decides which nodes are linked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKi
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """How a link behaves: one-way delay, jitter on top of it, rate each way, and the share of messages lost."""
+    """One-way delay, random extra delay up to `jitter_s`, rate in each direction, and share of messages lost."""
 
     delay_s: float = 0.005
     jitter_s: float = 0.0
@@ -32,7 +32,7 @@ class LinkProfile:
 
 @dataclass
 class Traffic:
-    """What one node sent and received: each request, answer and stream message counts as one message."""
+    """Messages and bytes of one node; each request, answer and stream message counts as one message."""
 
     messages_out: int = 0
     messages_in: int = 0
@@ -42,7 +42,7 @@ class Traffic:
 
 @dataclass
 class Lane:
-    """One direction of a link: when its wire is free again, and what went over it."""
+    """One direction of a link: the time until which it is busy, and counts of its traffic."""
 
     seed: str
     traffic_from: Traffic
@@ -52,33 +52,33 @@ class Lane:
     sent_messages: int = 0
 
     def crossing_s(self, profile: LinkProfile, size: int, priority: int) -> float | None:
-        """Seconds until a message sent now arrives, or None where it is lost."""
+        """Count a message and return the seconds until it arrives, or None if it is lost."""
         now = trio.current_time()
         self.sent_messages += 1
         self.sent_bytes += size
         self.traffic_from.messages_out += 1
         self.traffic_from.bytes_out += size
-        if profile.loss and self._chance("loss") < profile.loss:
+        if profile.loss and self._random("loss") < profile.loss:
             return None
         delay_s = profile.delay_s
         if profile.jitter_s:
-            delay_s += profile.jitter_s * self._chance("jitter")
+            delay_s += profile.jitter_s * self._random("jitter")
         if profile.bytes_per_s != math.inf:
             wire_s = size / profile.bytes_per_s
             free_at = max(now, self.busy_until)
             self.busy_until = free_at + wire_s
-            # Control and decode overtake what is queued, so they wait for their own bytes only.
+            # Control and decode messages overtake queued ones, so only their own bytes delay them.
             delay_s += wire_s if priority < PREFILL else self.busy_until - now
         return delay_s
 
     def arrived(self, size: int) -> None:
-        """Count a message at its receiver."""
+        """Count a message as received."""
         self.traffic_to.messages_in += 1
         self.traffic_to.bytes_in += size
 
-    def _chance(self, what: str) -> float:
-        # A hash of the message's number, not a shared generator: the fate of a message does not depend on the order
-        # in which the event loop runs other links' tasks.
+    def _random(self, what: str) -> float:
+        # A hash of the message's number instead of a shared generator, so that the order in which the event loop runs
+        # the tasks of other links does not change the outcome.
         return zlib.crc32(f"{self.seed}/{what}/{self.sent_messages}".encode()) / 2**32
 
 
@@ -91,17 +91,17 @@ class MemoryLink:
     timer: Timer
     silent_since: float | None = None
     broken: bool = False
-    calls: dict[trio.CancelScope, None] = field(default_factory=dict)  # ordered sets: runs repeat
+    calls: dict[trio.CancelScope, None] = field(default_factory=dict)  # ordered, so that runs are reproducible
     pipes: dict[MemoryPipe, None] = field(default_factory=dict)
     used_at: float = field(default_factory=trio.current_time)
-    _heard: trio.Event = field(default_factory=trio.Event)
+    _unsilenced: trio.Event = field(default_factory=trio.Event)
 
     def use(self, peer: str) -> LinkUse:
-        """What this link to `peer` is used for."""
+        """Return the last use of this link to `peer`, for choosing links to close."""
         return LinkUse(peer, self.used_at, bool(self.calls or self.pipes))
 
     async def cross(self, source: str, size: int, priority: int) -> None:
-        """Carry a message of a call: wait out its way, or for ever where it is lost."""
+        """Carry one message of a call from `source`: sleep until it arrives, or forever if it is lost."""
         lane = self.lanes[source]
         self.used_at = trio.current_time()
         crossing_s = lane.crossing_s(self.profile, size, priority)
@@ -110,22 +110,22 @@ class MemoryLink:
             return
         await self.timer.sleep(crossing_s)
         while self.silent_since is not None:
-            await self._heard.wait()
+            await self._unsilenced.wait()
         lane.arrived(size)
 
     def set_silent(self, silent: bool) -> None:
-        """Hold back, or let go, everything on the link."""
+        """Hold back everything on the link, or deliver what was held back."""
         if silent and self.silent_since is None:
             self.silent_since = trio.current_time()
-            self._heard = trio.Event()
+            self._unsilenced = trio.Event()
         elif not silent and self.silent_since is not None:
             self.silent_since = None
-            self._heard.set()
+            self._unsilenced.set()
             for pipe in self.pipes:
                 pipe.wake()
 
     def snap(self) -> None:
-        """Break: calls under way end, streams reset."""
+        """Break the link: cancel the calls on it and reset its streams."""
         self.broken = True
         for scope in list(self.calls):
             scope.cancel()
@@ -134,11 +134,11 @@ class MemoryLink:
 
 
 class MemoryPipe:
-    """One direction of a stream: bounded by what the reader has not consumed."""
+    """One direction of a stream, with a window on the bytes that the reader has not consumed."""
 
     def __init__(self, link: MemoryLink, source: str) -> None:
         self.link, self.lane = link, link.lanes[source]
-        self.waiting: list[tuple[float, int, bytes | None]] = []  # heap of (arrives_at, number, message; None: the end)
+        self.waiting: list[tuple[float, int, bytes | None]] = []  # heap of (arrives_at, number, message or end)
         self.outstanding_bytes = 0
         self.ended = self.broken = False
         self._last_at = [0.0] * 4
@@ -146,12 +146,12 @@ class MemoryPipe:
         link.pipes[self] = None
 
     def wake(self) -> None:
-        """Let whoever waits on this pipe look again."""
+        """Wake the tasks that wait for a change of this pipe."""
         self._changed.set()
         self._changed = trio.Event()
 
     def has_room(self, cost: int = WINDOW_BYTES) -> bool:
-        """Whether a message of this weight is taken now."""
+        """True if a message of `cost` bytes fits the window now."""
         return fits_window(self.outstanding_bytes, cost)
 
     async def changed(self) -> None:
@@ -159,7 +159,7 @@ class MemoryPipe:
         await self._changed.wait()
 
     def put(self, message: bytes, priority: int) -> None:
-        """Send one message, or break the pipe where the link loses it."""
+        """Send one message; reset this direction if the link loses it."""
         crossing_s = self.lane.crossing_s(self.link.profile, len(message), priority)
         if crossing_s is None:
             self.break_off()
@@ -171,7 +171,7 @@ class MemoryPipe:
         self.wake()
 
     def end(self) -> None:
-        """No more messages: the reader learns it after the last one."""
+        """Mark the end; the reader gets `StreamClosed` after the last message."""
         self.ended = True
         arrives_at = max(*self._last_at, trio.current_time() + self.link.profile.delay_s)
         heapq.heappush(self.waiting, (arrives_at, self.lane.sent_messages + 1, None))
@@ -184,7 +184,7 @@ class MemoryPipe:
         self.wake()
 
     async def get(self, peer: str) -> bytes:
-        """The next message that has arrived."""
+        """Wait for the next message; raises `StreamReset` or `StreamClosed`."""
         while True:
             if self.broken:
                 raise StreamReset(f"the stream with {peer} was reset; open another one")
@@ -192,7 +192,7 @@ class MemoryPipe:
             if self.waiting and self.link.silent_since is None:
                 next_at, _, message = self.waiting[0]
                 if next_at <= trio.current_time():
-                    if message is None:  # stays in place, so that every later read ends too
+                    if message is None:  # it stays in the heap, so that later reads end too
                         self.link.pipes.pop(self, None)
                         raise StreamClosed(f"{peer} closed the stream")
                     heapq.heappop(self.waiting)
@@ -215,39 +215,39 @@ class MemoryStream:
 
     @property
     def peer(self) -> str:
-        """The node at the other end."""
+        """Name of the node at the other end."""
         return self._peer
 
     async def send(self, message: Payload, priority: int = DECODE) -> None:
-        """Queue one message, or raise `QueueFull`."""
+        """Send one message without waiting; raises `QueueFull`, `StreamReset` or `StreamClosed`."""
         body = joined(message)
         self._check_open()
         if not self._out.has_room(len(body) + MESSAGE_COST_BYTES):
-            raise QueueFull(f"{self._peer} has not taken {self._out.outstanding_bytes} bytes yet; slow down")
+            raise QueueFull(f"{self._peer} has not read {self._out.outstanding_bytes} bytes yet; slow down")
         self._out.put(body, priority)
         if self._out.broken:
             await self.reset()
 
     async def wait_room(self) -> None:
-        """Wait until a message of any size would be taken."""
+        """Wait until the window has room for a message of any size; raises `StreamReset` or `StreamClosed`."""
         await trio.lowlevel.checkpoint()
         while not self._out.broken and not self._out.has_room():
             await self._out.changed()
         self._check_open()
 
     async def receive(self) -> bytes:
-        """The next message."""
+        """Wait for the next message; raises `StreamReset` or `StreamClosed`."""
         await trio.lowlevel.checkpoint()
         return await self._in.get(self._peer)
 
     async def aclose(self) -> None:
-        """End this side after what was sent."""
+        """Close this side for sending; messages already sent are still delivered."""
         if not self._out.ended and not self._out.broken:
             self._out.end()
         await trio.lowlevel.checkpoint()
 
     async def reset(self) -> None:
-        """Break both directions at once."""
+        """Reset both directions at once."""
         self._out.break_off()
         self._in.break_off()
         for pipe in (self._out, self._in):

@@ -1,4 +1,4 @@
-"""One node of the in-memory network. Knows its handlers and links; the wires and their faults are the fabric's."""
+"""One node of the in-memory network: its handlers and its links. `p2p.memory.fabric` connects and breaks them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from p2p.values import CONTROL, LinkInfo, Payload, joined
 
 log = logging.getLogger("shoal.p2p.memory")
 
-OPEN_BYTES = 64  # what opening a stream weighs each way
+OPEN_BYTES = 64  # size of the messages that open a stream, each way
 
 T = TypeVar("T")
 RequestHandler = Callable[[str, bytes], Awaitable[Payload]]
@@ -24,7 +24,7 @@ StreamHandler = Callable[[MemoryStream], Awaitable[None]]
 
 
 class Fabric(Protocol):
-    """What a node needs of the network that it is part of."""
+    """The network as a node sees it; `MemoryFabric` implements it."""
 
     directory: MemoryDirectory
 
@@ -43,21 +43,24 @@ class MemoryNode:
         self.traffic = Traffic()
         self.alive, self.frozen = True, False
         self.linked: dict[str, MemoryLink] = {}
-        self._scopes: dict[trio.CancelScope, None] = {}  # stream handlers of this life of the node
+        self._scopes: dict[trio.CancelScope, None] = {}  # of the running stream handlers, cancelled by `die`
         self._name = name
         self._handlers: dict[str, RequestHandler] = {}
         self._stream_handlers: dict[str, StreamHandler] = {}
         self._listeners: list[Callable[[str], None]] = []
         self._kept: frozenset[str] = frozenset()
-        self._offences: dict[str, tuple[int, float]] = {}  # peer -> (how often, held off until)
+        self._offences: dict[str, tuple[int, float]] = {}  # peer -> (number of offences, held off until)
 
     @property
     def peer_id(self) -> str:
-        """The node's name."""
+        """Name of the node, which is its peer id here."""
         return self._name
 
     async def call(self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: int = CONTROL) -> bytes:
-        """One request, one answer."""
+        """Send a request and return the answer.
+
+        Raises `PeerUnreachable`, `DeadlineExceeded`, `Refused`, or `RemoteError` if the handler failed.
+        """
         data = joined(body)
 
         async def exchange(link: MemoryLink) -> bytes:
@@ -73,11 +76,11 @@ class MemoryNode:
         return await self._over_link(peer, timeout_s, exchange)
 
     def serve(self, method: str, handler: RequestHandler) -> None:
-        """Answer calls of `method`."""
+        """Answer calls of `method` with `handler`."""
         self._handlers[method] = handler
 
     async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> MemoryStream:
-        """A new stream to a peer."""
+        """Open a message stream to `peer`; raises the same errors as `call`."""
 
         async def exchange(link: MemoryLink) -> MemoryStream:
             await link.cross(self._name, OPEN_BYTES, CONTROL)
@@ -93,11 +96,11 @@ class MemoryNode:
         self._stream_handlers[protocol] = handler
 
     async def provide(self, key: bytes) -> None:
-        """Be found under `key`."""
+        """Publish this node as a provider of `key`."""
         await self.fabric.directory.provide(self._name, key)
 
     async def find_providers(self, key: bytes, *, timeout_s: float) -> Sequence[str]:
-        """Who provides `key`, dead ones included until their record expires."""
+        """Return the providers of `key`, including dead ones whose record has not expired."""
         return await self.fabric.directory.find_providers(self._name, key, timeout_s)
 
     async def put_value(self, key: bytes, value: bytes) -> None:
@@ -105,18 +108,18 @@ class MemoryNode:
         await self.fabric.directory.put_value(self._name, key, value)
 
     async def get_value(self, key: bytes, *, timeout_s: float) -> bytes | None:
-        """The value stored under `key`, if the directory knows one."""
+        """Return the newest value that the directory has under `key`, or None."""
         return await self.fabric.directory.get_value(self._name, key, timeout_s)
 
     def addresses(self) -> Sequence[str]:
-        """The node's one address."""
+        """Return the node's only address."""
         return (f"/memory/{self._name}",)
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
-        """Nothing to remember: every node can be dialled by name."""
+        """Do nothing: every node can be dialled by name."""
 
     def links(self) -> Sequence[LinkInfo]:
-        """Every open link."""
+        """Return all open links with their round trip and bytes (received, sent)."""
         return tuple(
             LinkInfo(
                 peer,
@@ -129,40 +132,40 @@ class MemoryNode:
         )
 
     def keep_links(self, peers: Iterable[str]) -> None:
-        """Hold on to the links to these peers."""
+        """Replace the set of peers whose links are never closed as surplus."""
         self._kept = frozenset(peers)
 
     def close_surplus(self, newest: str) -> None:
-        """Close the links that are too many now that there is a new one."""
+        """Close the least recently used links beyond `ENOUGH_LINKS`, but not the one to `newest`."""
         if len(self.linked) > ENOUGH_LINKS:
             uses = [link.use(peer) for peer, link in self.linked.items()]
             for peer in surplus(uses, self._kept | {newest}):
                 self.fabric.unlink(self._name, peer, tell=(peer,))
 
     def on_link_lost(self, listener: Callable[[str], None]) -> Callable[[], None]:
-        """Tell `listener` of each peer whose link was reset or fell silent, until what is returned is called."""
+        """Call `listener` with each peer whose link was reset or fell silent; return a function that unsubscribes."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
     async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
-        """Close the link; hold a misbehaving peer off for 30 s, 60 s, ... up to an hour."""
+        """Close the link to `peer`; if it misbehaved, refuse it for 30 s, 60 s, … up to an hour."""
         if misbehaved:
             times = self._offences.get(peer, (0, 0.0))[0] + 1
-            self._offences[peer] = (times, trio.current_time() + min(30.0 * 2 ** (times - 1), 3600.0))
+            self._offences[peer] = (times, trio.current_time() + min(30.0 * 2 ** min(times - 1, 16), 3600.0))
         self.fabric.unlink(self._name, peer, tell=(peer,))
         await trio.lowlevel.checkpoint()
 
     def held_off_until(self, peer: str) -> float:
-        """When a peer that misbehaved may connect again."""
+        """Time (trio's clock) from which `peer` may connect again; 0 if it never misbehaved."""
         return self._offences.get(peer, (0, 0.0))[1]
 
     def lost(self, peer: str) -> None:
-        """Pass on that the link to a peer broke."""
+        """Call the lost-link listeners for `peer`."""
         for listener in tuple(self._listeners):
             listener(peer)
 
     async def handle(self, caller: str, method: str, body: bytes) -> bytes:
-        """Run the handler of one call; whatever it raises becomes the caller's answer."""
+        """Run the handler of one call; raises `RemoteError` or `Refused` for the caller."""
         handler = self._handlers.get(method)
         if handler is None:
             raise RemoteError(f"{self._name} does not serve {method}", code="unknown_method")
@@ -175,7 +178,7 @@ class MemoryNode:
             raise RemoteError(f"{self._name} failed to answer {method}", code="internal") from error
 
     def take(self, protocol: str, stream: MemoryStream) -> None:
-        """Start the handler of a stream that a peer opened."""
+        """Start the handler of a stream that a peer opened; raises `RemoteError` for an unknown protocol."""
         handler = self._stream_handlers.get(protocol)
         if handler is None:
             raise RemoteError(f"{self._name} does not accept {protocol}", code="unknown_protocol")
@@ -196,14 +199,14 @@ class MemoryNode:
         self.fabric.start(run, stream)
 
     def die(self) -> None:
-        """End this life of the node: its stream handlers are cancelled."""
+        """Mark the node as dead and cancel its stream handlers."""
         self.alive = False
         for scope in list(self._scopes):
             scope.cancel()
 
     async def _over_link(self, peer: str, timeout_s: float, exchange: Callable[[MemoryLink], Awaitable[T]]) -> T:
         if not self.alive:
-            _gone(peer)
+            _raise_unreachable(peer)
         link = None
         with trio.CancelScope(deadline=trio.current_time() + timeout_s) as scope:
             link = self.linked.get(peer) or await self.fabric.dial(self, peer)
@@ -213,12 +216,12 @@ class MemoryNode:
             finally:
                 del link.calls[scope]
         if link is not None and link.broken:
-            _gone(peer)
+            _raise_unreachable(peer)
         raise DeadlineExceeded(f"{peer} did not answer within {timeout_s:g} s")
 
     def _peer_of(self, name: str) -> MemoryNode:
-        return self.fabric.nodes.get(name) or _gone(name)
+        return self.fabric.nodes.get(name) or _raise_unreachable(name)
 
 
-def _gone(peer: str) -> NoReturn:
-    raise PeerUnreachable(f"the link to {peer} broke; it may be gone")
+def _raise_unreachable(peer: str) -> NoReturn:
+    raise PeerUnreachable(f"the link to {peer} broke; it may have stopped")

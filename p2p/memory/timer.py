@@ -1,6 +1,6 @@
-"""Many sleepers on one timer: what the simulated messages of thousands of calls wait on.
+"""One timer task for many sleeping tasks, which makes the delays of thousands of simulated messages cheap.
 
-A trio sleep costs a cancel scope and an exception; here one task sleeps for all, and wakes the others directly.
+A `trio.sleep` costs a cancel scope and an exception; here one task sleeps for all and reschedules the others directly.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import trio
 
 
 class Timer:
-    """Lets tasks sleep cheaply; `run` must be running."""
+    """Lets tasks sleep cheaply while `run` runs in another task."""
 
     def __init__(self) -> None:
-        self._sleepers: list[tuple[float, int, list[trio.lowlevel.Task]]] = []  # an empty list: it was cancelled
+        self._sleepers: list[tuple[float, int, list[trio.lowlevel.Task]]] = []  # time, number, [task]; [] if cancelled
         self._number = 0
         self._sooner = trio.Event()
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep for this long."""
+        """Sleep for `seconds`; can be cancelled."""
         sleeper = [trio.lowlevel.current_task()]
         wakes_at = trio.current_time() + seconds
         self._number += 1
@@ -34,7 +34,7 @@ class Timer:
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     async def run(self) -> None:
-        """Wake every sleeper at its time."""
+        """Wake the sleeping tasks at their times, until cancelled."""
         while True:
             now = trio.current_time()
             while self._sleepers and self._sleepers[0][0] <= now:

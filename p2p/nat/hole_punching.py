@@ -1,9 +1,9 @@
-"""From a relayed connection to a direct one: both sides dial each other at the same moment (libp2p's DCUtR).
+"""Replaces a relayed connection by a direct one: both sides dial each other at the same moment (libp2p's DCUtR).
 
-Whoever was dialled through the relay opens `/libp2p/dcutr` on that connection; both name the places where they are
-seen from outside, and after a SYNC both dial, each from the port it listens on, so that the two NATs take the packets
-for answers. Where the two dials meet in one TCP connection, the side that had dialled through the relay begins the
-handshake.
+The side that was dialled through the relay opens `/libp2p/dcutr` on that connection. Both sides send the public
+addresses at which they are seen; after a SYNC both dial, each from the port it listens on, so that each NAT takes the
+other's packets for answers. If the two dials meet in one TCP connection (simultaneous open), the side that had dialled
+through the relay starts the handshake.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("shoal.p2p.holepunch")
 
 
 class HolePuncher:
-    """Makes relayed connections direct where both NATs allow it."""
+    """Punches holes for the relayed connections of a host, and calls `direct(peer)` on success."""
 
     def __init__(self, host: Host, seen_at: Callable[[], Sequence[Address]], direct: Callable[[str], None]) -> None:
         self._host = host
@@ -43,20 +43,20 @@ class HolePuncher:
         host.handle(PROTOCOL, self._serve)
 
     async def accompany(self, connection: Connection) -> None:
-        """The companion of a connection: the side that was dialled through a relay tries to make it direct."""
+        """Run beside a connection: if it was accepted through a relay, try up to `ATTEMPTS` times to make it direct."""
         if not connection.relayed or connection.initiated:
             return
         for attempt in range(ATTEMPTS):
             if not connection.is_open or self._has_direct(connection.peer):
                 return
             try:
-                if await self._begin(connection):
+                if await self._initiate(connection):
                     return
             except (P2PError, trio.TooSlowError) as error:
                 log.debug("hole punching towards %s: %s", connection.peer, error)
             await trio.sleep(0.5 * 2**attempt)
 
-    async def _begin(self, connection: Connection) -> bool:
+    async def _initiate(self, connection: Connection) -> bool:
         stream = await connection.open_stream(PROTOCOL)
         try:
             with trio.fail_after(_ANSWER_S):
@@ -72,13 +72,13 @@ class HolePuncher:
 
     async def _serve(self, stream: Stream) -> None:
         if not stream.connection.relayed or not stream.connection.initiated:
-            raise ProtocolError(f"{stream.peer} wants a hole punched where there is no relay in between")
+            raise ProtocolError(f"{stream.peer} asked for hole punching on a connection not dialled through a relay")
         with trio.fail_after(_ANSWER_S):
             theirs = _addresses(await receive_message(stream, HolePunch))
             await send_message(stream, self._connect_message())
             sync = await receive_message(stream, HolePunch)
         if sync.type != HolePunch.SYNC:
-            raise ProtocolError(f"{stream.peer} did not say when to dial")
+            raise ProtocolError(f"{stream.peer} sent no SYNC for hole punching")
         await self._punch(stream.peer, theirs, initiator=True)
 
     def _connect_message(self) -> HolePunch:
@@ -86,7 +86,7 @@ class HolePuncher:
         return HolePunch(type=HolePunch.CONNECT, ObsAddrs=seen[:_MAX_ADDRESSES])
 
     async def _punch(self, peer: str, theirs: Sequence[Address], *, initiator: bool) -> bool:
-        """Dial every place at once from the listening port, again and again for a moment."""
+        """Dial all addresses in parallel from the listening port, repeatedly for `_DIAL_S`; True if one succeeds."""
         if peer in self._busy or not theirs:
             return False
         self._busy.add(peer)
@@ -98,7 +98,7 @@ class HolePuncher:
         finally:
             self._busy.discard(peer)
         if self._has_direct(peer):
-            log.info("a direct connection to %s", peer)
+            log.info("direct connection to %s after hole punching", peer)
             self._direct(peer)
             return True
         return False
@@ -111,7 +111,7 @@ class HolePuncher:
                 with trio.fail_at(give_up_at):
                     stream = await sockopts.connect(address.host, address.port, source)
             except (OSError, trio.TooSlowError):
-                await trio.sleep(_RETRY_S)  # a refusal only means that the other side was not there yet
+                await trio.sleep(_RETRY_S)  # a refusal only means that the other side has not dialled yet
                 continue
             try:
                 raw = rawio.raw_connection(stream, initiator=initiator)
@@ -134,14 +134,14 @@ class HolePuncher:
 
 def _addresses(message: HolePunch) -> list[Address]:
     if message.type != HolePunch.CONNECT:
-        raise ProtocolError("a hole punching message that names no addresses")
+        raise ProtocolError("a hole punching message is not of type CONNECT")
     found = []
     for data in message.ObsAddrs[:_MAX_ADDRESSES]:
         try:
             address = address_from_bytes(data)
         except BadAddress:
             continue
-        # Only places outside: a peer must not make this node knock on doors of its own network.
+        # Public addresses only: a peer must not make this node dial hosts of its own LAN.
         if address.scope is Scope.PUBLIC and address.ip is not None and address.port:
             found.append(address)
     return found

@@ -1,9 +1,9 @@
-"""Can strangers dial this node? Found out by asking peers to dial back, never guessed.
+"""Finds out if this node can be dialled from outside, by asking peers to dial back.
 
-`reach` is a call with the JSON body `{"version": 1, "address": …}`; the peer dials the address, if it is the very IP
-address that it sees the asker at, proves that the asker answers there, and says `{"version": 1, "reached": …}`. So
-nobody can make a node dial somebody else. A node with a public address of its own believes one peer; one behind a NAT
-needs two that agree.
+`reach` is a call with the JSON body `{"version": 1, "address": …}` of at most 1024 bytes. The peer dials the address
+only if its IP is the one that the asker's connection comes from, so that a node cannot be made to dial third parties.
+It then checks the asker's identity there and answers `{"version": 1, "reached": …}`. For a public address of its own a
+node needs the confirmation of one peer; for an address of its NAT it needs peers in two networks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Call = Callable[[str, bytes, float], Awaitable[bytes]]
 
 
 class Reach(StrEnum):
-    """What is known of this node's reachability."""
+    """Result of the probes; UNKNOWN while no peer on the internet can be asked."""
 
     UNKNOWN = "unknown"
     VERIFIED = "verified"
@@ -49,21 +49,21 @@ class Reach(StrEnum):
 
 
 class Reachability:
-    """Collects where peers see this node, has them dial back, and dials back for others."""
+    """Collects the addresses at which peers see this node, has them dial back, and dials back for others."""
 
     def __init__(self, host: Host, call: Call, changed: Callable[[], None] = lambda: None) -> None:
         self._host = host
         self._call = call
         self._changed = changed
-        self._seen: OrderedDict[str, Address] = OrderedDict()  # peer -> where it sees this node
-        self._news = trio.Event()
+        self._seen: OrderedDict[str, Address] = OrderedDict()  # peer -> address at which it sees this node
+        self._probe_wanted = trio.Event()
         self._dialling = 0
         self._served_at: OrderedDict[str, float] = OrderedDict()
         self.state = Reach.UNKNOWN
         self.verified: list[Address] = []
 
     def observed(self, peer: str, address: Address | None) -> None:
-        """`peer` sees this node at `address`."""
+        """Record that `peer` sees this node at `address`; addresses that are not public are ignored."""
         if address is None or address.scope is not Scope.PUBLIC or address.ip is None:
             return
         self._seen[peer] = address
@@ -72,12 +72,15 @@ class Reachability:
             self._seen.popitem(last=False)
 
     def met(self, peer: str) -> None:
-        """There is a new connection; if `peer` is out on the internet it can be asked."""
+        """Probe soon if `peer`, newly connected, is on the internet and this node is not verified yet."""
         if self.state is not Reach.VERIFIED and peer in self._helpers():
-            self._news.set()
+            self._probe_wanted.set()
 
     def seen_at(self) -> list[Address]:
-        """Where this node seems to be from outside, the most often reported first; for hole punching."""
+        """Return the public addresses for hole punching, the most often reported first.
+
+        Each reported IP address also counts with the listening port, since many NATs keep the port.
+        """
         exact = Counter(self._seen.values())
         kept_port = Counter(
             Address(address.kind, address.host, own.port)
@@ -88,17 +91,17 @@ class Reachability:
         return [address for address, _ in (exact + kept_port).most_common()]
 
     async def run(self) -> None:
-        """Check whenever something new is heard, and now and then."""
+        """Probe when a new peer can be asked, and every 10 minutes (15 s until verified), until cancelled."""
         while True:
             pause_s = _RECHECK_S if self.state is Reach.VERIFIED else _RETRY_S
             with trio.move_on_after(pause_s * random.uniform(0.8, 1.2)):
-                await self._news.wait()
-            self._news = trio.Event()
+                await self._probe_wanted.wait()
+            self._probe_wanted = trio.Event()
             await self.check()
             await trio.sleep(1.0)
 
     async def check(self) -> Reach:
-        """Ask several peers to dial back; returns what is known then."""
+        """Ask several peers to dial back each candidate address, and return the new state."""
         verified = []
         for address in self._candidates():
             if await self._is_confirmed(address):
@@ -116,12 +119,12 @@ class Reachability:
         return list(dict.fromkeys([*(address.of(None) for address in own), *guessed]))[:4]
 
     def _helpers(self) -> list[str]:
-        """Peers out on the internet that can be asked, the latest first."""
+        """Return the directly connected peers on the internet, the latest first."""
         outside = [c for c in self._host.connections() if not c.relayed and c.address.scope is Scope.PUBLIC]
         return list(dict.fromkeys(c.peer for c in sorted(outside, key=lambda c: -c.opened_at)))
 
     async def _is_confirmed(self, address: Address) -> bool:
-        """Whether peers of several networks say that they reached this node there: one liar may have many names."""
+        """True if enough peers reached this node at `address`, counted by network: a liar may have many identities."""
         is_own = any(address.host == own.host for own in self._host.addresses)
         votes: set[str] = set()
 
@@ -130,38 +133,38 @@ class Reachability:
                 votes.add(network)
 
         async with trio.open_nursery() as nursery:
-            for peer, network in self._jury():
+            for peer, network in self._peers_to_ask():
                 nursery.start_soon(ask, peer, network)
         return len(votes) >= (1 if is_own else VOTES_BEHIND_NAT)
 
-    def _jury(self) -> list[tuple[str, str]]:
-        """Whom to ask, each with its network: of each network the latest, then others."""
+    def _peers_to_ask(self) -> list[tuple[str, str]]:
+        """Return up to `PEERS_ASKED` (peer, network) to ask: the latest peer of each network first, then others."""
         found: dict[str, list[str]] = {}
         for peer in self._helpers():
             connection = self._host.connection(peer)
             if connection is not None and connection.address.ip is not None:
                 found.setdefault(network_of(connection.address.ip), []).append(peer)
         rounds = itertools.zip_longest(*([(peer, network) for peer in peers] for network, peers in found.items()))
-        return [juror for turn in rounds for juror in turn if juror is not None][:PEERS_ASKED]
+        return [pair for row in rounds for pair in row if pair is not None][:PEERS_ASKED]
 
     async def _ask(self, peer: str, address: Address) -> bool:
         try:
             body = json.dumps({"version": 1, "address": str(address)}).encode()
             answer = json.loads(await self._call(peer, body, _ASK_TIMEOUT_S))
         except (P2PError, ValueError, RecursionError) as error:
-            log.debug("%s does not dial back: %s", peer, error)
+            log.debug("%s did not dial back: %s", peer, error)
             return False
         return isinstance(answer, dict) and answer.get("reached") is True
 
     async def handle(self, peer: str, body: bytes) -> bytes:
-        """Dial back for `peer`."""
+        """Answer a `reach` call of `peer`; raises `ProtocolError`, or `Refused` for another IP or too many requests."""
         address = _read_request(body)
         connection = self._host.connection(peer)
         now = trio.current_time()
         if connection is None or connection.relayed or address.ip is None or address.ip != connection.address.ip:
             raise Refused("a peer is dialled back only at the IP address it comes from")
         if self._dialling >= _AT_ONCE or now - self._served_at.get(peer, float("-inf")) < _PER_PEER_S / _AT_ONCE:
-            raise Refused("too many are dialled back at once; ask again later")
+            raise Refused("too many dial-back requests; ask again later")
         self._served_at[peer] = now
         self._served_at.move_to_end(peer)
         if len(self._served_at) > MAX_OBSERVATIONS:
@@ -184,9 +187,9 @@ class Reachability:
 
 def _read_request(body: bytes) -> Address:
     if len(body) > _MAX_BODY_BYTES:
-        raise ProtocolError("a request to dial back that is too long")
+        raise ProtocolError(f"a dial-back request has {len(body)} bytes; at most {_MAX_BODY_BYTES} are accepted")
     try:
         fields: Any = json.loads(body)
         return parse_address(fields["address"])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError, BadAddress):
-        raise ProtocolError("a request to dial back without an address") from None
+        raise ProtocolError("a dial-back request has no valid address") from None

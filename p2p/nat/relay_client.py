@@ -1,4 +1,7 @@
-"""Being reachable through relays, and reaching others through theirs (circuit relay v2)."""
+"""The client side of circuit relay v2: reserves places at relays, accepts circuits, and dials through relays.
+
+`p2p.nat.relay_server` is the other side; `p2p.nat.traversal` decides when a node needs relays.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,8 @@ from p2p.host.host import Host
 from p2p.host.protobuf import receive_message, send_message
 from p2p.nat.relay_server import HOP, STOP
 
-PLACES = 2
-MAX_CIRCUITS_A_RELAY = 32  # a relay decides who comes through it; it must not be able to take every place here
+PLACES = 2  # reservations that a node holds at a time
+MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of this node
 _ASK_TIMEOUT_S = 8.0
 _CHECK_S = 5.0
 
@@ -30,47 +33,47 @@ log = logging.getLogger("shoal.p2p.relay")
 
 
 class CircuitBytes:
-    """The bytes of a stream through a relay, in the shape that a raw connection needs."""
+    """A stream through a relay as the byte transport of a raw connection."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
     async def read(self, n: int | None = None) -> bytes:
-        """Some bytes, nothing at the end."""
+        """Read some bytes, at most `n`; empty at the end. Raises `ConnectionClosedError`."""
         try:
             return await self._stream.read(n)
         except P2PError as error:
             raise ConnectionClosedError(str(error)) from error
 
     async def write(self, data: bytes) -> None:
-        """Send all of `data`."""
+        """Send all of `data`; raises `ConnectionClosedError`."""
         try:
             await self._stream.write(data)
         except P2PError as error:
             raise ConnectionClosedError(str(error)) from error
 
     async def close(self) -> None:
-        """End both directions: half a connection is of no use."""
+        """Reset both directions; a raw connection cannot be half open."""
         await self._stream.reset()
 
     def abort(self) -> None:
-        """End it without waiting."""
+        """Reset the stream without waiting."""
         muxed = self._stream.muxed
-        muxed.muxed_conn.reset_stream(muxed, "the circuit was cut")
+        muxed.muxed_conn.reset_stream(muxed, "the circuit was aborted")
 
     def get_remote_address(self) -> tuple[str, int] | None:
-        """A circuit has no address of its own."""
+        """Return None: a circuit has no address of its own."""
         return None
 
 
 class RelayClient:
-    """Holds places at relays while this node needs them, and dials through relays."""
+    """Holds reservations at up to `PLACES` relays while `needed`, and dials other peers through relays."""
 
     def __init__(self, host: Host, changed: Callable[[], None] = lambda: None) -> None:
         self._host = host
         self._changed = changed
-        self._offering: dict[str, Address] = {}  # relays heard of, and where they listen
-        self._places: dict[str, float] = {}  # relay -> until, unix seconds
+        self._offering: dict[str, Address] = {}  # relay -> its address
+        self._places: dict[str, float] = {}  # relay -> expiry of the reservation, unix seconds
         self._refused_until: dict[str, float] = {}
         self._circuits: Counter[str] = Counter()
         self._wake = trio.Event()
@@ -80,18 +83,18 @@ class RelayClient:
 
     @property
     def places(self) -> list[str]:
-        """The relays that hold a place for this node."""
+        """Relays at which this node has a reservation."""
         return list(self._places)
 
     @property
     def relays(self) -> frozenset[str]:
-        """The relays whose connections carry something, or will."""
+        """Relays whose connections must stay open: for reservations, circuits, or relayed connections of this node."""
         carrying = {c.address.relay for c in self._host.connections() if c.address.relay is not None}
         return frozenset(self._places) | frozenset(self._circuits) | carrying
 
     @property
     def needed(self) -> bool:
-        """Whether this node wants places at relays."""
+        """True if this node should be reachable through relays."""
         return self._needed
 
     @needed.setter
@@ -100,17 +103,17 @@ class RelayClient:
         self._wake.set()
 
     def heard_of(self, peer: str, address: Address) -> None:
-        """`peer` relays for others and listens at `address`."""
+        """Record that `peer` offers relaying and listens at `address`; at most 64 relays are remembered."""
         if address.scope is not Scope.RELAY and len(self._offering) < 64:
             self._offering[peer] = address.of(peer)
             self._wake.set()
 
     def withdrawn(self, peer: str) -> None:
-        """`peer` no longer relays."""
+        """Record that `peer` no longer offers relaying."""
         self._offering.pop(peer, None)
 
     async def run(self) -> None:
-        """Keep places at a few relays for as long as they are needed."""
+        """Make and renew reservations while they are needed, until cancelled."""
         while True:
             self._drop_lost()
             if self.needed and len(self._places) < PLACES:
@@ -122,14 +125,17 @@ class RelayClient:
             self._wake = trio.Event()
 
     async def dial(self, address: Address) -> Connection:
-        """A connection to `address.peer` through the relay that the address names."""
+        """Connect to `address.peer` through the relay in `address`.
+
+        Raises `PeerUnreachable`, `Refused` if the relay declines, or `trio.TooSlowError`.
+        """
         relay, peer = address.relay, address.peer
         if relay is None or peer is None or peer == self._host.peer_id:
-            raise PeerUnreachable(f"{address} is not an address behind a relay")
+            raise PeerUnreachable(f"{address} is not an address of another peer through a relay")
         if relay == self._host.peer_id:
-            raise PeerUnreachable("this node does not relay to itself")
-        way = Address(address.kind, address.host, address.port, relay)
-        connection = await self._host.connect(relay, [way])
+            raise PeerUnreachable("a node cannot be its own relay")
+        relay_address = Address(address.kind, address.host, address.port, relay)
+        connection = await self._host.connect(relay, [relay_address])
         stream = await connection.open_stream(HOP)
         try:
             with trio.fail_after(_ASK_TIMEOUT_S):
@@ -137,7 +143,7 @@ class RelayClient:
                 await send_message(stream, HopMessage(type=HopMessage.CONNECT, peer=target))
                 answer = await receive_message(stream, HopMessage)
             if answer.status != Status.OK:
-                raise Refused(f"the relay {relay} does not connect to {peer}: {Status.Name(answer.status)}")
+                raise Refused(f"the relay {relay} did not connect to {peer}: {Status.Name(answer.status)}")
             raw = rawio.relayed_connection(CircuitBytes(stream), initiator=True, circuit=address)
             return await self._host.adopt(raw, address, peer)
         except BaseException:
@@ -145,11 +151,11 @@ class RelayClient:
             raise
 
     async def _stop(self, stream: Stream) -> None:
-        """A relay says that somebody wants to be connected to this node."""
+        """Handle a relay's request to connect another peer to this node."""
         with trio.fail_after(_ASK_TIMEOUT_S):
             request = await receive_message(stream, StopMessage)
         if request.type != StopMessage.CONNECT or not 0 < len(request.peer.id) <= 64:
-            raise ProtocolError(f"{stream.peer} sent a stop message that connects nobody")
+            raise ProtocolError(f"{stream.peer} sent a relay STOP message that is not a valid CONNECT")
         if stream.peer not in self._places:
             await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.PERMISSION_DENIED))
             return
@@ -158,19 +164,19 @@ class RelayClient:
             return
         self._circuits[stream.peer] += 1
         try:
-            await self._attend(stream, request)
+            await self._accept_circuit(stream, request)
         finally:
             self._circuits[stream.peer] -= 1
             if not self._circuits[stream.peer]:
                 del self._circuits[stream.peer]
 
-    async def _attend(self, stream: Stream, request: StopMessage) -> None:
+    async def _accept_circuit(self, stream: Stream, request: StopMessage) -> None:
         source = str(ID(request.peer.id))
         await send_message(stream, StopMessage(type=StopMessage.STATUS, status=Status.OK))
         circuit = stream.connection.address.of(stream.peer).through(source)
         raw = rawio.relayed_connection(CircuitBytes(stream), initiator=False, circuit=circuit)
         connection = await self._host.adopt(raw, circuit, None)
-        # The handler's task owns the stream for as long as the circuit lasts.
+        # The stream belongs to this handler's task, so the task must last as long as the circuit.
         await connection.closed.wait()
 
     async def _reserve_one(self) -> None:
@@ -190,9 +196,9 @@ class RelayClient:
                 await send_message(stream, HopMessage(type=HopMessage.RESERVE))
                 answer = await receive_message(stream, HopMessage)
             if answer.status != Status.OK:
-                raise Refused(f"the relay {relay} has no place: {Status.Name(answer.status)}")
+                raise Refused(f"the relay refused the reservation: {Status.Name(answer.status)}")
         except (P2PError, trio.TooSlowError) as error:
-            log.info("no place at the relay %s: %s", relay, error)
+            log.info("no reservation at the relay %s: %s", relay, error)
             self._places.pop(relay, None)
             self._refused_until[relay] = trio.current_time() + 60
             self._publish()
@@ -212,7 +218,9 @@ class RelayClient:
             self._publish()
 
     def _publish(self) -> None:
-        ways = [self._offering[relay].through(self._host.peer_id) for relay in self._places if relay in self._offering]
-        if ways != self._host.extra_addresses:
-            self._host.extra_addresses = ways
+        addresses = [
+            self._offering[relay].through(self._host.peer_id) for relay in self._places if relay in self._offering
+        ]
+        if addresses != self._host.extra_addresses:
+            self._host.extra_addresses = addresses
             self._changed()

@@ -1,7 +1,8 @@
-"""Carrying connections between peers that cannot reach each other (circuit relay v2), within limits.
+"""The server side of circuit relay v2: connects peers that cannot dial each other, within limits.
 
-A peer reserves a place and keeps its connection; others then ask to be connected to it. The relay sees sealed bytes
-only. It relays for nobody over a connection that is itself relayed.
+A peer makes a reservation and keeps its connection open; others then ask the relay to be connected to it. The relay
+sees encrypted bytes only, and accepts no requests over a connection that is itself relayed. Reservations and dials of
+this node at other relays are in `p2p.nat.relay_client`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger("shoal.p2p.relay")
 
 @dataclass(frozen=True)
 class RelayLimits:
-    """How much a node carries for others."""
+    """Upper bounds on reservations, circuits and bytes that a node relays for others."""
 
     reservations: int = 64
     reservation_s: float = 3600.0
@@ -42,36 +43,36 @@ class RelayLimits:
 
 
 class RelayServer:
-    """The relay role of one host; offered while `enabled`."""
+    """Serves relay requests of a host's peers while `enabled`."""
 
     def __init__(self, host: Host, limits: RelayLimits | None = None) -> None:
         self._host = host
         self._limits = limits or RelayLimits()
-        self._reserved: dict[str, float] = {}  # peer -> until
+        self._reserved: dict[str, float] = {}  # peer -> expiry, trio's clock
         self._circuits: Counter[str] = Counter()
         self._budget_at = 0.0
         self.enabled = False
         self.carried_bytes = 0
 
     def enable(self) -> None:
-        """Offer to relay from now on."""
+        """Start to accept relay requests."""
         if not self.enabled:
             self.enabled = True
             self._host.handle(HOP, self._serve)
 
     def disable(self) -> None:
-        """Take no more; what is under way goes on."""
+        """Accept no new relay requests; open circuits continue."""
         self.enabled = False
         self._host.unhandle(HOP)
 
     @property
     def reservations(self) -> int:
-        """How many peers hold a place."""
+        """Number of peers with a reservation."""
         return len(self._reserved)
 
     @property
     def served(self) -> frozenset[str]:
-        """The peers that would lose something if their connection were closed."""
+        """Peers whose connections must stay open, because they have a reservation or a circuit."""
         return frozenset(self._reserved) | frozenset(self._circuits)
 
     async def _serve(self, stream: Stream) -> None:
@@ -84,11 +85,11 @@ class RelayServer:
         elif request.type == HopMessage.CONNECT:
             await self._connect(stream, _peer_text(request.peer.id))
         else:
-            raise ProtocolError(f"{stream.peer} asked a relay for nothing it knows")
+            raise ProtocolError(f"{stream.peer} sent a relay request of an unknown type")
 
     async def _reserve(self, stream: Stream) -> None:
         now = trio.current_time()
-        self._forget_lost(now)
+        self._drop_lost(now)
         if stream.peer not in self._reserved and len(self._reserved) >= self._limits.reservations:
             await self._answer(stream, Status.RESERVATION_REFUSED)
             return
@@ -100,11 +101,11 @@ class RelayServer:
         answer = HopMessage(type=HopMessage.STATUS, status=Status.OK, reservation=reservation, limit=self._limit())
         await send_message(stream, answer)
         await stream.close()
-        log.info("%s holds a relay place here", stream.peer)
+        log.info("%s made a relay reservation here", stream.peer)
 
     async def _connect(self, stream: Stream, target: str) -> None:
         now = trio.current_time()
-        self._forget_lost(now)
+        self._drop_lost(now)
         connection = self._host.connection(target)
         if target not in self._reserved or connection is None or connection.relayed:
             await self._answer(stream, Status.NO_RESERVATION)
@@ -116,20 +117,20 @@ class RelayServer:
         for peer in (stream.peer, target):
             self._circuits[peer] += 1
         try:
-            onward = await self._knock(connection.open_stream(STOP), stream.peer)
+            onward = await self._open_onward(connection.open_stream(STOP), stream.peer)
             if onward is None:
                 await self._answer(stream, Status.CONNECTION_FAILED)
                 return
             await send_message(stream, HopMessage(type=HopMessage.STATUS, status=Status.OK, limit=self._limit()))
             log.info("relaying between %s and %s", stream.peer, target)
-            await self._carry(stream, onward)
+            await self._relay(stream, onward)
         finally:
             for peer in (stream.peer, target):
                 self._circuits[peer] -= 1
                 if not self._circuits[peer]:
                     del self._circuits[peer]
 
-    async def _knock(self, opening: object, source: str) -> Stream | None:
+    async def _open_onward(self, opening: object, source: str) -> Stream | None:
         onward: Stream | None = None
         try:
             with trio.fail_after(_ASK_TIMEOUT_S):
@@ -139,7 +140,7 @@ class RelayServer:
                 await send_message(onward, StopMessage(type=StopMessage.CONNECT, peer=peer, limit=self._limit()))
                 answer = await receive_message(onward, StopMessage)
         except (P2PError, trio.TooSlowError) as error:
-            log.debug("a circuit's far end does not answer: %s", error)
+            log.debug("the target of a circuit did not answer: %s", error)
             if onward is not None:
                 await onward.reset()
             return None
@@ -148,8 +149,8 @@ class RelayServer:
         await onward.reset()
         return None
 
-    async def _carry(self, one: Stream, other: Stream) -> None:
-        """Both directions, until both ended or a limit is reached."""
+    async def _relay(self, one: Stream, other: Stream) -> None:
+        """Copy bytes in both directions until one side ends or a limit is reached, then reset both streams."""
         left = [self._limits.circuit_bytes]
         try:
             with trio.move_on_after(self._limits.circuit_s):
@@ -165,7 +166,7 @@ class RelayServer:
             while data := await source.read(_PIECE_BYTES):
                 left[0] -= len(data)
                 if left[0] < 0:
-                    log.info("a circuit reached its %d bytes", self._limits.circuit_bytes)
+                    log.info("closing a circuit that reached its limit of %d bytes", self._limits.circuit_bytes)
                     break
                 await self._pace(len(data))
                 await sink.write(data)
@@ -176,12 +177,12 @@ class RelayServer:
     async def _pace(self, count: int) -> None:
         now = trio.current_time()
         self.carried_bytes += count
-        # A quarter of a second may be saved up; beyond that everybody waits for the common rate.
+        # Up to 0.25 s of unused rate is saved up for bursts; beyond that all circuits wait for the shared rate.
         self._budget_at = max(self._budget_at, now - 0.25) + count / self._limits.bytes_per_s
         if self._budget_at > now:
             await trio.sleep(self._budget_at - now)
 
-    def _forget_lost(self, now: float) -> None:
+    def _drop_lost(self, now: float) -> None:
         for peer, until in list(self._reserved.items()):
             if until <= now or self._host.connection(peer) is None:
                 del self._reserved[peer]
@@ -197,5 +198,5 @@ class RelayServer:
 
 def _peer_text(data: bytes) -> str:
     if not 0 < len(data) <= 64:
-        raise ProtocolError("a relay request that names no peer")
+        raise ProtocolError("a relay request has no valid peer id")
     return str(ID(data))

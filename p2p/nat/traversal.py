@@ -1,5 +1,8 @@
-"""Getting through NATs: what peers tell about this node's reachability decides who relays, who needs a relay, and
-when a relayed connection is left for a direct one."""
+"""Combines the NAT modules of one host: the reachability probe, relay server, relay client and hole puncher.
+
+A node that the probe verifies relays for others (unless configured otherwise); one that is not reachable uses relays.
+After a successful hole punch the relayed connection is closed.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ Start = Callable[..., None]  # start a task: (function, *arguments)
 
 
 class Traversal:
-    """The probe, both sides of relaying, and the hole puncher of one host."""
+    """Owns the NAT modules of one host and passes their results on to the host and to each other."""
 
     def __init__(self, host: Host, call: Call, start: Start, *, relay: bool | None) -> None:
         self._host = host
         self._start = start
-        self._relay_wish = relay
+        self._relay_setting = relay  # None: relay if verified as reachable
         self.say_hello: Callable[[], Awaitable[None]] | None = None
         self.renew_link: Callable[[str], None] = lambda peer: None
         self.reachability = Reachability(host, call, self._on_reach_changed)
@@ -39,12 +42,12 @@ class Traversal:
             self.server.enable()
 
     def hello(self, connection: Connection) -> Hello:
-        """What to tell the other side of a connection; it is told where it is seen if it dialled."""
+        """Return the hello for a connection; it contains the peer's observed address if the peer dialled directly."""
         observed = None if connection.relayed or connection.initiated else connection.address.of(None)
         return Hello(tuple(self._host.addresses), observed, self.server.enabled)
 
     def heard(self, connection: Connection, hello: Hello) -> None:
-        """Take in what the other side said."""
+        """Process the hello of a connection's peer: the address it observed, and its relay offer."""
         dialled = connection.initiated and not connection.relayed
         if dialled:
             self.reachability.observed(connection.peer, hello.observed)
@@ -55,19 +58,19 @@ class Traversal:
             self.client.withdrawn(connection.peer)
 
     def allow_relaying(self, allowed: bool) -> None:
-        """Relay for others once they can dial this node, or never."""
-        self._relay_wish = None if allowed else False
+        """Allow relaying for others, which starts once this node is verified as reachable, or forbid it."""
+        self._relay_setting = None if allowed else False
         if not allowed:
             self.server.disable()
         self._on_reach_changed()
 
     @property
     def needed_peers(self) -> frozenset[str]:
-        """Whose connections must stay for the sake of what relays carry."""
+        """Peers whose connections must stay open for relaying, by this node or for it."""
         return self.server.served | self.client.relays
 
     async def run(self) -> None:
-        """Probe, and keep places at relays while they are needed."""
+        """Run the reachability probe and the relay client, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
             nursery.start_soon(supervise, "the relay client", self.client.run)
@@ -75,7 +78,7 @@ class Traversal:
     def _on_reach_changed(self) -> None:
         state = self.reachability.state
         self.client.needed = state is Reach.UNVERIFIED
-        if self._relay_wish is None:
+        if self._relay_setting is None:
             (self.server.enable if state is Reach.VERIFIED else self.server.disable)()
         self._host.confirmed = [address.of(self._host.peer_id) for address in self.reachability.verified]
         self._on_addresses_changed()
@@ -89,9 +92,9 @@ class Traversal:
         self._start(self._leave_relay, peer)
 
     async def _leave_relay(self, peer: str) -> None:
-        await trio.sleep(RELAY_GRACE_S)  # what began on the relayed link may end there
+        await trio.sleep(RELAY_GRACE_S)  # calls in progress on the relayed connection may finish there
         best = self._host.connection(peer)
         if best is not None and not best.relayed:
             for connection in self._host.connections():
                 if connection.peer == peer and connection.relayed:
-                    await connection.close("there is a direct one")
+                    await connection.close("a direct connection replaced it")

@@ -11,7 +11,7 @@ import trio
 
 from app.asker.asker import Asker, AskerOptions
 from app.asker.reply import ReplyStats
-from app.asker.route_hops import SessionSettings
+from app.asker.route_session import SessionSettings
 from app.core.compute import BlockRunner, ReplyEnds
 from app.core.span import Span
 from app.serving.block_server import BlockServer, ServerSettings
@@ -51,7 +51,7 @@ class SessionSwarm:
         """A node that hosts nothing."""
         outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1))
         members = lambda: list(self.announcements.values())  # noqa: E731
-        asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, outlook=outlook)
+        asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
         await self.nursery.start(asker.run)
         return asker
 

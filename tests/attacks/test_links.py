@@ -12,14 +12,13 @@ from trio.testing import MockClock
 from app.core.network import Priority
 from app.session.outbound import OutboundFrame, PeerOutbox
 from p2p.host.pruning import ENOUGH_LINKS
-from p2p.link.byte_stream import TrioByteStream
 from p2p.link.frames import PREFACE, WHOLE, Frame, FrameDecoder, Kind, encode
 from p2p.link.outbox import QUEUE_BYTES
 from p2p.link.streams import MessageStream
 from p2p.link.switchboard import LIVE_LANE
 from tests.app.session_swarm import PROMPT, ask, open_swarm
 from tests.p2p.network_contract import PROTOCOL
-from tests.p2p.networks import WiredNode, wired_world
+from tests.p2p.networks import TrioByteStream, WiredNode, wired_world
 
 HOUR_S = 3600.0
 
@@ -80,7 +79,6 @@ async def test_an_outlet_behind_a_full_queue_waits_without_using_the_processor()
 # --- H-8: streams without a session ----------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="H-8: the streams of a session stay open for ever, at the asker and at each hop")
 async def test_an_hour_after_its_only_reply_no_link_of_a_route_is_busy(autojump_clock: MockClock) -> None:
     """An asker takes one reply over two hops and falls silent: no stream keeps any of their links from being closed."""
     async with open_swarm((0, 4), (4, 8)) as swarm:
@@ -92,7 +90,6 @@ async def test_an_hour_after_its_only_reply_no_link_of_a_route_is_busy(autojump_
         assert [(name, use.peer) for name, use in links if use.busy] == []
 
 
-@pytest.mark.xfail(strict=True, reason="H-8: links that once carried a session count as busy and are never pruned")
 async def test_askers_that_fell_silent_do_not_use_up_the_links_of_a_hop(autojump_clock: MockClock) -> None:
     """Sixty askers take one reply each and stay connected: when the next one comes, the hop has closed what is idle."""
     async with open_swarm((0, 8)) as swarm:

@@ -24,9 +24,6 @@ def member(name: str, start: int, stop: int, tokens_per_s: float) -> Announcemen
     return Announcement(name, 1, 2**60, "", "serving", Span(start, stop), tokens_per_s, 10 * tokens_per_s, 1 << 30)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="H-3: a route is cleared of the first peer that comes twice only, so that another still does"
-)
 def test_no_route_visits_a_peer_twice() -> None:
     """Two slow members with large spans have a fast one with a small span inside each: each takes part once at most."""
     members = [
@@ -42,10 +39,6 @@ def test_no_route_visits_a_peer_twice() -> None:
     assert len(peers) == len(set(peers)), peers
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="H-3: over a route that visits a peer twice no token ever comes, and the same route is taken again",
-)
 async def test_slow_and_fast_members_reply_together(autojump_clock: MockClock) -> None:
     """Four healthy nodes of different speeds hold all blocks: a reply comes without any failure."""
     async with open_swarm(delay_s=0.001) as swarm:
@@ -60,10 +53,6 @@ async def test_slow_and_fast_members_reply_together(autojump_clock: MockClock) -
         assert (stats.token_ids, stats.recoveries) == (greedy(PROMPT, 8), 0)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="H-4: a hop whose trouble is nobody's fault is asked again at once and for ever, though another is well",
-)
 @pytest.mark.parametrize("code", ["closed", "gap", "missing", "link", "a new code"])
 async def test_a_hop_that_always_has_an_excuse_is_left(code: str, autojump_clock: MockClock) -> None:
     """A hop answers each TURN with trouble that it is not to blame for: the reply soon goes through another one."""
@@ -89,9 +78,6 @@ async def test_a_hop_that_always_has_an_excuse_is_left(code: str, autojump_clock
         assert turns < 50
 
 
-@pytest.mark.xfail(
-    strict=True, reason="H-4: a hop that drains and has lost the session is asked again at once and for ever"
-)
 async def test_a_reply_over_the_last_holder_that_drains_comes_to_an_end(autojump_clock: MockClock) -> None:
     """The only holder of a block drains patiently and its link breaks once: the reply goes on or fails."""
     async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:

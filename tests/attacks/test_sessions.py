@@ -14,7 +14,7 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from app.asker.route_hops import SessionSettings
+from app.asker.route_session import SessionSettings
 from app.core.compute import BlockRunner, StepWork
 from app.core.network import FrameStream, Payload, Priority
 from app.core.reasons import Reason
@@ -128,9 +128,6 @@ class WideRunner(HashRunner):
         return [Output(bytes(item.data), item.dtype) for item in work]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="H-2: each GO of 40 bytes makes a hop queue all kept outputs again, without any bound"
-)
 async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_clock: MockClock) -> None:
     """An asker demands the same outputs a thousand times and reads none: what waits for it stays within a bound."""
     most_bytes, rows = 256 << 20, 256  # the outputs of these tokens take 1 MiB
@@ -157,7 +154,6 @@ async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_cloc
         assert await scene.still_serves()
 
 
-@pytest.mark.xfail(strict=True, reason="M-9: a hop dials every successor that a TURN names at once, however many")
 async def test_turns_cannot_make_a_hop_dial_without_bound(
     monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
@@ -211,10 +207,6 @@ class RubbishRelay:
         return message
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="M-1: an asker passes a relayed frame on unchecked, and blames the honest successor that closes the stream",
-)
 async def test_a_hop_cannot_have_its_successor_blamed(autojump_clock: MockClock) -> None:
     """A hop asks its asker to relay a malformed frame: the reply is right, and the hops behind it stand as before."""
     async with open_swarm((0, 3), (3, 8), (3, 8)) as swarm:
@@ -233,9 +225,6 @@ async def test_a_hop_cannot_have_its_successor_blamed(autojump_clock: MockClock)
         assert {peer: asker.planner.book.standing(peer).score for peer in ("n1", "n2")} == {"n1": 1.0, "n2": 1.0}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="M-2: a session is known by its id alone, so that a hop can use it up at all other holders"
-)
 async def test_a_hop_cannot_use_up_its_askers_session_id_elsewhere(autojump_clock: MockClock) -> None:
     """A hop opens and closes its asker's session at the other holders, then falls silent: these take over at once."""
     async with open_swarm((0, 3), (3, 8), (3, 8)) as swarm:
@@ -259,10 +248,6 @@ async def test_a_hop_cannot_use_up_its_askers_session_id_elsewhere(autojump_cloc
         assert {peer: asker.planner.book.standing(peer).score for peer in ("n1", "n2")} == {"n1": 1.0, "n2": 1.0}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="M-3: any growth of the numbers that a hop claims counts as progress, so that it is never given up",
-)
 async def test_a_hop_that_only_claims_progress_is_left(autojump_clock: MockClock) -> None:
     """A hop takes all tokens, sends nothing, and claims more of them at each probe: the reply goes on without it."""
     probes = 0
@@ -318,11 +303,6 @@ def cannot_reach(node: MemoryNode, unreachable: str) -> None:
     node.open = opened  # type: ignore[method-assign]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="L-3: the new route stands before the epoch is raised, so that what a hop relays meanwhile goes to its "
-    "successor on the new route",
-)
 async def test_what_was_relayed_for_a_dead_hop_reaches_no_other(autojump_clock: MockClock) -> None:
     """A hop dies while its predecessor works on a token to be relayed to it: nobody else computes that output."""
     async with open_fabric(profile=LinkProfile(delay_s=0.005)) as fabric, trio.open_nursery() as nursery:

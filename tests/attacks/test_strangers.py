@@ -17,14 +17,13 @@ from p2p.errors import P2PError
 from p2p.host.admission import Admission, ConnectionLimits
 from p2p.host.heartbeat import PROTOCOL as HEARTBEAT
 from p2p.identity import Identity
-from p2p.link.byte_stream import TrioByteStream
 from p2p.link.frames import CHUNK_BYTES, FIRST, PREFACE, WHOLE, Frame, Kind, encode
 from p2p.link.quota import Limits
 from p2p.link.switchboard import LIVE_LANE
 from p2p.values import MAX_BODY_BYTES
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS
 from tests.p2p.network_contract import PROTOCOL, Stall, echo, echo_stream
-from tests.p2p.networks import WiredNode, WiredWorld, wired_world
+from tests.p2p.networks import TrioByteStream, WiredNode, WiredWorld, wired_world
 from tests.p2p.nodes import make_host, make_network
 
 HOUR_S = 3600.0

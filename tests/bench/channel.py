@@ -27,9 +27,9 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from p2p.channel.compatibility import install_yamux
 from p2p.channel.noise import NOISE_ID, security_options
 from tests.bench.delay import delay_proxy
+from tests.p2p.channels import install_yamux
 
 STACKS = ("stock", "shoal_noise", "shoal")
 ECHO = TProtocol("/bench/echo")

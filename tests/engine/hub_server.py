@@ -1,4 +1,4 @@
-"""A server on this machine that speaks as much of the Hugging Face Hub's protocol as a download needs."""
+"""A local server that speaks as much of the Hugging Face Hub's protocol as a download needs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Hub:
     url: str
     repository: str
     files: Mapping[str, Path]
-    token: str | None = None  # without it nobody gets in
+    token: str | None = None  # required of every request, if set
     gated: bool = False
-    break_after: int | None = None  # bytes after which the next large answer breaks off
-    ranges: list[str] = field(default_factory=list)  # of requests that went on where they were
+    break_after: int | None = None  # bytes after which the next large answer is cut off
+    ranges: list[str] = field(default_factory=list)  # Range headers of resumed requests
     sent: dict[str, int] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Sessions that get a token each in one step see what each would see alone, gathered or one by one."""
+"""Sessions batched in one step see exactly what each would see alone, gathered or one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.model.kv_cache import PAGE_TOKENS, KVLease
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import CASES, random_span
 
-SHORT, LONG = (5, 60, 1, 33), (5, 300, 1, 33)  # gathered; and too long for that
+SHORT, LONG = (5, 60, 1, 33), (5, 300, 1, 33)  # short enough to be gathered, and too long
 
 
 def fill(span: SpanRunner, lengths: tuple[int, ...], *, jumbled: bool) -> list[KVLease]:
@@ -18,7 +18,7 @@ def fill(span: SpanRunner, lengths: tuple[int, ...], *, jumbled: bool) -> list[K
     leases = [span.open(0 if jumbled else length + 8) for length in lengths]
     generator = torch.Generator().manual_seed(1)
     pasts = [torch.randn(length, span.config.hidden_size, generator=generator) for length in lengths]
-    for begin in range(0, max(lengths), PAGE_TOKENS):  # in turns, so that leases that grow lie between each other
+    for begin in range(0, max(lengths), PAGE_TOKENS):  # in turns, so that the pages of the leases interleave
         for lease, past in zip(leases, pasts, strict=True):
             rows = past[begin : begin + PAGE_TOKENS]
             if len(rows):

@@ -1,4 +1,4 @@
-"""How many blocks fit, by tables that were worked out by hand and by properties."""
+"""The number of blocks that fit, checked by hand-computed tables and by properties."""
 
 from __future__ import annotations
 
@@ -82,12 +82,14 @@ def test_hosted_ends_cost_blocks() -> None:
 
 
 def test_reasons_name_the_limit() -> None:
-    assert plan_blocks(LLAMA_8B, Allowance(9 * GB, cap_bytes=0), BFLOAT16).reason.startswith("client: the cap is 0")
-    assert "the cap is at least" in plan_blocks(LLAMA_8B, Allowance(9 * GB, cap_bytes=10**8), BFLOAT16).reason
+    uncapped = Allowance(9 * GB)
+    nothing, little, some = (dataclasses.replace(uncapped, cap_bytes=cap) for cap in (0, 10**8, 6 * GB))
+    assert plan_blocks(LLAMA_8B, nothing, BFLOAT16).reason.startswith("client: the memory cap is 0")
+    assert "the memory cap is at least" in plan_blocks(LLAMA_8B, little, BFLOAT16).reason
     assert "the free memory is at least" in plan_blocks(LLAMA_8B, Allowance(10**8), BFLOAT16).reason
     assert plan_blocks(LLAMA_8B, Allowance(6 * GB), BFLOAT16).reason == "the free memory holds 10 of 32 blocks"
-    assert plan_blocks(LLAMA_8B, Allowance(9 * GB, cap_bytes=6 * GB), BFLOAT16).reason.startswith("the cap holds 10")
-    assert plan_blocks(SMOLLM2, Allowance(9 * GB), FLOAT32).reason == "the whole model fits"
+    assert plan_blocks(LLAMA_8B, some, BFLOAT16).reason.startswith("the memory cap holds 10")
+    assert plan_blocks(SMOLLM2, uncapped, FLOAT32).reason == "the whole model fits"
 
 
 def test_the_missing_memory_is_enough_for_one_block() -> None:
@@ -158,7 +160,7 @@ def test_a_plan_never_exceeds_what_is_allowed(
     assert 0 <= budget.total_bytes <= max(0, allowance.free_bytes - allowance.headroom_bytes)
     if allowance.cap_bytes is not None:
         assert budget.total_bytes <= allowance.cap_bytes
-    # And it is the most that fits: one block more would not.
+    # And it is the largest number: one block more does not fit.
     if 0 < budget.blocks < config.n_blocks:
         assert budget.total_bytes + budget.weight_bytes_per_block > allowance.usable_bytes
 

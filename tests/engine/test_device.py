@@ -108,7 +108,7 @@ def test_find_device() -> None:
     assert find_device("cuda", [second, Device("cuda:0", "cuda", "c", 1, 1)]).id == "cuda:0"
     with pytest.raises(DeviceError, match=r"cuda:0 \(old\) cannot be used: update the driver"):
         find_device("cuda", devices)
-    with pytest.raises(DeviceError, match=r"no device 'mps'; this machine has cuda:1, cpu"):
+    with pytest.raises(DeviceError, match=r"no device 'mps'; choose one of cuda:1, cpu"):
         find_device("mps", devices)
 
 

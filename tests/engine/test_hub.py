@@ -1,4 +1,4 @@
-"""`shoal pull org/name` against a hub on this machine, in a process of its own, as a person would run it."""
+"""`shoal pull org/name` against a local hub server, run in a process of its own as a user would."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_what_broke_off_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / large).write_bytes(os.urandom(25_000_000))
     hub.files = {**hub.files, large: tmp_path / large}
     hub.break_after = 15_000_000
-    for _ in range(3):  # the library itself may go on after the break
+    for _ in range(3):  # the library itself may resume after the cut
         if pull(hub, tmp_path / "cache", NAME).returncode == 0:
             break
     assert hub.break_after is None
@@ -74,9 +74,9 @@ def test_what_broke_off_goes_on_where_it_was(hub: Hub, tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"gated": True}, "accept them on its page"),
-        ({"token": "secret"}, "the hub knows no model fish/minnow, or it is private"),
-        ({"repository": "fish/other"}, "the hub knows no model fish/minnow"),
-        ({"files": {}}, "holds neither safetensors nor GGUF"),
+        ({"token": "secret"}, "fish/minnow is not on the hub, or it is private"),
+        ({"repository": "fish/other"}, "fish/minnow is not on the hub"),
+        ({"files": {}}, "has neither safetensors nor GGUF"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(hub: Hub, tmp_path: Path, change: dict[str, object], says: str) -> None:
@@ -98,7 +98,7 @@ def test_a_hub_that_is_away_is_one_line(hub: Hub, tmp_path: Path) -> None:
     hub.url = "http://127.0.0.1:9"
     done = pull(hub, tmp_path / "cache", NAME)
     assert done.returncode == 1
-    assert "could not be fetched" in done.stderr
+    assert "could not be downloaded" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""The CUDA step's two flavours against the ordinary step; Triton's kernels run in its interpreter where no GPU is."""
+"""Captured CUDA steps, fused and plain, against the ordinary step; Triton's interpreter stands in for a missing GPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _sessions(span: SpanRunner, lengths: list[int], scatter: bool) -> list[Segme
 def test_a_captured_step_equals_an_ordinary_one(flavour: str, case: str, lengths: list[int]) -> None:
     torch.manual_seed(0)
     span = random_span(CASES[case], quantisation="int8" if case == "int8" else "none")
-    for cache in span.pool.blocks:  # as a CUDA pool begins
+    for cache in span.pool.blocks:  # zeroed, as a CUDA pool is at first
         cache.keys.zero_(), cache.values.zero_()
     segments = _sessions(span, lengths, scatter=len(lengths) > 1)
     parts = SpanParts(span.config, span.blocks, span.pool, span._rope)

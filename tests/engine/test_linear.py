@@ -1,4 +1,4 @@
-"""Products with weights: every way to multiply gives the same, int8 stays close and takes a quarter of the memory."""
+"""Products with weights: every method gives the same result; int8 is close and takes a quarter of the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models by name: the tiny random one, paths of all sorts, and hints for names that mean nothing."""
+"""Models by name: the tiny random one, all kinds of paths, and hints for unknown names."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_a_full_disk_leaves_nothing_of_tiny_random(tmp_path: Path, monkeypatch: 
         ("startr", r"did you mean starter\?"),
         ("tiny", r"did you mean tiny-random\?"),
         ("nowhere/at/all", "give starter, tiny-random, a folder"),
-        ("a\0b", "is no path"),
-        ("", "has no config.json|there is no model|is no model folder"),
+        ("a\0b", "is not a path"),
+        ("", "has no config.json|unknown model|is not a model folder"),
     ],
 )
 def test_an_unknown_name_gets_a_hint(name: str, complaint: str, tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_paths_are_opened_by_what_they_are(tmp_path: Path) -> None:
         open_source(folder / "model.safetensors", tmp_path)
     with pytest.raises(SourceError, match=r"did you mean .*model\?"):
         open_source(folder.with_name("modle"), tmp_path)
-    with pytest.raises(SourceError, match=r"config.json is no GGUF|give the folder"):
+    with pytest.raises(SourceError, match=r"config.json is not a GGUF|give the folder"):
         open_source(folder / "config.json", tmp_path)
-    with pytest.raises(SourceError, match="no GGUF file"):
+    with pytest.raises(SourceError, match="not a GGUF file"):
         open_source(folder / "tokenizer.json", tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(SourceError, match=r"has no config\.json"):

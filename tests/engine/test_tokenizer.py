@@ -208,7 +208,7 @@ def test_streaming_takes_the_same_time_for_every_token(byte_level: Tokenizer) ->
     started = time.process_time()
     for index in ids * 40:
         stream.push(index)
-    assert time.process_time() - started < 2.0  # a decoder that begins anew for each token would take minutes
+    assert time.process_time() - started < 2.0  # a decoder that restarts for each token would take minutes
 
 
 def test_half_a_surrogate_pair_is_replaced(byte_level: Tokenizer) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import libp2p.stream_muxer.muxer_multistream as muxer_multistream
 import pytest
 import trio
 import trio.testing
@@ -24,6 +25,14 @@ from p2p.channel.noise import NOISE_ID, NoiseTransport, security_options
 from p2p.channel.noise_session import NoiseSession
 from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_wire import FrameParser, YamuxFrame, pack_header
+
+
+def install_yamux() -> None:
+    """Let every stock libp2p host of this process use this package's yamux; calling it again changes nothing.
+
+    libp2p's muxer negotiation creates the class bound to this module-level name, and ignores the one it was given.
+    """
+    muxer_multistream.Yamux = YamuxConnection  # type: ignore[assignment, attr-defined]
 
 
 class MemoryBytes(ReadWriteCloser):

@@ -10,15 +10,40 @@ import trio
 import trio.testing
 
 from app.core.network import Network
-from p2p.errors import PeerUnreachable
-from p2p.link.byte_stream import ByteStream, TrioByteStream
+from p2p.errors import PeerUnreachable, StreamReset
+from p2p.link.byte_stream import ByteStream
 from p2p.link.quota import Limits
 from p2p.link.switchboard import Switchboard
 from p2p.memory.fabric import MemoryFabric, open_fabric
-from p2p.values import LinkInfo
+from p2p.values import Buffer, LinkInfo
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
+
+
+class TrioByteStream:
+    """A `trio.abc.Stream` (TCP, memory) as a `ByteStream`."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+
+    async def write_parts(self, parts: Sequence[Buffer]) -> None:
+        try:
+            await self._stream.send_all(b"".join(parts))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise StreamReset("the byte stream broke while writing") from error
+
+    async def read(self, max_bytes: int) -> bytes:
+        try:
+            return bytes(await self._stream.receive_some(max_bytes))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise StreamReset("the byte stream broke while reading") from error
+
+    async def close(self) -> None:
+        await self._stream.aclose()
+
+    async def reset(self) -> None:
+        await trio.aclose_forcefully(self._stream)
 
 
 class MemoryWorld:
@@ -74,6 +99,10 @@ class WiredNode(Switchboard):
     def learn(self, peer: str, addresses: Sequence[str]) -> None: ...
 
     def keep_links(self, peers: Iterable[str]) -> None: ...
+
+    def peers(self) -> list[str]:
+        """The peers that this node has a link to."""
+        return list(dict.fromkeys(peer for peer, _ in self._links))
 
     def links(self) -> Sequence[LinkInfo]:
         return [

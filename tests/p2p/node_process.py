@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from p2p.discovery.seeker import parse_means
+from p2p.discovery.seeker import MEANS
 from p2p.errors import P2PError
 from p2p.identity import Identity, load_or_create
 from p2p.network import Libp2pNetwork, NetworkConfig
@@ -60,7 +60,7 @@ async def main(arguments: argparse.Namespace, lines: trio.SocketStream) -> None:
         listen=tuple(arguments.listen or LOOPBACK),
         advertise=tuple(arguments.advertise),
         peers=tuple(arguments.peer),
-        discovery=parse_means(arguments.discovery),
+        discovery=frozenset(name for name in MEANS if name in arguments.discovery.split(",")),
         remember_at=arguments.home / "peers.json" if arguments.home else None,
         secret=arguments.secret.encode() if arguments.secret else None,
         connections=GENEROUS,

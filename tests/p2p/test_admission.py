@@ -9,7 +9,7 @@ import pytest
 import trio
 
 from p2p.addresses import Address, parse_address
-from p2p.discovery.seeker import COMPANY, Seeker, parse_means
+from p2p.discovery.seeker import ENOUGH_PEERS, Seeker
 from p2p.host.admission import MAX_TRACKED, Admission, ConnectionLimits, DenyList
 from p2p.identity import peer_id_of
 from p2p.supervise import guarded, supervise
@@ -91,7 +91,7 @@ def test_ten_thousand_offenders_cost_a_bounded_table() -> None:
         admission.begin_handshake(ipaddress.ip_address(number), 0)
         admission.end_handshake(ipaddress.ip_address(number))
     assert len(admission._holdoffs) == MAX_TRACKED
-    assert len(admission._buckets) == MAX_TRACKED
+    assert len(admission._accepts) == MAX_TRACKED
     assert admission.handshakes_in_flight == 0
     assert not admission._handshakes
 
@@ -125,13 +125,6 @@ async def test_an_error_beside_a_cancellation_does_not_escape(autojump_clock: tr
         with trio.move_on_after(1) as scope:
             await keep("a task", task)
         assert scope.cancelled_caught
-
-
-def test_the_means_of_discovery() -> None:
-    assert parse_means("mdns, dht") == {"mdns", "dht"}
-    assert parse_means("") == frozenset()
-    with pytest.raises(ValueError, match="dns-sd"):
-        parse_means("mdns,dns-sd")
 
 
 class Neighbourhood:
@@ -174,7 +167,7 @@ async def test_a_peer_is_dialled_for_ever_with_growing_pauses(autojump_clock: tr
 
 async def test_with_company_enough_only_the_sticky_are_sought(autojump_clock: trio.abc.Clock) -> None:
     around = Neighbourhood()
-    around.connected.update(f"friend {n}" for n in range(COMPANY))
+    around.connected.update(f"friend {n}" for n in range(ENOUGH_PEERS))
     seeker = around.seeker()
     seeker.want(PEER, [])
     seeker.want("sticky", [], sticky=True)

@@ -18,14 +18,13 @@ from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from p2p.channel.compatibility import install_yamux
 from p2p.channel.noise import security_options
 from p2p.channel.yamux import ACCEPT_BACKLOG, YamuxConnection
 from p2p.channel.yamux_flow import CONNECTION_WINDOW_BYTES, FIRST_WINDOW_BYTES, MAX_CONTROL_BYTES
 from p2p.channel.yamux_table import MAX_INBOUND
 from p2p.channel.yamux_wire import DATA, FIN, PING, RST, SYN, WINDOW_UPDATE, pack_header
 from p2p.errors import WrongSecret
-from tests.p2p.channels import Hostile, attacked, close_sockets
+from tests.p2p.channels import Hostile, attacked, close_sockets, install_yamux
 from tests.p2p.stock_peer import ECHO, answer, echo
 
 __all__ = ["close_sockets"]  # a fixture that every test here uses

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from p2p.envelope import (
     MAX_PAYLOAD_BYTES,
     NEVER,
     Envelope,
-    Latest,
     Rule,
     Sequence,
     open_envelope,
@@ -175,30 +172,6 @@ def test_the_reader_sees_only_verified_payloads_and_may_refuse() -> None:
     with pytest.raises(EnvelopeError, match="forged"):
         open_envelope(statement(b"two")[:-1] + b"\0", rule, now_ms=NOW)
     assert seen == [b"one"]
-
-
-def test_replayed_and_older_statements_are_told_apart_from_new_ones() -> None:
-    latest = Latest()
-    first, second = parse(statement(at=NOW)), parse(statement(at=NOW + 1))
-    assert latest.offer(first) == "new"
-    assert latest.offer(first) == "repeated"
-    assert latest.offer(second) == "new"
-    assert latest.offer(first) == "outdated"
-    # Neither another signer nor another kind of statement is held back by it.
-    assert latest.offer(parse(statement(at=NOW, who=MALLORY))) == "new"
-    assert latest.offer(replace(first, domain="other")) == "new"
-
-
-def test_the_table_is_bounded_and_keeps_who_speaks_often() -> None:
-    latest = Latest(capacity=100)
-    alice = parse(statement())
-    for number in range(10_000):
-        stranger = replace(alice, public_key=number.to_bytes(32), sequence=NOW)
-        assert latest.offer(stranger) == "new"
-        if number % 50 == 0:
-            assert latest.offer(replace(alice, sequence=NOW + number)) == "new"
-        assert len(latest) <= 100
-    assert latest.offer(alice) == "outdated"
 
 
 @given(st.lists(st.integers(-2 * CLOCK_TOLERANCE_MS, 2 * CLOCK_TOLERANCE_MS), max_size=30))

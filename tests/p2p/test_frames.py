@@ -258,5 +258,5 @@ def test_begun_messages_are_bounded() -> None:
     assembler = Assembler()
     for id in range(MAX_PARTIAL_MESSAGES):
         assembler.add(chunk(id, FIRST))
-    with pytest.raises(ProtocolError, match="begun"):
+    with pytest.raises(ProtocolError, match="unfinished"):
         assembler.add(chunk(9999, FIRST))

@@ -19,7 +19,6 @@ from app.core.span import Span
 from app.membership import Membership, wire
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
-    ANNOUNCEMENT_LIFETIME_MS,
     SUSPICION_DOMAIN,
     Announcement,
     SwarmRecord,
@@ -46,6 +45,7 @@ __all__ = ["close_sockets"]
 MODEL = "1a2b3c4d" * 8
 N_BLOCKS = 24
 SYBILS = 10_000
+LIFETIME_MS = 10 * 60 * 1000
 DEAD_PROVIDERS = 120
 KEY = b"rendezvous of a swarm..........."
 
@@ -102,7 +102,7 @@ def now_ms() -> int:
     return time.time_ns() // 10**6
 
 
-def announcement(who: Identity, swarm: str, at_ms: int, lifetime_ms: int = ANNOUNCEMENT_LIFETIME_MS) -> bytes:
+def announcement(who: Identity, swarm: str, at_ms: int, lifetime_ms: int = LIFETIME_MS) -> bytes:
     return sign_announcement(who, Announcement(who.peer_id, at_ms, at_ms + lifetime_ms, swarm, "serving", Span(0, 8)))
 
 

@@ -63,11 +63,11 @@ def test_one_changed_letter_is_another_key_or_refused(place: int, letter: str) -
 def test_only_the_owner_signs(data: bytes, forged: bytes) -> None:
     owner, other = Identity(RFC_SEED), Identity(bytes(32))
     good = owner.sign(data)
-    assert identity.is_signed_by(owner.peer_id, data, good)
-    assert not identity.is_signed_by(other.peer_id, data, good)
-    assert not identity.is_signed_by(owner.peer_id, data + b"!", good)
-    assert not identity.is_signed_by(owner.peer_id, data, forged)
-    assert not identity.is_signed_by(owner.peer_id, data, good[:-1])
+    assert identity.is_signed(owner.public_key, data, good)
+    assert not identity.is_signed(other.public_key, data, good)
+    assert not identity.is_signed(owner.public_key, data + b"!", good)
+    assert not identity.is_signed(owner.public_key, data, forged)
+    assert not identity.is_signed(owner.public_key, data, good[:-1])
 
 
 def test_the_key_file_is_private_and_kept(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.peerinfo import info_from_p2p_addr
 from multiaddr import Multiaddr
 
-from p2p.channel.compatibility import install_yamux
 from p2p.channel.noise import AESGCM_ID, NOISE_ID, security_options
 from p2p.channel.yamux import YamuxConnection
+from tests.p2p.channels import install_yamux
 from tests.p2p.stock_peer import ECHO, answer, echo
 
 JS = Path(__file__).parent / "interop_js"

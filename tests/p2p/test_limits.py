@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.link.bandwidth import BURST_S, RECHECK_S, Bandwidth, TokenBucket
+from p2p.link.bandwidth import BURST_S, RECHECK_S, Bandwidth, ByteRateLimit
 from p2p.link.quota import Limits, Quota, SharedLimit
 
 TIGHT = Limits(
@@ -124,7 +124,7 @@ def test_a_peer_with_nothing_under_way_is_forgotten() -> None:
 
 @given(st.lists(st.integers(1, 300_000), min_size=20, max_size=60), st.integers(10_000, 10_000_000))
 def test_a_limited_rate_is_kept_within_one_piece_and_a_burst(sizes: list[int], rate: int) -> None:
-    bucket, now = TokenBucket(), 1000.0
+    bucket, now = ByteRateLimit(), 1000.0
     bucket.set_rate(rate)
     for size in sizes:
         while (wait_s := bucket.wait_s(now)) > 0:

@@ -173,7 +173,7 @@ async def test_somebody_else_at_the_address_is_refused() -> None:
         transport(dialling), transport(listening), ID.from_pubkey(other.public_key), socket_pair()
     )
     assert isinstance(dialler_error, HandshakeError)
-    assert "not the peer that was dialled" in str(dialler_error)
+    assert "instead of the peer that was dialled" in str(dialler_error)
     assert isinstance(listener_error, HandshakeError)
 
 

@@ -162,18 +162,3 @@ def test_the_signals_that_ask_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "SIGBREAK", signal.SIGABRT, raising=False)
     monkeypatch.setattr(platform, "_windows", True)
     assert platform.stop_signals() == (signal.SIGINT, signal.SIGABRT)
-
-
-@posix_only
-def test_asking_a_process_to_stop_is_sigterm() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    platform.ask_to_stop(child.pid)
-    assert child.wait(timeout=10) == -signal.SIGTERM
-    if child.stdin is not None:
-        child.stdin.close()
-
-
-@pytest.mark.parametrize("pid", [0, -1])
-def test_asking_no_process_never_signals_a_whole_group(pid: int) -> None:
-    with pytest.raises(ProcessLookupError):
-        platform.ask_to_stop(pid)

@@ -147,14 +147,14 @@ async def _hop_dies(app: Dashboard, pilot: Pilot[None], pond: Pond) -> None:
     await until(pilot, lambda: live.progress and live.progress.tokens >= 5 and chat._route, "the reply has begun")
     victim = next(hop["peer"] for hop in chat._route if hop["peer"] in pond.nodes)
     pond.nodes[victim].process.kill()
-    await until(pilot, lambda: "the reply goes on" in text_of_screen(app), "the loss is shown")
+    await until(pilot, lambda: "the reply continues" in text_of_screen(app), "the loss is shown")
     assert live.progress is not None  # while it was still coming
     assert victim not in {hop["peer"] for hop in chat._route}
     await until(pilot, lambda: len(chat._messages) == 4, "the reply has ended")
     figures = chat._messages[-1].figures
     assert (len(figures["token_ids"]), figures.get("error")) == (LONG_REPLY, None)
     assert figures["recoveries"] >= 1
-    await until(pilot, lambda: "failed on the way; the reply went on" in text_of_screen(app), "it is told at the end")
+    await until(pilot, lambda: "failed; the reply continued" in text_of_screen(app), "it is told at the end")
     chat.sampling = short
 
 

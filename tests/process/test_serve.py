@@ -132,7 +132,7 @@ def test_an_unknown_name_is_one_line(founder: Serving, folder: Path) -> None:
     with Serving(here, "--discovery=", f"--peer={address}", "--join=nowhere") as node:
         assert node.ended() == 1
     assert len(node.errors) == 1
-    assert node.errors[0].startswith("shoal: nobody that could be asked knows the swarm nowhere")
+    assert node.errors[0].startswith("shoal: no reachable peer knows the swarm nowhere")
     assert load(Home(here.home)).swarms == ()
 
 
@@ -140,7 +140,7 @@ def test_a_wrong_secret_is_refused_at_once(private_founder: Serving, guest: Serv
     wrong = replace(parse_invite(private_founder.place.shoal("invite").out), secret=new_secret())
     api = client(guest)
     began = time.monotonic()
-    with pytest.raises(AppError, match="holds another secret, or none: this needs an invite from a member"):
+    with pytest.raises(AppError, match="has another swarm secret, or none; ask a member"):
         api.post("/api/join", {"target": str(wrong)})
     assert time.monotonic() - began < 2.0
     snapshot = api.snapshot()
@@ -184,7 +184,7 @@ def test_settings_of_a_running_node(guest: Serving) -> None:
     assert "name = cellar" in here.shoal("config", "set", "name", "cellar").out
     assert here.facts("status")["name"] == "cellar"
     assert "next start" in here.shoal("config", "set", "device", "cpu").out
-    assert "the flag goes before it" in here.shoal("config", "set", "api_port", "7000").out
+    assert "the flag overrides it" in here.shoal("config", "set", "api_port", "7000").out
     assert here.shoal("config", "set", "api_port", "x").status == 1
     deny = here.shoal("config", "set", "deny", "192.0.2.0/24,198.51.100.7")
     assert (deny.status, "192.0.2.0/24,198.51.100.7/32" in deny.out) == (0, True)
@@ -221,7 +221,7 @@ def test_a_chosen_port_that_is_taken_fails(flag: str, words: str, folder: Path) 
     [
         (["--join", "shoal:nonsense"], 1, "the invite is mistyped"),
         (["--join", "not a name"], 2, "is not a swarm's name"),
-        (["--discovery", "carrier-pigeon"], 1, "none of mdns, dht, invite, remembered"),
+        (["--discovery", "carrier-pigeon"], 1, "is not one of mdns, dht, invite, remembered"),
         (["--listen", "here"], 1, "the setting listen cannot be"),
         (["--api-port", "70000"], 1, "0 to 65535"),
     ],

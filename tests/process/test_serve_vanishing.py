@@ -48,7 +48,7 @@ def test_a_peer_that_vanishes_in_the_handshake_is_named(ghost: str, tmp_path: Pa
             assert status["state"] == "joining"
             return str(status["reason"])
 
-        wait_until(lambda: f"{GHOST} vanished in the handshake" in told(), "the peer is named")
+        wait_until(lambda: f"{GHOST} disconnected during the handshake" in told(), "the peer is named")
         answer = place.shoal("chat", "hello")
         assert (answer.status, answer.err.count("\n")) == (1, 1)
         assert answer.seconds < 10

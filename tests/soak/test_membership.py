@@ -44,10 +44,9 @@ def kept_bytes(roots: Iterable[object], besides: set[int]) -> int:
 
 def table_bytes(swarm: Membership) -> int:
     """What a membership keeps of the others."""
-    watch = swarm._detector._watch
-    return kept_bytes(
-        [swarm.table, swarm._exchange.gossip_queue, swarm._exchange._news, swarm._exchange._changes, watch], set()
-    )
+    exchange, watch = swarm._exchange, swarm._detector._watch
+    limits = [exchange._announcement_limit, exchange._urgent_limit]
+    return kept_bytes([swarm.table, exchange.gossip_queue, *limits, watch], set())
 
 
 @pytest.mark.timeout(600)

@@ -274,8 +274,8 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
 
     assert told(base) == []
     assert told(knocking) == ["◌ guest1 connecting"]
-    assert told(base) == ["× guest1 failed: went again before it had joined"]
-    assert as_member(state="joining") == ["◐ guest looks at what others host"]
+    assert told(base) == ["× guest1 failed: disconnected before it had joined"]
+    assert as_member(state="joining") == ["◐ guest is choosing blocks"]
     assert as_member(state="fetching", start=4, stop=8, fetched=0.25) == ["◐ guest loading 4:8 25 %"]
     assert as_member(state="serving", start=4, stop=8, tokens_per_s=40.0) == ["● guest serving 4:8 · 40 tok/s"]
     silent = Reason("silent", "it does not answer any more")

@@ -191,15 +191,13 @@ def test_a_reply_counts_its_tokens() -> None:
 def test_a_hop_that_left_the_way_is_named() -> None:
     before = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "b", "start": 4, "stop": 8}]
     after = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "c", "start": 4, "stop": 8}]
-    assert lost_hops(before, after, str.upper) == "B left the way · C took 4:8"
+    assert lost_hops(before, after, str.upper) == "B left the route · C took 4:8"
     assert (lost_hops([], after, str), lost_hops(before, before, str)) == ("", "")
 
 
 def test_a_reply_that_ended_says_how_it_went() -> None:
     done = {"token_ids": [1, 2], "ttft_s": 1.94, "tokens_per_s": 4.6, "route": [{}, {}], "finish_reason": "length"}
-    assert done_words(done) == (
-        "2 tokens · first after 1.9 s · 4.6 tok/s · 2 hops · cut off: the longest reply is reached"
-    )
+    assert done_words(done) == ("2 tokens · first after 1.9 s · 4.6 tok/s · 2 hops · cut off: max tokens reached")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Bars, areas and sparks: numbers in, characters out.
+"""Bars, area plots and sparklines as characters.
 
-Braille areas show two samples a cell and four dots a row; where a terminal has no braille, eighths of blocks do.
+A braille cell holds two samples side by side and four dots of height; `area_blocks` is for terminals without braille.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from ui.draw.rows import Row
 
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"
-_LEFT, _RIGHT = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)  # from the lowest dot up
+_LEFT, _RIGHT = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)  # bits of the dots, the lowest dot first
 Samples = Sequence[float | None]
 
 
 def bar(share: float | None, width: int, style: str) -> Row:
-    """A bar of `width` cells filled to `share`; an unknown one is an empty track."""
+    """A bar of `width` cells filled to `share` (0 to 1); an empty track if `share` is None."""
     if share is None or width <= 0:
         return [(" " * max(0, width), "on trackbg")]
     full, rest = divmod(round(max(0.0, min(1.0, share)) * width * 8), 8)
@@ -25,7 +25,7 @@ def bar(share: float | None, width: int, style: str) -> Row:
 
 
 def resample(values: Samples, columns: int) -> list[float | None]:
-    """As many values as there are columns, the newest at the end; each is the mean of what it stands for."""
+    """Reduce the values to `columns` means, the newest at the end; fewer values are padded with None on the left."""
     if columns <= 0:
         return []
     if len(values) <= columns:
@@ -39,7 +39,7 @@ def resample(values: Samples, columns: int) -> list[float | None]:
 
 
 def ceiling(values: Samples, least: float = 1.0) -> float:
-    """A round number that no value exceeds, for the top of an axis."""
+    """The smallest round number (1, 2, 3, 5 or 8 times a power of ten) that no value exceeds; at least `least`."""
     peak = max((value for value in values if value is not None), default=0.0)
     step = 10.0**-6
     while True:
@@ -50,7 +50,7 @@ def ceiling(values: Samples, least: float = 1.0) -> float:
 
 
 def area(values: Samples, width: int, height: int, top: float, *, down: bool = False) -> list[str]:
-    """An area plot in braille, `height` rows of `width` cells; unknown samples leave a gap."""
+    """An area plot in braille, `height` rows of `width` cells; None leaves a gap. `down` draws it from the top down."""
     sampled = resample(values, 2 * width)
     dots = [0 if value is None else _dots(value, top, 4 * height) for value in sampled]
     left, right = (_LEFT[::-1], _RIGHT[::-1]) if down else (_LEFT, _RIGHT)
@@ -62,7 +62,7 @@ def area(values: Samples, width: int, height: int, top: float, *, down: bool = F
 
 
 def _dots(value: float, top: float, most: int) -> int:
-    """A value that is not nothing shows at least one dot."""
+    """Height of a value in dots; any value above 0 gets at least one."""
     return 0 if value <= 0 else max(1, min(most, round(value / top * most)))
 
 
@@ -72,7 +72,7 @@ def _braille(a: int, b: int, left: Sequence[int], right: Sequence[int]) -> str:
 
 
 def area_blocks(values: Samples, width: int, height: int, top: float, *, down: bool = False) -> list[str]:
-    """The same in eighths of blocks; downwards in whole and half cells."""
+    """An area plot in eighths of a cell; downwards only halves of a cell exist."""
     levels = [0 if value is None else _dots(value, top, 8 * height) for value in resample(values, width)]
     rows = []
     for line in range(height):
@@ -85,7 +85,7 @@ def area_blocks(values: Samples, width: int, height: int, top: float, *, down: b
 def plot(
     values: Samples, width: int, height: int, top: float, *, down: bool = False, braille: bool = True
 ) -> list[Row]:
-    """An area with its axis: the top's figure and 0 at the left, brighter the higher."""
+    """An area plot with its axis at the left (the top value, and 0), in stronger colours towards the top value."""
     draw = area if braille else area_blocks
     rows: list[Row] = []
     for index, text in enumerate(draw(values, max(1, width - 6), height, top, down=down)):
@@ -98,7 +98,7 @@ def plot(
 
 
 def spark(values: Samples, width: int) -> str:
-    """A line of small columns, the highest value filling its cell."""
+    """The last `width` values as columns one cell high, scaled to the highest of them."""
     known = list(values)[-width:]
     top = max((value for value in known if value is not None), default=0.0) or 1.0
     return "".join(" " if value is None else EIGHTHS[max(1, round(value / top * 8))] for value in known)

@@ -1,6 +1,7 @@
-"""Who holds which block, and the strip that shows it: height is tokens a second, the digits are holders.
+"""The coverage strip (for each block its throughput as height and its holders as a digit), and sentences about it.
 
-A cell that stands for several blocks shows the worst of them, so that a hole never averages away.
+A cell that stands for several blocks shows the worst of them, so that a block without a holder is always visible.
+`ui.state.coverage` computes the figures.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from ui.draw.rows import Row, fit, row
 from ui.state.coverage import Coverage
 
 _GUTTER = 9
-_WIDEST = 4  # cells a block
-MARGIN = 27  # of the notes beside the strip
+_WIDEST = 4  # most cells for one block
+MARGIN = 27  # cells for the notes beside the strip
 
 
 # --- the strip -------------------------------------------------------------------------------------------------------
@@ -24,7 +25,7 @@ MARGIN = 27  # of the notes beside the strip
 
 @dataclass(frozen=True)
 class Scale:
-    """How blocks lie on cells: several blocks a cell in a large model, several cells a block in a small one."""
+    """Mapping of blocks to cells: several blocks per cell for a large model, several cells per block for a small."""
 
     per_cell: int
     per_block: int
@@ -32,26 +33,29 @@ class Scale:
 
     @property
     def cells(self) -> int:
-        """How many cells the whole strip has."""
+        """Number of cells of the whole strip."""
         return ceil(self.blocks / self.per_cell) * self.per_block
 
     def first(self, block: int) -> int:
-        """The cell where a block begins."""
+        """The first cell of a block."""
         return block // self.per_cell * self.per_block
 
     def end(self, stop: int) -> int:
-        """The cell behind the last one of the blocks before `stop`."""
+        """The cell after the last one of block `stop - 1`."""
         return ceil(stop / self.per_cell) * self.per_block
 
 
 def scale_for(blocks: int, room: int) -> Scale:
-    """What fits into so many cells."""
+    """The largest scale for which `blocks` fit into `room` cells."""
     per_cell = ceil(blocks / max(1, room))
     return Scale(per_cell, max(1, min(_WIDEST, room // blocks)) if per_cell == 1 else 1, blocks)
 
 
 def strip_rows(cover: Coverage, width: int, tall: int = 1, *, gutter: bool = True, margin: int = 0) -> list[Row]:
-    """Axis, heights, digits, and the marks of your span and the weak spot; `margin` cells at the right stay free."""
+    """Rows of the strip: axis, `tall` rows of heights, digits, and marks under this node's span and the weak stretch.
+
+    `margin` cells stay free at the right, unless the model is so large that it needs them.
+    """
     indent = _GUTTER if gutter else 0
     scale = scale_for(len(cover.holders), max(1, width - indent - margin))
     if margin and scale.per_cell > 1:
@@ -73,7 +77,7 @@ def strip_rows(cover: Coverage, width: int, tall: int = 1, *, gutter: bool = Tru
 
 
 def heat(holders: int) -> str:
-    """The style of so many holders."""
+    """Style for a number of holders."""
     return {0: "error", 1: "warning", 2: "heat2"}.get(holders, "heat3")
 
 
@@ -94,7 +98,7 @@ def _axis(scale: Scale) -> str:
 
 
 def _heights(cover: Coverage, holders: list[int], speeds: list[float], scale: Scale, band: tuple[int, int]) -> Row:
-    """One row of the strip: the eighths from `band`'s first up, of `band`'s second in all."""
+    """One row of heights: `band` is the row's lowest level and the highest level of the strip, in eighths of a cell."""
     low, top = band
     peak = max(cover.tokens_per_s) or 1.0
     spans = []
@@ -108,7 +112,7 @@ def _heights(cover: Coverage, holders: list[int], speeds: list[float], scale: Sc
 
 
 def _joined(spans: list[tuple[str, str]]) -> Row:
-    """Neighbours of one style as one span: a strip has few styles and many cells."""
+    """Merge neighbouring spans of the same style: a strip has many cells but few styles."""
     return [("".join(text for text, _ in group), style) for style, group in groupby(spans, key=lambda part: part[1])]
 
 
@@ -125,7 +129,7 @@ def _marks(cover: Coverage, scale: Scale) -> Row:
 
 
 def _mark(marks: list[tuple[str, str]], start: int, stop: int, label: str, style: str) -> None:
-    """Put a bracket with its label below a span; a narrow span has the label alone, kept within the strip."""
+    """Put a labelled bracket below a span; where the bracket does not fit, the label alone, kept inside the strip."""
     room = min(stop, len(marks)) - start
     for text in (label, label.split()[0]):
         if room >= len(text) + 2:
@@ -142,12 +146,12 @@ def _mark(marks: list[tuple[str, str]], start: int, stop: int, label: str, style
 
 
 def legend() -> Row:
-    """What the strip's colours mean."""
+    """Legend of the strip's colours."""
     return row(("█", "heat3"), " 3+ ", ("█", "heat2"), " 2 ", ("█", "warning"), " 1 ", ("×", "error"), " no holder")
 
 
 def weak_note(cover: Coverage) -> Row:
-    """The weak spot in a few words."""
+    """The weak stretch in a few words, for the margin beside the strip."""
     weak = cover.weak
     if weak is None:
         return row(("every block has ", "dim"), f"{plural(cover.holders[0], 'holder')}")
@@ -158,21 +162,21 @@ def weak_note(cover: Coverage) -> Row:
 
 
 def weak_sentence(cover: Coverage, width: int) -> Row:
-    """What is wrong with the coverage, as one would say it."""
+    """A sentence about blocks without holders or, if there are none, about the weak stretch."""
     if cover.holes:
         spans = ", ".join(f"{start}:{stop}" for start, stop in cover.holes[:6])
         more = f" and {len(cover.holes) - 6} more" if len(cover.holes) > 6 else ""
-        said = row((f"{spans}{more} without a holder", "b error"), ": no reply can be made until a node takes them.")
+        words = row((f"{spans}{more} without a holder", "b error"), ": no reply can be made until a node takes them.")
     elif cover.weak is None:
-        said = row(f"Every block has {plural(cover.holders[0], 'holder')}.")
+        words = row(f"Every block has {plural(cover.holders[0], 'holder')}.")
     elif cover.weak.holders == 1:
         who = ", ".join(cover.weak.names) or "single nodes"
         goes = "you leave" if who == "you" else "it leaves"
         lost = f" If {goes}, replies wait until another node takes them." if len(cover.weak.names) == 1 else ""
-        said = row((f"{cover.weak.label} has one holder", "warning"), f": {who}.{lost}")
+        words = row((f"{cover.weak.label} has one holder", "warning"), f": {who}.{lost}")
     else:
-        said = row(
+        words = row(
             (f"{cover.weak.label}", "warning"),
-            f" is held least: {cover.weak.holders} holders, {rate(cover.weak.tokens_per_s)} tok/s together.",
+            f" has the fewest holders: {cover.weak.holders}, {rate(cover.weak.tokens_per_s)} tok/s together.",
         )
-    return fit(said, width)
+    return fit(words, width)

@@ -1,4 +1,4 @@
-"""What happened, in sentences: one row each, the newest at the end."""
+"""Events of the node as rows of text."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SIGNS = {
 }
 
 
-def happening_row(happening: Event, name_of: Callable[[str], str]) -> Row:
-    """One thing that happened; peers by their names."""
-    sign, style = _SIGNS.get(happening.kind, ("·", "dim"))
-    text = _PEER_ID.sub(lambda found: name_of(found.group()), happening.text)
-    return row((time_of_day(happening.at_ms), "dim"), " ", (sign, style), " ", one_line(text))
+def happening_row(event: Event, name_of: Callable[[str], str]) -> Row:
+    """Row of one event: time, sign of its kind, and text with peer ids replaced by names."""
+    sign, style = _SIGNS.get(event.kind, ("·", "dim"))
+    text = _PEER_ID.sub(lambda found: name_of(found.group()), event.text)
+    return row((time_of_day(event.at_ms), "dim"), " ", (sign, style), " ", one_line(text))

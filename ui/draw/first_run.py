@@ -1,4 +1,8 @@
-"""The first run as rows: where, how much and when to pause, say hello. Nothing is fetched before it was said."""
+"""The first run as rows: where to go, how much memory and when to pause, a first question.
+
+Nothing is downloaded before the second step is confirmed. The offers of the first step are drawn by
+`ui.draw.first_run_offers`; keys and requests are handled by `ui.screens.first_run`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,10 @@ from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
 
 STEP_BYTES = 500 * 10**6
-_AROUND = 12  # rows of the page besides those of its step
+_FRAME_ROWS = 12  # rows of the page besides those of the open step
 HELLO = "Why do fish swim in shoals?"
 
-# Setting, what it is called here, its value when on, and its value when off.
+# Setting, its name on this page, its value when on, its value when off.
 PAUSES = (
     ("pause_busy", "another program uses the device", "30", "0"),
     ("pause_on_battery", "on battery", "true", "false"),
@@ -30,39 +34,39 @@ PAUSES = (
 
 @dataclass
 class FirstState:
-    """How far the person is, and what was chosen."""
+    """The current step and the choices so far."""
 
     step: int = 0
-    target: str = ""  # what to join
-    create: tuple[str, str] | None = None  # name and model
+    target: str = ""  # name or invite of the swarm to join
+    create: tuple[str, str] | None = None  # name and model of the swarm to create
     typed: str = ""
-    memory_bytes: int | None = None  # None: what is free
+    memory_bytes: int | None = None  # None: as much as is free
     pauses: dict[str, bool] = field(default_factory=dict)
     cursor: int = 0
     problem: str = ""
     busy: str = ""
-    prospects: ProspectsView = field(default_factory=ProspectsView)  # empty until the node has told them
-    order: tuple[str, ...] = ()  # of the choices, by their targets
-    trouble: str = ""  # why the node could not tell them
+    prospects: ProspectsView = field(default_factory=ProspectsView)  # empty until the node has answered
+    order: tuple[str, ...] = ()  # targets of the offers, in the order of their keys
+    trouble: str = ""  # why the node could not list the offers
 
     def take(self, prospects: ProspectsView) -> None:
-        """What the node could go to, as it is now; a choice keeps its key."""
+        """Replace the offers; an offer that is already listed keeps its key."""
         self.prospects, self.trouble = prospects, ""
         self.order = ordered(self.order, prospects)
 
     @property
     def choices(self) -> dict[int, OfferView]:
-        """What can be chosen, by its place in the order; the first by enter, then by digits."""
+        """Offers that have a key, by their place in the order: 0 is enter, 1 to 9 are digits."""
         offers = {offer.target: offer for offer in self.prospects.offers}
         return {index: offers[target] for index, target in enumerate(self.order[:10]) if target in offers}
 
     def device(self, known: Snapshot | None) -> DeviceView | None:
-        """What computes, or would."""
+        """The device that computes or, before a swarm is joined, the one that would."""
         return (known.hardware if known is not None else None) or self.prospects.device
 
     @property
     def where(self) -> str:
-        """The first choice in words."""
+        """The choice of the first step in words."""
         if self.create is not None:
             name, model = self.create
             return f"{name}, a swarm of {model}"
@@ -70,21 +74,21 @@ class FirstState:
 
 
 def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Which pauses are on in the node's settings; those that it does not know are left out."""
+    """On or off for each pause rule in the node's settings; rules that the node does not know are left out."""
     return {name: bool(config[name]) for name, _, _, _ in PAUSES if name in config}
 
 
 def first_rows(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
-    """The whole page."""
+    """The whole page: machine, the three steps with the current one open, problems, and keys."""
     rows: list[Row] = [
         row(("≋ shoal", "b primary"), ("   Run a model none of us could hold alone.", "dim")),
         [],
         *_machine(known, state),
         [],
     ]
-    parts = (_where, _how_much, _hello)
+    parts = (_where, _memory, _hello)
     titles = ("Where?", "How much, and when to pause", "Say hello")
-    chosen = (state.where, _much_words(state), "")
+    chosen = (state.where, _memory_words(state), "")
     for index, title in enumerate(titles):
         if index < state.step:
             rows.append(row(("✓", "b success"), f" {index + 1}  {chosen[index]}"))
@@ -94,7 +98,7 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
             rows += [
                 row(("▸", "b mine"), (f" {index + 1}  {title}", "b")),
                 [],
-                *parts[index](state, known, width, height - _AROUND),
+                *parts[index](state, known, width, height - _FRAME_ROWS),
                 [],
             ]
     if state.problem:
@@ -109,19 +113,19 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
 def _machine(known: Snapshot | None, state: FirstState) -> list[Row]:
     device, disk = state.device(known), state.prospects.disk_free_bytes
     if known is None:
-        return [row(("◐", "primary"), (" the node is coming up", "dim"))]
-    told = [one_line(device.name) or device.id] if device is not None else [one_line(known.device or "")]
+        return [row(("◐", "primary"), (" the node is starting", "dim"))]
+    parts = [one_line(device.name) or device.id] if device is not None else [one_line(known.device or "")]
     if device is not None and device.memory_total_bytes:
-        told.append(f"{gigabytes(device.memory_total_bytes)} GB")
-        told.append(f"{gigabytes(device.memory_free_bytes)} GB free")
-    machine = " · ".join(part for part in told if part)
-    reach = {"verified": "others reach this machine", "unverified": "nobody has dialled in yet"}
-    network = reach.get(known.network.reach, "not yet known how others reach this machine")
+        parts.append(f"{gigabytes(device.memory_total_bytes)} GB")
+        parts.append(f"{gigabytes(device.memory_free_bytes)} GB free")
+    machine = " · ".join(part for part in parts if part)
+    reach = {"verified": "others can reach this machine", "unverified": "no peer has connected to this machine yet"}
+    network = reach.get(known.network.reach, "not known yet if peers can reach this machine")
     room = f"{size(disk)} of disk free · " if disk is not None else ""
-    ok, open_yet = ("✓", "b success"), ("○", "dim")
+    ok, pending = ("✓", "b success"), ("○", "dim")
     return [
-        row(ok, (f" {machine}", "dim")) if machine else row(open_yet, (" the device is being looked at", "dim")),
-        row(ok if known.network.reach == "verified" else open_yet, (f" {room}network: {network}", "dim")),
+        row(ok, (f" {machine}", "dim")) if machine else row(pending, (" examining the device", "dim")),
+        row(ok if known.network.reach == "verified" else pending, (f" {room}network: {network}", "dim")),
     ]
 
 
@@ -132,11 +136,11 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
         row("    ", ("l", "mine"), "  look around first"),
     ]
     if not state.choices:
-        waiting = "looking at this machine, and for swarms on this network"
-        told = state.trouble or waiting
+        waiting = "examining this machine and looking for swarms on this network"
+        words = state.trouble or waiting
         sign = ("×", "warning") if state.trouble else ("◐", "primary")
         rest = choice_rows(0, OfferView(STARTER), width) if state.trouble else []
-        return [row("   ", sign, (f" {one_line(told)}", "dim")), *rest, [], *keys]
+        return [row("   ", sign, (f" {one_line(words)}", "dim")), *rest, [], *keys]
     rows: list[Row] = []
     room = height - len(keys) - 1
     for index, offer in state.choices.items():
@@ -147,32 +151,32 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
             break
         rows += added
     speed = state.prospects.reading_bytes_per_s
-    about = f"about: an estimate, by members' word and {size(round(speed))}/s measured here" if speed else ""
+    about = f"about: estimated from members' reports and {size(round(speed))}/s measured here" if speed else ""
     if about and len(rows) + 2 <= room:
         rows += [[], row("       ", (about, "dim"))]
     return [*rows, [], *keys]
 
 
-def _much_words(state: FirstState) -> str:
+def _memory_words(state: FirstState) -> str:
     on = [words for name, words, _, _ in PAUSES if state.pauses.get(name)]
     memory = "what is free" if state.memory_bytes is None else f"{gigabytes(state.memory_bytes)} GB"
     return f"{memory} · pauses: {', '.join(on) if on else 'only by hand'}"
 
 
-def _how_much(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
+def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:
     device = state.device(known)
     total = device.memory_total_bytes if device is not None else None
     mark = ("▸", "b mine") if state.cursor == 0 else (" ", "")
     if total:
         share = (state.memory_bytes if state.memory_bytes is not None else 0) / total
-        told = f"{gigabytes(state.memory_bytes)} of {gigabytes(total)} GB"
-        words = "what is free" if state.memory_bytes is None else told
+        cap = f"{gigabytes(state.memory_bytes)} of {gigabytes(total)} GB"
+        words = "what is free" if state.memory_bytes is None else cap
         gauge = bar(share if state.memory_bytes is not None else None, 30, "mine")
         rows = [row(" ", mark, " memory   ", *gauge, ("  " + words, "b"), (" ← →", "dim"))]
         if device is not None and device.memory_free_bytes is not None and state.memory_bytes is not None:
             left = device.memory_free_bytes - state.memory_bytes
-            told = f"leaves {gigabytes(left)} GB free for you" if left >= 0 else "more than is free now"
-            rows.append(row(" " * 12, (told, "dim" if left >= 0 else "warning")))
+            meaning = f"leaves {gigabytes(left)} GB free for you" if left >= 0 else "more than is free now"
+            rows.append(row(" " * 12, (meaning, "dim" if left >= 0 else "warning")))
     else:
         rows = [row(" ", mark, " memory   ", ("as much as is free", "b"))]
     rows.append([])
@@ -190,10 +194,10 @@ def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -
     rows: list[Row] = []
     step = running_step(known) if known is not None else None
     if step is not None and step.done is not None and step.total:
-        told = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
+        far = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
         left = f" · {duration(step.seconds_left)} left" if step.seconds_left is not None else ""
         gauge = bar(step.done / step.total, 30, "primary")
-        rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {told}", (left, "dim")))
+        rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {far}", (left, "dim")))
     elif known is not None:
         words = pill(ConnectionState("live"), known, 0.0)[0]
         rows.append(row("   ", words, (f"  {one_line(known.reason)}", "dim")))

@@ -1,6 +1,6 @@
-"""The first question of the first run: where to go. Every choice says what it fetches, whether it fits, how fast it is.
+"""The offers of the first run: for each swarm its download size, whether the model fits here, and its expected speed.
 
-Choices keep their keys while more of them are found: what is pressed is what was read.
+An offer keeps its key while more swarms are found, so that a key never means another offer than the one just read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INDENT = " " * 7
 
 
 def ordered(order: Iterable[str], prospects: ProspectsView) -> tuple[str, ...]:
-    """The choices in the order of their keys: at first what is nearby comes first, then what is new comes last."""
+    """Targets in the order of their keys: first those in `order`, then new ones, swarms nearby before the others."""
     kept = tuple(order)
     nearby = [offer.target for offer in prospects.offers if offer.nearby]
     others = [offer.target for offer in prospects.offers if not offer.nearby]
@@ -30,12 +30,12 @@ def ordered(order: Iterable[str], prospects: ProspectsView) -> tuple[str, ...]:
 
 
 def key_of(index: int) -> str:
-    """What is pressed for a choice: enter, then digits."""
+    """The key that chooses an offer: enter for the first, then digits."""
     return "⏎" if index == 0 else str(index)
 
 
 def choice_rows(index: int, offer: OfferView, width: int) -> list[Row]:
-    """One choice with all that is known of it."""
+    """Rows of one offer: key and title, then what is known of it."""
     return [
         row("   ", (f" {key_of(index)} ", "b background on primary"), " ", *_title(offer)),
         *(row(_INDENT, *line) for line in _about(offer, width - len(_INDENT))),
@@ -84,17 +84,17 @@ def _speed(offer: OfferView, lead: str) -> Row:
 
 
 def fetch_words(offer: OfferView) -> str:
-    """What a choice would bring over the network."""
+    """Size of the download of an offer, in words."""
     if offer.fetch_bytes is None:
         return f"{UNKNOWN} to fetch"
     if offer.fetch_bytes == 0:
-        return "all is here"
-    most = "" if offer.target == STARTER else "at most "  # a member needs its own blocks and the ends alone
+        return "nothing to fetch"
+    most = "" if offer.target == STARTER else "at most "  # a member needs only its own blocks, embedding and head
     return f"{most}{size(offer.fetch_bytes)} to fetch"
 
 
 def fit_words(fit: FitView | None) -> str:
-    """Whether all of a model would fit here, so that it could be run alone."""
+    """Part of a model that fits on this machine, in words: if all of it does, the model can run here alone."""
     if fit is None:
         return f"fits {UNKNOWN}"
     if fit.blocks >= fit.blocks_total:

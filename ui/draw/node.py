@@ -1,4 +1,4 @@
-"""What this node is and does, as rows: gauges, courtesy, sessions, what was given, weights, start-up."""
+"""This node as rows: gauges, pause rules, sessions, today's figures, weights, start-up steps."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _LABEL = 8
 RULES = {
     "pause_busy": "device busy",
     "pause_memory": "memory",
-    "pause_active": "you work",
+    "pause_active": "keyboard use",
     "pause_battery": "battery",
     "pause_heat": "heat",
     "pause_program": "program",
-    "pause_schedule": "clock",
+    "pause_schedule": "schedule",
     "disk_floor": "disk",
 }
 _STEP_SIGNS = {"pending": ("○", "dim"), "running": ("◐", "primary"), "done": ("✓", "success"), "failed": ("×", "error")}
 
 
 def labelled(label: str, *parts: tuple[str, str] | str) -> Row:
-    """A row with its dim label at the left."""
+    """A row with a dim label at the left."""
     return [(label.ljust(_LABEL), "dim"), *row(*parts)]
 
 
@@ -34,7 +34,7 @@ def labelled(label: str, *parts: tuple[str, str] | str) -> Row:
 
 
 def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
-    """The device's gauges, the node's speed, and what would pause it; the most telling ones where room is short."""
+    """Gauges of the device, speed and pause rules; where rows are few, the most important ones."""
     device = snapshot.hardware if snapshot is not None else None
     room = max(8, min(60, width - 31))
     heat = next((rule for rule in (snapshot.courtesy.rules if snapshot else ()) if rule.code.endswith("heat")), None)
@@ -99,7 +99,7 @@ def _memory_legend(device: DeviceView | None) -> Row:
 
 
 def _short(size_bytes: int | None) -> str:
-    """Gigabytes of which only the order matters."""
+    """Gigabytes without decimals from 10 GB up."""
     return gigabytes(size_bytes) if size_bytes is None or size_bytes < 10**10 else f"{size_bytes / 10**9:.0f}"
 
 
@@ -133,7 +133,7 @@ def _speed(snapshot: Snapshot | None) -> Row:
 
 
 def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
-    """What would pause this node, and whether anything does."""
+    """The enabled pause rules, and which of them apply now."""
     rules = [rule for rule in courtesy.rules if rule.enabled and rule.available]
     if not rules:
         return [labelled("pauses", ("only by hand" if courtesy.rules else UNKNOWN, "dim"))]
@@ -147,13 +147,13 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
             break
         line += part
     applies = [one_line(rule.text or rule.label) for rule in rules if rule.applies]
-    told = ", ".join(applies) if applies else "none applies now"
-    said = labelled("", (told, "warning" if applies else "dim"))
+    words = ", ".join(applies) if applies else "none applies now"
+    status = labelled("", (words, "warning" if applies else "dim"))
     after = row((f" · {one_line(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
-    return [line, [*said, *after] if width_of(said) + width_of(after) <= width else said]
+    return [line, [*status, *after] if width_of(status) + width_of(after) <= width else status]
 
 
-# --- sessions, what was given, weights -------------------------------------------------------------------------------
+# --- sessions, today's figures, weights ------------------------------------------------------------------------------
 
 
 def session_rows(
@@ -163,12 +163,12 @@ def session_rows(
     width: int,
     height: int,
 ) -> list[Row]:
-    """Who is being served and what is asked from here, the oldest first."""
+    """Sessions that this node serves or asks for, the oldest first."""
     if snapshot is None:
         return [row((UNKNOWN, "dim"))]
     sessions = sorted(snapshot.active_sessions, key=lambda s: -s.age_s)
     if not sessions:
-        idle = "None now. Whoever asks through your blocks appears here."
+        idle = "None now. Sessions that use your blocks appear here."
         return wrap(idle, width, "dim")[:height]
     name_width = max(7, min(16, width - 31))
     rows: list[Row] = [row((f"{cell('asker', name_width)} {'tokens':>7} {'age':>7} {'tok/s':>5}", "dim"))]
@@ -188,18 +188,18 @@ def session_rows(
 
 
 def given_rows(snapshot: Snapshot | None, now_ms: int, width: int, height: int) -> list[Row]:
-    """What was given and taken today, and the model's files here."""
+    """Tokens and bytes given and taken today, uptime, audits, and the model's files on this machine."""
     if snapshot is None:
         return [row((UNKNOWN, "dim"))]
     today = snapshot.today
-    up_s = (now_ms - snapshot.started_at_ms) / 1000 if snapshot.started_at_ms else None
+    uptime_s = (now_ms - snapshot.started_at_ms) / 1000 if snapshot.started_at_ms else None
     balance = today.served_tokens - today.asked_tokens
     peers = (f" for {plural(today.peers, 'peer')}", "dim") if today.peers else ("", "")
     rows = [
         labelled("served", (f"{many(today.served_tokens)}", "b"), " tokens", peers),
         labelled("taken", many(today.asked_tokens), (" · balance ", "dim"), _signed(balance)),
         labelled("sent", size(today.up_bytes), (" · received ", "dim"), size(today.down_bytes)),
-        labelled("up", duration(up_s)),
+        labelled("uptime", duration(uptime_s)),
     ]
     if today.audits:
         style = "" if today.audits == today.audits_passed else "warning"
@@ -212,7 +212,7 @@ def _signed(value: int) -> tuple[str, str]:
 
 
 def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
-    """The model's files on this machine."""
+    """The model's files on this machine: parts, verification, bytes fetched from and given to peers, disk cache."""
     weights = snapshot.weights
     if weights is None or not weights.parts_total:
         return []
@@ -227,7 +227,7 @@ def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
         tail = f" {gigabytes(weights.bytes_held)} of {gigabytes(weights.bytes_total)} GB"
         rows.append(labelled("held", *bar(share, max(6, min(24, width - 26)), "primary"), (tail, "")))
     if weights.from_peers_bytes:
-        rows.append(labelled("came", size(weights.from_peers_bytes), (" from peers", "dim")))
+        rows.append(labelled("fetched", size(weights.from_peers_bytes), (" from peers", "dim")))
     if weights.given_bytes:
         rows.append(labelled("gave", size(weights.given_bytes), (" to peers", "dim")))
     if weights.giving:
@@ -242,12 +242,12 @@ def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
 
 
 def is_coming_up(steps: Sequence[StepView]) -> bool:
-    """Whether the list of steps has something to say."""
+    """True if a start-up step is not done."""
     return any(step.state != "done" for step in steps)
 
 
 def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
-    """Coming up, step by step."""
+    """One row for each start-up step: sign, progress, time left, detail."""
     rows: list[Row] = []
     for step in steps:
         sign, style = _STEP_SIGNS.get(step.state, ("?", "dim"))
@@ -267,12 +267,12 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
 
 
 def _amount(step: StepView) -> str:
-    """Bytes where the numbers are large, else n of m."""
+    """Progress of a step: as bytes from 100,000 up, else as a count."""
     if step.total is not None and step.total >= 100_000:
         return f"{size(step.done)} of {size(step.total)}"
     return f"{count(step.done)} of {count(step.total)}"
 
 
 def now_ms() -> int:
-    """The wall clock, as the node's own times are written."""
+    """Wall clock in milliseconds since 1970, as in the node's own times."""
     return time.time_ns() // 10**6

@@ -1,4 +1,4 @@
-"""Figures for people: short, and `—` where a value is not known."""
+"""Numbers as short texts; `—` if a value is unknown."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from ui.draw.rows import UNKNOWN
 
 
 def rate(value: float | None) -> str:
-    """Tokens a second, without their unit: 4.5, 43, 1 204; nothing known is a dash."""
+    """Tokens per second without the unit: 4.5, 43, 1 204."""
     if value is None:
         return UNKNOWN
     return f"{value:.1f}" if value < 9.95 else count(round(value))
 
 
 def fine_rate(value: float | None) -> str:
-    """A rate with its first decimal as long as that matters: 28.4, 143."""
+    """Tokens per second with one decimal below 100: 28.4, 143."""
     return rate(value) if value is None or value >= 99.95 else f"{value:.1f}"
 
 
 def known_rate(value: float | None) -> str:
-    """A rate that is 0 as long as nobody has measured it."""
+    """Tokens per second, where 0 means that nothing was measured and becomes a dash."""
     return rate(value or None)
 
 
 def count(value: int | None) -> str:
-    """A whole number with thin groups: 1 204."""
+    """A whole number in groups of three digits: 1 204."""
     return UNKNOWN if value is None else f"{value:,}".replace(",", " ")
 
 
 def many(value: int | None) -> str:
-    """A number whose size matters more than its digits: 612 k, 1.2 M."""
+    """A number rounded to its order of magnitude: 612 k, 1.2 M."""
     if value is None:
         return UNKNOWN
     if value < 10_000:
@@ -60,7 +60,7 @@ def size(value: int | None) -> str:
 
 
 def megabits(bytes_per_s: float | None) -> str:
-    """A link's throughput in Mbit/s, without the unit."""
+    """Bytes per second as Mbit/s, without the unit."""
     if bytes_per_s is None:
         return UNKNOWN
     value = bytes_per_s * 8 / 10**6
@@ -68,7 +68,7 @@ def megabits(bytes_per_s: float | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A short time as milliseconds, without the unit."""
+    """Seconds as milliseconds, without the unit."""
     if seconds is None:
         return UNKNOWN
     value = seconds * 1000
@@ -76,7 +76,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """An age as on a stop watch: 0:19, 11:02, 2:04:10."""
+    """A duration in seconds as on a stopwatch: 0:19, 11:02, 2:04:10."""
     if seconds is None:
         return UNKNOWN
     minutes, rest = divmod(int(seconds), 60)
@@ -85,7 +85,7 @@ def clock(seconds: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time as one would say it: 41 s, 12 m, 4 h 51 m, 3 d 2 h."""
+    """A duration in seconds in its largest units: 41 s, 12 m, 4 h 51 m, 3 d 2 h."""
     if seconds is None:
         return UNKNOWN
     whole = max(0, round(seconds))
@@ -99,12 +99,12 @@ def duration(seconds: float | None) -> str:
 
 
 def time_of_day(at_ms: int) -> str:
-    """When something happened, by this machine's clock: 14:33:07."""
+    """Local time of day of an event: 14:33:07."""
     return time.strftime("%H:%M:%S", time.localtime(at_ms / 1000))
 
 
 def day_or_time(at_ms: int, now_ms: int) -> str:
-    """When a conversation was last used: now, 9:12, Tue, 2 May."""
+    """Local date or time of a recent use, as precise as is useful: now, 9:12, Tue, 2 May."""
     then, now = time.localtime(at_ms / 1000), time.localtime(now_ms / 1000)
     if now_ms - at_ms < 60_000:
         return "now"
@@ -116,5 +116,5 @@ def day_or_time(at_ms: int, now_ms: int) -> str:
 
 
 def plural(number: int, one: str, several: str | None = None) -> str:
-    """1 peer, 14 peers."""
+    """A number with its noun: 1 peer, 14 peers."""
     return f"{count(number)} {one if number == 1 else several or one + 's'}"

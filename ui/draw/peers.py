@@ -1,4 +1,4 @@
-"""The peers as a table: which columns fit, in what order, which match; one row at a time."""
+"""The table of peers: choice of columns, order, filter, and one row per peer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GLOW = {"new": "success", "moved": "warning", "gone": "s dim"}
 
 @dataclass(frozen=True)
 class Columns:
-    """How wide each column is; 0: left out."""
+    """Widths in cells of the columns that vary; 0 leaves a column out."""
 
     peer: int
     device: int
@@ -31,7 +31,7 @@ class Columns:
 
 
 def columns_for(width: int, names: Sequence[str]) -> Columns:
-    """What fits: names, spans, speed, time and state always, the rest by what it tells."""
+    """Choose columns: name, span, tok/s, rtt, link and state always; map, device, bar and score if they fit."""
     longest = max((len(name) for name in names), default=8)
     room = width - 2 - 9 - 6 - 8 - 9 - 12  # sign, span, tok/s, rtt, link, state
     peer = max(8, min(longest, 10 if width < 120 else 24, room))
@@ -46,7 +46,7 @@ def columns_for(width: int, names: Sequence[str]) -> Columns:
 
 
 def table_peers(snapshot: Snapshot | None, changes: Mapping[str, PeerChange]) -> list[PeerView]:
-    """Every member, this node among them, and those that have just gone."""
+    """Every member including this node, and peers that have just gone."""
     if snapshot is None:
         return []
     own = PeerView(
@@ -64,7 +64,7 @@ def table_peers(snapshot: Snapshot | None, changes: Mapping[str, PeerChange]) ->
 
 
 def arranged(peers: Sequence[PeerView], sort: str, wanted: str) -> list[PeerView]:
-    """In the chosen order, only those that the filter finds."""
+    """The peers that match the filter `wanted`, sorted by a column of `SORTS`."""
     wanted = wanted.casefold().strip()
     found = [peer for peer in peers if wanted in searched_text(peer)] if wanted else peers
     value = _SORT_VALUES[sort]
@@ -72,7 +72,7 @@ def arranged(peers: Sequence[PeerView], sort: str, wanted: str) -> list[PeerView
 
 
 def searched_text(peer: PeerView) -> str:
-    """Everything of a row that a filter looks at."""
+    """The text of a peer that the filter searches."""
     span = f"{peer.start}:{peer.stop}" if peer.start is not None else ""
     return f"{peer.name} {peer.peer} {span} {peer.link or ''} {peer.state} {peer.device}".casefold()
 
@@ -95,7 +95,7 @@ SORTS = tuple(_SORT_VALUES)
 
 
 def header_row(columns: Columns, blocks: int | None) -> Row:
-    """The columns' names."""
+    """The header of the table."""
     text = "  " + cell("peer", columns.peer + 1) + cell("span", 9)
     if columns.with_map:
         end = str(blocks - 1) if blocks else ""
@@ -108,7 +108,7 @@ def header_row(columns: Columns, blocks: int | None) -> Row:
 
 @dataclass(frozen=True)
 class TableLook:
-    """What a row needs to know of the whole."""
+    """Figures of the whole table that each row is drawn with."""
 
     own: str
     blocks: int | None
@@ -117,7 +117,7 @@ class TableLook:
 
 
 def look_of(snapshot: Snapshot, cover: Coverage | None) -> TableLook:
-    """The whole's figures: the fastest peer, and who alone holds the weak spot."""
+    """Figures of the whole table: the fastest peer, and the peers that are the only holders of the weak stretch."""
     fastest = max((peer.tokens_per_s for peer in snapshot.peers), default=0.0)
     weak: frozenset[str] = frozenset()
     if cover is not None and cover.weak is not None and cover.weak.holders == 1:
@@ -131,7 +131,7 @@ def look_of(snapshot: Snapshot, cover: Coverage | None) -> TableLook:
 
 
 def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: PeerChange | None) -> Row:
-    """One peer."""
+    """The row of one peer."""
     is_own = peer.peer == look.own
     tint = "mine" if is_own else "warning" if peer.peer in look.weak_peers else ""
     glow = _GLOW[change.kind] if change is not None else ""
@@ -163,7 +163,7 @@ def peer_row(peer: PeerView, columns: Columns, look: TableLook, change: PeerChan
 
 
 def _map(peer: PeerView, blocks: int | None, style: str) -> Row:
-    """Where a peer's span lies in the model: the table is a coverage map too."""
+    """A line of `_MAP` cells that shows where a peer's span lies in the model."""
     if not blocks or peer.start is None or peer.stop is None:
         return row(("·" * _MAP, "trackfg"))
     first = min(_MAP - 1, max(0, peer.start * _MAP // blocks))
@@ -172,7 +172,7 @@ def _map(peer: PeerView, blocks: int | None, style: str) -> Row:
 
 
 def peer_facts(peer: PeerView) -> list[tuple[str, str]]:
-    """All that is known of one peer, for a person who asks."""
+    """Everything known about one peer, as names and values."""
     return [
         ("name", one_line(peer.name) or UNKNOWN),
         ("peer id", one_line(peer.peer)),
@@ -180,7 +180,7 @@ def peer_facts(peer: PeerView) -> list[tuple[str, str]]:
         *([("not used", one_line(peer.unused.text))] if peer.unused is not None else []),
         ("span", f"{peer.start}:{peer.stop}" if peer.start is not None else UNKNOWN),
         ("device", one_line(peer.device) or UNKNOWN),
-        ("tok/s", f"{known_rate(peer.tokens_per_s)} (told by itself)"),
+        ("tok/s", f"{known_rate(peer.tokens_per_s)} (reported by the peer)"),
         ("rtt", f"{milliseconds(peer.rtt_s)} ms (measured here)" if peer.rtt_s is not None else "not measured"),
         ("link", one_line(peer.link or "no connection is open")),
         ("score", f"{peer.score:.2f}" + (f": {one_line(peer.why)}" if peer.why else "")),

@@ -1,4 +1,4 @@
-"""Rows about a reply: its route while it is written, and its figures once it is done."""
+"""Rows and sentences about a reply: progress, route, changes of the route, figures at the end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NameOf = Callable[[str], str]
 
 
 def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
-    """How many tokens of the prompt went through all blocks, and of how many; None where that is not known."""
+    """Prompt tokens processed and in total; None unless exactly one session of this node is in its prompt."""
     sessions = () if snapshot is None else snapshot.active_sessions
     found = [(s.prompt_done, s.tokens) for s in sessions if s.role == "asking" and s.prompt_done is not None]
     return found[0] if len(found) == 1 else None
 
 
 def live_row(progress: ReplyProgress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
-    """The line under the transcript while a reply comes."""
+    """The line under the transcript while a reply is received."""
     waited = now - progress.began_at
     if progress.tokens == 0:
         if prompt is not None:
@@ -35,7 +35,7 @@ def live_row(progress: ReplyProgress, prompt: tuple[int, int] | None, now: float
 
 
 def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:
-    """A reply's way from hop to hop and back."""
+    """The route of a reply: the peers in order, with relayed links marked."""
     if not route:
         return []
     relays = {peer.peer for peer in snapshot.peers if peer.link == "relayed"} if snapshot is not None else set()
@@ -48,7 +48,7 @@ def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_
 
 
 def done_words(figures: dict[str, Any]) -> str:
-    """What can be said of a reply that has ended."""
+    """Figures of a reply that has ended: tokens, time to the first, speed, hops, why it ended early."""
     parts = [plural(len(figures.get("token_ids") or ()), "token")]
     if figures.get("ttft_s") is not None:
         parts.append(f"first after {figures['ttft_s']:.1f} s")
@@ -57,29 +57,29 @@ def done_words(figures: dict[str, Any]) -> str:
     if figures.get("route"):
         parts.append(plural(len(figures["route"]), "hop"))
     if figures.get("finish_reason") == "length":
-        parts.append("cut off: the longest reply is reached")
+        parts.append("cut off: max tokens reached")
     if figures.get("stopped"):
         parts.append("stopped")
     return " · ".join(parts)
 
 
 def recovery_words(figures: dict[str, Any]) -> str:
-    """What a reply survived."""
+    """Number of hops that failed during a reply, and the longest pause; empty if none failed."""
     times = int(figures.get("recoveries") or 0)
     if not times:
         return ""
     gap = figures.get("longest_gap_s")
     pause = f" · longest pause {gap:.1f} s" if gap else ""
-    return f"▼ {plural(times, 'hop')} failed on the way; the reply went on{pause}"
+    return f"▼ {plural(times, 'hop')} failed; the reply continued{pause}"
 
 
 def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], name_of: NameOf) -> str:
-    """What became of the way between two pieces of a reply, as a sentence; empty: nothing was lost."""
+    """Hops that left a reply's route, and the hops that took their blocks; empty if none left."""
     old, new = {hop["peer"] for hop in before}, {hop["peer"] for hop in after}
     gone = [hop for hop in before if hop["peer"] not in new]
     if not gone:
         return ""
     lost = ", ".join(one_line(name_of(str(hop["peer"]))) for hop in gone)
     took = [hop for hop in after if hop["peer"] not in old]
-    heirs = ", ".join(f"{one_line(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
-    return f"{lost} left the way · {heirs or 'the others took over'}"
+    replacements = ", ".join(f"{one_line(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
+    return f"{lost} left the route · {replacements or 'the other hops took over'}"

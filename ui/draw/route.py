@@ -1,4 +1,4 @@
-"""The way of a reply, hop by hop, and where a token's time goes: figures of the route in, rows out."""
+"""The route of a reply hop by hop, and how the time of a token divides into links, queues and computing."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from ui.draw.numbers import fine_rate, milliseconds, plural
 from ui.draw.rows import UNKNOWN, Row, fit, row, shorten, width_of
 
 NameOf = Callable[[str], str]
-_OVERHEAD = 0.01  # of a token's time: what is less has no place on the scale
+_OVERHEAD = 0.01  # of a token's time; the speed without a relay or queue is named only if more than this remains
 
 
 @dataclass(frozen=True)
 class Share:
-    """A piece of a token's time."""
+    """A part of a token's time."""
 
-    kind: str  # link, relay, compute, queue, ends
+    kind: str  # link, relay, compute, queue, ends (embedding, head and sampling here)
     name: str
     seconds: float
 
 
 def token_seconds(route: RouteView) -> float | None:
-    """How long a token takes: measured, else the sum of what is known."""
+    """Seconds per token: as measured, else the sum of the known parts; None if nothing is known."""
     if route.token_s is not None:
         return route.token_s
     return sum(share.seconds for share in shares_of(route, str)) or None
 
 
 def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
-    """Where a token's time goes, in the order that it passes; what is not known is left out."""
+    """Parts of a token's time in the order in which they occur; unknown parts are left out."""
     shares: list[Share] = []
 
     def add(kind: str, name: str, seconds: float | None) -> None:
@@ -49,7 +49,7 @@ def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
 
 
 def title_row(route: RouteView | None) -> Row:
-    """Hops, milliseconds a token, tokens a second."""
+    """Title of the panel: hops, milliseconds per token, tokens per second."""
     if route is None or not route.hops:
         return row("route")
     token_s = token_seconds(route)
@@ -59,27 +59,27 @@ def title_row(route: RouteView | None) -> Row:
 
 
 def route_rows(route: RouteView | None, name_of: NameOf, width: int, height: int) -> list[Row]:
-    """The chain, the same milliseconds to scale, and what is slowest; compact where there is little room."""
+    """The chain of hops, the same times drawn to scale, and the largest part in words; compact in a small panel."""
     if route is None or not route.hops:
-        return [row(("No reply has been asked from here yet: its way appears with the first one.", "dim"))]
+        return [row(("No reply has been requested from here yet: its route will appear here.", "dim"))]
     chain = _chain(route, name_of)
     if height < 6 or width_of(chain[0]) > width:
         chain = _compact(route, name_of, width)
     rows = chain + (waterfall(route, name_of, width) if width >= 20 else [])
-    said = sentence(route, name_of)
+    words = sentence(route, name_of)
     if len(rows) + 1 > height:
         rows = [*chain[:1], *waterfall(route, name_of, width)[:1]][: max(1, height - 1)]
-    return [*rows, fit(said, width)][:height]
+    return [*rows, fit(words, width)][:height]
 
 
 def _arrow(hop_link: str | None, seconds: float | None) -> tuple[str, str]:
     line, style = ("╍", "warning") if hop_link == "relayed" else ("─", "dim")
-    told = milliseconds(seconds) if seconds is not None else UNKNOWN
-    return f"{line}{line}{told}{line}▸", style
+    time_ms = milliseconds(seconds) if seconds is not None else UNKNOWN
+    return f"{line}{line}{time_ms}{line}▸", style
 
 
 def _chain(route: RouteView, name_of: NameOf) -> list[Row]:
-    """Names joined by arrows with their milliseconds; spans and compute below each name."""
+    """Names joined by arrows with their milliseconds; spans and compute times below each name."""
     names, spans, computes = row(("you", "mine")), row("   "), row("   ")
     for hop in route.hops:
         arrow, style = _arrow(hop.link, hop.link_s)
@@ -95,16 +95,16 @@ def _chain(route: RouteView, name_of: NameOf) -> list[Row]:
 
 
 def _compact(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
-    """The chain in one line."""
+    """The chain on one line, names shortened to fit."""
     room = max(3, (width - 12) // max(1, len(route.hops)) - 5)
     line = row(("you", "mine"))
     for hop in route.hops:
         mark, style = ("╍", "warning") if hop.link == "relayed" else ("─", "dim")
         name = shorten(_name(hop, name_of), room)
-        told = milliseconds(hop.link_s) if hop.link_s is not None else ""
-        line += row((f"{mark}{told}▸", style), (name, "mine" if name == "you" else ""))
-    told = milliseconds(route.return_s) if route.return_s is not None else ""
-    return [fit([*line, (f"─{told}▸", "dim"), ("you", "mine")], width)]
+        link_ms = milliseconds(hop.link_s) if hop.link_s is not None else ""
+        line += row((f"{mark}{link_ms}▸", style), (name, "mine" if name == "you" else ""))
+    return_ms = milliseconds(route.return_s) if route.return_s is not None else ""
+    return [fit([*line, (f"─{return_ms}▸", "dim"), ("you", "mine")], width)]
 
 
 def _name(hop: HopView, name_of: NameOf) -> str:
@@ -120,7 +120,7 @@ def _ljust(text: str, room: int) -> str:
 
 
 def waterfall(route: RouteView, name_of: NameOf, width: int) -> list[Row]:
-    """One token's time to scale: compute solid, links thin, relays and waiting hatched."""
+    """One token's time to scale: computing solid, direct links thin, relays and queues hatched; names below."""
     shares = shares_of(route, name_of)
     total = sum(share.seconds for share in shares)
     if total <= 0:
@@ -149,11 +149,11 @@ def _look(share: Share) -> tuple[str, str]:
 
 
 def sentence(route: RouteView, name_of: NameOf) -> Row:
-    """What takes most of the time, and what could be won at most."""
+    """The largest part of a token's time and, if that is a relay or a queue, the speed without it."""
     shares = shares_of(route, name_of)
     total = token_seconds(route)
     if not shares or total is None:
-        return row(("Nothing has been measured on this way yet.", "dim"))
+        return row(("Nothing has been measured on this route yet.", "dim"))
     by_place: dict[tuple[str, str], float] = {}
     for share in shares:
         by_place[(share.kind, share.name)] = by_place.get((share.kind, share.name), 0.0) + share.seconds
@@ -164,15 +164,15 @@ def sentence(route: RouteView, name_of: NameOf) -> Row:
     whose = "your" if name == "you" else f"{name}'s"
     what = {
         "relay": "relayed links",
-        "link": "the way back" if name == "you" else f"the way to {name}",
+        "link": "the link back" if name == "you" else f"the link to {name}",
         "queue": f"waiting for {name}",
         "compute": f"{whose} blocks",
         "ends": "choosing the token here",
     }[kind]
-    said = f"{milliseconds(worst_s)} of {milliseconds(total)} ms are {what}."
+    words = f"{milliseconds(worst_s)} of {milliseconds(total)} ms are {what}."
     style = "warning" if kind in ("relay", "queue") else ""
     rest = total - worst_s
     if kind in ("relay", "queue") and rest > _OVERHEAD * total:
         spared = "them" if kind == "relay" else "it"
-        return row((said, style), f" Without {spared}: {fine_rate(1 / rest)} tok/s at most.")
-    return row((said, style))
+        return row((words, style), f" Without {spared}: {fine_rate(1 / rest)} tok/s at most.")
+    return row((words, style))

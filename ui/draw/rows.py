@@ -1,7 +1,7 @@
-"""Rows of styled words: what the drawing functions return and the panels paint.
+"""Rows of styled text: the format that drawing functions return and panels paint.
 
-A span is a text and its style's words, such as `b mine on minebg`; which colour a word means is for `ui.draw.theme`.
-What peers, models and files wrote passes through `one_line` before it is drawn.
+A span is a text and its style words, such as `b mine on minebg`; `ui.draw.theme` maps these to colours. Text from
+peers, models and files must pass through `one_line` first, which removes control characters.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def span(text: object, style: str = "") -> Span:
 
 
 def row(*parts: Span | str) -> Row:
-    """A row of spans and plain texts."""
+    """A row from spans and unstyled texts."""
     return [part if isinstance(part, tuple) else (part, "") for part in parts]
 
 
 def width_of(line: Iterable[Span]) -> int:
-    """How many cells a row takes."""
+    """Width of a row in cells."""
     return sum(cell_len(text) for text, _ in line)
 
 
 def shorten(text: str, width: int) -> str:
-    """The text in at most `width` cells, with an ellipsis where something was cut."""
+    """The text in at most `width` cells, with an ellipsis if it was cut."""
     if width <= 0:
         return ""
     if cell_len(text) <= width:
@@ -47,7 +47,7 @@ def cell(text: str, width: int, align: str = "<") -> str:
 
 
 def fit(line: Row, width: int) -> Row:
-    """The row in at most `width` cells, with an ellipsis where something was cut."""
+    """The row in at most `width` cells, with an ellipsis if it was cut."""
     if width_of(line) <= width:
         return line
     fitted: Row = []
@@ -63,7 +63,7 @@ def fit(line: Row, width: int) -> Row:
 
 
 def spread(left: Row, right: Row, width: int) -> Row:
-    """One row with `left` at its beginning and `right` at its end; the left gives way."""
+    """One row with `left` at its start and `right` at its end; `left` is shortened if both do not fit."""
     room = width - width_of(right)
     if room < 4:
         return fit(left, width)
@@ -72,7 +72,7 @@ def spread(left: Row, right: Row, width: int) -> Row:
 
 
 def beside(rows: list[Row], notes: list[Row], width: int, gap: int = 2) -> list[Row]:
-    """The rows with notes in the free margin at their right, where there is room for all of them."""
+    """The rows with notes to the right of them; without notes if these do not fit."""
     inner = max((width_of(line) for line in rows), default=0)
     need = max((width_of(note) for note in notes), default=0)
     if inner + gap + need > width:
@@ -86,12 +86,12 @@ def beside(rows: list[Row], notes: list[Row], width: int, gap: int = 2) -> list[
 
 
 def text_of(line: Row) -> str:
-    """The row without its styles."""
+    """The text of a row without its styles."""
     return "".join(text for text, _ in line)
 
 
 def wrap(text: str, width: int, style: str = "") -> list[Row]:
-    """A sentence on as many rows as it needs."""
+    """A text broken into rows of at most `width` cells."""
     lines: list[Row] = []
     line = ""
     for word in text.split():

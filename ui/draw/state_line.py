@@ -1,4 +1,4 @@
-"""The state line: what the node does and why, always with its reason."""
+"""The state line: the node's state and the reason for it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SIGNS = {
     "stopping": ("⇣", "warning"),
 }
 _REASONS = {
-    "starting": "the node is coming up",
+    "starting": "the node is starting",
     "idle": "in no swarm yet",
     "joining": "looking for members",
-    "fetching": "weights are on their way",
-    "loading": "blocks are being read",
-    "serving": "sessions may come",
+    "fetching": "weights are being downloaded",
+    "loading": "blocks are being loaded",
+    "serving": "ready for sessions",
     "client": "this node hosts nothing",
     "paused": "by hand",
-    "draining": "sessions are finished or handed over",
-    "stopping": "the node has left",
+    "draining": "sessions finish or are handed over",
+    "stopping": "the node is shutting down",
 }
 
 
@@ -56,29 +56,29 @@ def pill(link: ConnectionState, snapshot: Snapshot | None, now: float) -> tuple[
 
 
 def running_step(snapshot: Snapshot) -> StepView | None:
-    """The step of coming up that is being done."""
+    """The start-up step that is running, or None."""
     return next((step for step in snapshot.steps if step.state == "running"), None)
 
 
 def step_figures(step: StepView) -> str:
-    """How far a step is: ` 5/12, 41 s`."""
+    """Progress of a step: ` 5/12, 41 s`."""
     far = f" {step.done}/{step.total}" if step.done is not None and step.total and step.total < 10_000 else ""
     left = f", {duration(step.seconds_left)}" if step.seconds_left is not None else ""
     return far + left
 
 
 def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
-    """Why the node is in this state, in the words of whoever decided it."""
+    """The reason for the state, as the node or the connection gives it; a default for each state if there is none."""
     if link.kind != "live":
         return one_line(link.text)
     if snapshot is None:
-        return "waiting for its first word"
-    told = snapshot.why.text if snapshot.why is not None else snapshot.reason
-    return one_line(told) or _REASONS[snapshot.state]
+        return "waiting for the first snapshot"
+    words = snapshot.why.text if snapshot.why is not None else snapshot.reason
+    return one_line(words) or _REASONS[snapshot.state]
 
 
 def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
-    """The whole line: pill, reason, and where there is room what else matters."""
+    """The whole line: state, reason, next step and, if `wide`, sessions and the next pause."""
     words, style = pill(link, snapshot, now)
     line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", reason(link, snapshot))
     if snapshot is None or link.kind != "live":
@@ -96,7 +96,7 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
 
 
 def swarm_label(snapshot: Snapshot | None) -> str:
-    """The swarm's name with the beginning of its model's hash."""
+    """The swarm's name with the first 8 digits of its manifest's hash."""
     if snapshot is None or not snapshot.swarm:
         return ""
     return one_line(f"{snapshot.swarm}#{(snapshot.manifest or '')[:8]}" if snapshot.manifest else snapshot.swarm)

@@ -1,7 +1,7 @@
-"""The themes, and what the style words of rows mean in them.
+"""The themes, and the colours that style words have in them.
 
-Gold is you, amber is where to look, red is for holes and failures only; the four plot and heat colours rise with what
-they show. A fourth, `shoal-contrast`, gives up shades for people who need plain differences.
+Gold marks this node, amber a weakness, red only missing blocks and failures; the plot and heat colours get stronger
+with the value. `shoal-contrast` uses few, clearly different colours instead of shades.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _CONTRAST = {
 
 
 def _variables(own: dict[str, str], panel: str) -> dict[str, str]:
-    """The theme's own names, and those of Textual's parts that would not follow them otherwise."""
+    """The theme's own colours, and the variables of Textual widgets that would not follow them otherwise."""
     return {
         **own,
         "footer-background": panel,
@@ -126,7 +126,7 @@ _BASE = ("primary", "secondary", "accent", "foreground", "background", "panel", 
 
 
 def colours(theme_name: str) -> dict[str, str]:
-    """Every style word of a theme with its colour; another theme than ours is drawn in the night's."""
+    """Colours of a theme by style word; any theme that is not ours gets the colours of `NIGHT`."""
     theme = _BY_NAME.get(theme_name, NIGHT)
     base = {name: str(getattr(theme, name)) for name in _BASE}
     return {**base, **{name: value for name, value in theme.variables.items() if value.startswith("#")}}
@@ -134,7 +134,7 @@ def colours(theme_name: str) -> dict[str, str]:
 
 @lru_cache(maxsize=1024)
 def style_of(theme_name: str, words: str) -> Style:
-    """The style that words such as `b mine on minebg` mean: b bold, i italic, s struck, then the colours."""
+    """The Rich style of words such as `b mine on minebg`: b bold, i italic, s strikethrough, then colours."""
     known = colours(theme_name)
     front, _, back = words.partition(" on ")
     if words.startswith("on "):

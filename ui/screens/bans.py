@@ -1,4 +1,4 @@
-"""Whom this node never speaks with: the setting `deny`, changed by a key or from the palette."""
+"""Bans: the node's setting `deny`, changed with a key in the peers table or from the palette."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ DENY = "deny"
 
 
 def denied(config: Sequence[dict[str, Any]]) -> list[str]:
-    """The peers and networks that are denied by the node's settings."""
+    """Peer ids and networks that the node's settings deny."""
     found = next((setting["value"] for setting in config if setting["name"] == DENY), None)
     return [str(item) for item in found or ()]
 
 
 def ban(client: Client, peer: str) -> None:
-    """Deny a peer too."""
+    """Add a peer to the setting `deny`."""
     kept = [item for item in denied(client.get("/api/config")) if item != peer]
     client.set_config(DENY, ",".join([*kept, peer]))
 
 
 def unban(client: Client, entry: str) -> None:
-    """Deny it no more."""
+    """Remove an entry from the setting `deny`."""
     kept = [item for item in denied(client.get("/api/config")) if item != entry]
     client.set_config(DENY, ",".join(kept) if kept else None)
 
 
 def offer_ban(app: NodeApp, peer: PeerView) -> None:
-    """Ban a peer, once the person is sure."""
+    """Ban a peer after confirmation."""
     name = one_line(peer.name) or peer.peer
 
     def answered(sure: bool | None) -> None:
@@ -51,11 +51,11 @@ def offer_ban(app: NodeApp, peer: PeerView) -> None:
 
 
 def offer_unban(app: NodeApp) -> None:
-    """Let the person choose whom to speak with again."""
+    """Let the user choose a banned peer or network, and unban it."""
 
     def chosen(entry: str | None) -> None:
         if entry is not None:
-            app.ask(lambda client: unban(client, entry), lambda _: app.say(f"{one_line(entry)} may come again"))
+            app.ask(lambda client: unban(client, entry), lambda _: app.say(f"{one_line(entry)} is no longer banned"))
 
     def listed(config: Any) -> None:
         names = {peer.peer: one_line(peer.name) for peer in app.store.snapshot.peers} if app.store.snapshot else {}
@@ -65,7 +65,7 @@ def offer_unban(app: NodeApp) -> None:
 
 
 class BanPicker(Dialog[str | None]):
-    """The denied ones in a window."""
+    """Dialog that lists the banned peers and networks; returns the chosen one, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
 
@@ -74,7 +74,7 @@ class BanPicker(Dialog[str | None]):
         self._entries, self._names = entries, names
 
     def compose(self) -> ComposeResult:
-        """One line each."""
+        """One option for each ban, with the peer's name if it is known."""
         with Vertical(classes="dialog") as box:
             box.border_title = "unban"
             if not self._entries:
@@ -90,9 +90,9 @@ class BanPicker(Dialog[str | None]):
         return f"{name} · {one_line(entry)}" if name else one_line(entry)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """That one."""
+        """Close with the chosen entry."""
         self.close(event.option_id)
 
     def action_cancel(self) -> None:
-        """None."""
+        """Close without a choice."""
         self.close(None)

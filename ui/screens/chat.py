@@ -1,4 +1,7 @@
-"""The chat: conversations at the left, what was said, and a line to ask."""
+"""The chat tab: conversations and sampling at the side, the transcript, and the input.
+
+The reply is read by a thread of `ui.state.reply_stream`; conversations are stored by `ui.state.conversations`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from ui.widgets.transcript import Transcript
 
 
 class Chat(MainScreen):
-    """Talk to the swarm."""
+    """The screen of the chat; at most one reply is received at a time."""
 
     TAB = "chat"
     AUTO_FOCUS = "AskBox"
@@ -54,7 +57,7 @@ class Chat(MainScreen):
         self.sampling = Sampling()
 
     def body(self) -> Iterable[Widget]:
-        """Side and main."""
+        """Side column with conversations and sampling, main column with transcript, progress line and input."""
         yield Horizontal(
             Vertical(ConversationList(self.store, id="convs"), SamplingPanel(self.store, id="sampling"), id="side"),
             Vertical(
@@ -67,7 +70,7 @@ class Chat(MainScreen):
         )
 
     async def on_mount(self) -> None:
-        """Open what was said last."""
+        """Open the conversation used last; if the file cannot be used, keep conversations in memory only."""
         try:
             self._kept = Conversations(self.dashboard.folder)
         except ConversationsError as error:
@@ -79,7 +82,7 @@ class Chat(MainScreen):
         self.set_interval(0.25, self._tick)
 
     def on_unmount(self) -> None:
-        """A reply nobody reads is not worth making."""
+        """Stop the reply, since nothing will show it, and close the file."""
         if self._thread is not None:
             self._thread.stop()
         self._kept.close()
@@ -89,7 +92,7 @@ class Chat(MainScreen):
     async def _open(self, conversation: Conversation | None) -> None:
         if self._thread is not None:
             self._thread.stop()
-            await self._ended({"stopped": True})
+            await self._reply_ended({"stopped": True})
         self._conversation = conversation
         self._messages = [] if conversation is None else self._kept.messages(conversation.id)
         await self.query_one(Transcript).show_messages(self._messages)
@@ -103,36 +106,36 @@ class Chat(MainScreen):
         side = self.query_one(SamplingPanel)
         side.sampling = self.sampling
         side.show()
-        said = self.query_one(Transcript)
+        transcript = self.query_one(Transcript)
         title = one_line(self._conversation.title) if self._conversation is not None else "new conversation"
-        said.border_title = title_of(self.app.theme, row(title))
+        transcript.border_title = title_of(self.app.theme, row(title))
         last = self._messages[-1].figures if self._messages else {}
-        said.border_subtitle = title_of(self.app.theme, self._way(last))
+        transcript.border_subtitle = title_of(self.app.theme, self._route_row(last))
 
-    def _way(self, figures: dict[str, Any]) -> Row:
-        """The route of the reply that is shown: that of the latest, or of the one on its way."""
+    def _route_row(self, figures: dict[str, Any]) -> Row:
+        """Route of the reply being received, else of the latest one."""
         route = self._route if self._thread is not None else figures.get("route") or ()
         return way_row(route, self.store.snapshot, self.store.peer_name)
 
     async def on_conversation_list_chosen(self, message: ConversationList.Chosen) -> None:
-        """Open another conversation."""
+        """Open the chosen conversation."""
         found = next((c for c in self._kept.all() if c.id == message.conversation), None)
         await self._open(found)
 
     async def on_conversation_list_deleted(self, message: ConversationList.Deleted) -> None:
-        """Forget one."""
+        """Delete a conversation; if it is open, start a new one."""
         self._kept.delete(message.conversation)
         if self._conversation is not None and self._conversation.id == message.conversation:
             await self._open(None)
         self._show_sides()
 
     async def action_new(self) -> None:
-        """Begin a conversation."""
+        """Start a new conversation."""
         await self._open(None)
         self.query_one(AskBox).focus()
 
     def action_list(self) -> None:
-        """The conversations as a pop-up, for windows that have no room beside."""
+        """Show the conversations in a dialog, for windows too narrow for the side column."""
         from ui.widgets.chat_side import ConversationPicker
 
         async def chosen(conversation: int | None) -> None:
@@ -147,14 +150,14 @@ class Chat(MainScreen):
             return
         try:
             path = export_to(self.dashboard.folder or Path.cwd(), self._conversation.title, self._messages)
-            self.dashboard.say(f"written to {path}")
+            self.dashboard.say(f"conversation written to {path}")
         except OSError as error:
             self.dashboard.complain(f"the conversation cannot be written: {error}")
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- questions and replies ---------------------------------------------------------------------------------------
 
     async def on_ask_box_asked(self, message: AskBox.Asked) -> None:
-        """A question was typed."""
+        """Send a typed question; while a reply is received, put it back into the input."""
         if self._thread is not None:
             self.query_one(AskBox).text = message.text
             self.dashboard.say("a reply is on its way: esc stops it")
@@ -162,34 +165,35 @@ class Chat(MainScreen):
         await self.ask(message.text)
 
     async def ask(self, text: str) -> None:
-        """Ask the swarm, and show the reply as it comes."""
+        """Send a question with the conversation so far, and show the reply as it arrives."""
         if self._conversation is None:
             self._conversation = self._kept.begin(text)
         question = self._kept.add(self._conversation.id, "user", text)
         self._messages.append(question)
         await self.query_one(Transcript).ask(question)
-        said = [{"role": m.role, "content": m.content} for m in self._messages if m.content]
+        messages = [{"role": m.role, "content": m.content} for m in self._messages if m.content]
         door = self.dashboard.door
         if door is None:
-            await self.query_one(Transcript).finish({}, "there is no node to ask")
+            await self.query_one(Transcript).finish({}, "not connected to a node")
             return
         self._text, self._route = "", []
-        thread = ReplyThread(door.client, self.sampling.request(said), lambda piece: self._hear(thread, piece))
+        request = self.sampling.request(messages)
+        thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
         self.query_one(LiveLine).progress = ReplyProgress(self.store.now())
         self._show_sides()
         self.refresh_bindings()
         thread.start()
 
-    def _hear(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
+    def _post_piece(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
         self.post_message(ReplyPiece(thread, piece))
 
-    async def on_piece(self, message: ReplyPiece) -> None:
-        """Take a piece of the reply; what an earlier thread still says is not heard."""
+    async def on_reply_piece(self, message: ReplyPiece) -> None:
+        """Show a piece of the reply; pieces from the thread of an earlier reply are dropped."""
         if message.thread is not self._thread:
             return
         if any(key in message.piece for key in ("done", "error", "stopped")):
-            await self._ended(message.piece)
+            await self._reply_ended(message.piece)
             return
         progress = self.query_one(LiveLine).progress
         assert progress is not None
@@ -197,16 +201,16 @@ class Chat(MainScreen):
         self._text += fresh
         await self.query_one(Transcript).add(fresh)
         if "route" in message.piece:
-            await self._went(message.piece["route"], progress.tokens)
+            await self._route_changed(message.piece["route"], progress.tokens)
 
-    async def _went(self, route: list[dict[str, Any]], tokens: int) -> None:
-        """The way of the reply, or another way than before: a hop that left it is said at once."""
+    async def _route_changed(self, route: list[dict[str, Any]], tokens: int) -> None:
+        """Record the reply's route; if hops left it, say so in the transcript."""
         before, self._route = self._route, route
         if words := lost_hops(before, route, self.store.peer_name):
-            await self.query_one(Transcript).note(f"▼ at token {tokens}: {words} · the reply goes on")
+            await self.query_one(Transcript).note(f"▼ at token {tokens}: {words} · the reply continues")
         self._show_sides()
 
-    async def _ended(self, piece: dict[str, Any]) -> None:
+    async def _reply_ended(self, piece: dict[str, Any]) -> None:
         thread, self._thread = self._thread, None
         live = self.query_one(LiveLine)
         tokens = live.progress.tokens if live.progress is not None else 0
@@ -232,7 +236,7 @@ class Chat(MainScreen):
     # --- keys --------------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Only what makes sense now."""
+        """True if the key does something now."""
         if action == "stop":
             return self._thread is not None
         if action == "leave_box":
@@ -247,28 +251,29 @@ class Chat(MainScreen):
         """Stop the reply."""
         if self._thread is not None:
             self._thread.stop()
-            await self._ended({"stopped": True})
+            await self._reply_ended({"stopped": True})
 
     def action_leave_box(self) -> None:
-        """Leave the input, so that the keys work."""
+        """Move the focus out of the input, so that single-letter keys work."""
         self.query_one(Transcript).focus()
 
     async def action_again(self) -> None:
-        """Ask the last question again."""
-        text = await self._take_back()
+        """Ask the last question again; its old reply is deleted."""
+        text = await self._pop_question()
         if text is not None:
             await self.ask(text)
 
     async def action_edit(self) -> None:
-        """Put the last question back into the input."""
-        text = await self._take_back()
+        """Move the last question back into the input; its reply is deleted."""
+        text = await self._pop_question()
         if text is not None:
             box = self.query_one(AskBox)
             box.text = text
             box.focus()
             box.move_cursor(box.document.end)
 
-    async def _take_back(self) -> str | None:
+    async def _pop_question(self) -> str | None:
+        """Delete the last question and all after it, and return its text."""
         asked = next((m for m in reversed(self._messages) if m.role == "user"), None)
         if asked is None or self._conversation is None:
             return None
@@ -278,14 +283,14 @@ class Chat(MainScreen):
         return asked.content
 
     def action_copy(self) -> None:
-        """The last reply into the terminal's clipboard."""
+        """Copy the last reply to the terminal's clipboard."""
         last = next((m for m in reversed(self._messages) if m.role == "assistant"), None)
         if last is not None:
             self.app.copy_to_clipboard(last.content)
             self.dashboard.say("the reply is in the clipboard")
 
     def action_sampling(self) -> None:
-        """Change how tokens are chosen."""
+        """Open the form with the sampling settings."""
         from ui.widgets.chat_side import SamplingForm
 
         def chosen(sampling: Sampling | None) -> None:

@@ -1,4 +1,7 @@
-"""The first run: three key presses from nothing to a question."""
+"""The first run: three steps from a node without a swarm to a first question.
+
+The page is drawn by `ui.draw.first_run`; which swarms are offered is decided by the node (`/api/prospects`).
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,26 @@ from ui.widgets.dialogs import Dialog, TextDialog
 from ui.widgets.panel import RowWidget
 
 LOOK_AGAIN_S = 2.0
-LONGEST_S = 3600.0  # a model may have to be fetched and read
+LONGEST_S = 3600.0  # creating a swarm may download and import a model
 
 
 class FirstPage(RowWidget):
-    """The page of the step."""
+    """The page with all three steps."""
 
     def __init__(self, store: Store, state: FirstState) -> None:
         super().__init__(store, id="first")
         self.state = state
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """What the step asks."""
+        """Draw the page for this size."""
         return first_rows(self.state, self.store.snapshot, width, height)[:height]
 
 
 class FirstRun(Dialog[None]):
-    """Where, how much, hello."""
+    """Dialog of the first run: choose a swarm, choose memory and pauses, ask a question."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "next", "go on"),
+        Binding("enter", "next", "continue"),
         Binding("escape", "back", "back"),
     ]
 
@@ -47,55 +50,55 @@ class FirstRun(Dialog[None]):
         super().__init__()
         self.store = store
         self.state = FirstState()
-        self._looking = False
+        self._loading_offers = False
 
     @property
     def dashboard(self) -> NodeApp:
-        """The app, by its own type."""
+        """The app with its own type."""
         return cast(NodeApp, self.app)
 
     def compose(self) -> ComposeResult:
-        """One page."""
+        """The page in its frame."""
         yield Container(FirstPage(self.store, self.state), id="firstbox")
 
     def on_mount(self) -> None:
-        """See what the node's settings are, and where it could go."""
+        """Ask the node for its settings and, every `LOOK_AGAIN_S`, for the swarms it could join."""
         self.dashboard.ask(lambda client: client.get("/api/config"), self._configured)
-        self._look_around()
-        self.set_interval(LOOK_AGAIN_S, self._look_around)
+        self._load_offers()
+        self.set_interval(LOOK_AGAIN_S, self._load_offers)
 
-    def _look_around(self) -> None:
-        """See what is nearby, again and again while the person chooses."""
-        if self._looking or self.state.step > 0:
+    def _load_offers(self) -> None:
+        """Ask for the offers, one request at a time and only while the first step is open."""
+        if self._loading_offers or self.state.step > 0:
             return
-        self._looking = True
-        look = "/api/prospects"
-        self.dashboard.ask(lambda client: client.get(look, timeout_s=PATIENT_S), self._offered, self._unseen)
+        self._loading_offers = True
+        path = "/api/prospects"
+        self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._offered, self._offers_failed)
 
-    def _configured(self, told: Any) -> None:
-        config = {entry["name"]: entry["value"] for entry in told}
+    def _configured(self, answer: Any) -> None:
+        config = {entry["name"]: entry["value"] for entry in answer}
         self.state.pauses = pauses_from(config)
         self.state.memory_bytes = config.get("max_vram")
         self.show()
 
-    def _offered(self, told: Any) -> None:
-        self._looking = False
-        self.state.take(prospects_from(told))
+    def _offered(self, answer: Any) -> None:
+        self._loading_offers = False
+        self.state.take(prospects_from(answer))
         self.show()
 
-    def _unseen(self, text: str) -> None:
-        self._looking, self.state.trouble = False, text
+    def _offers_failed(self, text: str) -> None:
+        self._loading_offers, self.state.trouble = False, text
         self.show()
 
     def show(self) -> None:
-        """Look at the store again."""
-        if self.is_attached:  # an answer may come after the person has gone on
+        """Redraw the page from the store."""
+        if self.is_attached:  # an answer may arrive after the dialog was closed
             self.query_one(FirstPage).show()
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
     def on_paste(self, event: events.Paste) -> None:
-        """A pasted invite is a choice."""
+        """Take pasted text as an invite in the first step, as part of the question in the third."""
         event.stop()
         if self.state.step == 0 and event.text.strip():
             self._go_to(event.text.strip())
@@ -104,8 +107,8 @@ class FirstRun(Dialog[None]):
             self.show()
 
     def on_key(self, event: events.Key) -> None:
-        """The keys of the step."""
-        handler = (self._where_key, self._much_key, self._hello_key)[self.state.step]
+        """Handle the keys of the open step."""
+        handler = (self._where_key, self._memory_key, self._hello_key)[self.state.step]
         if handler(event):
             event.stop()
             self.show()
@@ -137,9 +140,9 @@ class FirstRun(Dialog[None]):
             self.state.target, self.state.create = "", (name, model)
             self._advance()
 
-        self._ask_line("How is the swarm to be called?", "reading-club", named)
+        self._ask_line("What should the swarm be called?", "reading-club", named)
 
-    def _much_key(self, event: events.Key) -> bool:
+    def _memory_key(self, event: events.Key) -> bool:
         state = self.state
         toggles = [name for name, _, _, _ in PAUSES if name in state.pauses]
         if event.key == "q":
@@ -174,10 +177,10 @@ class FirstRun(Dialog[None]):
             return False
         return True
 
-    # --- going on ----------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     async def action_next(self) -> None:
-        """The step is done."""
+        """Confirm the open step."""
         if self.state.busy:
             return
         if self.state.step == 0:
@@ -188,7 +191,7 @@ class FirstRun(Dialog[None]):
             await self._hello()
 
     def _choose(self, index: int) -> None:
-        """Take one of the choices; before they are known there is nothing to take, unless they cannot be known."""
+        """Take an offer; if the offers could not be loaded, take the starter model."""
         chosen = self.state.choices.get(index)
         if chosen is not None and chosen.target != STARTER:
             self._go_to(chosen.target)
@@ -201,15 +204,15 @@ class FirstRun(Dialog[None]):
         self.show()
 
     def action_back(self) -> None:
-        """The step before."""
+        """Go back to the step before."""
         if not self.state.busy:
             self.state.step, self.state.problem = max(0, self.state.step - 1), ""
             self.show()
 
     def _enter(self) -> None:
-        """Write the settings, then go to the swarm."""
+        """Write the changed settings, then join or create the swarm."""
         state = self.state
-        state.busy, state.problem = f"going to {state.where}", ""
+        state.busy, state.problem = f"writing settings and joining: {state.where}", ""
         changes = {name: on if state.pauses[name] else off for name, _, on, off in PAUSES if name in state.pauses}
         memory, target, create = state.memory_bytes, state.target, state.create
 
@@ -225,14 +228,14 @@ class FirstRun(Dialog[None]):
                 return client.post("/api/create", body, timeout_s=LONGEST_S)
             return client.post("/api/join", {"target": target})
 
-        self.dashboard.ask(work, lambda _: self._entered(), self._refused)
+        self.dashboard.ask(work, lambda _: self._entered(), self._enter_failed)
         self.show()
 
     def _entered(self) -> None:
         self.state.busy, self.state.step = "", 2
         self.show()
 
-    def _refused(self, text: str) -> None:
+    def _enter_failed(self, text: str) -> None:
         self.state.busy, self.state.problem = "", text
         self.show()
 

@@ -1,4 +1,7 @@
-"""What every screen has: the tabs and the swarm in the first line, the state and its reason in the second."""
+"""The frame of every tab: a line with the tabs and the swarm, a line with the node's state and its reason, the footer.
+
+What lies between is composed by the screen of the tab (`MainScreen.body`).
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ NARROW = 100
 
 
 class Head(RowWidget):
-    """The tabs, and where this node is."""
+    """The first line: the tabs, and the active swarm at the right."""
 
     def __init__(self, store: Store, active: str) -> None:
         super().__init__(store, id="head")
         self._active = active
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line; the tabs become digits where it is narrow."""
+        """One line; where it is narrow, the other tabs shrink to their digits."""
         narrow = width < NARROW
         left = row(" ", ("≋" if narrow else "≋ shoal", "b primary"), " " if narrow else "  ")
         for number, name in enumerate(TABS, 1):
@@ -54,7 +57,7 @@ class Head(RowWidget):
         return [*right, (" ", "")]
 
     def on_click(self, event: Click) -> None:
-        """A click on a tab goes there."""
+        """Switch to the clicked tab."""
         at = 0
         tabs = 0
         for text, style in self._rows[0] if self._rows else []:
@@ -67,12 +70,12 @@ class Head(RowWidget):
 
 
 class StateLine(RowWidget):
-    """What the node does, and why: the reason is never cut off while a second line could hold it."""
+    """The node's state and its reason, which gets a second line if it does not fit on one."""
 
     _lines = 1
 
     def show(self) -> None:
-        """Look at the store again; as many lines as the reason needs, two at most."""
+        """Redraw from the store, and set the height to one line or two."""
         lines = len(self.rows(self.size.width, 2)) if self.size.width else 1
         if lines != self._lines:
             self._lines = lines
@@ -80,7 +83,7 @@ class StateLine(RowWidget):
         super().show()
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line, and a second one for a reason that does not fit."""
+        """One line, and a second one if the reason does not fit."""
         store = self.store
         line = state_row(store.link, store.snapshot, store.now(), wide=width >= NARROW)
         if width_of(line) <= width:
@@ -92,7 +95,7 @@ class StateLine(RowWidget):
 
 
 class MainScreen(Screen[None]):
-    """A screen of the dashboard; subclasses compose what is between the state line and the footer."""
+    """The screen of a tab; subclasses compose what is between the state line and the footer."""
 
     TAB: ClassVar[str] = ""
     HELP_TEXT: ClassVar[str] = ""
@@ -104,27 +107,27 @@ class MainScreen(Screen[None]):
 
     @property
     def dashboard(self) -> NodeApp:
-        """The app, by its own type."""
+        """The app with its own type."""
         return cast(NodeApp, self.app)
 
     def compose(self) -> ComposeResult:
-        """Frame and body."""
+        """The frame around the tab's own widgets."""
         yield Head(self.store, self.TAB)
         yield StateLine(self.store, id="state")
         yield from self.body()
         yield FooterKeys(self.store)
 
     def body(self) -> Iterable[Widget]:
-        """What this screen is about."""
+        """The tab's own widgets."""
         return ()
 
     def show(self) -> None:
-        """Look at the store again."""
+        """Redraw every widget from the store; unchanged lines are not repainted."""
         for painted in self.query(RowWidget):
             painted.show()
         for listed in self.query(FollowingList):
             listed.show()
 
     def on_screen_resume(self) -> None:
-        """The screen is seen again after the store went on without it."""
+        """Redraw: the store has changed while another screen was shown."""
         self.show()

@@ -1,4 +1,4 @@
-"""The invite: one line, its QR code, and who came since it was shown."""
+"""The invite dialog: the invite as a line and as a QR code, and the peers that arrived since it was opened."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ui.state.store import Store
 from ui.widgets.dialogs import Dialog
 from ui.widgets.panel import RowWidget
 
-_QUIET = 2  # light cells around the code
+_QUIET = 2  # width of the quiet zone around the code, in modules
 
 
 def qr_rows(text: str) -> list[str]:
-    """A QR code in half blocks, two modules a row; dark modules are drawn, light ones are blank."""
+    """A QR code in half blocks, two modules to a row; dark modules are drawn, light ones are blank."""
     import segno
 
     matrix = [[bool(module) for module in line] for line in segno.make(text, error="l", micro=False).matrix]
@@ -41,7 +41,7 @@ def qr_rows(text: str) -> list[str]:
 
 
 class GuestList:
-    """Who came since the invite was shown, and how far each has come; who goes again stays listed."""
+    """Peers that arrived since the invite was opened and their progress; peers that leave again stay listed."""
 
     def __init__(self, known: Snapshot) -> None:
         self._before = {peer.peer for peer in known.peers} | set(known.network.strangers)
@@ -49,32 +49,32 @@ class GuestList:
         self._knocking: dict[str, None] = {}
 
     def look(self, known: Snapshot) -> None:
-        """See who is here now."""
+        """Record who is connected or a member now."""
         for peer in known.peers:
             if peer.peer not in self._before:
                 self._members[peer.peer] = peer
         self._knocking |= dict.fromkeys(peer for peer in known.network.strangers if peer not in self._before)
 
     def rows(self, known: Snapshot) -> list[Row]:
-        """One row for each, those who are on their way first."""
+        """One row for each arrived peer: those still connecting first, then members."""
         here = {peer.peer for peer in known.peers}
         linked = set(known.network.strangers)
         knocking = [peer for peer in self._knocking if peer not in self._members]
         rows = [
             row(("◌", "primary"), " ", (short_peer(peer), "b"), " connecting")
             if peer in linked
-            else row(("×", "error"), " ", (short_peer(peer), "b"), " failed: went again before it had joined")
+            else row(("×", "error"), " ", (short_peer(peer), "b"), " failed: disconnected before it had joined")
             for peer in knocking
         ]
         return [*rows, *(guest_row(peer, peer.peer in here) for peer in self._members.values())]
 
 
 def guest_row(peer: PeerView, here: bool) -> Row:
-    """How far somebody is who came."""
+    """Progress of a member that arrived: joining, loading, serving, or failed; `here` if it is still a member."""
     name = one_line(peer.name) or short_peer(peer.peer)
     span = f" {peer.start}:{peer.stop}" if peer.start is not None else ""
     if not here or peer.state in ("dead", "left"):
-        how = "left" if peer.state == "left" else "fell silent"
+        how = "left" if peer.state == "left" else "stopped answering"
         served = f" after it served{span}" if peer.state == "serving" and span else ""
         why = one_line(peer.unused.text) if peer.unused is not None else f"{how}{served}"
         return row(("×", "error"), " ", (name, "b"), f" failed: {why}")
@@ -83,22 +83,22 @@ def guest_row(peer: PeerView, here: bool) -> Row:
             ("●", "success"), " ", (name, "b"), f" serving{span}", (f" · {rate(peer.tokens_per_s)} tok/s", "dim")
         )
     if peer.state == "client":
-        return row(("●", "success"), " ", (name, "b"), " is here, and hosts nothing")
+        return row(("●", "success"), " ", (name, "b"), " joined, hosts nothing")
     if peer.state in ("fetching", "loading"):
         share = f" {peer.fetched:.0%}".replace("%", " %") if peer.fetched is not None else ""
         return row(("◐", "primary"), " ", (name, "b"), f" loading{span}{share}")
-    words = {"joining": "looks at what others host", "": "is here"}.get(peer.state, one_line(peer.state))
+    words = {"joining": "is choosing blocks", "": "joined"}.get(peer.state, one_line(peer.state))
     return row(("◐", "warning"), " ", (name, "b"), f" {words}")
 
 
 class Guest(RowWidget):
-    """Who came."""
+    """Shows the peers that arrived since the invite was opened."""
 
     guests: GuestList | None = None
     opened_ms = 0
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row each; who was turned away comes last."""
+        """One row for each arrived peer, then the last one that was refused."""
         known = self.store.snapshot
         if known is None:
             return [row(("the node is away", "dim"))]
@@ -106,13 +106,13 @@ class Guest(RowWidget):
             self.guests = GuestList(known)
         self.guests.look(known)
         rows = self.guests.rows(known)
-        turned = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
-        rows += [row(("×", "error"), f" {one_line(turned[-1].text)}")] if turned else []
-        return (rows or [row(("Nobody has come since you opened this.", "dim"))])[-height:]
+        refused = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
+        rows += [row(("×", "error"), f" {one_line(refused[-1].text)}")] if refused else []
+        return (rows or [row(("Nobody has joined since you opened this.", "dim"))])[-height:]
 
 
 class InviteScreen(Dialog[None]):
-    """The invite, live."""
+    """Dialog with the invite, its QR code and the peers that arrive."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,i", "close", "close"),
@@ -125,7 +125,7 @@ class InviteScreen(Dialog[None]):
         self.line = ""
 
     def compose(self) -> ComposeResult:
-        """Line, code, who came."""
+        """Invite, QR code, arrived peers and keys."""
         with VerticalScroll(classes="dialog", id="invite-box") as box:
             box.border_title = "invite"
             yield Static("Asking the node…", id="invite-line")
@@ -135,21 +135,23 @@ class InviteScreen(Dialog[None]):
             yield Static(Content.assemble(*keys), id="invite-keys")
 
     def on_mount(self) -> None:
-        """Ask the node for one."""
+        """Ask the node for an invite."""
         self.query_one(Guest).opened_ms = now_ms()
         dashboard = cast(NodeApp, self.app)
         dashboard.ask(lambda client: client.post("/api/invite", {"name": None}), self.take, self._failed)
 
-    def take(self, told: Any) -> None:
-        """Show what the node made."""
-        self.line = one_line(str(told["invite"]))
+    def take(self, answer: Any) -> None:
+        """Show the node's invite, with the QR code if the window is large enough."""
+        self.line = one_line(str(answer["invite"]))
         known = self.store.snapshot
         private = known is not None and known.private
-        whom = (
-            "Whoever has this line can enter: it holds the swarm's secret." if private else "For anyone who is to come."
+        hint = (
+            "Whoever has this line can join: it contains the swarm's secret."
+            if private
+            else "Send this line to whoever should join."
         )
         words = Content.assemble(
-            (f"{one_line(str(told['name']))}  ", "bold"), (whom, "$dim"), "\n\n", (self.line, "$mine")
+            (f"{one_line(str(answer['name']))}  ", "bold"), (hint, "$dim"), "\n\n", (self.line, "$mine")
         )
         self.query_one("#invite-line", Static).update(words)
         code = self.query_one("#invite-code", Static)
@@ -165,15 +167,15 @@ class InviteScreen(Dialog[None]):
         self.query_one("#invite-line", Static).update(Content.styled(one_line(text), "$error"))
 
     def show(self) -> None:
-        """Look at the store again."""
+        """Redraw the arrived peers from the store."""
         self.query_one(Guest).show()
 
     def action_copy(self) -> None:
-        """The line into the terminal's clipboard."""
+        """Copy the invite to the terminal's clipboard."""
         if self.line:
             self.app.copy_to_clipboard(self.line)
             self.notify("the invite is in the clipboard", timeout=3)
 
     def action_close(self) -> None:
-        """Back."""
+        """Close the dialog."""
         self.close()

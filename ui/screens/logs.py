@@ -1,4 +1,4 @@
-"""The node's log, and the dashboard's own: search, follow, and a level below which rows are left out."""
+"""The logs tab: the node's log and the dashboard's own, with a search and a lowest level."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POLL_S = 1.0
 
 
 def log_row(kept: LogRow, wanted: str = "") -> Row:
-    """One row; what is searched for stands out."""
+    """One row of the log, with the searched text highlighted."""
     style = _STYLES.get(kept.level, "")
     source = one_line(kept.source).removeprefix("shoal.")
     line = row(
@@ -38,7 +38,7 @@ def log_row(kept: LogRow, wanted: str = "") -> Row:
 
 
 def matching(rows: Iterable[LogRow], level: str, wanted: str) -> list[LogRow]:
-    """The rows of at least this level that hold what is searched for."""
+    """Rows of at least this level that contain the searched text, in any case."""
     least = LEVELS.index(level)
     wanted = wanted.casefold()
     return [
@@ -50,7 +50,7 @@ def matching(rows: Iterable[LogRow], level: str, wanted: str) -> list[LogRow]:
 
 
 class LogList(FollowingList):
-    """The rows."""
+    """The list of log rows."""
 
     HELP = "What the node and this dashboard wrote, the newest last. Scroll up to stop following, end follows again."
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -67,11 +67,11 @@ class LogList(FollowingList):
         self._found = 0
 
     def key(self) -> object:
-        """The rows, the level and the search."""
+        """Number of rows, level and search: the list is rebuilt when one of them changes."""
         return (self.store.logs_seen, self.level, self.wanted)
 
     def lines(self) -> list[Row]:
-        """What matches."""
+        """The rows that match, or a line that says that none do."""
         found = matching(self.store.logs, self.level, self.wanted)
         self._found = len(found)
         if not found:
@@ -79,30 +79,30 @@ class LogList(FollowingList):
         return [log_row(kept, self.wanted) for kept in found]
 
     def title(self) -> Row:
-        """How many rows, and from which level on."""
+        """Number of rows, and the lowest level shown."""
         return row("log  ", (plural(self._found, "row"), "b"), f" · {self.level} and above")
 
     def subtitle(self) -> Row:
-        """Whether it follows."""
+        """Number of new rows while scrolled up, else a note that the list follows its end."""
         return super().subtitle() or row("following" if self.following else "", (" · / search", "dim"))
 
     def action_search(self) -> None:
-        """Type what to look for."""
+        """Open the search field."""
         self.screen.query_one("#search", Input).add_class("-open").focus()
 
     def action_level(self) -> None:
-        """From the next level on."""
+        """Raise the lowest level shown; after the highest, start at the lowest again."""
         self.level = LEVELS[(LEVELS.index(self.level) + 1) % len(LEVELS)]
         self.following = True
         self.show()
 
     def action_follow(self) -> None:
-        """To the end, and on with it."""
+        """Go to the end and follow it."""
         self.following = True
         self.show()
 
     def action_copy(self) -> None:
-        """What is shown into the clipboard."""
+        """Copy the last 500 of the shown rows to the terminal's clipboard."""
         from ui.draw.rows import text_of
 
         self.app.copy_to_clipboard("\n".join(text_of(line) for line in self._lines[-500:]))
@@ -110,7 +110,7 @@ class LogList(FollowingList):
 
 
 class Logs(MainScreen):
-    """The log."""
+    """The screen of the logs; polls the node for new rows while it is shown."""
 
     TAB = "logs"
     AUTO_FOCUS = "LogList"
@@ -120,15 +120,15 @@ class Logs(MainScreen):
         super().__init__(store)
         self._after, self._pid = 0, 0
         self._asking = False
-        self._told = ""
+        self._last_error = ""  # shown once, not at every poll
 
     def body(self) -> Iterable[Widget]:
-        """The rows and the search."""
+        """The rows and the search field."""
         yield LogList(self.store, id="log")
         yield Input(placeholder="search", id="search", compact=True)
 
     def on_mount(self) -> None:
-        """Ask for rows as long as somebody looks."""
+        """Poll for rows every second."""
         self.set_interval(_POLL_S, self._poll)
         self._poll()
 
@@ -138,24 +138,24 @@ class Logs(MainScreen):
         self._asking = True
         self.dashboard.ask(lambda client: client.get(f"/api/logs?after={self._after}"), self._take, self._failed)
 
-    def _take(self, told: Any) -> None:
+    def _take(self, answer: Any) -> None:
         self._asking = False
-        if told["pid"] != self._pid:
+        if answer["pid"] != self._pid:
             again = self._pid != 0 and self._after > 0
-            self._pid, self._after = told["pid"], 0
+            self._pid, self._after = answer["pid"], 0
             if again:
-                return  # another run of the node: its rows are numbered from the beginning
-        for kept in told["rows"]:
+                return  # another run of the node, whose rows are numbered from 1: the next poll gets all of them
+        for kept in answer["rows"]:
             self._after = max(self._after, int(kept["number"]))
             level, source = str(kept["level"]), str(kept["source"])
             self.store.log(LogRow(int(kept["at_ms"]), level, source, str(kept["text"])))
-        if told["rows"]:
+        if answer["rows"]:
             self.query_one(LogList).show()
 
     def _failed(self, text: str) -> None:
         self._asking = False
-        if text != self._told:
-            self._told = text
+        if text != self._last_error:
+            self._last_error = text
             self.dashboard.complain(text)
 
     @on(Input.Changed, "#search")
@@ -167,11 +167,11 @@ class Logs(MainScreen):
 
     @on(Input.Submitted, "#search")
     def search_done(self) -> None:
-        """Keep the search, and go back to the rows."""
+        """Keep the search, and focus the rows."""
         self._close_search()
 
     def on_key(self, event: events.Key) -> None:
-        """Escape in the search clears it."""
+        """Clear the search on escape."""
         field = self.query_one("#search", Input)
         if event.key == "escape" and field.has_focus:
             event.stop()

@@ -1,4 +1,4 @@
-"""The overview: this node at a glance."""
+"""The overview tab: this node at a glance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_SWARM = "In no swarm yet: press j to join one, c to create one."
 
 
 class NodePanel(Panel):
-    """The device's gauges."""
+    """Gauges of the device, speed and pause rules."""
 
     HELP = (
         "Memory is gold where this node uses it: solid for weights, hatched for sessions' caches; the mark is your "
@@ -32,11 +32,11 @@ class NodePanel(Panel):
     )
 
     def title(self) -> Row:
-        """Plain: the figures are inside."""
+        """A fixed title."""
         return row("this node")
 
     def subtitle(self) -> Row:
-        """Name and device."""
+        """The node's name, its device and the quantisation."""
         known = self.store.snapshot
         if known is None:
             return []
@@ -45,12 +45,12 @@ class NodePanel(Panel):
         return row(" · ".join(one_line(part) for part in (known.name, device, quantised) if part and part != "none"))
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The gauges."""
+        """The gauges that fit."""
         return gauge_rows(self.store.snapshot, width, height)
 
 
 class StartPanel(Panel):
-    """The node's start, step by step."""
+    """The start-up steps; shown while one is not done, and after a failure until that is dismissed."""
 
     HELP = "What a node does before it serves, in this order. A failed step stays here until you dismiss it with x."
 
@@ -59,32 +59,32 @@ class StartPanel(Panel):
         self._dismissed: tuple[str, ...] = ()
 
     def title(self) -> Row:
-        """How far it is."""
+        """Number of steps done, and in all."""
         steps = self.store.snapshot.steps if self.store.snapshot else ()
         done = sum(step.state == "done" for step in steps)
         return row("start-up  ", (f"{done} of {len(steps)}", "b"))
 
     def subtitle(self) -> Row:
-        """How to put a failure away."""
+        """The key that dismisses a failure."""
         return row("x dismiss") if self._failed() else []
 
     def wanted(self) -> bool:
-        """Whether there is something to see."""
+        """True if a step is not done, or has failed and was not dismissed."""
         steps = self.store.snapshot.steps if self.store.snapshot else ()
         failed = self._failed()
         return is_coming_up(steps) if not failed else failed != self._dismissed
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The list."""
+        """One row for each step."""
         return step_rows(self.store.snapshot.steps if self.store.snapshot else (), width)[:height]
 
     def dismiss(self) -> None:
-        """The person has read the failure."""
+        """Hide the failures that are shown; another failure shows the panel again."""
         self._dismissed = self._failed()
 
     @property
     def can_dismiss(self) -> bool:
-        """Whether a failure is shown."""
+        """True if a failure is shown."""
         return bool(self._failed()) and self._failed() != self._dismissed
 
     def _failed(self) -> tuple[str, ...]:
@@ -93,23 +93,23 @@ class StartPanel(Panel):
 
 
 class ServedPanel(Panel):
-    """Tokens a second that others got from here."""
+    """Plot of the tokens per second that passed through this node's blocks."""
 
     HELP = "Tokens a second that passed through your blocks, over the last ten minutes."
 
     def title(self) -> Row:
-        """The rate now."""
+        """The current rate."""
         known = self.store.snapshot
         now = fine_rate(None if known is None else known.flow.served_tokens_per_s)
         return row("served  ", (f"{now} tok/s", "b"))
 
     def subtitle(self) -> Row:
-        """The highest of the plotted time."""
+        """The highest rate of the plotted time."""
         values = [value for value in self.store.served if value is not None]
         return row("10 min · ", (f"peak {fine_rate(max(values))}", "b")) if values else row("10 min")
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The plot with its axis."""
+        """The plot, with a time axis if there is room."""
         values = list(self.store.served)
         top = ceiling(values)
         if height <= 3:
@@ -121,7 +121,7 @@ class ServedPanel(Panel):
 
 
 class CoveragePanel(Panel):
-    """Which blocks are held, how often and how fast."""
+    """Holders and throughput of each block."""
 
     HELP = (
         "Each column is a block: its height is the tokens a second of all its holders, the digit is how many hold it. "
@@ -129,7 +129,7 @@ class CoveragePanel(Panel):
     )
 
     def title(self) -> Row:
-        """How many blocks have a holder."""
+        """Number of blocks that have a holder, and in all."""
         cover = self.store.cover()
         if cover is None:
             return row("coverage")
@@ -137,12 +137,12 @@ class CoveragePanel(Panel):
         return row("coverage  ", (f"{cover.held} of {len(cover.holders)} blocks", style))
 
     def subtitle(self) -> Row:
-        """The weak spot."""
+        """The weak stretch."""
         cover = self.store.cover()
         return row(f"weakest {cover.weak.label}") if cover is not None and cover.weak is not None else []
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The strip; never less than heights, digits and marks."""
+        """The strip, with at least heights, digits and marks; or why there is none."""
         cover = self.store.cover()
         if cover is None:
             known = self.store.snapshot
@@ -156,38 +156,38 @@ class CoveragePanel(Panel):
 
 
 class SessionsPanel(Panel):
-    """Who is being served."""
+    """Sessions that this node serves or asks for."""
 
     HELP = (
-        "Sequences being generated through this node: yours in gold, the others by who asks. An amber ↻2 means that "
-        "two hops died on the way and the reply went on."
+        "Replies being generated through this node: yours in gold, the others by the name of the asker. An amber ↻2 "
+        "means that two hops failed and the reply continued."
     )
 
     def title(self) -> Row:
-        """How many."""
+        """The number of sessions."""
         known = self.store.snapshot
         return row("sessions  ", (UNKNOWN if known is None else str(len(known.active_sessions)), "b"))
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row each."""
+        """One row for each session."""
         store = self.store
         return session_rows(store.snapshot, store.speeds, store.peer_name, width, height)
 
 
 class LinkPanel(Panel):
-    """What goes over the network."""
+    """Plot of the network traffic."""
 
     HELP = "Bytes sent above the line and received below it, over the last ten minutes."
 
     def title(self) -> Row:
-        """Both directions now."""
+        """Current rates in both directions."""
         flow = self.store.snapshot.flow if self.store.snapshot else None
         up = megabits(flow.up_bytes_per_s if flow else None)
         down = megabits(flow.down_bytes_per_s if flow else None)
         return row("link  ", (f"▲ {up}  ▼ {down} Mbit/s", "b"))
 
     def subtitle(self) -> Row:
-        """How the peers are reached."""
+        """Number of peers by kind of link."""
         known = self.store.snapshot
         if known is None:
             return []
@@ -196,7 +196,7 @@ class LinkPanel(Panel):
         return row(" · ".join(f"{kinds.count(kind)} {words}" for words, kind in named if kind in kinds))
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """Up above the line, down below it."""
+        """Sent above the line, received below it."""
         half = max(1, (height - 1) // 2)
         up = [None if value is None else value * 8 / 1e6 for value in self.store.up]
         down = [None if value is None else value * 8 / 1e6 for value in self.store.down]
@@ -208,12 +208,12 @@ class LinkPanel(Panel):
 
 
 class TodayPanel(Panel):
-    """What was given and taken, and the weights."""
+    """Figures of today, and the model's files."""
 
     HELP = "Counted since midnight by this machine's clock. Weights are checked against the model's hashes."
 
     def title(self) -> Row:
-        """Plain."""
+        """A fixed title."""
         return row("today and weights")
 
     def rows(self, width: int, height: int) -> list[Row]:
@@ -222,15 +222,15 @@ class TodayPanel(Panel):
 
 
 class Overview(MainScreen):
-    """This node at a glance."""
+    """The screen of the overview."""
 
     TAB = "overview"
     AUTO_FOCUS = "#node"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "dismiss_start", "dismiss")]
-    HELP_TEXT = "p pauses hosting or resumes it; d drains; i makes an invite; w says why the node is as it is."
+    HELP_TEXT = "p pauses hosting or resumes it; d drains; i makes an invite; w shows why the node is in its state."
 
     def body(self) -> Iterable[Widget]:
-        """Panels in three bands, and what happened."""
+        """Panels in three bands, and the events."""
         store = self.store
         yield StartPanel(store)
         yield Horizontal(NodePanel(store, id="node"), ServedPanel(store, id="served"), id="top")
@@ -241,7 +241,7 @@ class Overview(MainScreen):
         yield EventsPanel(store, id="events")
 
     def show(self) -> None:
-        """The start-up list takes the place of the sessions while it has something to say."""
+        """Redraw from the store; while the start-up steps are shown, they take the place of the sessions."""
         start = self.query_one(StartPanel)
         wanted = start.wanted()
         start.display = wanted
@@ -252,11 +252,11 @@ class Overview(MainScreen):
         super().show()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Only a failure can be dismissed."""
+        """True unless the key would dismiss a failure and there is none."""
         return self.query_one(StartPanel).can_dismiss if action == "dismiss_start" else True
 
     def action_dismiss_start(self) -> None:
-        """Put a failed start away."""
+        """Hide a failed start-up step."""
         self.query_one(StartPanel).dismiss()
         self.show()
         self.refresh_bindings()

@@ -1,4 +1,4 @@
-"""The screens by their tabs, each imported when it is first looked at: all at once would delay the first paint."""
+"""Builds the screen of a tab, importing its module only then: importing all five would delay the first paint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ui.state.store import Store
 
 
 def make_screen(name: str, store: Store) -> MainScreen:
-    """The screen of a tab."""
+    """Build the screen of a tab."""
     if name == "overview":
         from ui.screens.overview import Overview
 

@@ -1,6 +1,6 @@
-"""The settings: every key of the node's configuration with its value, where that came from, and its help.
+"""The settings tab: every setting of the node with its value, origin and help.
 
-The node checks what is typed; its words are shown beside the setting.
+The node checks what is typed; its error is shown under the setting's help.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = 20
 
 @dataclass(frozen=True)
 class SettingView:
-    """One setting as the node tells it."""
+    """One setting, as `/api/config` describes it."""
 
     name: str
     value: Any
@@ -40,8 +40,8 @@ class SettingView:
     expected: str
 
 
-def settings_in(told: Any) -> list[SettingView]:
-    """The settings in the node's answer."""
+def settings_in(answer: Any) -> list[SettingView]:
+    """Settings in an answer of `/api/config`."""
     return [
         SettingView(
             str(entry["name"]),
@@ -52,13 +52,13 @@ def settings_in(told: Any) -> list[SettingView]:
             str(entry.get("help", "")),
             str(entry.get("expected", "")),
         )
-        for entry in told
+        for entry in answer
         if isinstance(entry, Mapping) and "name" in entry
     ]
 
 
 def value_text(setting: SettingView, value: Any) -> str:
-    """A value as a person types it."""
+    """A value in the form in which the user types it."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -71,7 +71,7 @@ def value_text(setting: SettingView, value: Any) -> str:
 
 
 def _size_text(value: int) -> str:
-    """Bytes in the largest unit that says them exactly."""
+    """Bytes in the largest unit that gives them exactly with one decimal at most."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if value >= factor and value % (factor // 10) == 0:
             return f"{value / factor:g}{unit}"
@@ -79,7 +79,7 @@ def _size_text(value: int) -> str:
 
 
 def setting_row(setting: SettingView, width: int) -> Row:
-    """Name, value and origin."""
+    """Row of one setting: name, value, origin, and `restart` if a change needs one."""
     changed = setting.origin != "default"
     shown = value_text(setting, setting.value) or "unset"
     value = cell(one_line(shown), max(8, min(44, width - _NAME - 24)))
@@ -92,10 +92,10 @@ def setting_row(setting: SettingView, width: int) -> Row:
 
 
 class SettingsList(ScrollView, can_focus=True):
-    """The settings, one row each."""
+    """The list of settings."""
 
     DEFAULT_CLASSES = "panel"
-    HELP = "Enter changes a setting, x puts its default back. Those marked `restart` hold from the node's next start."
+    HELP = "Enter changes a setting, x resets it to its default. Those marked `restart` apply after a node restart."
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "change", "edit"),
         Binding("x", "unset", "unset"),
@@ -118,7 +118,7 @@ class SettingsList(ScrollView, can_focus=True):
         return self.settings[self.cursor] if self.settings else None
 
     def show(self) -> None:
-        """Paint what is known."""
+        """Redraw title and rows."""
         self.virtual_size = Size(0, len(self.settings))
         changed = sum(setting.origin != "default" for setting in self.settings)
         figures = f"{len(self.settings)} · {changed} changed" if self.settings else "—"
@@ -126,11 +126,11 @@ class SettingsList(ScrollView, can_focus=True):
         self.refresh()
 
     def on_mount(self) -> None:
-        """Repaint with a new theme."""
+        """Redraw whenever the theme changes."""
         self.watch(self.app, "theme", self.show, init=False)
 
     def render_line(self, y: int) -> Strip:
-        """One setting."""
+        """Paint the row of one setting, or the reason why there are none."""
         index = y + round(self.scroll_y)
         theme, width = self.app.theme, self.size.width
         if not 0 <= index < len(self.settings):
@@ -140,7 +140,7 @@ class SettingsList(ScrollView, can_focus=True):
         return strip_of(theme, setting_row(self.settings[index], width), width, base)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor."""
+        """Move the cursor, scroll to it and show the setting's help."""
         if self.settings:
             self.cursor = max(0, min(len(self.settings) - 1, self.cursor + rows))
             top, height = round(self.scroll_y), max(1, self.size.height)
@@ -150,13 +150,13 @@ class SettingsList(ScrollView, can_focus=True):
             self.screen.query_one(SettingHelp).show()
 
     def on_click(self, event: events.Click) -> None:
-        """A click chooses, a second one changes."""
+        """Move the cursor to the clicked setting."""
         offset = event.get_content_offset(self)
         if offset is not None:
             self.action_move(offset.y + round(self.scroll_y) - self.cursor)
 
     def action_change(self) -> None:
-        """Type another value."""
+        """Open the field with the setting's value."""
         field = self.screen.query_one("#value", Input)
         if self.chosen is not None:
             field.value = value_text(self.chosen, self.chosen.value)
@@ -164,69 +164,71 @@ class SettingsList(ScrollView, can_focus=True):
             field.add_class("-open").focus()
 
     def action_unset(self) -> None:
-        """The default again."""
+        """Reset the setting to its default."""
         if self.chosen is not None and isinstance(self.screen, SettingsScreen):
             self.screen.write(self.chosen.name, None)
 
     def action_reload(self) -> None:
-        """Ask the node again."""
+        """Load the settings again."""
         if isinstance(self.screen, SettingsScreen):
             self.screen.load()
 
 
 class SettingHelp(Panel):
-    """The chosen setting in words."""
+    """Help for the setting under the cursor."""
 
     can_focus = False
     problem = ""
 
     def title(self) -> Row:
-        """Its name."""
+        """The setting's name."""
         chosen = self.screen.query_one(SettingsList).chosen
         return row(chosen.name if chosen is not None else "")
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """Help, what is expected, the default, and what was wrong."""
+        """Help, expected values, default, when a change applies, and the node's last error."""
         chosen = self.screen.query_one(SettingsList).chosen
         if chosen is None:
             return []
         default = value_text(chosen, chosen.default) or "unset"
-        when = "at once" if chosen.live else "from the node's next start"
+        when = "at once" if chosen.live else "after a node restart"
         rows = wrap(one_line(chosen.help), width)
         rows += [row(("expects ", "dim"), shorten(one_line(chosen.expected), width - 8))]
-        rows += [row(("default ", "dim"), shorten(one_line(default), max(4, width - 36)), (f" · holds {when}", "dim"))]
+        rows += [
+            row(("default ", "dim"), shorten(one_line(default), max(4, width - 36)), (f" · applies {when}", "dim"))
+        ]
         if self.problem:
             rows += wrap(one_line(self.problem), width, "error")
         return rows[:height]
 
 
 class SettingsScreen(MainScreen):
-    """Every setting."""
+    """The screen of the settings."""
 
     TAB = "settings"
     AUTO_FOCUS = "SettingsList"
-    HELP_TEXT = "⏎ changes a setting, x puts its default back, r asks the node again."
+    HELP_TEXT = "⏎ changes a setting, x resets it to its default, r loads all settings again."
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
-        self._asked_of = ""
+        self._loaded_for = ""  # connection and process that the settings are of
 
     def body(self) -> Iterable[Widget]:
-        """The list, its help, and the field."""
+        """The list, the field for a new value, and the help."""
         yield SettingsList(id="settings")
         yield Input(id="value", compact=True)
         yield SettingHelp(self.store, id="setting-help")
 
     def on_mount(self) -> None:
-        """Ask the node."""
+        """Load the settings."""
         self.load()
 
     def show(self) -> None:
-        """Look at the store again; a node that came back is asked again."""
+        """Redraw from the store; load the settings again if the node was restarted or reconnected."""
         super().show()
         key = f"{self.store.link.kind} {self.store.snapshot.pid if self.store.snapshot else ''}"
-        if self.store.snapshot is not None and key != self._asked_of:
-            self._asked_of = key
+        if self.store.snapshot is not None and key != self._loaded_for:
+            self._loaded_for = key
             self.load()
 
     def load(self) -> None:
@@ -234,10 +236,10 @@ class SettingsScreen(MainScreen):
         if self.dashboard.door is not None:
             self.dashboard.ask(lambda client: client.get("/api/config"), self.take, self._failed)
 
-    def take(self, told: Any) -> None:
-        """Show what the node says."""
+    def take(self, answer: Any) -> None:
+        """Show the settings in the node's answer."""
         listed = self.query_one(SettingsList)
-        listed.settings, listed.problem = settings_in(told), ""
+        listed.settings, listed.problem = settings_in(answer), ""
         listed.cursor = max(0, min(listed.cursor, len(listed.settings) - 1))
         listed.show()
         self.query_one(SettingHelp).show()
@@ -249,31 +251,33 @@ class SettingsScreen(MainScreen):
 
     @on(Input.Submitted, "#value")
     def submitted(self, event: Input.Submitted) -> None:
-        """The node checks it."""
+        """Send the typed value to the node, which checks it."""
         chosen = self.query_one(SettingsList).chosen
         if chosen is not None:
             self.write(chosen.name, event.value)
 
     def write(self, name: str, value: str | None) -> None:
-        """Ask the node to change a setting."""
-        self.dashboard.ask(lambda client: client.set_config(name, value), lambda _: self._written(name), self._wrong)
+        """Ask the node to change a setting; None resets it to its default."""
+        self.dashboard.ask(
+            lambda client: client.set_config(name, value), lambda _: self._written(name), self._show_problem
+        )
 
     def _written(self, name: str) -> None:
-        self._wrong("")
+        self._show_problem("")
         self._close()
         self.dashboard.say(f"{name} is set")
         self.load()
 
-    def _wrong(self, text: str) -> None:
+    def _show_problem(self, text: str) -> None:
         shown = self.query_one(SettingHelp)
         shown.problem = text
         shown.show()
 
     def on_key(self, event: events.Key) -> None:
-        """Escape leaves the field as it was."""
+        """Close the field without a change on escape."""
         if event.key == "escape" and self.query_one("#value", Input).has_focus:
             event.stop()
-            self._wrong("")
+            self._show_problem("")
             self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""The swarm: who holds what, every peer, and the way of the latest reply."""
+"""The swarm tab: coverage, the table of peers, and the route of the latest reply."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from ui.widgets.panel import Panel, changed_lines, strip_of, title_of
 
 
 class TallCoverage(CoveragePanel):
-    """The coverage with its extremes and a sentence about the weak spot."""
+    """The coverage panel with highest and mean figures and a sentence about the weak stretch."""
 
     def subtitle(self) -> Row:
-        """How many copies of blocks there are."""
+        """Total number of block copies in the swarm."""
         cover = self.store.cover()
         return row(f"{count(sum(cover.holders))} copies of blocks") if cover is not None else []
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The strip, taller where there is room, and what is wrong with it."""
+        """The strip, as tall as the panel allows, and the sentence."""
         cover = self.store.cover()
         if cover is None:
             return super().rows(width, height)
@@ -67,12 +67,12 @@ class TallCoverage(CoveragePanel):
 
 
 class PeersTable(ScrollView, can_focus=True):
-    """Every peer; painted row by row, so that hundreds of them cost little."""
+    """The table of members; only visible rows are painted, so that hundreds of peers cost little."""
 
     DEFAULT_CLASSES = "panel"
     HELP = (
         "Every member as this node sees it. The line shows where its span lies in the model; rtt is measured from "
-        "here, tok/s is what the peer tells. s sorts, / filters, enter shows all that is known of one."
+        "here, tok/s is reported by the peer. s sorts, / filters, enter shows everything known about one."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "filter", key_display="/"),
@@ -100,11 +100,11 @@ class PeersTable(ScrollView, can_focus=True):
         self._base = Style()
         self._titles: object = None
         self._columns = columns_for(0, [])
-        self._drawn: tuple[object, Sequence[object]] = (None, [])  # what bears on all rows, and each one that is seen
+        self._drawn: tuple[object, Sequence[object]] = (None, [])  # what affects all rows, and the visible rows
 
     def show(self) -> None:
-        """Look at the store again; the cursor stays on its peer."""
-        self._base = self.rich_style  # costly to work out, and the same for every row
+        """Redraw from the store; the cursor stays on its peer."""
+        self._base = self.rich_style  # costly to compute, and the same for every row
         known = self.store.snapshot
         peers = arranged(table_peers(known, self.store.glowing()), self.sort, self.wanted)
         self._look = None if known is None else look_of(known, self.store.cover())
@@ -119,7 +119,7 @@ class PeersTable(ScrollView, can_focus=True):
         self._refresh_changed()
 
     def _refresh_changed(self) -> None:
-        """Paint anew what came out different; all of it where something is different that bears on every row."""
+        """Repaint the changed rows, or all rows if something changed that affects every row."""
         top, (width, height) = round(self.scroll_y), self.size
         whole = (top, self.size, self._columns, self._look, self._base, self.app.theme)
         seen = self._peers[top : top + height - 1]
@@ -146,15 +146,15 @@ class PeersTable(ScrollView, can_focus=True):
         return self._peers[self.cursor] if self._peers else None
 
     def on_resize(self) -> None:
-        """Other columns may fit."""
+        """Choose the columns for the new width."""
         self.show()
 
     def on_mount(self) -> None:
-        """Repaint with a new theme."""
+        """Redraw whenever the theme changes."""
         self.watch(self.app, "theme", self.show, init=False)
 
     def render_line(self, y: int) -> Strip:
-        """The header, which stays, or one peer."""
+        """Paint the header, which does not scroll, or the row of one peer."""
         width, theme = self.size.width, self.app.theme
         if y == 0:
             blocks = self._look.blocks if self._look is not None else None
@@ -175,7 +175,7 @@ class PeersTable(ScrollView, can_focus=True):
         return "No peer matches: esc in the filter shows all." if self.wanted else "No other members are known yet."
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor, and the view with it."""
+        """Move the cursor and scroll to it."""
         if not self._peers:
             return
         self.cursor = max(0, min(len(self._peers) - 1, self.cursor + rows))
@@ -189,7 +189,7 @@ class PeersTable(ScrollView, can_focus=True):
         self._refresh_changed()
 
     def on_click(self, event: events.Click) -> None:
-        """A click on the header sorts by that column's neighbour order; on a row it moves the cursor."""
+        """Sort by the next column on a click on the header; move the cursor on a click on a row."""
         offset = event.get_content_offset(self)
         if offset is None:
             return
@@ -199,29 +199,29 @@ class PeersTable(ScrollView, can_focus=True):
             self.action_move(offset.y - 1 + round(self.scroll_y) - self.cursor)
 
     def action_sort(self) -> None:
-        """By the next column."""
+        """Sort by the next column."""
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
         self.show()
 
     def action_filter(self) -> None:
-        """Type what to look for."""
+        """Open the filter field."""
         self.screen.query_one("#filter", Input).add_class("-open").focus()
 
     def action_copy_id(self) -> None:
-        """Copy the peer's id."""
+        """Copy the peer's id to the terminal's clipboard."""
         if self.chosen is not None:
             self.app.copy_to_clipboard(self.chosen.peer)
             self.notify("the peer id is in the clipboard", timeout=3)
 
     def action_details(self) -> None:
-        """All that is known of the peer under the cursor."""
+        """Show everything known about the peer under the cursor."""
         from ui.widgets.dialogs import Facts
 
         if self.chosen is not None:
             self.app.push_screen(Facts("peer", peer_facts(self.chosen), copied=self.chosen.peer))
 
     def action_ban(self) -> None:
-        """Speak no more with the peer under the cursor."""
+        """Ban the peer under the cursor, after confirmation."""
         screen = self.screen
         if self.chosen is not None and isinstance(screen, Swarm) and self.chosen.link != "you":
             from ui.screens.bans import offer_ban
@@ -230,37 +230,37 @@ class PeersTable(ScrollView, can_focus=True):
 
 
 class RoutePanel(Panel):
-    """The way of this node's latest reply."""
+    """The route of this node's latest reply."""
 
     HELP = "Milliseconds on the arrows are one way; solid is computing, hatched is a relay or waiting."
 
     def title(self) -> Row:
-        """Hops and milliseconds."""
+        """Hops, milliseconds per token, tokens per second."""
         return title_row(self.store.snapshot.route if self.store.snapshot else None)
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """Hop by hop, and to scale."""
+        """The hops, and the time of a token to scale."""
         if self.store.snapshot is None:
             return [row(("—", "dim"))]
         return [fit(line, width) for line in route_rows(self.store.snapshot.route, self.store.peer_name, width, height)]
 
 
 class Swarm(MainScreen):
-    """Who holds what."""
+    """The screen of the swarm."""
 
     TAB = "swarm"
     HELP_TEXT = "s sorts the peers, / filters them, enter shows one, y copies its id, b bans it."
     AUTO_FOCUS = "PeersTable"
 
     def body(self) -> Iterable[Widget]:
-        """Coverage, peers, route."""
+        """Coverage, peers, the filter field, route."""
         yield TallCoverage(self.store, id="covert")
         yield PeersTable(self.store, id="peers")
         yield Input(placeholder="filter by name, id, span, link, state or device", id="filter", compact=True)
         yield RoutePanel(self.store, id="route")
 
     def show(self) -> None:
-        """Look at the store again."""
+        """Redraw every widget from the store."""
         super().show()
         self.query_one(PeersTable).show()
 
@@ -273,11 +273,11 @@ class Swarm(MainScreen):
 
     @on(Input.Submitted, "#filter")
     def filter_done(self) -> None:
-        """Keep the filter, and go back to the table."""
+        """Keep the filter, and focus the table."""
         self._close_filter()
 
     def on_key(self, event: events.Key) -> None:
-        """Escape in the filter clears it."""
+        """Clear the filter on escape."""
         field = self.query_one("#filter", Input)
         if event.key == "escape" and field.has_focus:
             event.stop()

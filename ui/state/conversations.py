@@ -1,4 +1,4 @@
-"""Conversations, kept in one SQLite file in the home folder; readable by its owner alone."""
+"""Conversations and the user's choices (sampling, theme), in one SQLite file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ create table choice (name text primary key, value text not null);
 
 
 class ConversationsError(Exception):
-    """The file cannot be used: what is wrong, and what to do."""
+    """The file cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Message:
-    """One message; a reply has its figures, as `chat --json` says them."""
+    """One message; a reply has the figures of `chat --json`, such as tokens per second and its route."""
 
     id: int
     role: str
@@ -52,7 +52,7 @@ class Message:
 
 
 class Conversations:
-    """All conversations; without a folder they live as long as the dashboard."""
+    """All conversations of a home folder; without a folder they are kept in memory only."""
 
     def __init__(self, folder: Path | None, now_ms: Callable[[], int] = lambda: time.time_ns() // 10**6) -> None:
         self._now_ms = now_ms
@@ -61,25 +61,25 @@ class Conversations:
             self._db = _open(self._path)
             version = int(self._db.execute("pragma user_version").fetchone()[0])
         except (sqlite3.Error, OSError) as error:
-            raise ConversationsError(f"{self._path} cannot be used ({error}): move it away to begin anew") from error
+            raise ConversationsError(f"{self._path} cannot be used ({error}): move it away to start afresh") from error
         if version > VERSION:
-            raise ConversationsError(f"{self._path} is of a newer Shoal: update this one")
+            raise ConversationsError(f"{self._path} was written by a newer Shoal: update this one")
         if version == 0:
             with self._db:
                 self._db.executescript(_SCHEMA)
                 self._db.execute(f"pragma user_version = {VERSION}")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
     def all(self) -> list[Conversation]:
-        """Every conversation, the latest first."""
+        """Every conversation, the most recently used first."""
         rows = self._db.execute("select id, title, used_ms from conversation order by used_ms desc, id desc")
         return [Conversation(*row) for row in rows]
 
     def begin(self, question: str) -> Conversation:
-        """A new conversation, called by its first question."""
+        """Create a conversation, with its first question as title."""
         words = " ".join(question.split())
         title = words if len(words) <= _TITLE_CHARS else words[: _TITLE_CHARS - 1] + "…"
         now_ms = self._now_ms()
@@ -89,13 +89,13 @@ class Conversations:
         return Conversation(done.lastrowid, title, now_ms)
 
     def messages(self, conversation: int) -> list[Message]:
-        """What was said, the first first."""
+        """Messages of a conversation, the oldest first."""
         query = "select id, role, content, at_ms, figures from message where conversation = ? order by id"
         rows = self._db.execute(query, (conversation,))
-        return [Message(key, role, content, at_ms, json.loads(told)) for key, role, content, at_ms, told in rows]
+        return [Message(key, role, content, at_ms, json.loads(figures)) for key, role, content, at_ms, figures in rows]
 
     def add(self, conversation: int, role: str, content: str, figures: dict[str, Any] | None = None) -> Message:
-        """One message more."""
+        """Append a message and mark the conversation as just used."""
         now_ms = self._now_ms()
         with self._db:
             done = self._db.execute(
@@ -107,27 +107,22 @@ class Conversations:
         return Message(done.lastrowid, role, content, now_ms, figures or {})
 
     def cut(self, conversation: int, message: int) -> None:
-        """Forget a message and all that came after it."""
+        """Delete a message and all messages after it."""
         with self._db:
             self._db.execute("delete from message where conversation = ? and id >= ?", (conversation, message))
 
-    def rename(self, conversation: int, title: str) -> None:
-        """Give it another title."""
-        with self._db:
-            self._db.execute("update conversation set title = ? where id = ?", (title[:_TITLE_CHARS], conversation))
-
     def delete(self, conversation: int) -> None:
-        """Forget it."""
+        """Delete a conversation with its messages."""
         with self._db:
             self._db.execute("delete from conversation where id = ?", (conversation,))
 
     def choice(self, name: str) -> Any:
-        """What the person chose last, or None."""
+        """The value last given to `choose` under this name, or None."""
         row = self._db.execute("select value from choice where name = ?", (name,)).fetchone()
         return None if row is None else json.loads(row[0])
 
     def choose(self, name: str, value: Any) -> None:
-        """Remember a choice."""
+        """Remember a value that JSON can hold under a name."""
         with self._db:
             self._db.execute("insert or replace into choice (name, value) values (?, ?)", (name, json.dumps(value)))
 
@@ -135,14 +130,14 @@ class Conversations:
 def _open(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # before SQLite would make it readable for all
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite would create it readable by everybody
     connection = sqlite3.connect(":memory:" if path is None else path)
     connection.execute("pragma foreign_keys = on")
     return connection
 
 
 def as_markdown(title: str, messages: list[Message]) -> str:
-    """A conversation as a document."""
+    """A conversation as a Markdown document."""
     parts = [f"# {title}"]
     for message in messages:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(message.at_ms / 1000))
@@ -152,7 +147,7 @@ def as_markdown(title: str, messages: list[Message]) -> str:
 
 
 def export_to(folder: Path, title: str, messages: list[Message]) -> Path:
-    """Write a conversation to a new Markdown file, readable by the person alone; nothing is written over."""
+    """Write a conversation to a new Markdown file that only its owner can read; never overwrite a file."""
     name = "".join(c if c.isalnum() else "-" for c in title.lower())[:40].strip("-") or "chat"
     for number in count(1):
         path = folder / (f"{name}.md" if number == 1 else f"{name}-{number}.md")
@@ -163,4 +158,4 @@ def export_to(folder: Path, title: str, messages: list[Message]) -> Path:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(as_markdown(title, messages))
         return path
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable: the loop is endless")

@@ -1,4 +1,4 @@
-"""Stretches of blocks that the same peers host, computed from a snapshot."""
+"""Holders and throughput of each block, and the weakest stretch of the model, computed from a snapshot."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from app.snapshot.views import PeerView, Snapshot
 
 @dataclass(frozen=True)
 class Stretch:
-    """Neighbouring blocks that are equally well held."""
+    """Neighbouring blocks with the same number of holders."""
 
     start: int
     stop: int
     holders: int
     tokens_per_s: float | None
-    names: tuple[str, ...] = ()  # of a few holders
+    names: tuple[str, ...] = ()  # of the holders, if there are at most 3
 
     @property
     def label(self) -> str:
-        """As people write it."""
+        """The stretch as `start:stop`."""
         return f"{self.start}:{self.stop}"
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Each block's holders and their tokens a second together, where they have told them."""
+    """Holders of each block and the sum of the tokens per second that these report."""
 
     holders: tuple[int, ...]
     tokens_per_s: tuple[float, ...]
@@ -37,12 +37,12 @@ class Coverage:
 
     @property
     def held(self) -> int:
-        """How many blocks have a holder."""
+        """Number of blocks that have at least one holder."""
         return sum(1 for number in self.holders if number)
 
 
 def coverage_of(snapshot: Snapshot | None) -> Coverage | None:
-    """The coverage as this node knows it; None before the model is known."""
+    """Coverage as this node sees it; None while the model's number of blocks is unknown."""
     if snapshot is None or not snapshot.blocks_total:
         return None
     total = snapshot.blocks_total
@@ -62,7 +62,7 @@ def coverage_of(snapshot: Snapshot | None) -> Coverage | None:
 
 
 def holders_in(snapshot: Snapshot) -> list[PeerView]:
-    """The members that serve blocks now, this node among them as `you`."""
+    """Members that serve blocks now, including this node under the name `you`."""
     known = [p for p in snapshot.peers if p.state == "serving" and p.start is not None and p.stop is not None]
     if snapshot.state == "serving" and snapshot.start is not None and snapshot.stop is not None:
         own = PeerView(snapshot.peer_id, "you", snapshot.start, snapshot.stop, tokens_per_s=snapshot.tokens_per_s)
@@ -71,7 +71,7 @@ def holders_in(snapshot: Snapshot) -> list[PeerView]:
 
 
 def _bounds(peer: PeerView, total: int) -> tuple[int, int]:
-    """A peer's span within the model, whatever it claims."""
+    """A peer's span clipped to the model, since a peer may claim anything."""
     start = max(0, min(total, peer.start or 0))
     return start, max(start, min(total, peer.stop or 0))
 
@@ -86,7 +86,7 @@ def _stretches(holders: tuple[int, ...], speeds: tuple[float, ...]) -> list[Stre
 
 
 def _weakest(holders: tuple[int, ...], speeds: tuple[float, ...], serving: list[PeerView]) -> Stretch | None:
-    """The stretch that needs help most: fewest holders, then slowest; None where all blocks are held alike."""
+    """The stretch with the fewest holders, the slowest on a tie; None if all blocks have the same number, above 1."""
     stretches = _stretches(holders, speeds)
     worst = min(stretches, key=lambda s: (s.holders, s.tokens_per_s or 0.0))
     if len(stretches) == 1 and worst.holders > 1:

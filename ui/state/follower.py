@@ -1,6 +1,6 @@
-"""The line to the node: a thread that follows its events, and finds it again after it was away.
+"""The connection to the node: a thread that follows its event stream and reconnects after it was lost.
 
-How a node is reached, and started where none runs, is for whoever starts the dashboard; they give a `NodeConnector`.
+How a node is reached, or started if none runs, is decided by a `NodeConnector` from outside (`app.cli.dashboard`).
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from ui.state.store import ConnectionState
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
-NOT_OURS = "what answers there is not a node of this version"
-COMING_UP_S = 0.15  # between two looks for a node that was started just now
+NOT_OURS = "the program that answers there is not a Shoal node of this version"
+COMING_UP_S = 0.15  # between two attempts to reach a node that was just started
 
 
 class NodeConnector(Protocol):
-    """The way to one node."""
+    """Reaches one node, and can start it if it belongs on this machine."""
 
     def client(self) -> Client:
-        """The node's client; raises `NotRunning` where it cannot be reached."""
+        """Return the node's client; raises `NotRunning` if the node cannot be reached."""
 
     def coming_up(self) -> bool:
-        """Whether a node was started that is not reachable yet."""
+        """True if a node was started but is not reachable yet."""
 
     def ended(self) -> str | None:
-        """How the node that was started here came to its end, where it did."""
+        """Reason why the node that was started here has ended; None if it runs or was not started here."""
 
     def start(self) -> None:
-        """Start a node where none runs; nothing for a node elsewhere."""
+        """Start a node if none runs; do nothing for a node elsewhere."""
 
 
 @dataclass(frozen=True)
 class EventNote:
-    """A note of the node as it came."""
+    """One event of the node, as decoded JSON."""
 
     data: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RawSnapshot:
-    """A snapshot as it came; read only when somebody looks, for several may come between two looks."""
+    """A snapshot that is not parsed yet: several may arrive between two repaints, and only the last is needed."""
 
     text: str  # JSON
 
@@ -55,7 +55,7 @@ Heard = ConnectionState | RawSnapshot | EventNote
 
 
 class Follower:
-    """Follows one node until closed, in a thread of its own."""
+    """Follows one node in its own thread until closed; everything received goes to `tell`, in that thread."""
 
     def __init__(
         self, door: NodeConnector, tell: Callable[[Heard], None], now: Callable[[], float] = time.monotonic
@@ -66,17 +66,17 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """End; the thread is gone soon after."""
+        """Ask the thread to end and break its connection; does not wait for it."""
         self._closed.set()
         self._hurry.set()
         self._hangup.hang_up()
 
     def hurry(self) -> None:
-        """Do not wait any longer before the next try."""
+        """Retry now instead of after the current wait."""
         self._hurry.set()
 
     def _run(self) -> None:
@@ -98,7 +98,7 @@ class Follower:
             if self._closed.is_set():
                 return
             if self._door.coming_up():
-                self._tell(ConnectionState("starting", "the node is coming up: its program is being loaded"))
+                self._tell(ConnectionState("starting", "the node is starting: its program is being loaded"))
                 self._pause(COMING_UP_S)
                 continue
             self._tell(ConnectionState(link.kind, link.text, self._now() + wait_s))
@@ -116,18 +116,18 @@ class Follower:
         self._hurry.clear()
 
     def _follow(self) -> bool:
-        """Tell every event until the line breaks; returns whether there was any."""
+        """Pass on every event until the connection breaks; True if there was at least one."""
         client = self._door.client()
         self._hangup = Hangup()
-        heard = False
+        received = False
         for event in client.events(hangup=self._hangup):
             if self._closed.is_set():
-                return heard
-            if not heard:
+                return received
+            if not received:
                 self._tell(ConnectionState("live", url=client.url))
-                heard = True
+                received = True
             if event.name == "snapshot":
                 self._tell(RawSnapshot(event.text))
             elif event.name == "note":
                 self._tell(EventNote(event.data))
-        return heard
+        return received

@@ -1,4 +1,4 @@
-"""One reply on its way: a thread that reads it, and what can be said of it meanwhile."""
+"""A reply being received: its sampling settings, the thread that reads it, and its progress so far."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPEED_WINDOW_S = 2.0
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Sampling settings of a request, with the system prompt."""
 
     temperature: float = 0.7
     top_p: float = 0.95
@@ -33,14 +33,14 @@ class Sampling:
 
     @classmethod
     def chosen(cls, kept: Any) -> Sampling:
-        """What the person chose last, as far as it is known today."""
+        """The settings that were saved last; names that this version does not know are ignored."""
         known = {field.name for field in fields(cls)}
         return (
             cls(**{name: value for name, value in kept.items() if name in known}) if isinstance(kept, dict) else cls()
         )
 
     def request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """As `/api/chat` takes it; without a seed, one of the moment."""
+        """Body of an `/api/chat` request; without a seed, the clock gives one."""
         values = asdict(self)
         system = values.pop("system")
         values["seed"] = (time.time_ns() if self.seed is None else self.seed) % 2**63
@@ -50,17 +50,17 @@ class Sampling:
 
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 100, "0 always takes the likeliest token; 0.7 is usual"),
-    "top_p": (0.01, 1, "only the likeliest tokens that together have this share"),
-    "top_k": (0, 10**6, "only so many of the likeliest tokens; 0: all"),
-    "min_p": (0, 1, "only tokens with this share of the likeliest one's"),
-    "repetition_penalty": (0.01, 10, "above 1 repeats itself less"),
+    "top_p": (0.01, 1, "only the likeliest tokens that together have this probability"),
+    "top_k": (0, 10**6, "only this many of the likeliest tokens; 0: all"),
+    "min_p": (0, 1, "only tokens with at least this share of the likeliest one's probability"),
+    "repetition_penalty": (0.01, 10, "above 1: fewer repetitions"),
     "max_tokens": (1, 10**6, "the longest reply"),
     "seed": (0, 2**63, "the same seed gives the same reply; empty: random"),
 }
 
 
 def sampling_value(name: str, text: str) -> float | int | str | None:
-    """What a person typed for one of the settings; raises ValueError that says what would be right."""
+    """Parse a typed sampling setting; raises `ValueError` with a text for the user."""
     text = text.strip()
     if name == "system":
         return text
@@ -71,15 +71,15 @@ def sampling_value(name: str, text: str) -> float | int | str | None:
     try:
         value: float | int = int(text) if whole else float(text)
     except ValueError:
-        raise ValueError(f"{name} is a {'whole ' if whole else ''}number") from None
+        raise ValueError(f"{name} must be a {'whole ' if whole else ''}number") from None
     if not low <= value <= high:
-        raise ValueError(f"{name} is from {low:g} to {high:g}")
+        raise ValueError(f"{name} must be from {low:g} to {high:g}")
     return value
 
 
 @dataclass
 class ReplyProgress:
-    """How a reply goes."""
+    """Progress of a reply: tokens so far and when they arrived."""
 
     began_at: float
     tokens: int = 0
@@ -87,7 +87,7 @@ class ReplyProgress:
     speeds: deque[float | None] = field(default_factory=lambda: deque(maxlen=24))
 
     def take(self, piece: dict[str, Any], now: float) -> str:
-        """What a piece of the reply adds to its text."""
+        """Count a piece of the reply and return the text that it adds, without control characters."""
         if "text" not in piece:
             return ""
         self.tokens += 1
@@ -95,7 +95,7 @@ class ReplyProgress:
         return without_controls(str(piece["text"]))
 
     def speed(self, now: float) -> float | None:
-        """Tokens a second of late; None before there were two."""
+        """Tokens per second over the last 2 seconds; None before the second token."""
         fresh = [at for at in self.arrivals if now - at <= _SPEED_WINDOW_S]
         if len(self.arrivals) < 2:
             return None
@@ -103,7 +103,7 @@ class ReplyProgress:
 
 
 class ReplyThread:
-    """Reads one reply; what comes is told by a callback, from the thread."""
+    """Reads one reply in its own thread; every piece goes to `tell`, in that thread."""
 
     def __init__(self, client_of: Callable[[], Client], request: dict[str, Any], tell: Callable[[Any], None]) -> None:
         self._client_of, self._request, self._tell = client_of, request, tell
@@ -111,17 +111,12 @@ class ReplyThread:
         self._thread = threading.Thread(target=self._run, name="reply", daemon=True)
 
     def start(self) -> None:
-        """Ask."""
+        """Send the request."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Hang up; the node frees the session at once."""
+        """Break the connection; the node then frees the session at once."""
         self._hangup.hang_up()
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether the person hung up."""
-        return self._hangup.is_over
 
     def _run(self) -> None:
         try:
@@ -137,7 +132,7 @@ class ReplyThread:
 
 
 class ReplyPiece(Message):
-    """Something of the reply has come."""
+    """A piece of the reply has arrived: text, route, figures at the end, or an error."""
 
     def __init__(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
         super().__init__()

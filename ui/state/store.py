@@ -1,7 +1,7 @@
-"""What the dashboard knows: the node's last word, what happened, and how its figures ran.
+"""The dashboard's knowledge of its node: connection, latest snapshot, events, log rows, and samples for the plots.
 
-While the node is away nothing of its last snapshot is given out: what was true then need not be true now. What
-happened stays, for it has its times.
+While the node is unreachable the snapshot is None: its figures may no longer be true. Events and log rows stay, since
+each has its time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from app.snapshot.views import PeerView, Snapshot
 from ui.state.coverage import Coverage, coverage_of
 
-KEPT_SAMPLES = 600  # one a second
+KEPT_SAMPLES = 600  # ten minutes at one a second
 KEPT_NOTES = 1000
 KEPT_ROWS = 5000
 GLOW_S = 10.0
@@ -26,17 +26,17 @@ LinkKind = Literal["starting", "connecting", "live", "away", "refused"]
 
 @dataclass(frozen=True)
 class ConnectionState:
-    """How the line to the node stands."""
+    """State of the connection to the node, with the reason if it is not live."""
 
     kind: LinkKind
     text: str = ""
-    retry_at: float = 0.0  # of the store's clock
+    retry_at: float = 0.0  # on the store's clock
     url: str = ""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened in the node."""
+    """One event of the node, numbered from 1 in each run of it."""
 
     number: int
     at_ms: int
@@ -56,7 +56,7 @@ class LogRow:
 
 @dataclass(frozen=True)
 class PeerChange:
-    """What became of a peer of late: new, moved or gone, and when."""
+    """A recent change of a peer, shown highlighted for `GLOW_S`: it is new, has moved to another span, or has gone."""
 
     kind: Literal["new", "moved", "gone"]
     at: float
@@ -64,7 +64,7 @@ class PeerChange:
 
 
 class Store:
-    """The dashboard's only state of the node; events go in, panels read."""
+    """The only state about the node in the dashboard; messages write it, panels read it."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -80,41 +80,41 @@ class Store:
         self.logs_seen = 0
         self.version = 0
         self._seen_notes: deque[tuple[int, int]] = deque(maxlen=KEPT_NOTES)
-        self._covered: tuple[Snapshot | None, Coverage | None] = (None, None)
+        self._coverage_cache: tuple[Snapshot | None, Coverage | None] = (None, None)
         self._peers: dict[str, PeerView] | None = None
         self._swarm: tuple[str, str | None] | None = None
 
-    # --- what comes in -----------------------------------------------------------------------------------------------
+    # --- writing -----------------------------------------------------------------------------------------------------
 
     def connected(self, link: ConnectionState) -> None:
-        """The line to the node stands otherwise than before."""
+        """Record a change of the connection; forgets the snapshot unless it is live."""
         self.link = link
         if link.kind != "live":
             self.snapshot = None
         self.version += 1
 
     def take(self, snapshot: Snapshot) -> None:
-        """The node's state at this moment."""
-        self._follow_peers(snapshot)
+        """Replace the snapshot and record which peers are new, moved or gone."""
+        self._record_peer_changes(snapshot)
         self.snapshot = snapshot
         self.version += 1
 
     def note(self, data: Mapping[str, Any]) -> None:
-        """One thing that happened; a reconnected stream tells again what was told."""
-        happening = Event(int(data["number"]), int(data["at_ms"]), str(data["kind"]), str(data["text"]))
-        key = (happening.at_ms, happening.number)
+        """Add an event, once: a reconnected stream repeats earlier ones."""
+        event = Event(int(data["number"]), int(data["at_ms"]), str(data["kind"]), str(data["text"]))
+        key = (event.at_ms, event.number)  # both: another run of the node counts from 1 again
         if key not in self._seen_notes:
             self._seen_notes.append(key)
-            self.notes.append(happening)
+            self.notes.append(event)
             self.version += 1
 
     def log(self, row: LogRow) -> None:
-        """One more row of the log."""
+        """Add a row to the log."""
         self.logs.append(row)
         self.logs_seen += 1
 
     def sample(self) -> None:
-        """Once a second: the figures that are plotted; a gap while they are not known."""
+        """Add one sample to each plot, called once a second; None while the figures are unknown."""
         known = self.snapshot
         self.served.append(None if known is None else known.flow.served_tokens_per_s)
         self.up.append(None if known is None else known.flow.up_bytes_per_s)
@@ -125,10 +125,10 @@ class Store:
             self.speeds[key].append(value)
         self.version += 1
 
-    # --- what is read ------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     def peer_name(self, peer: str) -> str:
-        """What a peer calls itself, or the end of its id; this node is `you`."""
+        """A peer's name, or the end of its id if it has none; this node is `you`."""
         known = self.snapshot
         if known is not None and peer == known.peer_id:
             return "you"
@@ -136,18 +136,18 @@ class Store:
         return (found.name if found is not None else "") or peer[-6:]
 
     def cover(self) -> Coverage | None:
-        """The coverage of what is known now; worked out once for each snapshot."""
-        if self._covered[0] is not self.snapshot:
-            self._covered = (self.snapshot, coverage_of(self.snapshot))
-        return self._covered[1]
+        """Coverage of the current snapshot, computed once per snapshot."""
+        if self._coverage_cache[0] is not self.snapshot:
+            self._coverage_cache = (self.snapshot, coverage_of(self.snapshot))
+        return self._coverage_cache[1]
 
     def glowing(self) -> dict[str, PeerChange]:
-        """The peers whose change is fresh enough to be shown."""
+        """Peers that changed less than `GLOW_S` ago, by peer id; drops older changes."""
         at = self.now()
         self.changes = {peer: change for peer, change in self.changes.items() if at - change.at < GLOW_S}
         return self.changes
 
-    def _follow_peers(self, snapshot: Snapshot) -> None:
+    def _record_peer_changes(self, snapshot: Snapshot) -> None:
         before, self._peers = self._peers, {peer.peer: peer for peer in snapshot.peers}
         swarm, self._swarm = self._swarm, (snapshot.swarm or "", snapshot.manifest)
         if before is None or swarm != self._swarm:

@@ -1,4 +1,4 @@
-"""Where questions are typed, and the line above it that tells how the reply goes."""
+"""The input of the chat, and the line above it that shows the progress of the reply."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ui.widgets.panel import RowWidget
 
 
 class AskBox(TextArea):
-    """Where questions are typed: enter sends, ctrl+j is a new line."""
+    """The input for questions: enter sends, ctrl+j starts a new line."""
 
     class Asked(TextualMessage):
-        """A question is complete."""
+        """The user has sent a question."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -39,17 +39,17 @@ class AskBox(TextArea):
         await super()._on_key(event)
 
     def action_newline(self) -> None:
-        """A new line within the question."""
+        """Start a new line within the question."""
         self.insert("\n")
 
 
 class LiveLine(RowWidget):
-    """How the reply goes that is being written."""
+    """Progress of the reply being received."""
 
     progress: ReplyProgress | None = None
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line while a reply comes, else nothing."""
+        """One line while a reply is received, else none."""
         if self.progress is None:
             return []
         now = self.store.now()

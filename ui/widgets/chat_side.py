@@ -1,4 +1,4 @@
-"""Beside the chat: the conversations, the sampling settings, and the windows to change them."""
+"""The side column of the chat (conversations, sampling settings), and the dialogs that choose and change them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ui.widgets.panel import Panel
 
 
 class ConversationList(Panel):
-    """The conversations, the latest first."""
+    """The conversations, the most recently used first."""
 
     HELP = "Kept in the home folder, readable by you alone. Enter opens one, delete forgets it."
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -37,14 +37,14 @@ class ConversationList(Panel):
     ]
 
     class Chosen(Message):
-        """One is to be opened."""
+        """The user wants to open a conversation."""
 
         def __init__(self, conversation: int) -> None:
             super().__init__()
             self.conversation = conversation
 
     class Deleted(Chosen):
-        """One is to be forgotten."""
+        """The user has confirmed that a conversation is to be deleted."""
 
     def __init__(self, store: Store, *, id: str) -> None:
         super().__init__(store, id=id)
@@ -53,11 +53,11 @@ class ConversationList(Panel):
         self._cursor = 0
 
     def title(self) -> Row:
-        """How many."""
+        """The number of conversations."""
         return row("conversations  ", (str(len(self.conversations)), "b"))
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """Title and time; the open one is marked."""
+        """Title and time of each conversation, the open one marked; the last row names the keys."""
         first = max(0, min(self._cursor - height + 2, len(self.conversations) - height + 1))
         rows: list[Row] = []
         for index, kept in enumerate(self.conversations[first : first + height - 1], first):
@@ -70,11 +70,11 @@ class ConversationList(Panel):
         return [*rows, row(("^n new · ^x export", "dim"))] if height > 2 else rows
 
     def on_focus(self) -> None:
-        """The cursor shows."""
+        """Show the cursor."""
         self.show()
 
     def on_blur(self) -> None:
-        """The cursor goes."""
+        """Hide the cursor."""
         self.show()
 
     def action_move(self, rows: int) -> None:
@@ -83,12 +83,12 @@ class ConversationList(Panel):
         self.show()
 
     def action_open(self) -> None:
-        """Open what is under the cursor."""
+        """Open the conversation under the cursor."""
         if self.conversations:
             self.post_message(self.Chosen(self.conversations[self._cursor].id))
 
     def action_forget(self) -> None:
-        """Forget what is under the cursor, once the person is sure."""
+        """Delete the conversation under the cursor, after confirmation."""
         if not self.conversations:
             return
         kept = self.conversations[self._cursor]
@@ -101,7 +101,7 @@ class ConversationList(Panel):
         self.app.push_screen(Question(f"Forget the conversation “{one_line(kept.title)}”?", "Forget it"), answered)
 
     def on_click(self, event: events.Click) -> None:
-        """A click opens."""
+        """Open the clicked conversation."""
         offset = event.get_content_offset(self)
         if offset is not None and offset.y < len(self.conversations):
             self._cursor = offset.y
@@ -109,17 +109,17 @@ class ConversationList(Panel):
 
 
 class SamplingPanel(Panel):
-    """How tokens are chosen."""
+    """The sampling settings, the model, and a reminder that hops can read the chat."""
 
-    HELP = "Change these with ^s. Hops of the route can read the chat: use a private swarm for private words."
+    HELP = "Change these with ^s. Hops of the route can read the chat: use a private swarm for private chats."
     sampling = Sampling()
 
     def title(self) -> Row:
-        """Plain."""
+        """A fixed title."""
         return row("sampling")
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The settings in short."""
+        """The most used settings, and the API's address."""
         s = self.sampling
         known = self.store.snapshot
         facts = [
@@ -137,7 +137,7 @@ class SamplingPanel(Panel):
 
 
 class ConversationPicker(Dialog[int | None]):
-    """The conversations in a window."""
+    """Dialog that lists the conversations; returns the id of the chosen one, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
 
@@ -146,23 +146,23 @@ class ConversationPicker(Dialog[int | None]):
         self._conversations = conversations
 
     def compose(self) -> ComposeResult:
-        """One line each."""
+        """One option for each conversation."""
         with Vertical(classes="dialog") as box:
             box.border_title = "conversations"
             options = [Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in self._conversations]
             yield OptionList(*options) if options else Static("None yet.")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open it."""
+        """Close with the chosen conversation."""
         self.close(int(event.option_id or 0))
 
     def action_cancel(self) -> None:
-        """None."""
+        """Close without a choice."""
         self.close(None)
 
 
 class SamplingForm(Dialog[Sampling | None]):
-    """Every sampling setting with its help; what makes no sense is said at once."""
+    """Form with every sampling setting and its help; an invalid value is reported and keeps the form open."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "cancel", "back"),
@@ -174,18 +174,18 @@ class SamplingForm(Dialog[Sampling | None]):
         self._sampling = sampling
 
     def compose(self) -> ComposeResult:
-        """A field for each."""
+        """A field for each setting."""
         with VerticalScroll(classes="dialog", id="sampling-form") as box:
             box.border_title = "sampling"
             for name, value in asdict(self._sampling).items():
-                about = BOUNDS[name][2] if name in BOUNDS else "said to the model before everything else"
+                about = BOUNDS[name][2] if name in BOUNDS else "system prompt, sent to the model before everything else"
                 yield Static(Content.assemble((name.replace("_", " "), "bold"), (f"  {about}", "$dim")))
                 yield Input("" if value is None else str(value), id=f"field-{name}", compact=True)
             yield Static("", id="wrong")
             yield Static(Content.assemble(("⏎", "bold $mine"), " save   ", ("esc", "bold $mine"), " back"))
 
     def action_save(self) -> None:
-        """Take what was typed, where it makes sense."""
+        """Close with the typed settings, if all are valid."""
         values = {}
         for name in asdict(self._sampling):
             field = self.query_one(f"#field-{name}", Input)
@@ -198,5 +198,5 @@ class SamplingForm(Dialog[Sampling | None]):
         self.close(Sampling(**values))  # type: ignore[arg-type]
 
     def action_cancel(self) -> None:
-        """As it was."""
+        """Close without a change."""
         self.close(None)

@@ -1,4 +1,4 @@
-"""Small windows over a screen: a question, a line to type, facts, help, and the letters of jump mode."""
+"""General dialogs: a question, a text to type, facts, help, and the letters of jump mode."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from textual.widgets import Input, Label, Static
 from app.core.terminal_text import one_line
 
 JUMP_KEYS = "asdfghjkl"
-_DIALOG, _DIALOG_FRAME = 76, 8  # how wide a window is, and what its frame and its scrollbar take of that
+_DIALOG, _DIALOG_FRAME = 76, 8  # width of a dialog, and the part of it that frame, padding and scrollbar take
 Result = TypeVar("Result")
 
 
 def plain(text: str) -> Content:
-    """Text that is never read as markup."""
+    """Text that is never parsed as markup."""
     return Content(text)
 
 
 class Dialog(ModalScreen[Result]):
-    """A window that closes once, however quickly keys follow each other."""
+    """A modal screen that closes only once, even if a second key arrives before it is gone."""
 
     _is_closing = False
 
     def close(self, result: Result | None = None) -> None:
-        """Go, with the result."""
+        """Close with this result; a second call does nothing."""
         if not self._is_closing:
             self._is_closing = True
             self.dismiss(result)
 
 
 class Question(Dialog[bool]):
-    """Whether the person is sure."""
+    """Asks for confirmation; returns True for yes."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter,y", "answer(True)", "yes"),
@@ -64,7 +64,7 @@ class Question(Dialog[bool]):
 
 
 class TextDialog(Dialog[str | None]):
-    """One line to type."""
+    """Asks for one line of text; returns it without surrounding spaces, or None if cancelled."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
 
@@ -73,26 +73,26 @@ class TextDialog(Dialog[str | None]):
         self._words, self._value, self._hint = words, value, hint
 
     def compose(self) -> ComposeResult:
-        """What is wanted, and where to type it."""
+        """The prompt, the input and its keys."""
         with Vertical(classes="dialog"):
             yield Static(plain(self._words))
             yield Input(self._value, placeholder=self._hint, id="line")
-            yield Static(Content.assemble(("⏎", "bold $mine"), " go on   ", ("esc", "bold $mine"), " back"))
+            yield Static(Content.assemble(("⏎", "bold $mine"), " continue   ", ("esc", "bold $mine"), " back"))
 
     @on(Input.Submitted)
     def submitted(self, event: Input.Submitted) -> None:
-        """What was typed."""
+        """Close with the typed text, unless it is empty."""
         event.stop()
         if event.value.strip():
             self.close(event.value.strip())
 
     def action_cancel(self) -> None:
-        """Nothing."""
+        """Close without a text."""
         self.close(None)
 
 
 class Facts(Dialog[None]):
-    """Facts with their names."""
+    """A list of names and values; `copied` is what the copy key puts into the clipboard."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,enter", "close", "close"),
@@ -104,7 +104,7 @@ class Facts(Dialog[None]):
         self._title, self._facts, self._copied = title, facts, copied
 
     def compose(self) -> ComposeResult:
-        """One row for each fact."""
+        """One row for each fact, long values wrapped under themselves."""
         room = max((len(name) for name, _ in self._facts), default=0) + 2
         width = max(20, min(_DIALOG, self.app.size.width - 4) - _DIALOG_FRAME - room)
         with VerticalScroll(classes="dialog") as box:
@@ -114,21 +114,21 @@ class Facts(Dialog[None]):
                 yield Static(Content.assemble((name.ljust(room), "$dim"), lines))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Copying needs something to copy."""
+        """True unless the key would copy and there is nothing to copy."""
         return bool(self._copied) if action == "copy" else True
 
     def action_copy(self) -> None:
-        """Into the clipboard of the terminal."""
+        """Copy to the terminal's clipboard."""
         self.app.copy_to_clipboard(self._copied)
         self.notify("copied", timeout=2)
 
     def action_close(self) -> None:
-        """Back."""
+        """Close the dialog."""
         self.close()
 
 
 class Help(Dialog[None]):
-    """What the focused panel shows, then the keys that work now."""
+    """Help: about the focused panel and the screen, then the keys that work now."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,question_mark,q", "close", "close")]
 
@@ -137,7 +137,7 @@ class Help(Dialog[None]):
         self._panel, self._about, self._keys = panel, about, keys
 
     def compose(self) -> ComposeResult:
-        """This panel first."""
+        """Name of the panel, text, then a row for each key."""
         with VerticalScroll(classes="dialog") as box:
             box.border_title = "help"
             if self._panel:
@@ -148,12 +148,12 @@ class Help(Dialog[None]):
                 yield Static(Content.assemble((key.rjust(8), "bold $mine"), f"  {words}"))
 
     def action_close(self) -> None:
-        """Back."""
+        """Close the dialog."""
         self.close()
 
 
 class Jump(Dialog[Widget | None]):
-    """Letters over the panels: one key goes there."""
+    """Jump mode: shows a letter over each panel and returns the panel whose letter is pressed."""
 
     def __init__(self, panels: Sequence[Widget]) -> None:
         super().__init__()
@@ -167,6 +167,6 @@ class Jump(Dialog[Widget | None]):
             yield label
 
     def on_key(self, event: Key) -> None:
-        """Any other key only closes."""
+        """Close with the panel of the pressed letter; any other key closes with None."""
         event.stop()
         self.close(self._panels.get(event.key))

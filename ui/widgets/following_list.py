@@ -1,4 +1,7 @@
-"""Lists that follow: the newest row at the end until a person scrolls up, then "+N new" until they come back."""
+"""Lists that follow their end: the newest row stays in view until the user scrolls up.
+
+While the list does not follow, its lower title counts the new rows.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class FollowingList(ScrollView, can_focus=True):
         return []
 
     def key(self) -> object:
-        """What the rows depend on: they are made anew when it changes."""
+        """A value that the rows depend on: the list calls `lines` again when it changes."""
         return None
 
     def title(self) -> Row:
@@ -40,12 +43,12 @@ class FollowingList(ScrollView, can_focus=True):
         return []
 
     def subtitle(self) -> Row:
-        """The lower title: what came while nobody followed."""
+        """The lower title: the number of rows added since the list stopped following."""
         fresh = len(self._lines) - self._seen
         return row(("+", "b mine"), (f"{fresh} new · end follows", "mine")) if not self.following and fresh > 0 else []
 
     def show(self) -> None:
-        """Look at the store again."""
+        """Redraw from the store; if following, scroll to the end."""
         key = self.key()
         if key != self._key:
             self._key = key
@@ -62,7 +65,7 @@ class FollowingList(ScrollView, can_focus=True):
             self.border_subtitle = title_of(self.app.theme, self.subtitle())
 
     def on_mount(self) -> None:
-        """Repaint with a new theme."""
+        """Redraw whenever the theme changes."""
         self.watch(self.app, "theme", self._repaint, init=False)
 
     def _repaint(self) -> None:
@@ -70,38 +73,38 @@ class FollowingList(ScrollView, can_focus=True):
         self.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Scrolling up stops following, the end takes it up again."""
+        """Stop following when scrolled up, follow again at the end."""
         super().watch_scroll_y(old_value, new_value)
         self.following = round(new_value) >= round(self.max_scroll_y)
         if self.following:
             self._seen = len(self._lines)
 
     def on_resize(self) -> None:
-        """The end stays in view."""
+        """Keep the end in view."""
         self.show()
 
     def render_line(self, y: int) -> Strip:
-        """One painted line."""
+        """Paint one row."""
         index = y + round(self.scroll_y)
         line = self._lines[index] if 0 <= index < len(self._lines) else []
         return strip_of(self.app.theme, line, self.size.width, self.rich_style)
 
 
 class EventsPanel(FollowingList):
-    """What happened, in sentences."""
+    """Events of the node."""
 
     HELP = "What the node noticed and did, the newest last. Scroll up to stop following."
 
     def lines(self) -> list[Row]:
-        """One row for each thing that happened."""
+        """One row for each event."""
         if not self.store.notes:
             return [row(("Nothing yet.", "dim"))]
         return [happening_row(note, self.store.peer_name) for note in self.store.notes]
 
     def key(self) -> object:
-        """The newest note."""
+        """The newest event."""
         return self.store.notes[-1] if self.store.notes else None
 
     def title(self) -> Row:
-        """Plain."""
+        """A fixed title."""
         return row("what happened")

@@ -1,6 +1,6 @@
-"""The last line: the keys that work now, as many as the window holds.
+"""The footer: the keys that work now, as many as fit.
 
-One painted line instead of a widget for each key: a footer of widgets costs more than all the rest of a screen.
+It is one painted line, because Textual's footer of one widget per key costs more than the rest of a screen.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ui.draw.rows import Row, row, spread, width_of
 from ui.state.store import Store
 from ui.widgets.panel import RowWidget
 
-# Which keys give way first where there is no room for all: `?` tells of them still.
-_LATE = ("theme", "zoom", "jump", "why", "create", "sampling", "cap", "sort", "export", "invite", "list")
+# Keys that are left out first if not all fit, in this order; help (`?`) still lists them.
+_LEFT_OUT_FIRST = ("theme", "zoom", "jump", "why", "create", "sampling", "cap", "sort", "export", "invite", "list")
 
 
 class FooterKey(NamedTuple):
-    """One key of the line."""
+    """One key of the footer."""
 
-    key: str  # as it is sent
+    key: str  # Textual name
     shown: str
     words: str
 
 
 class FooterKeys(RowWidget):
-    """The keys that work now, and the palette at the right; a click presses one."""
+    """The keys that work now, and the palette at the right; a click presses a key."""
 
     def __init__(self, store: Store) -> None:
         super().__init__(store, id="keys")
@@ -36,7 +36,7 @@ class FooterKeys(RowWidget):
         self._palette: FooterKey | None = None
 
     def on_mount(self) -> None:
-        """Follow what works."""
+        """Update the line whenever the active bindings change."""
         super().on_mount()
         self.screen.bindings_updated_signal.subscribe(self, self._changed)
 
@@ -63,7 +63,7 @@ class FooterKeys(RowWidget):
         return [spread(left, right, width)]
 
     def on_click(self, event: Click) -> None:
-        """Press what was clicked."""
+        """Press the clicked key."""
         line, at = self._rows[0] if self._rows else [], 0
         pressed = ""
         known = {key.shown: key for key in (*self._keys, *([self._palette] if self._palette else []))}
@@ -77,10 +77,10 @@ class FooterKeys(RowWidget):
 
 
 def fitting(keys: Sequence[FooterKey], width: int) -> list[FooterKey]:
-    """As many keys as have room; those that are needed least are left out first."""
+    """The keys that fit into `width` cells; the least important ones are left out first."""
     kept = list(keys)
     while kept and sum(width_of([*_words(key), ("  ", "")]) for key in kept) - 2 > width:
-        late = next((word for word in _LATE if any(key.words == word for key in kept)), None)
+        late = next((word for word in _LEFT_OUT_FIRST if any(key.words == word for key in kept)), None)
         kept.remove(next((key for key in kept if key.words == late), kept[-1]))
     return kept
 

@@ -1,6 +1,6 @@
-"""A panel: a frame with a title that carries figures, and rows painted as strips.
+"""Base classes of the painted widgets: `RowWidget` paints rows, `Panel` adds a frame whose titles carry figures.
 
-Subclasses say what to draw for the size they have; they are painted anew only when that came out different.
+Subclasses return rows for their size; only lines that changed are repainted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ui.state.store import Store
 
 
 def strip_of(theme: str, line: Row, width: int, base: Style) -> Strip:
-    """A row as it is painted upon the style of its widget; made in one go, for every further step makes it anew."""
+    """Paint a row on top of the widget's style; the strip is complete, since each further operation would copy it."""
     fitted = fit(line, width)
     segments = [Segment(text, based_style(theme, words, base)) for text, words in fitted if text]
     room = width - width_of(fitted)
@@ -34,18 +34,18 @@ def strip_of(theme: str, line: Row, width: int, base: Style) -> Strip:
 
 @lru_cache(maxsize=4096)
 def based_style(theme: str, words: str, base: Style) -> Style:
-    """What words mean upon the style of a widget."""
+    """Style of the words on top of a widget's style; cached."""
     return base + style_of(theme, words)
 
 
 def changed_lines(before: Sequence[object], after: Sequence[object], width: int) -> list[Region]:
-    """The lines that came out different, as regions to paint anew."""
+    """Regions of the lines that differ."""
     pairs = zip_longest(before, after)
     return [Region(0, y, width, 1) for y, (old, new) in enumerate(pairs) if old != new]
 
 
 def title_of(theme: str, line: Row) -> Content:
-    """A row as the title of a frame: never read as markup, for it may hold what a peer wrote."""
+    """A row as the title of a frame; never parsed as markup, since it may contain a peer's text."""
     parts: list[str | Content | tuple[str, str]] = []
     for text, words in line:
         style = style_of(theme, words)
@@ -64,11 +64,11 @@ class RowWidget(Widget):
         self._drawn: object = None
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """What to paint in this much room."""
+        """The rows for this size."""
         return []
 
     def show(self) -> None:
-        """Look at the store again."""
+        """Redraw from the store; only changed lines are repainted."""
         width, height = self.size
         rows = self.rows(width, height) if width and height else []
         changed = changed_lines(self._rows, rows, width)
@@ -77,7 +77,7 @@ class RowWidget(Widget):
             self.refresh(*changed)
 
     def on_mount(self) -> None:
-        """Draw what is known already."""
+        """Redraw whenever the theme changes."""
         self.watch(self.app, "theme", self._repaint, init=False)
 
     def _repaint(self) -> None:
@@ -86,18 +86,18 @@ class RowWidget(Widget):
         self.refresh()
 
     def on_resize(self, event: Resize) -> None:
-        """Draw for the new size."""
+        """Redraw for the new size."""
         self.show()
 
     def render_line(self, y: int) -> Strip:
-        """One painted line."""
+        """Paint one row."""
         width = self.size.width
         line = self._rows[y] if y < len(self._rows) else []
         return strip_of(self.app.theme, line, width, self.rich_style)
 
 
 class Panel(RowWidget, can_focus=True):
-    """A framed, focusable widget whose titles carry figures."""
+    """A framed widget that can take the focus; its titles carry figures."""
 
     DEFAULT_CLASSES = "panel"
     HELP = ""
@@ -111,7 +111,7 @@ class Panel(RowWidget, can_focus=True):
         return []
 
     def show(self) -> None:
-        """Look at the store again: titles and rows."""
+        """Redraw titles and rows from the store."""
         titles = (self.title(), self.subtitle(), self.app.theme)
         if titles != self._drawn:
             self._drawn = titles

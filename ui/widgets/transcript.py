@@ -1,4 +1,4 @@
-"""What was said: questions, replies as Markdown while they stream, and a line about each."""
+"""The transcript of a conversation: questions, replies as Markdown while they arrive, and the figures of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from textual.widgets.markdown import MarkdownStream
 from ui.draw.reply import done_words, recovery_words
 from ui.state.conversations import Message
 
-_EMPTY = "Ask something. Your words go to the hops of the route, which can read them; only the ends run here."
+_EMPTY = "Ask something. Every hop of the route can read your words; only embedding, head and sampling run here."
 
 
 class Transcript(VerticalScroll, can_focus=True):
-    """The messages of one conversation; follows the end until a person scrolls up."""
+    """The messages of one conversation; follows the end until the user scrolls up."""
 
     DEFAULT_CLASSES = "panel"
     HELP = (
@@ -32,7 +32,7 @@ class Transcript(VerticalScroll, can_focus=True):
         self._reply: Markdown | None = None
 
     async def show_messages(self, messages: list[Message]) -> None:
-        """A whole conversation anew."""
+        """Replace the transcript by these messages."""
         await self._end_stream()
         await self.remove_children()
         parts = [part for message in messages for part in self._parts(message)]
@@ -40,7 +40,7 @@ class Transcript(VerticalScroll, can_focus=True):
         self._follow()
 
     async def ask(self, message: Message) -> None:
-        """A question, and room for its reply."""
+        """Append a question and an empty reply that `add` writes to."""
         if not self.query(".ask"):
             await self.remove_children()
         await self.mount_all(self._parts(message))
@@ -50,7 +50,7 @@ class Transcript(VerticalScroll, can_focus=True):
         self._follow()
 
     async def add(self, text: str) -> None:
-        """More of the reply."""
+        """Append text to the reply."""
         if self._stream is not None and text:
             at_end = self._is_at_end
             await self._stream.write(text)
@@ -58,7 +58,7 @@ class Transcript(VerticalScroll, can_focus=True):
                 self._follow()
 
     async def note(self, text: str, kind: str = "warning") -> None:
-        """Something about the reply while it comes."""
+        """Append a line about the reply; `kind` is its CSS class (warning, figures or error)."""
         if text:
             at_end = self._is_at_end
             await self.mount(Static(Content(text), classes=f"meta -{kind}"))
@@ -66,7 +66,7 @@ class Transcript(VerticalScroll, can_focus=True):
                 self._follow()
 
     async def finish(self, figures: dict[str, Any], error: str = "") -> None:
-        """The reply has ended."""
+        """End the reply and append its figures and its error."""
         await self._end_stream()
         for text, kind in (
             (recovery_words(figures), "warning"),
@@ -77,7 +77,7 @@ class Transcript(VerticalScroll, can_focus=True):
 
     @property
     def _is_at_end(self) -> bool:
-        """Whether the person follows: a scroll up stops that, the end takes it up again."""
+        """True if the end is in view, within 3 rows."""
         return self.max_scroll_y - self.scroll_y <= 3
 
     def _follow(self) -> None:

@@ -106,7 +106,7 @@ class AuditSwarm(SessionSwarm):
             book=TrustBook(clock=trio.current_time),
         )
         members = lambda: list(self.announcements.values())  # noqa: E731
-        asker = Asker(self.fabric.node("asker"), ends, InlineDevice(), members, outlook=outlook)
+        asker = Asker(self.fabric.node("asker"), ends, InlineDevice(), members, options=outlook)
         await self.nursery.start(asker.run)
         return asker
 

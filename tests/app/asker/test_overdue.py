@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from app.asker.recovery import HopLoss, HopProgress, overdue_s
+from app.asker.recovery import HopLoss, HopProgress
+from app.asker.route_session import overdue_s
 from app.core.span import Span
 from app.routing.route import Hop
 from app.session.wire import Frame, Kind

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from app.asker.asker import Asker, PromptTooLong
 from app.asker.reply import ReplyStats
-from app.asker.route_hops import SessionSettings
+from app.asker.route_session import SessionSettings
 from app.core.errors import AppError
 from app.routing.route import NoRoute
 from engine.local_model import load_local, local_options
@@ -162,7 +162,7 @@ async def test_a_full_cache_sends_the_session_elsewhere(autojump_clock: MockCloc
 async def test_full_caches_everywhere_are_named(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 4)) as swarm:
         await swarm.serve("small", HashRunner(4, 8, kv_tokens=30))
-        with pytest.raises(NoRoute, match=r"block 4 .*small \(no room for 52 tokens, 30 of 30 cache slots are free"):
+        with pytest.raises(NoRoute, match=r"block 4.*small \(no room for 52 tokens, 30 of 30 cache slots are free"):
             await ask(await swarm.asker(), PROMPT, 12)
         await no_leaks(swarm)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from app.cli import main
+from app.cli.chat import prompts
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT, write_folder
 
@@ -47,6 +49,19 @@ def test_a_conversation_by_pipe_remembers_what_was_said(
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n/quit\nnever read\n"))
     assert chat("--model", "tiny-random", "--temperature", "0", "--max-tokens", "4") == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+class Terminal(io.StringIO):
+    """An input that the program takes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prompts_work_without_readline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "readline", None)  # makes `import readline` raise, as on native Windows
+    monkeypatch.setattr("sys.stdin", Terminal("hello\nagain\n"))
+    assert list(prompts()) == ["hello", "again"]
 
 
 def _gguf(path: Path) -> Path:

@@ -57,11 +57,12 @@ def test_every_command_of_the_contract_is_there(name: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["statsu"], "did you mean status?"),
-        (["status", "--jsn"], "did you mean --json?"),
-        (["serve", "--log-level", "inf"], "did you mean info?"),
-        (["completion", "bsh"], "did you mean bash?"),
-        (["status", "surplus"], "'surplus' makes no sense here"),
+        (["statsu"], "unknown command 'statsu': did you mean status?"),
+        (["status", "--jsn"], "unknown option '--jsn': did you mean --json?"),
+        (["serve", "--log-level", "inf"], "unknown choice 'inf' for --log-level: did you mean info?"),
+        (["completion", "bsh"], "unknown choice 'bsh': did you mean bash?"),
+        (["config", "gte"], "unknown command 'gte': did you mean get?"),
+        (["status", "surplus"], "unexpected argument 'surplus'"),
         (["pause", "--for", "soon"], "write it like 90s, 30m, 2h"),
         (["create"], "required: NAME, --model"),
     ],

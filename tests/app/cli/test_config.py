@@ -42,7 +42,7 @@ def test_the_environment_goes_before_the_file(
 ) -> None:
     monkeypatch.setenv("SHOAL_NAME", "attic")
     assert shoal(tmp_path, "config", "set", "name", "cellar") == 0
-    assert "name = attic  (the file is changed, but the environment goes before it)" in capsys.readouterr().out
+    assert "name = attic  (the file is changed, but the environment overrides it)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_environment_goes_before_the_file(
         (["set", "api_port", "70000"], 1, "0 to 65535"),
         (["set", "listen", "here"], 1, "the setting listen cannot be"),
         (["get", "api_prot"], 2, "did you mean api_port?"),
-        (["unset", "nothing"], 2, "there is no setting 'nothing'"),
+        (["unset", "nothing"], 2, "unknown setting 'nothing'"),
     ],
 )
 def test_what_is_wrong_is_said(

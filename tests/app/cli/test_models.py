@@ -64,9 +64,9 @@ def test_a_damaged_model_is_shown_and_hides_no_other(cache: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
     [
-        (["pull", "startr"], 1, "shoal: there is no model 'startr': did you mean starter?"),
+        (["pull", "startr"], 1, "shoal: unknown model 'startr': did you mean starter?"),
         (["pull", "."], 2, "shoal: . is on this machine already: use it with --model ."),
-        (["doctor", "--model", "starter"], 1, "shoal: starter is not in the cache: `shoal pull starter` fetches it"),
+        (["doctor", "--model", "starter"], 1, "shoal: starter is not in the cache: `shoal pull starter` downloads it"),
     ],
 )
 def test_refusals(arguments: list[str], status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +85,7 @@ def test_the_doctor_sizes_the_devices_for_a_model(capsys: pytest.CaptureFixture[
     report = json.loads(capsys.readouterr().out)
     hosts = [check for check in report["checks"] if check["name"] == "cpu hosts"]
     assert [check["status"] for check in hosts] == ["warn"]
-    assert "the cap is 0" in hosts[0]["detail"]
+    assert "the memory cap is 0" in hosts[0]["detail"]
 
 
 class Terminal(io.StringIO):
@@ -165,7 +165,7 @@ def test_a_model_that_came_from_peers_is_listed_and_verified(
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     assert app.cli.main(["models", "verify"]) == 1
-    assert "1 of 7 parts are damaged (block.2): a node fetches them anew" in capsys.readouterr().out
+    assert "1 of 7 parts are damaged (block.2): a node downloads them again" in capsys.readouterr().out
     assert here.held() == {"block.1"}
 
 

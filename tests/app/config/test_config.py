@@ -97,8 +97,8 @@ def test_set_and_read_back(path: Path, name: str, text: str, value: Any) -> None
         ("api_port", "9" * 30, "whole number"),
         ("max_vram", "lots", "6GB"),
         ("max_vram", "-1GB", "6GB"),
-        ("discovery", "carrier-pigeon", "none of mdns"),
-        ("discovery", "mdns,owl", "'mdns,owl': 'owl' is none of mdns"),
+        ("discovery", "carrier-pigeon", "not one of mdns"),
+        ("discovery", "mdns,owl", "'mdns,owl': 'owl' is not one of mdns"),
         ("listen", "0.0.0.0:7464", "not of the form"),
         ("deny", "everybody", "everybody"),
         ("relay", "maybe", "true or false"),
@@ -218,6 +218,6 @@ def test_unreadable_files_say_so(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     large = tmp_path / "large.toml"
     large.write_bytes(b"#" * (2**20 + 1))
-    for path, reason in ((tmp_path, "cannot be read"), (binary, "not UTF-8"), (large, "too large")):
+    for path, reason in ((tmp_path, "cannot be read"), (binary, "not UTF-8"), (large, "more than 1 MiB")):
         with pytest.raises(ConfigError, match=reason):
             load_config(path, {})

@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.config import home as homes
-from app.config.home import Home, NodeInfo, find_node, hold, require_node, write_node_file
+from app.config.file import ensure_file
+from app.config.home import HOME_FILES, Home, NodeInfo, find_node, hold, require_node, write_node_file
 from app.core.errors import AlreadyRunning, HomeError, NotRunning
 from app.swarm.invite import Invite
 from app.swarm.names import SwarmName
 from app.swarm.records import read_record, sign_record
 from app.swarm.saved import MAX_SWARMS, SavedSwarm, SavedSwarms, load, update
-from p2p.identity import Identity
+from p2p.identity import Identity, load_or_create
 from p2p.platform import FileLock, is_private
 
 NOW = 1_800_000_000_000
@@ -49,8 +50,27 @@ def test_the_home_is_private_and_chosen_by_flag_or_variable(tmp_path: Path, monk
     assert Home.open(tmp_path / "by-flag").folder == tmp_path / "by-flag"
     assert is_private(tmp_path / "by-flag")
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(HomeError, match="cannot be made"):
+    with pytest.raises(HomeError, match="cannot be created"):
         Home.open(tmp_path / "file" / "home")
+
+
+def test_the_table_of_files_names_each_path_once_and_explains_it(home: Home) -> None:
+    assert len({entry.name for entry in HOME_FILES}) == len(HOME_FILES)
+    assert all(entry.holds for entry in HOME_FILES)
+    assert Home.token_file in HOME_FILES
+    assert home.token_file == home.folder / Home.token_file.name
+
+
+def test_files_are_as_private_as_the_table_says(home: Home) -> None:
+    homes.api_token(home)
+    homes.write_sequence(home, 1)
+    write_node_file(home, NODE)
+    update(home, lambda known: known.joined(SavedSwarm("reef", MODEL, NOW)))
+    ensure_file(home.config_file)
+    load_or_create(home.key_file)
+    written = [entry for entry in HOME_FILES if (home.folder / entry.name).exists()]
+    assert len(written) == 6
+    assert all(entry.private and is_private(home.folder / entry.name) for entry in written)
 
 
 def test_the_token_is_private_and_stays(home: Home) -> None:
@@ -71,7 +91,7 @@ def test_a_node_is_found_while_it_holds_its_home(home: Home) -> None:
     with pytest.raises(NotRunning, match="start one with `shoal serve`"):
         require_node(home)
     lock = hold(home)
-    with pytest.raises(NotRunning, match="starting or leaving"):
+    with pytest.raises(NotRunning, match="starting or stopping"):
         require_node(home)
     write_node_file(home, NODE)
     assert require_node(home) == NODE
@@ -182,7 +202,7 @@ def test_names_and_pins_find_what_is_remembered() -> None:
 def test_the_number_of_swarms_is_bounded() -> None:
     full = SavedSwarms(tuple(swarm(f"s{number}") for number in range(MAX_SWARMS)))
     assert full.joined(swarm("s7")).active == swarm("s7")
-    with pytest.raises(HomeError, match="leave some"):
+    with pytest.raises(HomeError, match="leave one"):
         full.joined(swarm())
 
 

@@ -56,7 +56,7 @@ class Recorder:
 
 
 async def ask_here(source: Source) -> Any:
-    """Fake sensors answer at once: a thread's time is not the autojumping clock's."""
+    """Read fake sensors without a thread, since threads do not follow the autojumping clock."""
     answer = source()
     if isinstance(answer, HangsForever):
         await trio.sleep_forever()
@@ -64,7 +64,7 @@ async def ask_here(source: Source) -> Any:
 
 
 class HangsForever:
-    """What a sensor that never answers answers."""
+    """Reading of a fake sensor that never returns."""
 
 
 class Scene:
@@ -72,7 +72,7 @@ class Scene:
 
     def __init__(self, settings: Settings = CALM, **said: Any) -> None:
         self.settings, self.said, self.node = settings, said, Recorder()
-        self.pace = 1  # how fast the clock on the wall goes
+        self.pace = 1  # speed of the wall clock
         self._began, self._jumped = trio.current_time(), timedelta()
         sources = {name: self._source(name) for name in Readings.__dataclass_fields__ if name != "now"}
         self.watch = CourtesyWatch(self.node, lambda: self.settings, Sensors(sources, ask_here), self.now)
@@ -81,7 +81,7 @@ class Scene:
         return MONDAY + self._jumped + timedelta(seconds=(trio.current_time() - self._began) * self.pace)
 
     def jump(self, hours: float) -> None:
-        """Set the clock on the wall; the one that timers go by takes no part in it."""
+        """Set the wall clock forward or back; trio's clock does not change."""
         self._jumped += timedelta(hours=hours)
 
     def _source(self, name: str) -> Source:

@@ -1,4 +1,4 @@
-"""Pauses by hand and by rule: who goes before whom, what a restart keeps, and when a pause ends by itself."""
+"""Pauses by hand and by rule: which comes first, what a restart keeps, and when a pause ends by itself."""
 
 from __future__ import annotations
 

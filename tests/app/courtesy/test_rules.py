@@ -87,7 +87,7 @@ async def test_a_rule_through_its_cycle(code: str, autojump_clock: trio.testing.
 
         scene.said = cycle.bad
         await trio.sleep(rule.after_s + 2 * LOOK_S)
-        scene.settings = CALM  # the person drops the rule
+        scene.settings = CALM  # the user disables the rule
         scene.watch.nudge()
         await trio.testing.wait_all_tasks_blocked()
         assert scene.node.changes == [code, "resume", code, "resume"]

@@ -1,4 +1,4 @@
-"""The sensors: what each system's words mean, and what this machine says."""
+"""The sensors: parsing each system's output, and reading this machine's."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_rule_has_its_sensor_and_each_says_something_or_why_not(tmp_path: 
     sources = machine_sources(lambda: "cpu", tmp_path / "not" / "yet")
     assert {rule.needs for rule in RULES} - {"now"} <= sources.keys()
     for ask in sources.values():
-        with contextlib.suppress(Unavailable):  # whoever lacks one says so; nothing else may be raised
+        with contextlib.suppress(Unavailable):  # a missing sensor raises this and nothing else
             assert ask() is not None
     views = look_once(Settings(), tmp_path)
     assert [rule.code for rule, _ in views] == [rule.code for rule in RULES]

@@ -1,4 +1,4 @@
-"""What the watch makes of the rules: timetables, limits, an only holder's minute, and a clock that jumps."""
+"""The watch applying the rules: timetables, limits, the delay of an only host, and a wall clock that jumps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.app.courtesy.courtesy_scene import CALM, Scene
 
 async def test_a_timetable_pauses_and_resumes_by_the_clock(autojump_clock: trio.testing.MockClock) -> None:
     scene = Scene(replace(CALM, pause_times="mon-fri 09:00-18:00, sun 23:00-01:00"))
-    scene.pace = 450  # so that it looks every quarter of an hour
+    scene.pace = 450  # so that it checks every quarter of an hour
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scene.watch.run)
         await trio.sleep(1)
@@ -26,7 +26,7 @@ async def test_a_timetable_pauses_and_resumes_by_the_clock(autojump_clock: trio.
         weekdays = [f"{day} {change}" for day in ("Mon", "Tue", "Wed", "Thu", "Fri") for change in EACH_DAY]
         assert at == [*weekdays, "Sun 23:00 pause_schedule", "Mon 01:00 resume", "Mon 09:00 pause_schedule"]
         assert scene.node.reason is not None
-        assert scene.node.reason.text == "the timetable says so until mon 18:00"
+        assert scene.node.reason.text == "paused by timetable until mon 18:00"
         nursery.cancel_scope.cancel()
 
 
@@ -55,7 +55,7 @@ async def test_an_only_holder_is_given_a_minute(autojump_clock: trio.testing.Moc
         nursery.start_soon(scene.watch.run)
         await trio.sleep(ONLY_HOLDER_S - LOOK_S)
         assert scene.node.changes == []
-        assert "game is running; waits while nobody else holds" in scene.watch.view().next_text
+        assert "game is running; waiting because no other node hosts" in scene.watch.view().next_text
         assert len(scene.node.notes) == 1
         await trio.sleep(3 * LOOK_S)
         assert scene.node.changes == ["pause_program"]
@@ -77,7 +77,7 @@ async def test_an_only_holder_waits_no_longer_than_it_must(autojump_clock: trio.
         scene.node.alone = True
         scene.said = {"programs": frozenset({"game"})}
         await trio.sleep(10)
-        scene.said = {"programs": frozenset()}  # over before the minute is
+        scene.said = {"programs": frozenset()}  # over before the delay ends
         await trio.sleep(300)
         assert scene.node.changes == ["pause_program", "resume"]
         nursery.cancel_scope.cancel()

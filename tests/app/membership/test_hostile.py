@@ -133,9 +133,9 @@ async def test_what_is_kept_for_others_is_bounded(autojump_clock: MockClock) -> 
     async with open_sim() as sim:
         node = sim.add(0)
         await trio.sleep(1)
-        talk: MembershipExchange = node.swarm._exchange
+        exchange: MembershipExchange = node.swarm._exchange
         for number in range(6000):
-            talk._news.take(f"peer {number}", 0.0)
-            talk.gossip_queue.add(("suspicion", f"peer {number}"), bytes(100), urgent=True)
-        assert len(talk._news) <= 4096
-        assert len(talk.gossip_queue) <= 2048
+            exchange._announcement_limit.take(f"peer {number}", 0.0)
+            exchange.gossip_queue.add(("suspicion", f"peer {number}"), bytes(100), urgent=True)
+        assert len(exchange._announcement_limit) <= 4096
+        assert len(exchange.gossip_queue) <= 2048

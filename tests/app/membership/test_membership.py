@@ -8,6 +8,7 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.membership import Timing, wire
+from app.membership.bootstrap import ASK_AGAIN_AT_MOST_S, ASK_TIMEOUT_S
 from app.membership.member import in_words
 from app.swarm.records import sign_suspicion
 from p2p.envelope import CLOCK_TOLERANCE_MS
@@ -120,7 +121,8 @@ async def test_a_node_that_slept_for_an_hour_finds_its_swarm_again_without_help(
         assert all(sleeper.peer not in node.swarm.table for node in others)  # long forgotten
         assert len(sleeper.swarm.table) == 0
         sim.fabric.resume(sleeper.peer)
-        await sim.until(lambda: len(sleeper.swarm.table.present()) == 3, 60)
+        # It may have asked its old peers just before it woke: the next round is one full back-off later.
+        await sim.until(lambda: len(sleeper.swarm.table.present()) == 3, ASK_AGAIN_AT_MOST_S + ASK_TIMEOUT_S)
         await sim.until(lambda: all(sleeper.peer in node.knows() for node in others), 5)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.membership import wire
-from app.membership.gossip_queue import FAN_OUT, RIDERS_PER_MESSAGE, RIDES, GossipQueue, targets
+from app.membership.gossip_queue import FAN_OUT, PIGGYBACK_PER_MESSAGE, PIGGYBACK_REPEATS, GossipQueue, targets
 from p2p.errors import ProtocolError
 
 STATEMENTS = st.lists(st.binary(min_size=1, max_size=300), max_size=8)
@@ -87,22 +87,22 @@ def test_a_change_is_pushed_once_and_a_newer_one_takes_its_place() -> None:
     gossip_queue.add(("announcement", "a"), b"new", urgent=True)
     gossip_queue.add(("suspicion", "a"), b"doubt", urgent=True)
     gossip_queue.add(("announcement", "b"), b"lesser", urgent=False)
-    assert gossip_queue.pressing
+    assert gossip_queue.has_urgent
     assert gossip_queue.take_batch() == [b"new", b"doubt"]
-    assert not gossip_queue.pressing
+    assert not gossip_queue.has_urgent
     assert sorted(gossip_queue.take_piggyback()) == [b"doubt", b"lesser", b"new"]
 
 
 def test_every_rumour_rides_a_few_times_and_all_get_their_turn() -> None:
     gossip_queue = GossipQueue()
-    names = [b"%d" % number for number in range(3 * RIDERS_PER_MESSAGE)]
+    names = [b"%d" % number for number in range(3 * PIGGYBACK_PER_MESSAGE)]
     for name in names:
         gossip_queue.add(("announcement", name.decode()), name, urgent=False)
     ridden = [raw for _ in range(3) for raw in gossip_queue.take_piggyback()]
     assert sorted(ridden) == sorted(names)
     while riders := gossip_queue.take_piggyback():
         ridden += riders
-    assert sorted(ridden) == sorted(names * RIDES)
+    assert sorted(ridden) == sorted(names * PIGGYBACK_REPEATS)
     assert len(gossip_queue) == 0
 
 
@@ -111,7 +111,7 @@ def test_a_batch_fits_a_message() -> None:
     for number in range(500):
         gossip_queue.add(("announcement", str(number)), bytes(400), urgent=True)
     sizes = []
-    while gossip_queue.pressing:
+    while gossip_queue.has_urgent:
         sizes.append(len(wire.pack(gossip_queue.take_batch())))
     assert sum(sizes) == 500 * 402
     assert max(sizes) <= wire.MAX_BATCH_BYTES

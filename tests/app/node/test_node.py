@@ -113,7 +113,7 @@ async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: P
     async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache) as b:
         await until(b, lambda: b.snapshot().state == "client")
         wrong = replace(await a.invite(None), secret=new_secret())
-        with pytest.raises(WrongSecret, match="holds another secret"):
+        with pytest.raises(WrongSecret, match="has another swarm secret"):
             await b.join(str(wrong))
         await until(b, lambda: b.snapshot().state == "client" and b.snapshot().network.advertised != ())
         assert [swarm.name for swarm in b.snapshot().swarms] == ["home"]
@@ -121,7 +121,7 @@ async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: P
         address = a.snapshot().listen_addrs[0]
         await b.leave("home")
         await b.set_config("peers", address)
-        with pytest.raises(WrongSecret, match="holds another secret"):
+        with pytest.raises(WrongSecret, match="has another swarm secret"):
             await b.join("den")
 
 
@@ -150,7 +150,7 @@ async def test_an_unknown_name_leaves_the_node_idle(
     monkeypatch.setattr(app.membership.swarm_search, "FIND_TIMEOUT_S", 0.3)
     async with living(tmp_path, cache) as node:
         node_idle = node.snapshot().state
-        with pytest.raises(UnknownSwarm, match="nobody that could be asked knows"):
+        with pytest.raises(UnknownSwarm, match="no reachable peer knows"):
             await node.join("nowhere")
         assert node.snapshot().state == node_idle == "idle"
 
@@ -181,7 +181,7 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
         monkeypatch.setattr(app.swarm.saved, "write_private", full)
         monkeypatch.setattr(app.config.home, "write_private", full)
         monkeypatch.setattr(app.courtesy.pause, "write_private", full)
-        node._told_addresses = ()
+        node._written_addresses = ()
         assert (await node.join(str(Invite(swarm.name, swarm.model_hash)))).swarm.name == "home"
         assert any("will not know of home" in note.text for note in node.event_log.notes_after(0))
         assert (await node.pause(None)).paused

@@ -81,7 +81,7 @@ async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_i
         await until(node, lambda: node.snapshot().state == "paused")
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("ready paused swarm=home#")
-        assert line.endswith({"hand": "(paused by hand)", "rule": "(the timetable says so)"}[by])
+        assert line.endswith({"hand": "(paused by hand)", "rule": "(paused by timetable)"}[by])
         assert node.snapshot().start is None
         assert ("up and hosts nothing for now: paused by hand; `shoal resume`" in caplog.text) is (by == "hand")
         node.stop()

@@ -205,5 +205,5 @@ def test_audits_are_counted_once_whoever_replies(tmp_path: Path) -> None:
     upkeep._count_audits(first)
     upkeep._count_audits(None)
     upkeep._count_audits(second)  # another swarm: its auditor counts from nought
-    today: GivenView = upkeep.facts()["today"]
+    today = upkeep.view().today
     assert (today.audits, today.audits_passed) == (6, 4)

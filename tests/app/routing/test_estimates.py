@@ -1,4 +1,4 @@
-"""How far peers are apart: measurements are certain, claims count as far as measurements allow."""
+"""Link times between peers: measurements are certain, claims count as far as measurements allow."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_own_measurements_are_certain_and_the_rest_is_guessed() -> None:
     [
         (None, None, 0.05),
         (0.09, 0.09, 0.045),
-        (0.09, 0.12, 0.06),  # the longer of the two counts
-        (0.2, None, 0.1),  # nobody claims to be farther than it is without a reason
+        (0.09, 0.12, 0.06),  # the longer of the two claims counts
+        (0.2, None, 0.1),  # a claim of a long link is believed
         (0.0, 0.0, 0.04),  # not nearer to each other than their distances from here differ
         (0.0, None, 0.04),
         (0.0, 3.0, 1.5),

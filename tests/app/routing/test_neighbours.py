@@ -1,4 +1,4 @@
-"""Whose silence matters most to a node."""
+"""The peers next to a node on routes, which it watches most closely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an asker knows of its swarm, and what of it one reply may change."""
+"""An asker's knowledge of its swarm, and what one reply may change in it."""
 
 from __future__ import annotations
 

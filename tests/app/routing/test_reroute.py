@@ -1,4 +1,4 @@
-"""A running session goes over to a clearly better route, once, and never loses or changes a token by it."""
+"""A running session moves to a clearly better route, once, and never loses or changes a token by it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def scales(*members: Announcement, tokens: int = 2000, prompt: int = 10) -> Rout
         (member("other", 20.0), 0.11, 500, True),
         (member("other", 12.0), 0.11, 500, False),  # better, but not clearly
         (member("other", 20.0, busy=0.8), 0.11, 500, False),
-        (member("other", 20.0), 0.06, 500, False),  # in truth the current one is no worse
+        (member("other", 20.0), 0.06, 500, False),  # the current route is measured to be as fast
         (member("other", 20.0), 9.0, 500, True),
-        (member("other", 20.0), 0.11, 1998, False),  # it is as good as done
-        (member("other", 20.0), 0.11, 12, False),  # it has only begun: who knows how long it will be
+        (member("other", 20.0), 0.11, 1998, False),  # it is almost finished
+        (member("other", 20.0), 0.11, 12, False),  # it has just begun, so its length is unknown
         (replace(member("other", 20.0), state="draining"), 0.11, 500, False),
         (replace(member("other", 20.0), span=Span(1, 4)), 0.11, 500, False),
     ],
@@ -107,7 +107,7 @@ async def meet(swarm: SessionSwarm, name: str) -> None:
 
 
 async def read(reply: Reply, tokens: int) -> None:
-    """Take so many tokens more."""
+    """Read `tokens` more tokens."""
     for _ in range(tokens):
         await reply.__anext__()
 
@@ -120,7 +120,7 @@ async def finish(swarm: SessionSwarm, reply: Reply, count: int) -> None:
 
 
 def slow_down(swarm: SessionSwarm, name: str, times: float, *, tells: bool = True) -> None:
-    """Something else computes on this node from now on."""
+    """Make a node `times` as slow from now on, as if another program computed there."""
     swarm.devices[name].seconds = times * USUAL_S
     if tells:
         swarm.announcements[name] = replace(swarm.announcements[name], busy=1 - 1 / times)
@@ -160,7 +160,7 @@ async def test_equal_routes_are_never_exchanged_however_busy_they_say_they_are(a
         async with asker.reply(PROMPT, LONG, max_tokens=LONG) as reply:
             while reply.stats.finish_reason is None:
                 await reply.__anext__()
-                for name in ("n0", "n1"):  # whoever serves this session says that it is busy
+                for name in ("n0", "n1"):  # the nodes that serve this session announce that they are busy
                     busy = 0.9 if name == reply.stats.route[0].peer else 0.0
                     swarm.announcements[name] = replace(swarm.announcements[name], busy=busy)
         assert reply.stats.token_ids == greedy(PROMPT, LONG)

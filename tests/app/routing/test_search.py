@@ -1,4 +1,4 @@
-"""Routes: the cheapest of all that are possible, missing blocks by name, mended with as little change as can be."""
+"""Routes: the cheapest possible one, missing blocks named, and repairs with as little change as possible."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_cheapest_route_is_found_or_the_missing_block_named(drawn: list[tupl
     assert shape(route) in possible
     as_routes = [tuple(Hop(peer, Span(start, stop)) for peer, start, stop in hops) for hops in possible]
     best_s = min(cost_s(other, members) for other in as_routes)
-    # A peer cannot appear twice, which the search learns only afterwards: it then runs what lies between, too.
+    # A peer cannot appear twice; the search merges its parts afterwards, so it runs the blocks in between too.
     twice = any(m.span is not None and len(m.span) > 2 for m in members)
     assert cost_s(route, members) <= best_s * (1.5 if twice else 1) + 1e-9
 
@@ -151,11 +151,11 @@ def test_what_was_measured_counts_and_what_is_claimed_is_doubted() -> None:
     braggart, honest = member("braggart", 0, 6, 1e9), member("honest", 0, 6, 10)
     believed = believed_seconds([braggart, honest, member("other", 0, 6, 10)], WHOLE, KnownCosts())
     assert believed["braggart"] == pytest.approx(believed["honest"] / 8)
-    # One who was seen to be slow is passed over, whatever it claims.
+    # A peer measured to be slow is avoided, whatever it claims.
     slow = KnownCosts({"braggart": 2 * block_seconds(honest)})
     assert shape(find_route([braggart, honest], WHOLE, near)) == [("braggart", 0, 6)]
     assert shape(find_route([braggart, honest], WHOLE, near, known=slow)) == [("honest", 0, 6)]
-    # And one who was seen to be fast is used, though it claims little.
+    # A peer measured to be fast is used, although it claims little.
     fast = KnownCosts({"honest": 1e-6})
     assert shape(find_route([member("a", 0, 6, 12), honest], WHOLE, near, known=fast)) == [("honest", 0, 6)]
 
@@ -186,9 +186,9 @@ def test_private_blocks_run_on_trusted_peers_alone() -> None:
         ("fast", 1, 5),
         ("friend", 5, 6),
     ]
-    with pytest.raises(NoRoute, match=r"block 5 that is trusted.*`shoal config set trusted`"):
+    with pytest.raises(NoRoute, match=r"no trusted peer serves block 5.*`shoal config set trusted`"):
         find_route(members, private(1, "mine"), near)
-    with pytest.raises(NoRoute, match=r"block 2 that is trusted.*last 3 blocks"):
+    with pytest.raises(NoRoute, match=r"no trusted peer serves block 2.*last 3 blocks"):
         find_route(members, private(3, "mine", "friend"), near)
 
 

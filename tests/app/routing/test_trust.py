@@ -1,4 +1,4 @@
-"""Trust: what was seen of a peer, and who must have lied for answers to differ as they do."""
+"""Trust: scores from observations, and who must have lied for answers to differ as they do."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_routes_that_share_peers_single_out_the_liar() -> None:
     assert liars(*first, ("a y z", 1)) == ({"l", "c", "y", "z"}, True)
     assert liars(*first, ("a y z", 1), ("x l z", 2)) == ({"l", "z"}, True)
     assert liars(*first, ("a y z", 1), ("x l z", 2), ("x y c", 1)) == ({"l"}, True)
-    # One who lied in the reply and not when asked again leaves all of its company in doubt.
+    # A peer that lied in the reply but not in the audit leaves every peer of its route in doubt.
     assert liars(*first, ("a y z", 1), ("x l z", 1), ("x y c", 1)) == ({"a", "l", "c"}, False)
 
 

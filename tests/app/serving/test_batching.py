@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.serving.admission import AdmissionLimits, HopLoad, why_busy
-from app.serving.batching import MOMENT_S, BatchLimits, BatchQueue, QueuedTokens
+from app.serving.batching import BURST_GAP_S, BatchLimits, BatchQueue, QueuedTokens
 
 LIMITS = BatchLimits(chunk_rows=16, urgent_rows=8)
 
@@ -149,9 +149,9 @@ def test_those_who_were_sent_together_are_taken_together_though_nobody_knew_it()
     queue.done(work, 0.01, 0.17)  # from now on they are half a round apart
     queue.put(waiting("a", position=5, at=0.172))
     until = 0.172 + wait_of(queue, 0.172)
-    assert until <= 0.172 + 1.01 * MOMENT_S
+    assert until <= 0.172 + 1.01 * BURST_GAP_S
     queue.put(waiting("b", position=6, at=until - 0.0001))
-    work = queue.take(until + MOMENT_S)
+    work = queue.take(until + BURST_GAP_S)
     assert isinstance(work, list)
     assert {item.session for item in work} == {b"a", b"b"}
 

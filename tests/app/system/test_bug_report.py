@@ -107,7 +107,9 @@ def test_the_tail_of_a_long_log_begins_with_a_whole_line(tmp_path: Path) -> None
 
 
 def test_rules_without_their_sensors_are_warned_of_where_somebody_counts_on_them() -> None:
-    lacking = RuleView("pause_heat", "too hot", enabled=True, available=False, text="this system tells no temperature")
+    lacking = RuleView(
+        "pause_heat", "too hot", enabled=True, available=False, text="this system reports no temperature"
+    )
     assert check_sensor(lacking, "pause_above").status == "warn"
     assert "config unset pause_above" in check_sensor(lacking, "pause_above").mend
     assert check_sensor(lacking, "pause_on_battery").status == "ok"

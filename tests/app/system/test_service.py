@@ -30,7 +30,6 @@ from app.system.service import (
     uninstall,
     windows_task,
 )
-from app.system.uninstall import items_in_cache, items_in_home
 
 ODD = Path('/home/o\'brien & "co"/50% $HOME/ünder <x>')
 ODD_SERVICE = Service("shoal", ("/opt/a b/shoal", "--home", str(ODD), "serve"), ODD, (("SHOAL_CACHE", "/data/$x %h"),))
@@ -164,7 +163,7 @@ def test_homes_have_services_of_their_own(tmp_path: Path) -> None:
 
 
 def test_other_systems_are_told(tmp_path: Path) -> None:
-    with pytest.raises(AppError, match="no service is known for plan9"):
+    with pytest.raises(AppError, match="services are not supported on plan9"):
         plan_for(ODD_SERVICE, "plan9", tmp_path)
 
 
@@ -172,20 +171,3 @@ def test_a_command_that_is_not_there_is_an_answer() -> None:
     assert service.run_command(["no-such-program-of-shoal"]) == ServiceResult(
         127, "no-such-program-of-shoal is not installed"
     )
-
-
-# --- uninstalling all of it -------------------------------------------------------------------------------------------
-
-
-def test_a_cache_that_others_use_too_is_left(tmp_path: Path) -> None:
-    for name in ("models", "manifests", "parts"):
-        (tmp_path / name).mkdir()
-    assert [item.path.name for item in items_in_cache(tmp_path)] == ["manifests", "models", "parts"]
-    (tmp_path / "thesis").mkdir()
-    assert items_in_cache(tmp_path) == []
-
-
-def test_names_that_only_look_like_shoals_are_left(tmp_path: Path) -> None:
-    for name in ("tokens.txt", "token", "config.toml.old", "sequence.fasta", "logs.zip"):
-        (tmp_path / name).touch()
-    assert [item.path.name for item in items_in_home(tmp_path)] == ["token"]

@@ -50,7 +50,7 @@ def test_the_longest_unused_go_first(cache: Path) -> None:
 
 def test_what_a_node_hosts_stays(cache: Path) -> None:
     with claiming(cache, "me") as claim:
-        claim.hold([bytes.fromhex(name(0)), bytes.fromhex(name(2))])
+        claim.replace([bytes.fromhex(name(0)), bytes.fromhex(name(2))])
         assert in_use(cache) == {name(0), name(2)}
         assert make_room(cache, SIZE, DiskRoom(3 * SIZE)) == 2 * SIZE
         assert left(cache) == [name(0), name(2)]
@@ -60,9 +60,9 @@ def test_what_a_node_hosts_stays(cache: Path) -> None:
 
 
 def test_what_does_not_fit_costs_nothing(cache: Path) -> None:
-    with pytest.raises(WeightsError, match="are lacking"):
+    with pytest.raises(WeightsError, match="do not fit"):
         make_room(cache, 5 * SIZE, DiskRoom(4 * SIZE))
-    with pytest.raises(WeightsError, match="are lacking"):
+    with pytest.raises(WeightsError, match="do not fit"):
         make_room(cache, 2**60, DiskRoom(None))
     assert len(left(cache)) == 4
 
@@ -71,7 +71,7 @@ def test_a_dead_nodes_claim_counts_for_nothing(cache: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from app.weights.disk_space import claiming\n"
         "with claiming(Path(sys.argv[1]), 'dead') as claim:\n"
-        "    claim.hold([bytes.fromhex(sys.argv[2])]); print('held', flush=True); sys.stdin.read(1); os._exit(9)"
+        "    claim.replace([bytes.fromhex(sys.argv[2])]); print('held', flush=True); sys.stdin.read(1); os._exit(9)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(cache), name(1)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
