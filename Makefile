@@ -6,14 +6,14 @@ IN_RANGE = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 VENV_PYTHON = .venv/bin/python
 STAMP = .venv/setup.stamp
 
-.PHONY: help setup run test lint types unit soak bench tree clean
+.PHONY: help setup run test lint types unit soak bench docs clean
 
 help:
 	@echo "make run     set up and start Shoal"
 	@echo "make test    set up, then ruff, mypy and pytest"
 	@echo "make soak    the long tests"
 	@echo "make bench   the engine's benchmark beside transformers"
-	@echo "make tree    write the README's list of files anew"
+	@echo "make docs    write the generated pages of docs/ again"
 	@echo "make setup   build .venv (PYTHON=python3.12 picks the interpreter)"
 	@echo "make clean   remove .venv and caches"
 
@@ -54,8 +54,8 @@ soak: $(STAMP)
 bench: $(STAMP)
 	$(VENV_PYTHON) -m app.cli bench
 
-tree: $(STAMP)
-	$(VENV_PYTHON) packaging/readme_tree.py
+docs: $(STAMP)
+	$(VENV_PYTHON) packaging/docs.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

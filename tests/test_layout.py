@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,9 +276,15 @@ def test_packaging_does_not_shadow_the_library_of_that_name() -> None:
     assert not (ROOT / "packaging" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("package", ["app", "engine", "p2p", "ui"])
-def test_the_readme_names_every_file(package: str) -> None:
-    tree = (ROOT / "README.md").read_text("utf-8").partition("## The tree")[2]
-    listed = {line.split()[0] for line in tree.splitlines() if line.strip()}
-    missing = [path.name for _, path in modules_of(package) if path.name != "__init__.py" and path.name not in listed]
-    assert missing == [], "run `make tree`"
+def test_the_generated_docs_are_current() -> None:
+    command = [sys.executable, "packaging/docs.py", "--check"]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text("utf-8")
+        assert page.name != "README.md" or len(text.encode()) <= 10_000
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which does not exist"
