@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from app.api.event_log import EventLog
+from app.asker.reply import ReplyEvent
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Value
@@ -46,8 +47,8 @@ class Control(Protocol):
     async def invite(self, name: str | None) -> Invite:
         """Make an invite to a remembered swarm; None means the active one."""
 
-    def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the swarm's reply: `{"text": …}` for each piece, then `{"done": …}` with its statistics."""
+    def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        """Return the swarm's reply: its pieces, then its figures."""
 
     def config(self) -> Config:
         """Return the settings in force."""

@@ -21,10 +21,11 @@ from app.api.control import Control
 from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
 from app.api.openai_fields import ChatCompletion, TextCompletion
 from app.api.streaming import OUR_ERRORS, EventStream
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot
 
-Pieces = AsyncGenerator[dict[str, Any], None]
+Events = AsyncGenerator[ReplyEvent, None]
 
 
 def routes(control: Control) -> APIRouter:
@@ -57,10 +58,10 @@ def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: R
     snapshot = control.snapshot()
     _check_model(snapshot, asked.model)
     form = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
-    pieces = control.reply(request)
+    events = control.reply(request)
     if asked.stream:
-        return EventStream(_events(pieces, form, usage=asked.wants_usage), "text/event-stream", response_to)
-    return EventStream(_whole(pieces, form), "application/json", response_to)
+        return EventStream(_events(events, form, usage=asked.wants_usage), "text/event-stream", response_to)
+    return EventStream(_whole(events, form), "application/json", response_to)
 
 
 def _model(snapshot: Snapshot) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class _ReplyFormat:
     kind: str
     chunk_kind: str
 
-    def whole(self, text: str, reason: str) -> dict[str, Any]:
+    def whole(self, text: str, reason: str | None) -> dict[str, Any]:
         raise NotImplementedError
 
     def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class _Chat(_ReplyFormat):
     def begin(cls, snapshot: Snapshot, asked: ChatCompletion) -> _ReplyFormat:
         return cls(_head("chatcmpl", snapshot, asked.model), "chat.completion", "chat.completion.chunk")
 
-    def whole(self, text: str, reason: str) -> dict[str, Any]:
+    def whole(self, text: str, reason: str | None) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
 
@@ -123,44 +124,43 @@ class _Text(_ReplyFormat):
     def begin(cls, snapshot: Snapshot, asked: TextCompletion) -> _ReplyFormat:
         return cls(_head("cmpl", snapshot, asked.model), "text_completion", "text_completion")
 
-    def whole(self, text: str, reason: str) -> dict[str, Any]:
+    def whole(self, text: str, reason: str | None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
     def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
         return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
 
 
-def _usage(done: dict[str, Any]) -> dict[str, int]:
-    prompt, completion = done["prompt_tokens"], len(done["token_ids"])
+def _usage(stats: ReplyStats) -> dict[str, int]:
+    prompt, completion = stats.prompt_tokens, len(stats.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-async def _whole(pieces: Pieces, form: _ReplyFormat) -> AsyncGenerator[bytes, None]:
+async def _whole(events: Events, form: _ReplyFormat) -> AsyncGenerator[bytes, None]:
     """Yield one JSON value once the reply is complete."""
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if "done" in piece:
-                done = piece["done"]
-                choice = form.whole(done["text"], done["finish_reason"])
-                answer = {**form.head, "object": form.kind, "choices": [choice], "usage": _usage(done)}
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, ReplyDone):
+                choice = form.whole(event.text, event.stats.finish_reason)
+                answer = {**form.head, "object": form.kind, "choices": [choice], "usage": _usage(event.stats)}
                 yield json.dumps(answer, allow_nan=False).encode()
 
 
-async def _events(pieces: Pieces, form: _ReplyFormat, *, usage: bool) -> AsyncGenerator[bytes, None]:
+async def _events(events: Events, form: _ReplyFormat, *, usage: bool) -> AsyncGenerator[bytes, None]:
     """Yield the reply as server-sent events; an error after the first piece is the last event."""
     head = {**form.head, "object": form.chunk_kind, **({"usage": None} if usage else {})}
     began = False
-    async with aclosing(pieces):
+    async with aclosing(events):
         try:
-            async for piece in pieces:
-                if "done" not in piece:
-                    if piece["text"] or not began:
-                        yield _event({**head, "choices": [form.piece(piece["text"], first=not began)]})
+            async for event in events:
+                if isinstance(event, ReplyText):
+                    if event.text or not began:
+                        yield _event({**head, "choices": [form.piece(event.text, first=not began)]})
                     began = True
                     continue
-                yield _event({**head, "choices": [form.piece(None, piece["done"]["finish_reason"])]})
+                yield _event({**head, "choices": [form.piece(None, event.stats.finish_reason)]})
                 if usage:
-                    yield _event({**head, "choices": [], "usage": _usage(piece["done"])})
+                    yield _event({**head, "choices": [], "usage": _usage(event.stats)})
                 yield b"data: [DONE]\n\n"
         except OUR_ERRORS as error:
             if not began:

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from app.api import failures
+from app.asker.reply import ReplyEvent
 from app.core.errors import AppError, reason_of
 from engine.errors import EngineError
 from p2p.errors import P2PError
@@ -55,13 +56,13 @@ async def _cancel_on_disconnect(receive: Receive, scope: trio.CancelScope) -> No
     scope.cancel()
 
 
-async def json_lines(pieces: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def json_lines(events: AsyncGenerator[ReplyEvent, None]) -> AsyncGenerator[bytes, None]:
     """Yield one JSON value per line; an error after the first line is the last line."""
     began = False
-    async with aclosing(pieces):
+    async with aclosing(events):
         try:
-            async for value in pieces:
-                yield _line(value)
+            async for event in events:
+                yield _line(event.as_json())
                 began = True
         except OUR_ERRORS as error:
             if not began:

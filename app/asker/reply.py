@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import trio
@@ -36,6 +36,37 @@ class ReplyStats:
     moves: int = 0  # to better routes while nothing was wrong
     longest_gap_s: float = 0.0
     route: Route = ()
+
+
+@dataclass(frozen=True)
+class ReplyText:
+    """A piece of a reply's text; `route` is set on the first piece and whenever the route has changed."""
+
+    text: str
+    route: Route | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The piece as the API sends it."""
+        return {"text": self.text} if self.route is None else {"text": self.text, "route": _hops(self.route)}
+
+
+@dataclass(frozen=True)
+class ReplyDone:
+    """The end of a reply: its whole text and its figures."""
+
+    text: str
+    stats: ReplyStats
+
+    def as_json(self) -> dict[str, Any]:
+        """The end as the API sends it; the fields of `shoal chat --json`."""
+        return {"done": {"text": self.text, **asdict(self.stats), "route": _hops(self.stats.route)}}
+
+
+ReplyEvent = ReplyText | ReplyDone
+
+
+def _hops(route: Route) -> list[dict[str, Any]]:
+    return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]
 
 
 class Reply:

@@ -7,13 +7,13 @@ between run on the hops (`app.asker.asker`).
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.asker.asker import Asker, AskerOptions
-from app.asker.reply import ReplyStats
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
 from app.asker.stats import AskerStats
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
@@ -73,6 +73,7 @@ class ReplyService:
         *,
         preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences,
         book: TrustBook | None = None,
+        count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
     ) -> None:
         self._options = AskerOptions(preferences=preferences, book=book or TrustBook())
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
@@ -80,6 +81,7 @@ class ReplyService:
         self._problem = ""
         self._arrived = trio.Event()
         self._own_server = own_server
+        self._count = count  # called at the end of each reply, with its tokens and the peers that took part
         self._thread = DeviceThread()
         self._lock = trio.Lock()
         self._ends: SwarmEnds | None = None
@@ -119,23 +121,25 @@ class ReplyService:
                 await trio.sleep(TRY_AGAIN_S)
         self._arrived.set()
 
-    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The reply's pieces as `{"text": …}`, and at its end `{"done": …}` with the fields of `chat --json`.
-
-        The first piece, and each one that came another way than the one before it, says its `route` besides.
-        """
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
         settings = await self._thread.run_apart(_settings, request)
         prompt_ids = await self._thread.run_apart(_prompt_ids, ends, request)
         pieces: list[str] = []
         route: Route = ()
+        peers: dict[str, None] = {}  # that took part, in order
         asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
-        async with asked as reply:
-            async for piece in reply:
-                pieces.append(piece.text)
-                told, route = route, reply.stats.route
-                yield {"text": piece.text} if told == route else {"text": piece.text, "route": _hops(route)}
-            yield {"done": _facts("".join(pieces), reply.stats)}
+        try:
+            async with asked as reply:
+                async for piece in reply:
+                    pieces.append(piece.text)
+                    before, route = route, reply.stats.route
+                    peers |= dict.fromkeys(hop.peer for hop in route)
+                    yield ReplyText(piece.text, None if before == route else route)
+                yield ReplyDone("".join(pieces), reply.stats)
+        finally:
+            self._count(len(pieces), list(peers))
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:
@@ -184,11 +188,3 @@ def _settings(request: ReplyRequest) -> ReplySettings:
     r = request
     sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed)
     return ReplySettings(r.max_tokens, sampling, r.stop)
-
-
-def _facts(text: str, stats: ReplyStats) -> dict[str, Any]:
-    return {"text": text, **asdict(stats), "route": _hops(stats.route)}
-
-
-def _hops(route: Route) -> list[dict[str, Any]]:
-    return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]

@@ -6,13 +6,14 @@ and the served part grows. `app.weights` downloads; `engine.hosting` loads.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import trio
 
 from app.core.device_thread import DeviceThread
+from app.core.signal import Signal
 from app.core.span import Span
 from app.core.units import format_size
 from app.snapshot.startup import StartupSteps
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from engine.sources.base import ModelSource
 
 SERVE_FROM_FRACTION = 1 / 4  # start serving once this much of the span is downloaded
-LOOK_S = 0.5  # between two checks for downloaded blocks
+REPORT_S = 0.5  # between two updates of a download's progress
 
 OnGrown = Callable[["Hosted", Span], Awaitable[None]]
 
@@ -36,6 +37,8 @@ class BlockLoader:
     def __init__(self, weights: ModelWeights, device: DeviceThread, plan: HostingPlan, steps: StartupSteps) -> None:
         self._weights, self._device, self._plan, self._steps = weights, device, plan, steps
         self._failure: WeightsError | None = None
+        self._held: set[str] = set()  # names of parts that are on disk
+        self._changed = Signal()  # a part was stored, or the download failed
 
     async def load(self, span: Span, on_grown: OnGrown) -> Hosted:
         """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
@@ -45,15 +48,16 @@ class BlockLoader:
         if not await trio.to_thread.run_sync(self._weights.library.missing, span_parts(span.start, span.stop)):
             self._steps.done("weights")
             return await self._load_first(span, span)
+        self._held = set(await trio.to_thread.run_sync(self._weights.library.held))
         hosted: Hosted | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fetch, span)
+            nursery.start_soon(self._report_download, span)
             while (hosted is None or hosted.runner.stop < span.stop) and self._failure is None:
-                ready = await trio.to_thread.run_sync(self._ready, span)
-                self._report_download(span)
+                ready = self._ready(span)
                 hosted = await self._advance(hosted, span, ready)
                 if hosted is None or hosted.runner.stop >= ready:
-                    await trio.sleep(LOOK_S)
+                    await self._changed.wait_for(lambda: self._failure is not None or self._ready(span) > ready)  # noqa: B023
                 elif hosted.runner.stop < span.stop:
                     await on_grown(hosted, Span(span.start, hosted.runner.stop))
             nursery.cancel_scope.cancel()
@@ -87,22 +91,25 @@ class BlockLoader:
         self._steps.begin("weights", f"blocks {span} from members")
         try:
             parts = span_parts(span.start, span.stop)
-            await self._weights.need(parts, lambda name: self._report_download(span), hosted=True)
+            await self._weights.need(parts, self._on_part, hosted=True)
+            self._held.update(parts)
             self._steps.done("weights")
         except WeightsError as error:
             self._failure = error
             self._steps.failed(str(error))
+        self._changed.notify()
 
-    def _report_download(self, span: Span) -> None:
-        progress = self._weights.progress(span_parts(span.start, span.stop))
-        if progress is not None:
-            self._steps.progress("weights", progress.bytes_done, progress.bytes_total)
+    def _on_part(self, name: str) -> None:
+        self._held.add(name)
+        self._changed.notify()
+
+    async def _report_download(self, span: Span) -> None:
+        await _report_progress(self._weights, span_parts(span.start, span.stop), self._steps, "weights")
 
     def _ready(self, span: Span) -> int:
         """Return the end of the gapless run of downloaded blocks from the span's start."""
-        held = self._weights.library.held()
         stop = span.start
-        while stop < span.stop and span_parts(stop, stop + 1)[0] in held:
+        while stop < span.stop and span_parts(stop, stop + 1)[0] in self._held:
             stop += 1
         return stop
 
@@ -122,7 +129,7 @@ async def obtain_ends(weights: ModelWeights, steps: StartupSteps) -> ModelSource
         return await weights.need(ENDS)
     obtained: ModelSource | WeightsError
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(_report_ends, weights, steps)
+        nursery.start_soon(_report_progress, weights, ENDS, steps, "ends")
         try:
             obtained = await weights.need(ENDS)
         except WeightsError as error:
@@ -135,12 +142,13 @@ async def obtain_ends(weights: ModelWeights, steps: StartupSteps) -> ModelSource
     return obtained
 
 
-async def _report_ends(weights: ModelWeights, steps: StartupSteps) -> None:
+async def _report_progress(weights: ModelWeights, names: Sequence[str], steps: StartupSteps, step: str) -> None:
+    """Show a download's bytes in a startup step until cancelled."""
     while True:
-        progress = weights.progress(ENDS)
+        progress = weights.progress(names)
         if progress is not None:
-            steps.progress("ends", progress.bytes_done, progress.bytes_total)
-        await trio.sleep(LOOK_S)
+            steps.progress(step, progress.bytes_done, progress.bytes_total)
+        await trio.sleep(REPORT_S)
 
 
 def fetching_text(weights: ModelWeights, names: Iterable[str]) -> str:

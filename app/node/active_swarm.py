@@ -203,6 +203,7 @@ class ActiveSwarm:
                 self._serve_self,
                 preferences=self._privacy,
                 book=context.trust,
+                count=context.count_reply,
             )
             await nursery.start(self.replies.run)
             self.hosting_loop = HostingLoop(network, membership, self.weights, context, self)

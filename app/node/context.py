@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from app.api.supervisor import ApiHealth
@@ -31,6 +31,7 @@ class NodeContext:
     changed: Callable[[], None]  # call it after a change of visible state
     note: Callable[[str, str], None]  # (kind, text): record an event for the user
     remember: Callable[[SavedSwarm], Awaitable[None]]  # save a swarm in the home folder
+    count_reply: Callable[[int, Iterable[str]], None]  # count tokens that the user received through these peers
     pause_control: PauseControl
     api: ApiHealth
     trust: TrustBook

@@ -11,10 +11,9 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -24,6 +23,7 @@ from app.api.event_log import EventLog
 from app.api.guard import Application
 from app.api.routes import build_application
 from app.api.supervisor import ApiHealth, ApiSupervisor
+from app.asker.reply import ReplyEvent
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
@@ -103,6 +103,7 @@ class Node:
             changed=self.event_log.touch,
             note=self._note,
             remember=self._swarms.remember,
+            count_reply=lambda tokens, peers: self._upkeep.count_reply(tokens, peers),
             pause_control=self._pause_control,
             api=self._api_health,
             trust=self._trust,
@@ -298,21 +299,13 @@ class Node:
         """Make an invite to a remembered swarm; None means the active one."""
         return await self._swarms.invite(name)
 
-    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
+    def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        """Return the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.replies is None:
             text = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
             raise AppError(text, code="no_swarm")
-        tokens, hops = 0, []
-        try:
-            async with aclosing(active_swarm.replies.reply(request)) as pieces:
-                async for piece in pieces:
-                    tokens += "text" in piece
-                    hops += [hop["peer"] for hop in piece.get("route", ())]
-                    yield piece
-        finally:
-            self._upkeep.count_reply(tokens, hops)
+        return active_swarm.replies.reply(request)
 
     def config(self) -> Config:
         """Return the settings in force."""

@@ -7,7 +7,7 @@ pauses, `app.config.live` changed settings.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,10 +79,10 @@ class Upkeep:
         self._seen_file = _stamp(self._context.home.config_file)
         self._watch.nudge()
 
-    def count_reply(self, tokens: int, hops: Sequence[str]) -> None:
+    def count_reply(self, tokens: int, peers: Iterable[str]) -> None:
         """Count tokens that this node's user received through these peers."""
         own = self._peer_id
-        self._statistics.add_asked(tokens, [peer for peer in dict.fromkeys(hops) if peer != own])
+        self._statistics.add_asked(tokens, [peer for peer in peers if peer != own])
 
     # --- `app.courtesy.watch.PauseTarget` -----------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import trio
 
@@ -14,6 +13,7 @@ from app.api.event_log import EventLog
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
 from app.asker.asker import PromptTooLong
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Settings, Value
@@ -77,7 +77,7 @@ class DoubleNode:
     async def invite(self, name: str | None) -> Invite:
         return Invite(name or "home", HASH)
 
-    async def reply(self, request: ReplyRequest) -> AsyncGenerator[dict[str, Any], None]:
+    async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         self.asked.append(("chat", request))
         if request.max_tokens in FAILURES:
             raise FAILURES[request.max_tokens]
@@ -88,13 +88,12 @@ class DoubleNode:
             for word in words:
                 if word == "wait" and word is words[0]:
                     await trio.sleep_forever()
-                yield {"text": word}
+                yield ReplyText(word)
                 if word == "break":
                     raise AppError("block 3 was lost")
                 if word == "wait":
                     await trio.sleep_forever()
-            stats = {"text": "".join(words), "prompt_tokens": 3, "token_ids": list(range(len(words)))}
-            yield {"done": {"finish_reason": "stop", **stats}}
+            yield ReplyDone("".join(words), ReplyStats(3, list(range(len(words))), "stop"))
         finally:
             self.freed.set()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from app.asker.reply import ReplyText
 from app.asker.reply_service import ReplyRequest
 from app.cli.serve import say_ready
 from app.config.file import load_config
@@ -90,7 +91,7 @@ async def test_a_node_that_is_paused_when_it_starts_says_that_it_is_up_and_why_i
 async def ask(node: Node) -> int:
     """How many tokens a question brings."""
     request = ReplyRequest(prompt=(1, 2, 3), max_tokens=3, temperature=0.0)
-    return len([piece async for piece in node.reply(request) if "text" in piece])
+    return len([event async for event in node.reply(request) if isinstance(event, ReplyText)])
 
 
 async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not_after_it(
