@@ -52,7 +52,7 @@ soak: $(STAMP)
 	$(VENV_PYTHON) -m pytest -m soak --timeout 7200
 
 bench: $(STAMP)
-	$(VENV_PYTHON) -m app.cli bench
+	$(VENV_PYTHON) -m tests.bench.engine
 
 docs: $(STAMP)
 	$(VENV_PYTHON) packaging/docs.py

@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from app.api.control import Control
-from app.snapshot.codec import facts
+from app.snapshot.codec import to_json
 
 APART_S = 0.2  # least time between two snapshots to one follower
 SILENCE_S = 15.0  # without changes, a comment is sent this often, so that the client knows the connection is alive
@@ -28,7 +28,7 @@ async def stream(control: Control, last_note: int) -> AsyncGenerator[bytes, None
         for note in event_log.notes_after(last_note):
             last_note = note.number
             yield _event("note", dataclasses.asdict(note), note.number)
-        yield _event("snapshot", facts(control.snapshot()))
+        yield _event("snapshot", to_json(control.snapshot()))
         if is_last:
             return
         while event_log.version <= seen and not event_log.closed:

@@ -34,21 +34,25 @@ def routes(control: Control) -> APIRouter:
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
+        """The swarm's model."""
         snapshot = control.snapshot()
         return {"object": "list", "data": [] if snapshot.swarm is None else [_model(snapshot)]}
 
     @router.get("/models/{model}")
     async def model(model: str) -> dict[str, Any]:
+        """One model by name."""
         snapshot = control.snapshot()
         _check_model(snapshot, model)
         return _model(snapshot)
 
     @router.post("/chat/completions", response_class=Response)
     async def chat_completions(asked: ChatCompletion) -> Response:
+        """A reply to a conversation, in OpenAI's form."""
         return _answer(control, asked, asked.request())
 
     @router.post("/completions", response_class=Response)
     async def completions(asked: TextCompletion) -> Response:
+        """The continuation of a text, in OpenAI's form."""
         return _answer(control, asked, asked.request())
 
     return router

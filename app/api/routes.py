@@ -22,7 +22,7 @@ from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
 from app.courtesy.pause import LONGEST_S
 from app.routing.route import MAX_PRIVATE_BLOCKS
-from app.snapshot.codec import coverage, facts, status_facts
+from app.snapshot.codec import coverage, status_facts, to_json
 from app.system.logs import RECENT
 
 _MAX_TEXT = 4096
@@ -107,10 +107,12 @@ def build_application(control: Control, token: str, version: str, *, everywhere:
 
     @application.get("/healthz")
     async def healthz() -> dict[str, bool]:
+        """True while the API answers; the one route without a token."""
         return {"ok": True}
 
     @application.get("/metrics", response_class=Response)
     async def metrics() -> Response:
+        """Figures of the node for Prometheus."""
         return Response(exposition(control.snapshot()), media_type=MEDIA_TYPE)
 
     application.include_router(_read_routes(control), prefix="/api")
@@ -125,46 +127,57 @@ def _read_routes(control: Control) -> APIRouter:
 
     @router.get("/snapshot")
     async def snapshot() -> dict[str, Any]:
-        return facts(control.snapshot())
+        """The whole state of the node."""
+        return to_json(control.snapshot())
 
     @router.get("/events", response_class=Response)
     async def events(last_event_id: Annotated[int, Header(ge=0, le=_MAX_NOTE)] = 0) -> Response:
+        """Server-sent events: snapshots as they change, and log entries."""
         return EventStream(stream(control, last_event_id), "text/event-stream", failures.response_to)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
+        """What this node is doing: the fields of `shoal status --json`."""
         return status_facts(control.snapshot())
 
     @router.get("/peers")
     async def peers() -> list[dict[str, Any]]:
-        return [facts(peer) for peer in control.snapshot().peers]
+        """The members of the swarm, with speed, link, score and state."""
+        return [to_json(peer) for peer in control.snapshot().peers]
 
     @router.get("/blocks")
     async def blocks() -> list[dict[str, Any]]:
+        """For each block, the members that serve it."""
         return coverage(control.snapshot())
 
     @router.get("/sessions")
     async def sessions() -> list[dict[str, Any]]:
-        return [facts(session) for session in control.snapshot().active_sessions]
+        """Sessions that this node asks for or serves."""
+        return [to_json(session) for session in control.snapshot().active_sessions]
 
     @router.get("/swarms")
     async def swarms() -> list[dict[str, Any]]:
-        return [facts(swarm) for swarm in control.snapshot().swarms]
+        """The swarms that this node has saved."""
+        return [to_json(swarm) for swarm in control.snapshot().swarms]
 
     @router.get("/prospects")
     async def prospects() -> dict[str, Any]:
-        return facts(await control.prospects())
+        """Swarms nearby and models on this machine, with the speed to expect."""
+        return to_json(await control.prospects())
 
     @router.get("/id")
     async def identity() -> dict[str, str]:
+        """The node's peer id."""
         return {"peer_id": control.snapshot().peer_id}
 
     @router.get("/logs")
     async def logs(after: Annotated[int, Query(ge=0, le=_MAX_NOTE)] = 0) -> dict[str, Any]:
+        """Log entries after a number."""
         return {"pid": os.getpid(), "rows": [dataclasses.asdict(row) for row in RECENT.after(after)]}
 
     @router.get("/doctor")
     async def doctor() -> list[dict[str, Any]]:
+        """The network checks of `shoal doctor`."""
         return [dataclasses.asdict(check) for check in control.network_checks()]
 
     return router
@@ -175,39 +188,48 @@ def _command_routes(control: Control) -> APIRouter:
 
     @router.post("/create")
     async def create(request: CreateRequest) -> dict[str, Any]:
-        return facts(await control.create(request.name, request.model, private=request.private))
+        """Create a swarm of a model on this machine and join it."""
+        return to_json(await control.create(request.name, request.model, private=request.private))
 
     @router.post("/join")
     async def join(request: JoinRequest) -> dict[str, Any]:
-        return facts(await control.join(request.target))
+        """Join a swarm by name or invite."""
+        return to_json(await control.join(request.target))
 
     @router.post("/leave")
     async def leave(request: LeaveRequest) -> dict[str, Any]:
-        return facts(await control.leave(request.name))
+        """Leave a swarm and forget it."""
+        return to_json(await control.leave(request.name))
 
     @router.post("/invite")
     async def invite(request: InviteRequest) -> dict[str, Any]:
+        """Make an invite to a swarm."""
         made = await control.invite(request.name)
         return {"invite": str(made), "name": made.name, "manifest": made.model_hash, "addresses": made.addresses}
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:
+        """A reply of the swarm, as JSON lines."""
         return EventStream(json_lines(control.reply(request.request())), "application/x-ndjson", failures.response_to)
 
     @router.post("/pause")
     async def pause(request: PauseRequest) -> dict[str, Any]:
-        return facts(await control.pause(request.for_s))
+        """Pause hosting, for a while or until resumed."""
+        return to_json(await control.pause(request.for_s))
 
     @router.post("/drain")
     async def drain() -> dict[str, Any]:
-        return facts(await control.drain())
+        """Let sessions finish, then pause hosting."""
+        return to_json(await control.drain())
 
     @router.post("/resume")
     async def resume() -> dict[str, Any]:
-        return facts(await control.resume())
+        """Host again."""
+        return to_json(await control.resume())
 
     @router.post("/stop", status_code=202)
     async def stop() -> dict[str, bool]:
+        """Drain and end the node."""
         control.stop()
         return {"stopping": True}
 
@@ -219,10 +241,12 @@ def _config_routes(control: Control) -> APIRouter:
 
     @router.get("/config")
     async def config() -> list[dict[str, Any]]:
+        """All settings with value, default and origin."""
         return [control.config().facts(name) for name in SETTINGS]
 
     @router.put("/config/{name}")
     async def set_config(name: str, request: SettingRequest) -> dict[str, Any]:
+        """Change one setting, or reset it to its default."""
         await control.set_config(name, request.value)
         return control.config().facts(name)
 

@@ -20,7 +20,7 @@ import trio
 from app.asker.audit import Auditor
 from app.asker.evidence import Deviation, precisions
 from app.asker.head_batcher import HeadBatcher
-from app.asker.reply import AuditSample, AuditSampler, HiddenStates, Reply, last_state
+from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, last_state
 from app.asker.route_session import HopLinks, RouteSession, RouteSource, SessionSettings, SessionShape
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import Device, ReplyEnds, TokenChoice
@@ -212,13 +212,13 @@ class _AuditContext:
         async with asker.open(source, room, settings) as session:
             yield session
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenStates:
+    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenState:
         return last_state(await session.advance(tokens))
 
-    async def sample_and_discard(self, answer: HiddenStates, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(self, answer: HiddenState, tokens: Sequence[int], settings: Any) -> None:
         text = self._asker._ends.begin(tokens, settings)
         await self._asker._head_batcher.choose(TokenChoice(text, memoryview(answer.data), answer.dtype))
 
-    async def deviation(self, one: Sequence[HiddenStates], other: Sequence[HiddenStates]) -> Deviation:
+    async def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> Deviation:
         ends = self._asker._ends
         return Deviation(*await self._asker._device.run(ends.deviation, one, other))

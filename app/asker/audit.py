@@ -32,12 +32,12 @@ from app.asker.evidence import (
     Explanation,
     Observation,
     blame,
-    explanations,
+    minimal_liar_sets,
     precisions,
     tolerance,
-    undecided,
+    worst_case_remaining,
 )
-from app.asker.reply import AuditSample, HiddenStates
+from app.asker.reply import AuditSample, HiddenState
 from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
@@ -73,17 +73,17 @@ class AuditContext(Protocol):
     def pinned(self, route: Route, room: int) -> AbstractAsyncContextManager[RouteSession]:
         """Open a session on this route and no other."""
 
-    async def sample_and_discard(self, answer: HiddenStates, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(self, answer: HiddenState, tokens: Sequence[int], settings: Any) -> None:
         """Run head and sampler and drop the result, so that an audit's timing looks like a reply's."""
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenStates: ...
-    async def deviation(self, one: Sequence[HiddenStates], other: Sequence[HiddenStates]) -> Deviation: ...
+    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenState: ...
+    async def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> Deviation: ...
 
 
 @dataclass
 class _AuditAnswer:
     route: Route | None  # None: the reply itself
-    answers: tuple[HiddenStates, ...]
+    answers: tuple[HiddenState, ...]
     precisions: tuple[str, ...]
     seen: Observation
 
@@ -155,7 +155,7 @@ class Auditor:
                 self._conclude(run)
             return False
         await self._weigh(run, route, answers)
-        if self._under_way is run and len(explanations(run.seen, self._context.not_accused())[0]) < 2:
+        if self._under_way is run and len(minimal_liar_sets(run.seen, self._context.not_accused())[0]) < 2:
             self._conclude(run)  # now, even if the share is used up
         return True
 
@@ -190,7 +190,7 @@ class Auditor:
             route = self._random_route(run.sample, avoid=run.sample.peers)
             others = frozenset() if route is None else frozenset(hop.peer for hop in route)
             return route if others - run.sample.peers else None
-        stories, _ = explanations(run.seen, self._context.not_accused())
+        stories, _ = minimal_liar_sets(run.seen, self._context.not_accused())
         if len(stories) < 2 or len(run.answered) >= MOST_ROUTES:
             return None
         suspects = sorted(blame(stories))
@@ -199,7 +199,7 @@ class Auditor:
             avoid = self._rng.sample(suspects, self._rng.randint(0, len(suspects)))
             route = self._random_route(run.sample, avoid)
             if route is not None:
-                left = undecided([hop.peer for hop in route], stories, run.seen)
+                left = worst_case_remaining([hop.peer for hop in route], stories, run.seen)
                 best = min(best, (left, route), key=lambda one: one[0])
             await trio.lowlevel.checkpoint()
         return best[1]
@@ -219,9 +219,9 @@ class Auditor:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def _compute(self, sample: AuditSample, route: Route) -> tuple[HiddenStates, ...] | None:
+    async def _compute(self, sample: AuditSample, route: Route) -> tuple[HiddenState, ...] | None:
         """Return this route's answers; None if it breaks before the end."""
-        answers: list[HiddenStates] = []
+        answers: list[HiddenState] = []
         fed, until = 0, sample.first
         self._sessions += 1
         try:
@@ -238,7 +238,7 @@ class Auditor:
             return None
         return tuple(answers)
 
-    async def _weigh(self, run: _AuditRun, route: Route, answers: tuple[HiddenStates, ...]) -> None:
+    async def _weigh(self, run: _AuditRun, route: Route, answers: tuple[HiddenState, ...]) -> None:
         """Add answers to the group that they agree with; if the first two agree, the audit is over."""
         numbers = precisions([route], self._context.members())
         group = 1 + max(one.seen.group for one in run.answered)
@@ -263,7 +263,7 @@ class Auditor:
         self._under_way = None
         if len(run.answered) < 2:
             return  # no other peer serves these blocks
-        stories, always = explanations(run.seen, self._context.not_accused())
+        stories, always = minimal_liar_sets(run.seen, self._context.not_accused())
         routes = len(run.answered)
         if len(stories) == 1 and always:
             for peer in stories[0]:

@@ -75,7 +75,7 @@ class Observation:
 Explanation = frozenset[str]
 
 
-def explanations(seen: Sequence[Observation], not_accused: Collection[str]) -> tuple[list[Explanation], bool]:
+def minimal_liar_sets(seen: Sequence[Observation], not_accused: Collection[str]) -> tuple[list[Explanation], bool]:
     """Return the smallest sets of liars that explain all answers, and whether they then lied every time."""
     peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(not_accused))
     for size in range(1, _MOST_LIARS + 1):
@@ -93,7 +93,7 @@ def _explains(liars: Collection[str], seen: Sequence[Observation], always: bool)
     return not (always and any(one.group in clean for one in seen if not one.peers.isdisjoint(liars)))
 
 
-def undecided(peers: Collection[str], stories: Sequence[Explanation], seen: Sequence[Observation]) -> int:
+def worst_case_remaining(peers: Collection[str], stories: Sequence[Explanation], seen: Sequence[Observation]) -> int:
     """Number of explanations left, at worst, after one more answer in which these peers take part."""
     if any(one.peers == set(peers) for one in seen):
         return len(stories)  # this answer is known already

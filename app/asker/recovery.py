@@ -1,4 +1,7 @@
-"""Decisions after a failure: which hop or link is at fault when an answer is late, and who sends what again. Pure."""
+"""Decisions after a failure: which hop or link is at fault when an answer is late, and who sends what again. Pure.
+
+`RouteSession._repair` in `app.asker.route_session` carries them out.
+"""
 
 from __future__ import annotations
 

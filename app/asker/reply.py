@@ -158,7 +158,7 @@ class Reply:
 WINDOW = 8  # answers of a reply that are kept for an audit
 
 
-class HiddenStates(NamedTuple):
+class HiddenState(NamedTuple):
     """One hidden state as it was received: its bytes and number format."""
 
     data: bytes
@@ -171,7 +171,7 @@ class AuditSample:
 
     tokens: tuple[int, ...]
     first: int  # number of tokens before the first kept answer
-    answers: tuple[HiddenStates, ...]  # of consecutive tokens
+    answers: tuple[HiddenState, ...]  # of consecutive tokens
     peers: frozenset[str]
     precisions: tuple[str, ...]  # for each block, of all peers that computed it
     room: int  # tokens that the session could hold
@@ -191,11 +191,11 @@ class AuditSampler:
         self._rng = rng
         self._count = 0
         self.first = 0  # number of the first kept answer
-        self.answers: list[HiddenStates] = []
+        self.answers: list[HiddenState] = []
         # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones.
         self.routes: list[Route] = []
 
-    def note(self, answer: HiddenStates, route: Route) -> None:
+    def note(self, answer: HiddenState, route: Route) -> None:
         """Take the reply's next answer, which came over this route."""
         if not self.routes or self.routes[-1] != route:
             self.routes.append(route)
@@ -207,7 +207,7 @@ class AuditSampler:
         self._count += 1
 
 
-def last_state(frame: Frame) -> HiddenStates:
+def last_state(frame: Frame) -> HiddenState:
     """Return the hidden state of the last token of a frame."""
     size = len(frame.body) // frame.rows
-    return HiddenStates(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])
+    return HiddenState(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])

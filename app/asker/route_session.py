@@ -40,12 +40,12 @@ from app.session.wire import (
     HopError,
     Kind,
     decode,
+    decode_hop_error,
     decode_pace,
-    decode_trouble,
     encode_turn,
     header,
+    hop_error_reason,
     plain,
-    reason_told,
     row_bytes,
 )
 from p2p.errors import P2PError, QueueFull, StreamClosed
@@ -59,8 +59,8 @@ IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
 class Listener(Protocol):
     """Receives the frames of one session, and the end of streams that it uses."""
 
-    async def heard(self, peer: str, frame: Frame) -> None: ...
-    def lost(self, peer: str) -> None: ...
+    async def on_frame(self, peer: str, frame: Frame) -> None: ...
+    def on_stream_end(self, peer: str) -> None: ...
 
 
 class HopLink:
@@ -82,7 +82,7 @@ class HopLink:
                 frame = decode(await self.outbox.stream.receive())
                 listener = self.listeners.get(frame.session)
                 if listener is not None:
-                    await listener.heard(self.peer, frame)
+                    await listener.on_frame(self.peer, frame)
         except RecordError as error:
             log.warning("%s sent a malformed frame, its stream is closed: %s", self.peer, error)
             await self.outbox.stream.reset()
@@ -91,7 +91,7 @@ class HopLink:
         finally:
             self.outbox.broken = True
             for listener in list(self.listeners.values()):
-                listener.lost(self.peer)
+                listener.on_stream_end(self.peer)
 
 
 class HopLinks:
@@ -277,7 +277,7 @@ class RouteHops:
 
     # --- what hops say ------------------------------------------------------------------------------------------------
 
-    async def heard(self, peer: str, frame: Frame) -> None:
+    async def on_frame(self, peer: str, frame: Frame) -> None:
         """Take a frame from a hop; frames of another epoch, or that this hop may not send, are dropped."""
         if peer not in self._open:
             return
@@ -299,10 +299,10 @@ class RouteHops:
         elif frame.kind == Kind.READY:
             self._ready[peer] = HopState(frame.position, frame.rows)
         elif frame.kind == Kind.TROUBLE:
-            self._on_error(peer, decode_trouble(frame))
+            self._on_error(peer, decode_hop_error(frame))
         self._heard.notify()
 
-    def lost(self, peer: str) -> None:
+    def on_stream_end(self, peer: str) -> None:
         """Note that the stream to a hop broke."""
         if any(hop.peer == peer for hop in self.route):
             self.trouble = _lost(peer)
@@ -314,7 +314,7 @@ class RouteHops:
         log.info("session %s: %s reports %s: %s", self.id.hex()[:8], peer, error.code, error.text)
         if error.code == "evicted":
             return
-        why = reason_told(peer, error)
+        why = hop_error_reason(peer, error)
         if error.code in ("busy", "refused", "failed"):
             self.trouble = HopFailed(peer, why, busy=error.code == "busy")
             return

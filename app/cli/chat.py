@@ -32,10 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
     parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="the longest reply (default: 512)")
     parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: 0.7)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P")
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest tokens; 0: all")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="choose among the likeliest tokens that make up P"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="leave out tokens below P times the likeliest"
+    )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 repeats less")
     words = "end the reply at this text (repeatable)"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=words)
     parser.add_argument(

@@ -55,13 +55,13 @@ def run_create(arguments: argparse.Namespace) -> int:
     """Create a swarm and join it; the model is read in this process, so that its progress can be shown."""
     from app.api.client import running_client
     from app.config.home import Home, cache_folder
-    from app.joining.create import SwarmSpec, found
+    from app.joining.create import SwarmSpec, create_swarm
     from app.swarm.saved import update
 
     home = Home.open(arguments.home)
     spec = SwarmSpec(arguments.name, arguments.model, arguments.private)
     with progress_on_stderr(arguments.model) as fetching, progress_on_stderr("reading the model") as reading:
-        swarm = found(home, cache_folder(), spec, fetching, reading)
+        swarm = create_swarm(home, cache_folder(), spec, fetching, reading)
     update(home, lambda known: known.joined(swarm))
     client = running_client(arguments.home)
     if client is None:
@@ -175,9 +175,9 @@ def read_target(argument: str | None) -> str:
 def swarm_facts(swarm: SavedSwarm, *, active: bool) -> dict[str, Any]:
     """Return a remembered swarm as `--json` shows it."""
     from app.joining.targets import view_of
-    from app.snapshot.codec import facts
+    from app.snapshot.codec import to_json
 
-    return facts(view_of(swarm, active=active))
+    return to_json(view_of(swarm, active=active))
 
 
 def while_fetching(client: Client, outcome: dict[str, Any]) -> dict[str, Any]:

@@ -170,7 +170,7 @@ class RuleState:
     reason: str = ""  # of the last finding that held
 
 
-def advance_rules(rule: Rule, before: RuleState, settings: Settings, readings: Readings, now_s: float) -> RuleState:
+def advance_rule(rule: Rule, before: RuleState, settings: Settings, readings: Readings, now_s: float) -> RuleState:
     """Return a rule's state after another check, with its delays applied."""
     if not rule.is_on(settings):
         return RuleState()

@@ -20,7 +20,7 @@ from app.courtesy.rules import (
     RULES,
     Rule,
     RuleState,
-    advance_rules,
+    advance_rule,
     believable,
     limits_at,
     next_pause,
@@ -117,7 +117,7 @@ class CourtesyWatch:
         at = trio.current_time()
         before = self._states
         self._states = {
-            rule.code: advance_rules(rule, before[rule.code], settings, readings, at) for rule in self._rules
+            rule.code: advance_rule(rule, before[rule.code], settings, readings, at) for rule in self._rules
         }
         self._note_problems(before)
         self._apply_limits(limits_at(settings, readings.now))

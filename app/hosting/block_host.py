@@ -25,7 +25,7 @@ from app.hosting.loader import BlockLoader
 from app.hosting.placement import Candidate, Move, MoveTimer, decide, due
 from app.membership import Membership
 from app.membership.member import Change
-from app.routing.estimates import rtts_to_tell
+from app.routing.estimates import rtts_to_announce
 from app.serving.block_server import DRAIN_S, BlockServer
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
@@ -324,7 +324,7 @@ class BlockHost:
             busy=self._busy_share(),
             dtype=wire_name(self._plan.dtype),
             quantisation="int8" if self._plan.quantised else "none",
-            rtts=rtts_to_tell(self._network.links(), self._span, self._swarm.announcements()),
+            rtts=rtts_to_announce(self._network.links(), self._span, self._swarm.announcements()),
         )
 
     def _busy_share(self) -> float:

@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.swarm.coverage import COMING, Coverage, survey
+from app.swarm.coverage import COMING, Coverage, coverage_of
 from app.swarm.records import Announcement
 
 GAIN = 1.15  # blocks given up must be served this many times better, without this node, than the weakest block
@@ -76,7 +76,7 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     length = min(me.blocks, n_blocks)
     if length < 1:
         return None
-    found = survey(others, n_blocks, me.tokens_per_s)
+    found = coverage_of(others, n_blocks, me.tokens_per_s)
     if me.span is None:
         best = best_window(found, _windows(length, n_blocks), me)
         return Move(best, _join_delay_s(me.peer, others), because("worst_served", "the blocks that are served worst"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from app.config.home import Home
 from app.core.errors import AppError, UsageError
-from app.manifest.importing import in_order, survey, tokenizer_bytes
+from app.manifest.importing import hash_source, in_order, tokenizer_bytes
 from app.swarm.invite import new_secret
 from app.swarm.names import SwarmName
 from app.swarm.records import sign_record
@@ -37,7 +37,7 @@ class SwarmSpec:
     private: bool = False
 
 
-def found(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, reading: Progress) -> SavedSwarm:
+def create_swarm(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, reading: Progress) -> SavedSwarm:
     """Read the whole model, store its manifest and source, and return the new swarm with a signed record.
 
     `fetching` reports the progress of a download, `reading` that of hashing the model. Blocks: run it on a thread.
@@ -52,7 +52,7 @@ def found(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, reading:
         done += read
         reading(min(done, total), total)
 
-    surveyed = survey(source, count)
+    surveyed = hash_source(source, count)
     label = spec.model if spec.model in BUILT_IN else str(Path(spec.model).expanduser().absolute())
     ManifestStore(cache).save_survey(surveyed, label)
     remember_source(cache, surveyed.manifest, source, tokenizer_bytes(source))

@@ -15,7 +15,7 @@ import trio
 from app.config.file import Config
 from app.config.home import Home
 from app.core.errors import AppError, UnknownSwarm
-from app.joining.network_setup import network_config, told_peers
+from app.joining.network_setup import named_peers, network_config
 from app.joining.wrong_secret import SecretCheck
 from app.membership import resolve_swarm, value_check
 from app.swarm.names import SwarmName
@@ -38,7 +38,7 @@ async def resolve_name(
 
     Raises `UnknownSwarm`, `NameConflict`, `WrongSecret`, or `AppError` if the swarm is private.
     """
-    named = told_peers(config, None)
+    named = named_peers(config, None)
     for peer, addresses in named.items():
         network.learn(peer, addresses)
     refusals = SecretCheck(named)

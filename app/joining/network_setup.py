@@ -43,7 +43,7 @@ def network_config(home: Home, config: Config, swarm: SavedSwarm | None, bound: 
     )
 
 
-def told_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]:
+def named_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]:
     """Return the peers named in the settings and in the swarm's invite: peer id to addresses."""
     texts = list(config.settings.peers)
     if swarm is not None and "invite" in config.settings.discovery:

@@ -1,6 +1,6 @@
 """Join, leave and invite while no node runs, by changing the home folder only.
 
-A running node does the same in `app.node.swarms`.
+A running node does the same in `app.node.swarm_switcher`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Maps a user's argument (name, pinned name or invite) to a saved swarm, and makes invites. Pure.
 
-Shared by a running node (`app.node.swarms`) and by commands without one (`app.joining.offline`). Only a name that is
-not saved needs the network: `app.joining.name_lookup` resolves it.
+Shared by a running node (`app.node.swarm_switcher`) and by commands without one (`app.joining.offline`). Only a name
+that is not saved needs the network: `app.joining.name_lookup` resolves it.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from engine.sources.layout import expected_shapes, part_names
 
 
 @dataclass(frozen=True)
-class SourceSurvey:
+class HashedSource:
     """The manifest of a model source, and the chunk hashes (leaves) of each part by its name."""
 
     manifest: Manifest
     leaves: Mapping[str, tuple[bytes, ...]]
 
 
-def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: None) -> SourceSurvey:
+def hash_source(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: None) -> HashedSource:
     """Read and hash the whole source; `on_bytes` is called with the length of each piece read and may raise to stop.
 
     Raises `RecordError` if a file is cut off or a part lacks tensors.
@@ -42,7 +42,7 @@ def survey(source: ModelSource, on_bytes: Callable[[int], None] = lambda count: 
     spec = source.tokenizer
     variables = canonical(dict(spec.template_variables)).decode()
     text = TextRules(spec.chat_template, spec.bos_token, spec.eos_token, spec.add_bos, variables)
-    return SourceSurvey(build(source.config, text, source.licence, tuple(parts)), leaves)
+    return HashedSource(build(source.config, text, source.licence, tuple(parts)), leaves)
 
 
 def in_order(source: ModelSource, part: str) -> tuple[TensorEntry, ...]:

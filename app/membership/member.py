@@ -85,7 +85,7 @@ _BECAME = {"joined": "joined", "dead": "is gone: it does not answer", "left": "l
 _DOES = {"serving": "serves", "fetching": "fetches", "loading": "loads", "paused": "pauses", "client": "hosts nothing"}
 
 
-def in_words(change: Change) -> str:
+def describe(change: Change) -> str:
     """Return a change as a sentence for the event log; empty for kinds that are not shown."""
     announcement = change.member.announcement
     if change.kind == "moved":

@@ -1,8 +1,8 @@
 """One swarm that this node joins, takes part in and leaves.
 
 Joining needs the swarm's record, the model's manifest and the address of a member. After that, membership, downloads,
-replies and hosting run until the swarm is left. `app.node.swarms` decides which swarm that is; `app.node.network_owner`
-starts and leaves it.
+replies and hosting run until the swarm is left. `app.node.swarm_switcher` decides which swarm that is;
+`app.node.network_owner` starts and leaves it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
 from app.hosting.block_host import BlockHost, HostedView
 from app.hosting.loader import fetching_text, obtain_ends
-from app.joining.network_setup import told_peers
+from app.joining.network_setup import named_peers
 from app.joining.wrong_secret import SecretCheck
 from app.manifest.manifest import Manifest
 from app.membership import Change, Member, Membership, MembershipSetup, QueryService, fetch_manifest, resolve_swarm
-from app.membership.member import in_words
+from app.membership.member import describe
 from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
 from app.node.peer_views import peer_views
@@ -51,7 +51,7 @@ class ActiveSwarm:
         self.swarm = swarm
         self._context = context
         self.state: State = "joining"
-        self._named_peers = told_peers(context.config(), swarm)  # peer id to addresses
+        self._named_peers = named_peers(context.config(), swarm)  # peer id to addresses
         self.why = because("looking", f"looking for members of {swarm}", *self._named_peers)
         # Set once joining has a first outcome, joined or failed: `shoal join` waits for it.
         self.settled = trio.Event()
@@ -226,7 +226,7 @@ class ActiveSwarm:
         return self._context.manifests.source(self.swarm.model_hash)
 
     def _on_change(self, change: Change) -> None:
-        if text := in_words(change):
+        if text := describe(change):
             self._context.note("peer", text)
         else:
             self._context.changed()

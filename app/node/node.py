@@ -1,6 +1,6 @@
 """The composition root of a node: builds its parts, starts and stops them, and implements the API's `Control`.
 
-`app.node.network_owner` runs the network and the active swarm, `app.node.swarms` switches between swarms,
+`app.node.network_owner` runs the network and the active swarm, `app.node.swarm_switcher` switches between swarms,
 `app.node.upkeep` applies courtesy rules and counts, `app.node.views` derives the figures of the snapshot.
 """
 
@@ -37,7 +37,7 @@ from app.joining.nearby import NearbySwarms
 from app.joining.network_setup import apply_live, network_view
 from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
-from app.node.swarms import SwarmSwitcher
+from app.node.swarm_switcher import SwarmSwitcher
 from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
 from app.routing.trust import TrustBook

@@ -51,7 +51,7 @@ def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[An
     return between_s
 
 
-def rtts_to_tell(
+def rtts_to_announce(
     links: Iterable[Link], hosted: Span | None, members: Sequence[Announcement]
 ) -> tuple[tuple[str, float], ...]:
     """Choose up to `MAX_RTTS` round-trip times to announce; peers that host the neighbouring blocks come first."""

@@ -42,8 +42,8 @@ from app.session.wire import (
     Kind,
     decode,
     decode_turn,
+    encode_hop_error,
     encode_pace,
-    encode_trouble,
     header,
     plain,
 )
@@ -108,7 +108,7 @@ class HopSender:
             data = session.kept_rows(first, min(first + self._chunk_rows, stop))
             if data is None:
                 if must:
-                    await self.complain(session, "missing", f"outputs at {first} are no longer kept")
+                    await self.report_error(session, "missing", f"outputs at {first} are no longer kept")
                 return
             await self.send(session, first, data)
 
@@ -128,11 +128,11 @@ class HopSender:
         needed = {session.turn.successor for session in self._sessions.values()}
         await self._outboxes.close_idle(needed, trio.current_time() - IDLE_STREAM_S)
 
-    async def complain(self, session: HopSession, code: str, text: str) -> None:
+    async def report_error(self, session: HopSession, code: str, text: str) -> None:
         """Report an error to a session's asker."""
         answers = self._answers.get(session.key)
         if answers is not None:
-            error = encode_trouble(session.id, session.epoch, session.kept_from, HopError(code, text))
+            error = encode_hop_error(session.id, session.epoch, session.kept_from, HopError(code, text))
             await answers.push(control_frame(error))
 
     def _data_frame(self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority) -> HopFrame:
@@ -171,7 +171,7 @@ class HopSender:
     async def _report_lost_link(self, peer: str) -> None:
         for session in list(self._sessions.values()):
             if session.turn.successor == peer:
-                await self.complain(session, "link", f"the link to the next hop {peer} broke")
+                await self.report_error(session, "link", f"the link to the next hop {peer} broke")
 
 
 def control_frame(message: bytes) -> OutboundFrame:
@@ -268,7 +268,7 @@ class ServerCounters:
 
 
 @dataclass(eq=False)
-class _Attended:
+class _InboundStream:
     """A stream that a peer opened."""
 
     stream: FrameStream
@@ -301,7 +301,7 @@ class BlockServer:
         self._work = Signal()  # the queue or `_between_steps` has something new
         self._emptied = Signal()
         self._nursery: trio.Nursery | None = None
-        self._attending: set[_Attended] = set()
+        self._attending: set[_InboundStream] = set()
         self.draining = False
         network.accept(PROTOCOL, self.attend)
 
@@ -351,7 +351,7 @@ class BlockServer:
         """Admit no new session and ask the askers to move theirs; True if all have left within `within_s`."""
         self.draining = True
         for session in list(self._sessions.values()):
-            await self._sender.complain(session, "draining", "this node is about to leave; move to another one")
+            await self._sender.report_error(session, "draining", "this node is about to leave; move to another one")
         with trio.move_on_after(within_s):
             await self._emptied.wait_for(lambda: not self._sessions)
         return not self._sessions
@@ -362,7 +362,7 @@ class BlockServer:
 
         async def change() -> None:
             for session in list(self._sessions.values()):
-                await self._sender.complain(session, "closed", "this node now hosts other blocks")
+                await self._sender.report_error(session, "closed", "this node now hosts other blocks")
                 self._end(session, session.epoch)
             self._runner, self.draining = runner, False
             if self._nursery is not None:
@@ -378,7 +378,7 @@ class BlockServer:
         """Read one peer's stream to its end; the sessions that were opened on it end with it."""
         if self._nursery is None:
             return
-        attended = _Attended(stream, PeerOutbox(stream, self._nursery), trio.current_time())
+        attended = _InboundStream(stream, PeerOutbox(stream, self._nursery), trio.current_time())
         self._attending.add(attended)
         try:
             with attended.scope:
@@ -386,7 +386,7 @@ class BlockServer:
         finally:
             self._attending.discard(attended)
 
-    async def _read(self, attended: _Attended) -> None:
+    async def _read(self, attended: _InboundStream) -> None:
         stream, answers = attended.stream, attended.answers
         try:
             while True:
@@ -445,7 +445,9 @@ class BlockServer:
         elif action is FrameAction.REPEAT:
             await self._sender.resend(session, frame.position, frame.position + frame.rows, must=False)
         else:
-            await self._sender.complain(session, "gap", f"tokens at {frame.position} do not follow {session.received}")
+            await self._sender.report_error(
+                session, "gap", f"tokens at {frame.position} do not follow {session.received}"
+            )
 
     async def _on_control(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         """Carry out what an asker orders for its own session."""
@@ -489,7 +491,7 @@ class BlockServer:
         if session is None:
             opened = self._open(frame, turn, peer)
             if isinstance(opened, HopError):
-                await answers.push(control_frame(encode_trouble(frame.session, frame.epoch, 0, opened)))
+                await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, opened)))
                 return
             session = opened
         else:
@@ -561,7 +563,7 @@ class BlockServer:
             silent_since = trio.current_time() - self._settings.idle_s
             for session in list(self._sessions.values()):
                 if session.heard_at < silent_since:
-                    await self._sender.complain(session, "closed", "the session was idle for too long")
+                    await self._sender.report_error(session, "closed", "the session was idle for too long")
                     await self._do_between_steps(partial(self._end_if_silent, session, silent_since))
 
     async def _close_idle_streams(self) -> None:
@@ -659,7 +661,7 @@ class BlockServer:
             return
         session = self._sessions[batch[0].session]
         log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
-        await self._sender.complain(session, "failed", str(error))
+        await self._sender.report_error(session, "failed", str(error))
         self._end(session, session.epoch)
 
     def _count(self, batch: list[QueuedTokens], started_at: float, seconds: float) -> None:
@@ -675,4 +677,4 @@ class BlockServer:
         while kept_bytes > self._settings.kept_bytes:
             session = first_to_evict(list(self._sessions.values()))
             kept_bytes -= session.evict()
-            await self._sender.complain(session, "evicted", "outputs are no longer kept for replay")
+            await self._sender.report_error(session, "evicted", "outputs are no longer kept for replay")

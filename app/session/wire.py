@@ -151,7 +151,7 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> by
     return header(Kind.TURN, session, epoch, cut_to, length=len(body)) + body
 
 
-def encode_trouble(session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
+def encode_hop_error(session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
     """Encode a TROUBLE frame; its text is cut to 400 characters."""
     values = {"code": trouble.code, "text": trouble.text[:400], **({"why": trouble.why} if trouble.why else {})}
     body = canonical(values)
@@ -214,14 +214,14 @@ def decode_turn(frame: Frame) -> EpochOrder:
     )
 
 
-def decode_trouble(frame: Frame) -> HopError:
+def decode_hop_error(frame: Frame) -> HopError:
     """Decode a TROUBLE frame's error, with unprintable characters blanked; raises `RecordError`."""
     fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
     text = "".join(c if c.isprintable() else " " for c in fields.text("text", 400, ""))
     return HopError(fields.text("code", 16), text, fields.text("why", 32, ""))
 
 
-def reason_told(peer: str, trouble: HopError) -> Reason:
+def hop_error_reason(peer: str, trouble: HopError) -> Reason:
     """Return a hop's error as a reason about `peer`; an unknown code becomes `hop_failed`."""
     kind = f"hop_{trouble.code}"
     code = trouble.why if trouble.why in REFUSALS else kind if kind in NEXT_STEPS else "hop_failed"

@@ -31,15 +31,15 @@ STATUS_FIELDS = (
 )
 
 
-def facts(value: Any) -> dict[str, Any]:
+def to_json(value: Any) -> dict[str, Any]:
     """Return a view as JSON values."""
     return dataclasses.asdict(value)
 
 
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return what `shoal status` prints: the snapshot without the lists that have their own commands."""
-    why = None if snapshot.why is None else facts(snapshot.why)
-    given = {"why": why, "today": facts(snapshot.today), "ever": facts(snapshot.ever)}
+    why = None if snapshot.why is None else to_json(snapshot.why)
+    given = {"why": why, "today": to_json(snapshot.today), "ever": to_json(snapshot.ever)}
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 

@@ -57,7 +57,7 @@ class Coverage:
         ]
 
 
-def survey(members: Iterable[Announcement], n_blocks: int, *own: float) -> Coverage:
+def coverage_of(members: Iterable[Announcement], n_blocks: int, *own: float) -> Coverage:
     """Compute the coverage by the members; `own` tokens/s of this node count in the median only."""
     placed: list[tuple[int, int, float, bool]] = []
     speeds = [speed for speed in own if speed > 0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from app.core.errors import HomeError, RecordError
-from app.manifest.importing import SourceSurvey
+from app.manifest.importing import HashedSource
 from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.manifest.merkle import HASH_BYTES, chunk_count, leaves_from
 from app.swarm.names import is_model_hash
@@ -36,7 +36,7 @@ class ManifestStore:
         """Write a manifest."""
         self._write(manifest.hash, "json", manifest.raw)
 
-    def save_survey(self, survey: SourceSurvey, source: str) -> None:
+    def save_survey(self, survey: HashedSource, source: str) -> None:
         """Write manifest, chunk hashes and origin of an imported model; `source` is a path or a name like "starter"."""
         chunks = b"".join(leaf for part in survey.manifest.parts for leaf in survey.leaves[part.name])
         self._write(survey.manifest.hash, "chunks", chunks)

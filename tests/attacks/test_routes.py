@@ -13,7 +13,7 @@ from app.core.errors import AppError
 from app.core.span import Span
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
-from app.session.wire import PROTOCOL, HopError, Kind, decode, encode_trouble
+from app.session.wire import PROTOCOL, HopError, Kind, decode, encode_hop_error
 from app.swarm.records import Announcement
 from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy
@@ -64,7 +64,7 @@ async def test_a_hop_that_always_has_an_excuse_is_left(code: str, autojump_clock
             frame = decode(await stream.receive())
             if frame.kind == Kind.TURN:
                 turns += 1
-                await stream.send(encode_trouble(frame.session, frame.epoch, 0, HopError(code, "not now")))
+                await stream.send(encode_hop_error(frame.session, frame.epoch, 0, HopError(code, "not now")))
 
     async with open_swarm((0, 4), (4, 8), delay_s=0.02) as swarm:
         await swarm.serve("hostile", HashRunner(4, 8), speed=500.0)

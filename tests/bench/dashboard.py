@@ -24,7 +24,7 @@ from typing import Any
 
 from textual.events import Key
 
-from app.snapshot.codec import facts
+from app.snapshot.codec import to_json
 from tests.ui.fixed import five_hundred
 from ui.app import Dashboard, NodeMessage
 from ui.screens.swarm import PeersTable
@@ -62,7 +62,7 @@ def first_paint_s() -> float:
 
 async def busy(seconds: float) -> dict[str, Any]:
     """500 peers at 10 Hz on each of the two main screens: the share of a core, and a key to its paint."""
-    texts = [json.dumps(facts(five_hundred(tick))) for tick in range(SNAPSHOTS)]
+    texts = [json.dumps(to_json(five_hundred(tick))) for tick in range(SNAPSHOTS)]
     app = Dashboard(None, store=Store())
     app.asked_first_run = True
     found: dict[str, Any] = {}

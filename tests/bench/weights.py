@@ -36,7 +36,7 @@ import trio
 from app.api.client import client_of
 from app.config.home import cache_folder
 from app.core.network import Network, Priority
-from app.manifest.importing import survey, tokenizer_bytes
+from app.manifest.importing import hash_source, tokenizer_bytes
 from app.manifest.merkle import CHUNK_BYTES
 from app.membership import Membership, fetch_manifest, resolve_swarm
 from app.swarm.invite import parse_invite
@@ -66,7 +66,7 @@ PROMPT = "Tell me about the sea."
 
 def _import(cache: Path) -> str:
     source = tiny_source(cache / "model", BIG)
-    studied = survey(source)
+    studied = hash_source(source)
     ManifestStore(cache).save_survey(studied, "made up")
     remember_source(cache, studied.manifest, source, tokenizer_bytes(source))
     return studied.manifest.hash

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from app.config.file import load_config
 from app.config.home import Home
-from app.manifest.importing import survey
+from app.manifest.importing import hash_source
 from app.node.statistics import Statistics, read_days, read_peers
 from app.weights.manifest_store import ManifestStore
 from app.weights.part_store import PartFiles
@@ -78,7 +78,7 @@ def survive(tmp_path: Path, kills: int, note: Callable[[str], None] = lambda tex
     """Kill it again and again; nothing is damaged, and what was written before is still there."""
     place, seed = Place(tmp_path / "home", tmp_path / "cache"), random.randrange(2**32)
     chance = random.Random(seed)
-    ManifestStore(place.cache).save(survey(open_source("tiny-random", place.cache)).manifest)
+    ManifestStore(place.cache).save(hash_source(open_source("tiny-random", place.cache)).manifest)
     peer_ids, written = set(), 0
     for kill in range(kills):
         kill_while_it_writes(place, chance.uniform(0.0, 1.0))

@@ -15,7 +15,7 @@ from textual.pilot import Pilot
 from app.api.client import Client
 from app.core.errors import AppError
 from app.core.reasons import Reason
-from app.snapshot.codec import facts
+from app.snapshot.codec import to_json
 from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
@@ -47,7 +47,7 @@ class ScriptedNode(Client):
         if path == "/api/prospects":
             if isinstance(self.prospects, AppError):
                 raise self.prospects
-            return facts(self.prospects)
+            return to_json(self.prospects)
         assert path == "/api/config"
         return [{"name": name, "value": value} for name, value in self.config.items()]
 

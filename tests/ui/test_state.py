@@ -15,7 +15,7 @@ import pytest
 from app.api.client import Client, Event, Hangup
 from app.core.errors import NotRunning
 from app.core.terminal_text import without_controls
-from app.snapshot.codec import facts
+from app.snapshot.codec import to_json
 from app.snapshot.views import SessionView
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
 from ui.draw.reply import done_words, live_row, lost_hops, prompt_of
@@ -93,7 +93,7 @@ class ScriptedClient(Client):
     def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
         note = {"number": 1, "at_ms": 1, "kind": "state", "text": "up"}
         yield Event("note", json.dumps(note))
-        yield Event("snapshot", json.dumps(facts(HEALTHY)))
+        yield Event("snapshot", json.dumps(to_json(HEALTHY)))
 
 
 class ScriptedDoor:

@@ -91,7 +91,7 @@ def guest_row(peer: PeerView, here: bool) -> Row:
     return row(("◐", "warning"), " ", (name, "b"), f" {words}")
 
 
-class Guest(RowWidget):
+class GuestPanel(RowWidget):
     """Shows the peers that arrived since the invite was opened."""
 
     guests: GuestList | None = None
@@ -130,13 +130,13 @@ class InviteScreen(Dialog[None]):
             box.border_title = "invite"
             yield Static("Asking the node…", id="invite-line")
             yield Static("", id="invite-code")
-            yield Guest(self.store, id="came")
+            yield GuestPanel(self.store, id="came")
             keys = (("y", "bold $mine"), " copy the line   ", ("esc", "bold $mine"), " close")
             yield Static(Content.assemble(*keys), id="invite-keys")
 
     def on_mount(self) -> None:
         """Ask the node for an invite."""
-        self.query_one(Guest).opened_ms = now_ms()
+        self.query_one(GuestPanel).opened_ms = now_ms()
         dashboard = cast(NodeApp, self.app)
         dashboard.ask(lambda client: client.post("/api/invite", {"name": None}), self.take, self._failed)
 
@@ -168,7 +168,7 @@ class InviteScreen(Dialog[None]):
 
     def show(self) -> None:
         """Redraw the arrived peers from the store."""
-        self.query_one(Guest).show()
+        self.query_one(GuestPanel).show()
 
     def action_copy(self) -> None:
         """Copy the invite to the terminal's clipboard."""

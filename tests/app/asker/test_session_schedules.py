@@ -18,7 +18,7 @@ from trio.testing import MockClock
 from app.asker.asker import Asker
 from app.core.network import FrameStream, Payload, Priority
 from app.core.span import Span
-from app.session.wire import PROTOCOL, EpochOrder, HopError, Kind, decode, encode_trouble, encode_turn, header, plain
+from app.session.wire import PROTOCOL, EpochOrder, HopError, Kind, decode, encode_hop_error, encode_turn, header, plain
 from p2p.errors import P2PError
 from p2p.memory.fabric import MemoryNode
 from tests.app.hash_model import ROW_BYTES, WIDTH, greedy, last_hidden
@@ -204,7 +204,7 @@ def forgeries(session: bytes, epoch: int, position: int) -> list[bytes]:
         plain(Kind.GO, session, epoch, 0),
         plain(Kind.CLOSE, session, epoch + 1),
         plain(Kind.READY, session, epoch, 7),
-        encode_trouble(session, epoch, 0, HopError("failed", "not true")),
+        encode_hop_error(session, epoch, 0, HopError("failed", "not true")),
     ]
 
 

@@ -22,8 +22,8 @@ from app.routing.route import NoRoute, Privacy, RouteRequest
 from app.routing.search import find_route, why_unused
 from app.routing.trust import TrustBook
 from app.serving.admission import AdmissionLimits, HopLoad, why_busy
-from app.session.wire import REFUSALS, HopError, decode, decode_trouble, encode_trouble, reason_told
-from app.snapshot.codec import facts, snapshot_from
+from app.session.wire import REFUSALS, HopError, decode, decode_hop_error, encode_hop_error, hop_error_reason
+from app.snapshot.codec import snapshot_from, to_json
 from app.snapshot.views import PeerView
 from app.swarm.records import Announcement
 from app.system.doctor import TROUBLED, WORRYING, check_peer
@@ -55,7 +55,7 @@ def _texts(path: Path) -> set[str]:
 
 def test_every_code_of_the_table_is_given_somewhere_and_has_a_next_step() -> None:
     given = set().union(*(_texts(path) for path in _modules()))
-    given |= {f"hop_{code}" for code in given}  # `reason_told` makes these of what a hop said
+    given |= {f"hop_{code}" for code in given}  # `hop_error_reason` makes these of what a hop said
     assert set(NEXT_STEPS) - given == set()
     assert all(NEXT_STEPS.values())
 
@@ -147,15 +147,15 @@ def test_a_member_is_present_exactly_where_nothing_speaks_against_it(state: str)
 def test_a_hops_refusal_reaches_the_asker_with_its_code(load: HopLoad, code: str) -> None:
     trouble = why_busy(load, 100, AdmissionLimits())
     assert trouble is not None
-    told = reason_told("hop", decode_trouble(decode(encode_trouble(b"s" * 16, 1, 0, trouble))))
+    told = hop_error_reason("hop", decode_hop_error(decode(encode_hop_error(b"s" * 16, 1, 0, trouble))))
     assert told == because(code, trouble.text, "hop")
 
 
 def test_a_hop_that_makes_codes_up_gets_the_kind_of_its_trouble_and_nothing_else() -> None:
-    assert reason_told("hop", HopError("busy", "full", "pause_by_hand")).code == "hop_busy"
-    assert reason_told("hop", HopError("busy", "full", "x" * 32)).code == "hop_busy"
-    assert reason_told("hop", HopError("lost", "")).text
-    assert reason_told("hop", HopError("nonsense", "?")).code == "hop_failed"
+    assert hop_error_reason("hop", HopError("busy", "full", "pause_by_hand")).code == "hop_busy"
+    assert hop_error_reason("hop", HopError("busy", "full", "x" * 32)).code == "hop_busy"
+    assert hop_error_reason("hop", HopError("lost", "")).text
+    assert hop_error_reason("hop", HopError("nonsense", "?")).code == "hop_failed"
 
 
 def test_an_error_of_any_package_is_a_reason() -> None:
@@ -177,11 +177,11 @@ def test_an_error_of_any_package_is_a_reason() -> None:
 def test_command_line_doctor_and_dashboard_have_the_same_words() -> None:
     why = because("peer_paused", "its owner has paused it", "p")
     view = PeerView("p", state="paused", unused=why)
-    assert f"not used: {why.text} → {why.next_step}" in describe_peer(facts(view))
+    assert f"not used: {why.text} → {why.next_step}" in describe_peer(to_json(view))
     check = check_peer(view)
     assert why.text in check.detail
     assert check.mend == why.next_step
-    sent = {"peer_id": "me", "state": "serving", "reason": "", "api_url": "", "peers": [facts(view)]}
+    sent = {"peer_id": "me", "state": "serving", "reason": "", "api_url": "", "peers": [to_json(view)]}
     assert snapshot_from(sent).peers[0].unused == Reason(why.code, why.text, ("p",), why.next_step)
 
 

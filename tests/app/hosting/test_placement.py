@@ -24,7 +24,7 @@ from app.hosting.placement import (
     decide,
     due,
 )
-from app.swarm.coverage import survey
+from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
 
 BLOCKS = 12
@@ -50,7 +50,7 @@ def test_a_newcomer_lifts_the_worst_served() -> None:
 
 def test_a_node_that_is_still_loading_counts() -> None:
     others = [holder("a", 0, 6), holder("b", 6, 12, state="loading")]
-    assert list(survey(others, BLOCKS).speeds) == [10.0] * BLOCKS
+    assert list(coverage_of(others, BLOCKS).speeds) == [10.0] * BLOCKS
     move = decide(Candidate("me", 12, 10.0, Span(0, 12)), others, BLOCKS)
     assert move is None
 
@@ -150,7 +150,7 @@ def test_no_move_ever_breaks_coverage_or_fails_to_fit(
         return
     assert len(move.span) == blocks
     assert move.span.stop <= BLOCKS
-    served = survey(others, BLOCKS).serving
+    served = coverage_of(others, BLOCKS).serving
     for block in span.blocks():
         assert block in move.span or served[block] > 0
 
@@ -163,7 +163,7 @@ def test_a_swarm_that_grows_node_by_node_is_covered_and_balanced() -> None:
         move = decide(Candidate(f"p{number}", blocks, speed), swarm, 40)
         assert move is not None
         swarm.append(holder(f"p{number}", move.span.start, move.span.stop, speed))
-    speeds = survey(swarm, 40).speeds
+    speeds = coverage_of(swarm, 40).speeds
     bound = sum(len(member.span) * member.decode_tokens_per_s for member in swarm if member.span) / 40
     assert min(speeds) >= 0.75 * bound
 
@@ -176,7 +176,7 @@ def test_nodes_that_just_suffice_cover_the_model_as_they_come(count: int, length
         move = decide(Candidate(peer, length, 10.0), members, count * length)
         assert move is not None
         members.append(holder(peer, move.span.start, move.span.stop))
-    assert min(survey(members, count * length).holders) > 0
+    assert min(coverage_of(members, count * length).holders) > 0
 
 
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=6), st.data())
@@ -188,7 +188,7 @@ def test_nodes_shift_until_no_block_is_left_out(lengths: list[int], data: st.Dat
         spans[f"p{index}"] = Span(start, start + length)
     for _ in range(400):
         members = [holder(peer, span.start, span.stop) for peer, span in spans.items()]
-        if min(survey(members, blocks).holders) > 0:
+        if min(coverage_of(members, blocks).holders) > 0:
             return
         moves = []
         for peer, span in spans.items():
@@ -198,7 +198,7 @@ def test_nodes_shift_until_no_block_is_left_out(lengths: list[int], data: st.Dat
                 moves.append((move.after_s, peer, move.span))
         assert moves, f"nobody moves, but blocks are left out: {spans}"
         _, peer, new = min(moves, key=lambda move: move[:2])
-        others_serve = survey([m for m in members if m.peer != peer], blocks).serving
+        others_serve = coverage_of([m for m in members if m.peer != peer], blocks).serving
         assert all(others_serve[block] > 0 for block in spans[peer].blocks() if block not in new), "a copy was lost"
         spans[peer] = new
     raise AssertionError(f"no end: {spans}")
@@ -241,7 +241,7 @@ def test_equal_nodes_that_come_at_once_choose_one_after_the_other() -> None:
         move = decide(Candidate(peer, 4, 0.0), placed, 16)
         assert move is not None
         placed.append(holder(peer, move.span.start, move.span.stop, 0.0, "loading"))
-    assert min(survey(placed, 16).holders) >= 5  # 6 each would be even
+    assert min(coverage_of(placed, 16).holders) >= 5  # 6 each would be even
 
 
 def test_one_giant_and_many_tiny_nodes_rest_in_balance() -> None:
@@ -254,7 +254,7 @@ def test_one_giant_and_many_tiny_nodes_rest_in_balance() -> None:
         spans[peer] = move.span
     assert settle(fits, spans, 40) <= 2
     del spans["giant"]
-    assert min(survey([holder(peer, span.start, span.stop) for peer, span in spans.items()], 40).holders) >= 1
+    assert min(coverage_of([holder(peer, span.start, span.stop) for peer, span in spans.items()], 40).holders) >= 1
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 6), st.data())
@@ -266,7 +266,7 @@ def test_nodes_that_cannot_cover_the_model_come_to_rest(lengths: list[int], miss
         start: int = data.draw(st.integers(0, n_blocks - length))
         spans[peer] = Span(start, start + length)
     settle(fits, spans, n_blocks)
-    held = survey([holder(peer, span.start, span.stop) for peer, span in spans.items()], n_blocks).holders
+    held = coverage_of([holder(peer, span.start, span.stop) for peer, span in spans.items()], n_blocks).holders
     assert min(held) > 0 or sum(count == 0 for count in held) >= missing
 
 
@@ -277,7 +277,7 @@ def test_a_liar_cannot_drain_a_region(span: Span, speed: float) -> None:
     fits = {f"p{number}": 3 for number in range(16)}
     spans = {peer: Span(3 * (number % 4), 3 * (number % 4) + 3) for number, peer in enumerate(fits)}
     settle(fits, spans, BLOCKS, liars=[liar])
-    honest = survey([holder(peer, place.start, place.stop) for peer, place in spans.items()], BLOCKS)
+    honest = coverage_of([holder(peer, place.start, place.stop) for peer, place in spans.items()], BLOCKS)
     assert min(honest.holders) >= 2
     assert any(place.start < span.stop and span.start < place.stop for place in spans.values())
 

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.joining.nearby import MAX_SWARMS, ExpectedSpeed, NearbySwarms, expectation_of
-from app.manifest.importing import survey
+from app.manifest.importing import hash_source
 from app.manifest.manifest import Manifest
 from app.membership import QueryService, wire
 from app.routing.cost import HOP_S, UNKNOWN_LINK_S
@@ -31,7 +31,7 @@ class NoManifests:
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return survey(tiny_source(tmp_path_factory.mktemp("tiny"))).manifest
+    return hash_source(tiny_source(tmp_path_factory.mktemp("tiny"))).manifest
 
 
 def serve(node: SimNode, *manifests: Manifest) -> None:

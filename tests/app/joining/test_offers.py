@@ -9,7 +9,7 @@ import pytest
 
 from app.joining.nearby import ExpectedSpeed, NearbySwarm
 from app.joining.offers import Machine, look_around, look_at_machine
-from app.manifest.importing import survey
+from app.manifest.importing import hash_source
 from app.snapshot.views import OfferView
 from app.swarm.records import sign_record
 from app.swarm.saved import SavedSwarm
@@ -67,7 +67,7 @@ def test_nothing_is_invented_of_a_swarm_whose_manifest_is_not_here(tmp_path: Pat
 
 
 def test_a_swarm_nearby_is_offered_once_with_what_it_would_give(tmp_path: Path) -> None:
-    manifest = survey(tiny_source(tmp_path)).manifest
+    manifest = hash_source(tiny_source(tmp_path)).manifest
     record = sign_record(CREATOR, "pond", manifest.hash, now_ms=1)
     near = NearbySwarm(record, "lan", (), manifest, ExpectedSpeed(token_s=0.25))
     here = machine(16 * GB, 12 * GB)

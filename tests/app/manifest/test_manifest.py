@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.core.canonical_json import Fields, canonical
 from app.core.errors import RecordError
-from app.manifest.importing import in_order, part_pieces, survey, tokenizer_bytes
+from app.manifest.importing import hash_source, in_order, part_pieces, tokenizer_bytes
 from app.manifest.manifest import Manifest
 from app.manifest.merkle import leaves_from
 from app.manifest.model_shape import config_from, plain_config
@@ -31,7 +31,7 @@ COPY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], dea
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return survey(tiny_source(tmp_path_factory.mktemp("source"))).manifest
+    return hash_source(tiny_source(tmp_path_factory.mktemp("source"))).manifest
 
 
 def test_the_hash_is_final(manifest: Manifest) -> None:
@@ -41,13 +41,13 @@ def test_the_hash_is_final(manifest: Manifest) -> None:
 
 def test_the_hash_depends_on_the_bytes_only(manifest: Manifest, tmp_path: Path) -> None:
     elsewhere = tiny_source(tmp_path / "elsewhere", padding=13, backwards=True)
-    again = survey(dataclasses.replace(elsewhere, label="another name")).manifest
+    again = hash_source(dataclasses.replace(elsewhere, label="another name")).manifest
     assert again.raw == manifest.raw
     assert again == manifest
 
 
 def test_a_real_source_gives_the_same_manifest_wherever_it_lies(tmp_path: Path) -> None:
-    first, second = (survey(open_source("tiny-random", tmp_path / name)).manifest for name in ("a", "b"))
+    first, second = (hash_source(open_source("tiny-random", tmp_path / name)).manifest for name in ("a", "b"))
     assert first == second
     assert first.config == open_source("tiny-random", tmp_path / "a").config
 
@@ -58,7 +58,7 @@ def test_one_changed_bit_of_a_tensor_changes_the_part_and_the_hash(manifest: Man
     raw = bytearray(entry.file.read_bytes())
     raw[entry.offset + entry.length - 1] ^= 1
     entry.file.write_bytes(raw)
-    changed = survey(source).manifest
+    changed = hash_source(source).manifest
     assert changed.hash != manifest.hash
     assert [part.name for part in changed.parts if part not in manifest.parts] == ["block.1"]
 
@@ -75,7 +75,7 @@ def test_bytes_and_values_agree(manifest: Manifest) -> None:
 def test_leaves_and_parts_fit_the_manifest(tmp_path: Path) -> None:
     source = tiny_source(tmp_path)
     read: list[int] = []
-    found = survey(source, read.append)
+    found = hash_source(source, read.append)
     assert sum(read) == found.manifest.size_bytes
     for part in found.manifest.parts:
         raw = b"".join(found.leaves[part.name])
@@ -248,13 +248,13 @@ def test_a_source_that_ends_early_or_lacks_a_tensor_says_so(tmp_path: Path) -> N
     source = tiny_source(tmp_path)
     lacking = dataclasses.replace(source, parts={**source.parts, "block.1": source.parts["block.1"][1:]})
     with pytest.raises(RecordError, match=r"part block\.1 must consist of attn_norm"):
-        survey(lacking)
+        hash_source(lacking)
     file = source.parts["head"][0].file
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(RecordError, match="ends inside tensor"):
-        survey(source)
+        hash_source(source)
 
 
 def test_a_licence_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     source = dataclasses.replace(tiny_source(tmp_path), licence="MIT\x1b[2J\nand more")
-    assert survey(source).manifest.licence == "MIT [2J and more"
+    assert hash_source(source).manifest.licence == "MIT [2J and more"

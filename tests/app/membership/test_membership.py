@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from app.core.span import Span
 from app.membership import Timing, wire
 from app.membership.bootstrap import ASK_AGAIN_AT_MOST_S, ASK_TIMEOUT_S
-from app.membership.member import in_words
+from app.membership.member import describe
 from app.swarm.records import sign_suspicion
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.memory.fabric import DirectoryProfile, LinkProfile
@@ -53,7 +53,7 @@ async def test_a_change_is_heard_once_by_everybody(autojump_clock: MockClock) ->
             await sim.until(lambda kind=kind: all(kinds(node, mover)[-1:] == [kind] for node in others), 3.0)  # type: ignore[misc]
             await trio.sleep(10)
         assert all(kinds(node, mover) == ["moved", "draining", "moved"] for node in others)
-        told = [in_words(change) for _, change in others[0].changes if change.member.peer == mover.peer]
+        told = [describe(change) for _, change in others[0].changes if change.member.peer == mover.peer]
         does = ("serves blocks 0:8", "is about to leave", "serves blocks 8:16")
         assert told == [f"{mover.peer} {did}" for did in does]
         assert all(node.swarm.table.get(mover.peer).announcement == mover.swarm.own for node in others)  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from app.core.span import Span
-from app.manifest.importing import survey
+from app.manifest.importing import hash_source
 from app.membership import Membership, QueryService, fetch_manifest, resolve_swarm
 from app.swarm.names import SwarmName
 from app.swarm.records import sign_record
@@ -71,7 +71,7 @@ async def test_members_meet_hear_changes_and_notice_a_crash() -> None:
 
 
 async def test_a_stranger_resolves_the_name_fetches_the_manifest_and_joins(tmp_path: Path) -> None:
-    manifest = survey(tiny_source(tmp_path / "model")).manifest
+    manifest = hash_source(tiny_source(tmp_path / "model")).manifest
     record = sign_record(CREATOR, "tiny", manifest.hash, now_ms=int(time.time() * 1000))
     who, other = Identity.generate(), Identity.generate()
     member, guide, joiner = make_network("dht", identity=who), make_network("dht"), make_network("dht", identity=other)

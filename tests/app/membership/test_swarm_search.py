@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.errors import NameConflict, UnknownSwarm
-from app.manifest.importing import survey
+from app.manifest.importing import hash_source
 from app.manifest.manifest import Manifest
 from app.membership import QueryService, fetch_manifest, resolve_swarm, value_check, wire
 from app.swarm.names import SwarmName
@@ -52,7 +52,7 @@ def serve(node: SimNode | MemoryNode, *records: SwarmRecord, gated: bool = False
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return survey(tiny_source(tmp_path_factory.mktemp("tiny"))).manifest
+    return hash_source(tiny_source(tmp_path_factory.mktemp("tiny"))).manifest
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

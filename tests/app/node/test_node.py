@@ -16,13 +16,13 @@ import app.courtesy.pause
 import app.membership.swarm_search
 import app.node.node
 import app.node.self_check
-import app.node.swarms
+import app.node.swarm_switcher
 import app.swarm.saved
 from app.config.file import load_config
 from app.config.home import Home, find_node, hold
 from app.config.settings import Value
 from app.core.errors import NameConflict, UnknownSwarm
-from app.joining.create import SwarmSpec, found
+from app.joining.create import SwarmSpec, create_swarm
 from app.node.node import Node
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
@@ -40,7 +40,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found_swarm(folder: Path, cache: Path, name: str, *, private: bool = False) -> SavedSwarm:
     """A home folder whose active swarm it founded itself."""
     home = Home.open(folder)
-    swarm = found(
+    swarm = create_swarm(
         home, cache, SwarmSpec(name, "tiny-random", private), lambda done, total: None, lambda done, total: None
     )
     update(home, lambda known: known.joined(swarm))
@@ -95,7 +95,7 @@ async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> 
 async def test_an_invite_to_nobody_is_remembered_and_tried_on(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app.node.swarms, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.node.swarm_switcher, "JOIN_PATIENCE_S", 0.2)
     absent = Invite("gone", "cd" * 32, (f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}",))
     async with living(tmp_path, cache) as node:
         outcome = await node.join(str(absent))
@@ -174,7 +174,7 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(app.node.swarms, "JOIN_PATIENCE_S", 0.2)
+    monkeypatch.setattr(app.node.swarm_switcher, "JOIN_PATIENCE_S", 0.2)
     monkeypatch.setattr(app.node.node, "TICK_S", 0.1)
     swarm = found_swarm(tmp_path / "other", cache, "home")
     async with living(tmp_path / "a", cache) as node:

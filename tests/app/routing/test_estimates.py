@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.core.span import Span
 from app.routing.cost import UNKNOWN_LINK_S
-from app.routing.estimates import link_seconds, rtts_to_tell
+from app.routing.estimates import link_seconds, rtts_to_announce
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import MAX_RTTS, Announcement, tail
@@ -109,8 +109,8 @@ def test_an_announcement_tells_of_those_whose_blocks_lie_beside_first() -> None:
     members += [member("before", start=0, stop=4), member("behind", start=6, stop=9), member("unlinked", start=0)]
     links = [LinkInfo(m.peer, "direct", 0.01, 0, 0) for m in members if m.peer != "unlinked"]
     links += [LinkInfo("stranger", "direct", 0.01, 0, 0), LinkInfo("unlinked", "direct", None, 0, 0)]
-    told = rtts_to_tell(links, Span(4, 6), members)
+    told = rtts_to_announce(links, Span(4, 6), members)
     assert len(told) == MAX_RTTS
     assert {tail("before"), tail("behind")} <= {who for who, _ in told}
     assert tail("stranger") not in {who for who, _ in told}
-    assert rtts_to_tell([], Span(4, 6), members) == ()
+    assert rtts_to_announce([], Span(4, 6), members) == ()

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.asker.evidence import EXACT, ROUGH, Deviation, Observation, blame, explanations, tolerance, undecided
+from app.asker.evidence import (
+    EXACT,
+    ROUGH,
+    Deviation,
+    Observation,
+    blame,
+    minimal_liar_sets,
+    tolerance,
+    worst_case_remaining,
+)
 from app.core.span import Span
 from app.routing.estimates import MeasuredSpeeds
 from app.routing.route import Hop
@@ -22,7 +31,7 @@ def seen(*answers: tuple[str, int]) -> list[Observation]:
 
 
 def liars(*answers: tuple[str, int], not_accused: str = "") -> tuple[set[str], bool]:
-    stories, always = explanations(seen(*answers), not_accused.split())
+    stories, always = minimal_liar_sets(seen(*answers), not_accused.split())
     return {" ".join(sorted(story)) for story in stories}, always
 
 
@@ -93,9 +102,9 @@ def test_two_who_tell_the_same_lie_are_found_where_a_judge_is_beyond_doubt() -> 
 
 def test_a_route_that_was_asked_already_tells_nothing() -> None:
     answers = seen(("a", 0), ("b", 1))
-    stories, _ = explanations(answers, ())
-    assert undecided(["a"], stories, answers) == 2
-    assert undecided(["c"], stories, answers) == 1
+    stories, _ = minimal_liar_sets(answers, ())
+    assert worst_case_remaining(["a"], stories, answers) == 2
+    assert worst_case_remaining(["c"], stories, answers) == 1
     assert blame(stories) == {"a": 0.5, "b": 0.5}
 
 

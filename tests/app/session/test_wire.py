@@ -19,9 +19,9 @@ from app.session.wire import (
     HopError,
     Kind,
     decode,
-    decode_trouble,
+    decode_hop_error,
     decode_turn,
-    encode_trouble,
+    encode_hop_error,
     encode_turn,
     header,
     plain,
@@ -48,7 +48,7 @@ def read_all(message: bytes) -> None:
     if frame.kind == Kind.TURN:
         decode_turn(frame)
     elif frame.kind == Kind.TROUBLE:
-        decode_trouble(frame)
+        decode_hop_error(frame)
 
 
 @given(turns, st.integers(0, 2**32 - 1), st.sampled_from([0, 7, KEEP]))
@@ -70,8 +70,8 @@ def test_data_comes_back(rows: int, width: int, format: tuple[int, int], positio
 
 
 def test_trouble_comes_back_in_bounds_and_printable() -> None:
-    frame = decode(encode_trouble(SESSION, 1, 5, HopError("busy", "full \x1b[31m" + "x" * 1000)))
-    trouble = decode_trouble(frame)
+    frame = decode(encode_hop_error(SESSION, 1, 5, HopError("busy", "full \x1b[31m" + "x" * 1000)))
+    trouble = decode_hop_error(frame)
     assert trouble.code == "busy"
     assert trouble.text.startswith("full  [31mxx")
     assert len(trouble.text) == 400

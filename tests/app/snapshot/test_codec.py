@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from app.core.reasons import Reason
-from app.snapshot.codec import facts, snapshot_from
+from app.snapshot.codec import snapshot_from, to_json
 from app.snapshot.views import CourtesyView, DeviceView, HopView, NetworkView, PeerView, RouteView, RuleView, Snapshot
 
 FULL = Snapshot(
@@ -24,11 +24,11 @@ FULL = Snapshot(
 
 
 def test_what_is_sent_is_what_is_read() -> None:
-    assert snapshot_from(json.loads(json.dumps(facts(FULL)))) == FULL
+    assert snapshot_from(json.loads(json.dumps(to_json(FULL)))) == FULL
 
 
 def test_unknown_fields_are_ignored_and_missing_ones_have_their_defaults() -> None:
-    sent = facts(FULL) | {"from_the_future": 1}
+    sent = to_json(FULL) | {"from_the_future": 1}
     sent["peers"] = [{"peer": "them", "mood": "fine"}]
     del sent["network"], sent["route"]
     read = snapshot_from(sent)

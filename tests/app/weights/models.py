@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from app.manifest.importing import SourceSurvey, survey, tokenizer_bytes
+from app.manifest.importing import HashedSource, hash_source, tokenizer_bytes
 from app.weights.library import Library, remember_source
 from app.weights.manifest_store import ManifestStore
 from tests.app.tiny_source import CONFIG, tiny_source
@@ -14,16 +14,16 @@ from tests.app.tiny_source import CONFIG, tiny_source
 WIDE = dataclasses.replace(CONFIG, n_blocks=4, hidden_size=512, head_dim=64, n_heads=8, intermediate_size=1536)
 
 
-def import_model(folder: Path, cache: Path) -> SourceSurvey:
+def import_model(folder: Path, cache: Path) -> HashedSource:
     """Make the model's files in `folder`, and import them."""
     source = tiny_source(folder, WIDE)
-    studied = survey(source)
+    studied = hash_source(source)
     ManifestStore(cache).save_survey(studied, str(folder))
     remember_source(cache, studied.manifest, source, tokenizer_bytes(source))
     return studied
 
 
-def empty_library(cache: Path, studied: SourceSurvey) -> Library:
+def empty_library(cache: Path, studied: HashedSource) -> Library:
     """A library of the same model on a machine that has nothing of it."""
     ManifestStore(cache).save(studied.manifest)
     return Library(cache, studied.manifest)

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from app.core.network import Payload
-from app.manifest.importing import SourceSurvey
+from app.manifest.importing import HashedSource
 from app.manifest.merkle import CHUNK_BYTES
 from app.weights import chunk_server as sharing
 from app.weights import download as fetching
@@ -47,7 +47,7 @@ class World:
 
     fabric: MemoryFabric
     folder: Path
-    studied: SourceSurvey
+    studied: HashedSource
     seed: Peer
     holders: dict[str, set[str]]  # peer -> parts
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.manifest.importing import SourceSurvey
+from app.manifest.importing import HashedSource
 from app.manifest.merkle import CHUNK_BYTES
 from app.weights.extents import WeightsError, read_range
 from app.weights.library import ENDS, Library, span_parts
@@ -18,7 +18,7 @@ from tests.app.weights.models import WIDE, empty_library, import_model
 
 
 @pytest.fixture
-def imported(tmp_path: Path) -> tuple[Library, SourceSurvey, Path]:
+def imported(tmp_path: Path) -> tuple[Library, HashedSource, Path]:
     studied = import_model(tmp_path / "model", tmp_path / "cache")
     return Library(tmp_path / "cache", studied.manifest), studied, tmp_path / "model" / "weights.bin"
 
@@ -37,7 +37,7 @@ def copy_part(source: Library, target: Library, name: str) -> None:
     target.finish(new)
 
 
-def test_a_models_own_files_are_never_copied(imported: tuple[Library, SourceSurvey, Path], tmp_path: Path) -> None:
+def test_a_models_own_files_are_never_copied(imported: tuple[Library, HashedSource, Path], tmp_path: Path) -> None:
     library, studied, weights = imported
     assert library.held() == {part.name for part in studied.manifest.parts}
     assert [size for _, size in library.files.names()] != []  # the tokenizer's text alone
@@ -47,7 +47,7 @@ def test_a_models_own_files_are_never_copied(imported: tuple[Library, SourceSurv
 
 
 def test_the_cache_gives_the_engine_the_same_bytes(
-    imported: tuple[Library, SourceSurvey, Path], tmp_path: Path
+    imported: tuple[Library, HashedSource, Path], tmp_path: Path
 ) -> None:
     library, studied, _weights = imported
     other = empty_library(tmp_path / "other", studied)
@@ -63,13 +63,13 @@ def test_the_cache_gives_the_engine_the_same_bytes(
             assert _bytes(a.file, a.offset, a.length) == _bytes(b.file, b.offset, b.length)
 
 
-def test_a_part_that_is_not_here_is_named(imported: tuple[Library, SourceSurvey, Path], tmp_path: Path) -> None:
+def test_a_part_that_is_not_here_is_named(imported: tuple[Library, HashedSource, Path], tmp_path: Path) -> None:
     other = empty_library(tmp_path / "other", imported[1])
     with pytest.raises(WeightsError, match=r"block\.0 of model .*: not on this machine, or damaged"):
         other.source(span_parts(0, 1))
 
 
-def test_a_changed_file_is_read_again_and_only_right_parts_stay(imported: tuple[Library, SourceSurvey, Path]) -> None:
+def test_a_changed_file_is_read_again_and_only_right_parts_stay(imported: tuple[Library, HashedSource, Path]) -> None:
     library, _, weights = imported
     entry = library.source(span_parts(1, 2)).parts["block.1"][0]
     with weights.open("r+b") as file:
@@ -82,7 +82,7 @@ def test_a_changed_file_is_read_again_and_only_right_parts_stay(imported: tuple[
         library.source(span_parts(0, 2))
 
 
-def test_a_touched_file_is_read_once_more(imported: tuple[Library, SourceSurvey, Path]) -> None:
+def test_a_touched_file_is_read_once_more(imported: tuple[Library, HashedSource, Path]) -> None:
     library, _studied, weights = imported
     os.utime(weights, ns=(1, 1))
     read: list[int] = []
@@ -91,7 +91,7 @@ def test_a_touched_file_is_read_once_more(imported: tuple[Library, SourceSurvey,
     assert library.check(["block.0"], on_bytes=lambda count: pytest.fail("read again")) == []
 
 
-def test_a_deleted_model_is_gone(imported: tuple[Library, SourceSurvey, Path]) -> None:
+def test_a_deleted_model_is_gone(imported: tuple[Library, HashedSource, Path]) -> None:
     library, _, weights = imported
     weights.unlink()
     part = library.manifest.by_name["block.0"]
@@ -100,7 +100,7 @@ def test_a_deleted_model_is_gone(imported: tuple[Library, SourceSurvey, Path]) -
 
 
 def test_wrong_bytes_in_the_cache_are_found_and_only_their_chunk_is_missing(
-    imported: tuple[Library, SourceSurvey, Path], tmp_path: Path
+    imported: tuple[Library, HashedSource, Path], tmp_path: Path
 ) -> None:
     library, studied, _ = imported
     other = empty_library(tmp_path / "other", studied)
@@ -119,7 +119,7 @@ def test_wrong_bytes_in_the_cache_are_found_and_only_their_chunk_is_missing(
 
 
 def test_a_checked_part_is_not_read_again_unless_asked(
-    imported: tuple[Library, SourceSurvey, Path], tmp_path: Path
+    imported: tuple[Library, HashedSource, Path], tmp_path: Path
 ) -> None:
     library, studied, _ = imported
     other = empty_library(tmp_path / "other", studied)
@@ -130,7 +130,7 @@ def test_a_checked_part_is_not_read_again_unless_asked(
     assert sum(read) == other.manifest.by_name["block.0"].size_bytes
 
 
-def test_a_half_fetched_part_goes_on_where_it_was(imported: tuple[Library, SourceSurvey, Path], tmp_path: Path) -> None:
+def test_a_half_fetched_part_goes_on_where_it_was(imported: tuple[Library, HashedSource, Path], tmp_path: Path) -> None:
     library, studied, _ = imported
     part = studied.manifest.by_name["block.0"]
     leaves = studied.leaves["block.0"]
@@ -148,7 +148,7 @@ def test_a_half_fetched_part_goes_on_where_it_was(imported: tuple[Library, Sourc
     assert "block.0" not in first.held()
 
 
-def test_two_processes_fetch_the_same_part(imported: tuple[Library, SourceSurvey, Path], tmp_path: Path) -> None:
+def test_two_processes_fetch_the_same_part(imported: tuple[Library, HashedSource, Path], tmp_path: Path) -> None:
     library, studied, _ = imported
     part, leaves = studied.manifest.by_name["block.0"], studied.leaves["block.0"]
     both = [empty_library(tmp_path / "other", studied) for _ in range(2)]
@@ -164,7 +164,7 @@ def test_two_processes_fetch_the_same_part(imported: tuple[Library, SourceSurvey
 
 
 def test_a_cache_emptied_meanwhile_is_a_clear_error_and_nothing_is_left(
-    imported: tuple[Library, SourceSurvey, Path], tmp_path: Path
+    imported: tuple[Library, HashedSource, Path], tmp_path: Path
 ) -> None:
     library, studied, _ = imported
     part, leaves = studied.manifest.by_name["block.0"], studied.leaves["block.0"]
@@ -180,7 +180,7 @@ def test_a_cache_emptied_meanwhile_is_a_clear_error_and_nothing_is_left(
     copy_part(library, other, "block.0")  # and it goes on
 
 
-def test_a_damaged_index_is_as_good_as_none(imported: tuple[Library, SourceSurvey, Path], tmp_path: Path) -> None:
+def test_a_damaged_index_is_as_good_as_none(imported: tuple[Library, HashedSource, Path], tmp_path: Path) -> None:
     _library, studied, _ = imported
     file = tmp_path / "cache" / "manifests" / f"{studied.manifest.hash}.index"
     for damage in (
@@ -193,13 +193,13 @@ def test_a_damaged_index_is_as_good_as_none(imported: tuple[Library, SourceSurve
         assert Library(tmp_path / "cache", studied.manifest).held() == {"tokenizer"}
 
 
-def test_an_index_survives_its_own_writing(imported: tuple[Library, SourceSurvey, Path], tmp_path: Path) -> None:
+def test_an_index_survives_its_own_writing(imported: tuple[Library, HashedSource, Path], tmp_path: Path) -> None:
     file = tmp_path / "cache" / "manifests" / f"{imported[1].manifest.hash}.index"
     index = SourceIndex.decode(file.read_bytes())
     assert SourceIndex.decode(index.encode()) == index
 
 
-def test_ranges_across_pieces(tmp_path: Path, imported: tuple[Library, SourceSurvey, Path]) -> None:
+def test_ranges_across_pieces(tmp_path: Path, imported: tuple[Library, HashedSource, Path]) -> None:
     _library, studied, _weights = imported
     index = SourceIndex.decode((tmp_path / "cache" / "manifests" / f"{studied.manifest.hash}.index").read_bytes())
     pieces = index.extents["block.1"]

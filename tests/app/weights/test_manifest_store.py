@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from app.core.errors import HomeError
-from app.manifest.importing import SourceSurvey, survey
+from app.manifest.importing import HashedSource, hash_source
 from app.weights.manifest_store import ManifestStore
 from tests.app.tiny_source import tiny_source
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> SourceSurvey:
-    return survey(tiny_source(tmp_path / "source"))
+def found(tmp_path: Path) -> HashedSource:
+    return hash_source(tiny_source(tmp_path / "source"))
 
 
-def test_a_survey_comes_back(tmp_path: Path, found: SourceSurvey) -> None:
+def test_a_survey_comes_back(tmp_path: Path, found: HashedSource) -> None:
     store = ManifestStore(tmp_path / "cache")
     assert store.hashes() == []
     assert store.load(found.manifest.hash) is None
@@ -28,7 +28,7 @@ def test_a_survey_comes_back(tmp_path: Path, found: SourceSurvey) -> None:
     assert store.hashes() == [found.manifest.hash]
 
 
-def test_a_manifest_that_was_only_heard_of_has_no_source(tmp_path: Path, found: SourceSurvey) -> None:
+def test_a_manifest_that_was_only_heard_of_has_no_source(tmp_path: Path, found: HashedSource) -> None:
     store = ManifestStore(tmp_path / "cache")
     store.save(found.manifest)
     assert store.load(found.manifest.hash) == found.manifest
@@ -37,7 +37,7 @@ def test_a_manifest_that_was_only_heard_of_has_no_source(tmp_path: Path, found: 
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", None])
-def test_damaged_files_are_as_good_as_none(tmp_path: Path, found: SourceSurvey, damage: bytes | None) -> None:
+def test_damaged_files_are_as_good_as_none(tmp_path: Path, found: HashedSource, damage: bytes | None) -> None:
     store = ManifestStore(tmp_path / "cache")
     store.save_survey(found, "x")
     for file in (tmp_path / "cache" / "manifests").iterdir():
@@ -48,7 +48,7 @@ def test_damaged_files_are_as_good_as_none(tmp_path: Path, found: SourceSurvey, 
     assert store.leaves(found.manifest) is None
 
 
-def test_another_models_manifest_is_not_taken_for_this_one(tmp_path: Path, found: SourceSurvey) -> None:
+def test_another_models_manifest_is_not_taken_for_this_one(tmp_path: Path, found: HashedSource) -> None:
     store = ManifestStore(tmp_path / "cache")
     store.save(found.manifest)
     folder = tmp_path / "cache" / "manifests"
@@ -56,7 +56,7 @@ def test_another_models_manifest_is_not_taken_for_this_one(tmp_path: Path, found
     assert store.load("0" * 64) is None
 
 
-def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, found: SourceSurvey) -> None:
+def test_a_cache_that_cannot_be_written_says_so(tmp_path: Path, found: HashedSource) -> None:
     (tmp_path / "cache").write_bytes(b"")
     with pytest.raises(HomeError, match="cannot be written"):
         ManifestStore(tmp_path / "cache").save(found.manifest)

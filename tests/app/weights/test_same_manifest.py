@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from app.manifest.importing import survey
+from app.manifest.importing import hash_source
 from engine.sources.huggingface import open_folder
 from engine.sources.opening import open_source
 
@@ -40,7 +40,7 @@ def in_files(folder: Path, target: Path, names: Sequence[str], *, backwards: boo
 
 
 def manifest_hash(folder: Path) -> str:
-    return survey(open_folder(folder)).manifest.hash
+    return hash_source(open_folder(folder)).manifest.hash
 
 
 def test_the_hash_is_the_same_in_any_order_of_files(folder: Path, tmp_path: Path) -> None:

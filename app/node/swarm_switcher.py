@@ -16,7 +16,7 @@ from app.config.file import Config
 from app.config.home import Home
 from app.core.errors import HomeError
 from app.core.reasons import Reason, because
-from app.joining.create import SwarmSpec, found
+from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import resolve_aside, resolve_name
 from app.joining.targets import invite_to, named, target_swarm, view_of
 from app.node.network_owner import NetworkOwner
@@ -51,7 +51,7 @@ class SwarmSwitcher:
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
         """Create a swarm for a model on this machine, and join it."""
         spec = SwarmSpec(name, model, private)
-        create = partial(found, self._home, self._cache, spec, _ignore_progress, _ignore_progress)
+        create = partial(create_swarm, self._home, self._cache, spec, _ignore_progress, _ignore_progress)
         swarm = await trio.to_thread.run_sync(create)
         await self.remember(swarm)
         return await self.join(f"{swarm.name}#{swarm.model_hash}")
