@@ -180,7 +180,7 @@ class LoopStream:
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             raise StreamClosed("this node's own block server has stopped") from None
 
-    async def wait_room(self) -> None:
+    async def wait_room(self, priority: Priority = Priority.DECODE) -> None:
         """Let the other end run for a moment."""
         await trio.sleep(0.001)
 

@@ -51,8 +51,8 @@ class FrameStream(Protocol):
     async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
         """Queue one message; raises `QueueFull` at once if there is no room, `StreamClosed` after the end."""
 
-    async def wait_room(self) -> None:
-        """Wait until the send queue has room for a message again."""
+    async def wait_room(self, priority: Priority = Priority.DECODE) -> None:
+        """Wait until the send queue has room for a message of this priority again."""
 
     async def receive(self) -> bytes:
         """Return the next message; raises `StreamClosed` at the end, `StreamReset` if the link or the peer failed."""

@@ -152,10 +152,9 @@ async def resolve_swarm(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask_around, search, nursery, via)
             await search.answered.wait()
-            if wanted.pin is None:
-                with trio.move_on_after(QUIET_S):
-                    while search.waiting:
-                        await search.idle.wait()
+            with trio.move_on_after(QUIET_S):  # even for a pinned name: several records of one swarm may be around
+                while search.waiting:
+                    await search.idle.wait()
             nursery.cancel_scope.cancel()
     try:
         record = resolve(wanted, search.records).one()

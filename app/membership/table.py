@@ -101,9 +101,12 @@ class Table:
         return tuple(entry.member() for entry in self._entries.values() if entry.state not in GONE)
 
     def announcements(self) -> tuple[Announcement, ...]:
-        """Return the announcements of members that are alive or draining; the same object until one of them changes."""
+        """Return the announcements of contacted members that are alive or draining; the same object until one changes.
+
+        Members that are only known from others do not count: anybody can make up thousands of them.
+        """
         if self._announcements is None:
-            self._announcements = tuple(e.announcement for e in self._entries.values() if e.state in PRESENT)
+            self._announcements = tuple(entry.announcement for entry in self._entries.values() if entry.listed)
         return self._announcements
 
     def present(self) -> tuple[str, ...]:

@@ -88,15 +88,15 @@ class PeerOutbox:
     async def _flush(self) -> None:
         try:
             while self._waiting and not self.broken:
-                await self.stream.wait_room()
-                if not self._waiting:
-                    break
                 frame = self._waiting[0]
+                await self.stream.wait_room(frame.priority)
+                if not self._waiting or self._waiting[0] is not frame:
+                    continue  # it was dropped meanwhile
                 try:
                     await self.stream.send(frame.parts, frame.priority)
                 except QueueFull:
                     continue
-                if self._waiting and self._waiting[0] is frame:  # else it was dropped meanwhile
+                if self._waiting and self._waiting[0] is frame:
                     self._waiting.popleft()
                     self._waiting_bytes -= _size_of(frame)
         except P2PError:

@@ -1,7 +1,7 @@
 """Decides which swarm a name means, from the records that peers sent; never guesses. Pure.
 
-All records of one name and one model are the same swarm, whoever signed them; the earliest one is used, and of equally
-old ones that of the smallest creator id. Records of one name and *different* models are a conflict that only the user
+All records of one name and one model are the same swarm, whoever signed them; the one that most peers sent is used,
+then the earliest. Records of one name and *different* models are a conflict that only the user
 can resolve. `app.membership.swarm_search` collects the records; a name of a swarm that this node has saved is not
 resolved again (`app.joining.targets`).
 """
@@ -55,20 +55,24 @@ class Resolution:
 
 
 def resolve(wanted: SwarmName, records_by_peer: Mapping[str, Iterable[SwarmRecord]]) -> Resolution:
-    """Match `wanted` against the verified records that each peer sent."""
-    best: dict[str, SwarmRecord] = {}
+    """Match `wanted` against the verified records that each peer sent.
+
+    Of several records of one swarm, a public one counts before a private one, then the one that most peers sent, then
+    the earliest. The creation time and the private mark are the signer's own claims, so they alone must not decide.
+    """
     votes: Counter[str] = Counter()
+    record_votes: Counter[bytes] = Counter()
+    found: dict[bytes, SwarmRecord] = {}
     for records in records_by_peer.values():
         fitting = [one for one in records if one.name == wanted.name and wanted.allows(one.model_hash)]
         votes.update({record.model_hash for record in fitting})  # a peer counts once for each model
-        for record in fitting:
-            known = best.get(record.model_hash)
-            if known is None or _rank(record) < _rank(known):
-                best[record.model_hash] = record
+        record_votes.update({record.raw for record in fitting})
+        found |= {record.raw: record for record in fitting}
+    best: dict[str, SwarmRecord] = {}
+    for record in sorted(
+        found.values(), key=lambda one: (one.private, -record_votes[one.raw], one.created_ms, one.creator)
+    ):
+        best.setdefault(record.model_hash, record)
     candidates = [NameCandidate(record, votes[model_hash]) for model_hash, record in best.items()]
     candidates.sort(key=lambda candidate: (-candidate.votes, candidate.record.model_hash))
     return Resolution(wanted, tuple(candidates))
-
-
-def _rank(record: SwarmRecord) -> tuple[int, str]:
-    return record.created_ms, record.creator

@@ -91,6 +91,12 @@ def check_config(config: ModelConfig, origin: str) -> ModelConfig:
         problem = f"{config.n_heads} attention heads cannot share {config.n_kv_heads} key-value heads"
     elif config.head_dim % 2:
         problem = f"the head size {config.head_dim} is odd, which rotary positions do not allow"
+    elif config.rope.theta <= 1:
+        problem = f"the rope base is {config.rope.theta}, which must be above 1"
+    elif config.rope.kind in ("llama3", "yarn") and config.rope.original_context < 1:
+        problem = f"the {config.rope.kind} rope scaling lacks the original context length"
+    elif config.rope.kind == "llama3" and config.rope.low_freq_factor == config.rope.high_freq_factor:
+        problem = "the two frequency factors of the llama3 rope scaling are equal"
     else:
         return config
     raise SourceError(f"{origin}: {problem}; the config is damaged or not supported: choose another model")

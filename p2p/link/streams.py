@@ -77,12 +77,12 @@ class MessageStream:
         self._lowest_priority = max(self._lowest_priority, priority)
         self._carrier.post(Outgoing(Kind.MESSAGE, self.id, priority, parts, size))
 
-    async def wait_room(self) -> None:
-        """Wait until `send` would accept a message of any size; raises `StreamClosed` or `StreamReset`."""
+    async def wait_room(self, priority: int = DECODE) -> None:
+        """Wait until `send` would accept a message of this priority; raises `StreamClosed` or `StreamReset`."""
         await trio.lowlevel.checkpoint()
         while self._failure is None and self._outstanding >= WINDOW_BYTES // 2:
             await self._writable.wait()
-        while self._failure is None and not self._carrier.has_room(self._lowest_priority):
+        while self._failure is None and not self._carrier.has_room(max(priority, self._lowest_priority)):
             await self._carrier.written()
         self._check_sendable()
 

@@ -228,7 +228,7 @@ class MemoryStream:
         if self._out.broken:
             await self.reset()
 
-    async def wait_room(self) -> None:
+    async def wait_room(self, priority: int = DECODE) -> None:
         """Wait until the window has room for a message of any size; raises `StreamReset` or `StreamClosed`."""
         await trio.lowlevel.checkpoint()
         while not self._out.broken and not self._out.has_room():

@@ -55,7 +55,6 @@ class SlowPeer:
             self.frames += self._decoder.feed(bytes(await self._pipe.receive_some(2**20)))
 
 
-@pytest.mark.xfail(strict=True, reason="L-2: wait_room looks at the priorities sent so far, so that _flush never waits")
 async def test_an_outlet_behind_a_full_queue_waits_without_using_the_processor() -> None:
     """A peer stops reading while one stream's prefill fills the link's queue: another stream's outlet only waits."""
     here, there = trio.testing.lockstep_stream_pair()

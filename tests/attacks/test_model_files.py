@@ -76,7 +76,6 @@ def test_a_template_that_writes_out_nested_lists_is_stopped_before_it_takes_memo
 # --- M-7: manifests --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="M-7: a manifest may hold rope numbers at which the engine fails unforeseen")
 @pytest.mark.parametrize(
     "rope",
     [

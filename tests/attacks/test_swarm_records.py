@@ -23,7 +23,6 @@ from tests.sim.world import NodeSpec
 # --- M-8: a backdated record -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="M-8: the earliest record of a swarm wins, though anybody can sign one of 1970")
 @pytest.mark.parametrize(("asked", "private"), [("reef", True), (f"reef#{MODEL}", True), ("reef", False)])
 async def test_a_strangers_backdated_record_does_not_replace_the_one_that_members_name(
     autojump_clock: MockClock, asked: str, private: bool
@@ -81,7 +80,6 @@ async def tell_of_ghosts(sim: Sim, hostile: SimNode, victim: SimNode, count: int
         await hostile.network.call(victim.peer, "swarm.tell", body, timeout_s=5)
 
 
-@pytest.mark.xfail(strict=True, reason="H-7: placement counts announced members before anybody has met them")
 async def test_a_newcomer_fills_the_hole_that_made_up_members_claim_to_serve(autojump_clock: MockClock) -> None:
     """A member tells a newcomer of 64 made-up holders of the second half: the newcomer takes that half nevertheless."""
     async with open_sim() as sim, trio.open_nursery() as nursery:
@@ -97,7 +95,6 @@ async def test_a_newcomer_fills_the_hole_that_made_up_members_claim_to_serve(aut
         nursery.cancel_scope.cancel()
 
 
-@pytest.mark.xfail(strict=True, reason="H-7: routes go through announced members before anybody has met them")
 async def test_a_route_goes_through_members_that_were_met_alone(autojump_clock: MockClock) -> None:
     """A member tells of made-up holders ten times as fast as the real one: the route still takes the real one."""
     async with open_sim() as sim:
