@@ -8,7 +8,6 @@ is migrated when a node starts, with a backup beside it.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -133,16 +132,13 @@ def fresh_text(values: Mapping[str, Value]) -> str:
 
 
 def _edit(path: Path, setting: Setting, value: Value) -> None:
-    """Change one setting's line; the new text is parsed and compared before it replaces the file."""
+    """Change one setting's line; every other line keeps its place and comments."""
     try:
         with FileLock.acquire(path.with_name(path.name + ".lock"), timeout_s=10.0):
             text = _text_of(path) or fresh_text({})
-            before = _values_in(text, path)
-            after = {name: kept for name, kept in before.items() if name != setting.name}
-            if value is not None:
-                after[setting.name] = value
+            _values_in(text, path)
             changed = _with_line(text, setting, value)
-            if not _reads_as(changed, after):
+            if changed is None:
                 raise ConfigError(
                     f"{path} cannot be edited automatically (does {setting.name} span several lines?): edit it by hand"
                 )
@@ -153,32 +149,31 @@ def _edit(path: Path, setting: Setting, value: Value) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def _with_line(text: str, setting: Setting, value: Value) -> str:
-    """Return the text with this setting's line replaced: the active one if there is one, else the commented one."""
-    line = _line(setting, value)
-    for prefix in ("", r"#[ \t]*"):
-        pattern = re.compile(rf"^{prefix}{setting.name}[ \t]*=.*$", re.MULTILINE)
-        if pattern.search(text):
-            return pattern.sub(lambda match: line, text, count=1)
-    # Above the first table, if the user added one: below it, the key would belong to the table.
-    table = re.search(r"^[ \t]*\[", text, re.MULTILINE)
-    at = table.start() if table else len(text)
-    head = text[:at] if not text[:at] or text[:at].endswith("\n") else text[:at] + "\n"
-    return f"{head}{line}\n{text[at:]}"
+def _with_line(text: str, setting: Setting, value: Value) -> str | None:
+    """Replace this setting's line, or the commented one if it is not set; None if its value spans several lines."""
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+    from tomlkit.items import AoT, Comment, Table
 
-
-def _reads_as(text: str, values: Mapping[str, Any]) -> bool:
-    """True if the text is valid and has exactly these values."""
     try:
-        written = tomllib.loads(text)
-        return written.keys() == values.keys() and all(
-            SETTINGS[name].check(written[name]) == SETTINGS[name].check(value)
-            if name in SETTINGS
-            else written[name] == value
-            for name, value in values.items()
-        )
-    except (tomllib.TOMLDecodeError, ConfigError):
-        return False
+        document = tomlkit.parse(text.removesuffix("\n") + "\n")
+    except (TOMLKitError, RecursionError):  # nested deeper than tomlkit reads, though tomllib does
+        return None
+    body, line = document.body, _line(setting, value)
+    commented = re.compile(rf"#[ \t]*{setting.name}[ \t]*=")
+    active = [at for at, (key, _) in enumerate(body) if key is not None and key.key == setting.name]
+    inert = [at for at, (_, item) in enumerate(body) if isinstance(item, Comment) and commented.match(item.as_string())]
+    tables = [at for at, (_, item) in enumerate(body) if isinstance(item, Table | AoT)]
+    if active:
+        item = body[active[0]][1]
+        if isinstance(item, Table | AoT) or "\n" in item.as_string():
+            return None
+        line += item.trivia.comment_ws + item.trivia.comment
+    replaced = [*active, *inert][:1]
+    # A new line goes above the first table, if the user added one: below it, the key would belong to the table.
+    at = [*replaced, *tables, len(body)][0]
+    body[at : at + len(replaced)] = tomlkit.parse(line + "\n").body
+    return document.as_string()
 
 
 def _line(setting: Setting, value: Value) -> str:
@@ -189,17 +184,11 @@ def _line(setting: Setting, value: Value) -> str:
 
 
 def _toml(setting: Setting, value: Value) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(_quoted(item) for item in value)}]"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    import tomlkit
+
     if setting.kind == "size" and isinstance(value, int):
-        return _quoted(_size_text(value))
-    return str(value) if isinstance(value, int) else _quoted(value or "")
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)  # JSON and TOML quote printable text alike
+        value = _size_text(value)
+    return tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string()
 
 
 def _size_text(size: int) -> str:

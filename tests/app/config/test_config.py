@@ -151,12 +151,35 @@ def test_a_hand_written_file_keeps_its_words(path: Path) -> None:
     path.write_text(HAND_WRITTEN)
     set_value(path, "name", "box")
     set_value(path, "api_port", "7001")
-    assert path.read_text() == HAND_WRITTEN.replace(
-        "api_port = 7000   # because 7465 is taken", "api_port = 7001"
-    ).replace("\n[notes]", '\nname = "box"\n[notes]')
+    expected = HAND_WRITTEN.replace("api_port = 7000 ", "api_port = 7001 ")
+    assert path.read_text() == expected.replace("\n[notes]", '\nname = "box"\n[notes]')
     loaded = load_config(path, {})
     assert (loaded.settings.name, loaded.settings.api_port) == ("box", 7001)
     assert loaded.unknown == ("devcie", "notes")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('[notes]\n# name = "x"\n', 'name = "box"\n[notes]\n# name = "x"\n'),
+        ('note = """\nname = "x"\n"""', 'note = """\nname = "x"\n"""\nname = "box"\n'),
+        ('"name" = "x" # mine\n[[list]]\nname = 1\n', 'name = "box" # mine\n[[list]]\nname = 1\n'),
+        ('# name = "x"\nname = "y"\n', '# name = "x"\nname = "box"\n'),
+    ],
+)
+def test_only_the_setting_itself_is_changed(path: Path, before: str, after: str) -> None:
+    path.write_text(before)
+    set_value(path, "name", "box")
+    assert path.read_text() == after
+    assert load_config(path, {}).settings.name == "box"
+
+
+@pytest.mark.parametrize("text", ["[name]\n", "name.first = 1\n", f"k = {'[' * 150}{']' * 150}\n"])
+def test_a_file_that_cannot_be_edited_stays_as_it_is(path: Path, text: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="edit it by hand"):
+        set_value(path, "name", "box")
+    assert path.read_text() == text
 
 
 def test_what_cannot_be_changed_line_by_line_is_left_alone(path: Path) -> None:
