@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import app.cli
-from app.cli import build_parser
-from app.cli.completion import SCRIPTS, tree_of
+from app.cli.completion import script_for
 from app.cli.registry import all_commands
 
 # The contract, and whether a command prints facts.
@@ -40,10 +43,6 @@ TABLE = {
     "uninstall": False,
     "demo": False,
 }
-
-
-def script(shell: str) -> str:
-    return SCRIPTS[shell](tree_of(build_parser(all_commands())))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -81,34 +80,55 @@ def test_a_mistake_is_one_line_with_a_suggestion(
 def bash_completes(*words: str) -> set[str]:
     """What bash offers after these words, the last of which is being typed."""
     quoted = " ".join(f"'{word}'" for word in words)
-    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shoal"
-    ask = "\n".join([script("bash"), asked, "printf '%s\\n' \"${COMPREPLY[@]}\""])
+    asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _shtab_shoal"
+    ask = "\n".join([script_for("bash"), asked, "printf '%s\\n' \"${COMPREPLY[@]}\""])
     done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_commands_options_and_choices() -> None:
+def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> None:
     assert {"status", "serve", "stop"} <= bash_completes("shoal", "s")
     assert "chat" not in bash_completes("shoal", "s")
     assert bash_completes("shoal", "status", "--j") == {"--json"}
     assert bash_completes("shoal", "--home", "/x", "completion", "f") == {"fish"}
+    assert bash_completes("shoal", "config", "s") == {"set"}
+    assert bash_completes("shoal", "serve", "--log-level", "i") == {"info"}
+    assert bash_completes("shoal", "--home", str(tmp_path)) == {str(tmp_path)}
+
+
+ZSH = """
+autoload -U compinit && compinit -u -D && eval "$(<script)"
+compadd() { local -a hits; builtin compadd -A hits "$@"; print -rl -- $hits >> hits; builtin compadd "$@" }
+offer() { BUFFER=$asked; CURSOR=$#BUFFER; zle list-choices; exit }
+zle -N offer; bindkey '^X' offer
+"""
 
 
 def zsh_completes(*words: str) -> set[str]:
-    """What zsh is offered after these words; its own functions that show an offer say it instead."""
-    quoted = " ".join(f"'{word}'" for word in words)
-    said = 'compdef() { :; }; _files() { :; }; compadd() { shift; print -l -- "$@"; }'
-    asked = f"words=({quoted}); CURRENT={len(words)}; _shoal"
-    ask = "\n".join([said, script("zsh"), asked])
-    done = subprocess.run(["zsh", "-f", "-c", ask], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    return {word for word in done.stdout.split() if word.startswith(words[-1])}
+    """What zsh offers after these words; it completes only in its line editor, on a terminal."""
+    import pty
+
+    environment = {**os.environ, "TERM": "dumb", "asked": " ".join(words)}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "script").write_text(script_for("zsh"))
+        Path(folder, "setup").write_text(ZSH)
+        ours, its = pty.openpty()
+        zsh = subprocess.Popen(
+            ["zsh", "-f", "-i"], cwd=folder, env=environment, stdin=its, stdout=its, stderr=its, start_new_session=True
+        )
+        os.close(its)
+        os.write(ours, b"source ./setup\n\x18")
+        with zsh, contextlib.suppress(OSError):  # Linux reports the end of a terminal as an error
+            while os.read(ours, 65536):
+                pass
+        os.close(ours)
+        return set(Path(folder, "hits").read_text().split())
 
 
 def fish_completes(*words: str) -> set[str]:
     """What fish offers after these words."""
-    ask = f"{script('fish')}\ncomplete -C '{' '.join(words)}'"
+    ask = f"{script_for('fish')}\ncomplete -C '{' '.join(words)}'"
     done = subprocess.run(["fish", "--no-config", "-c", ask], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return {line.split("\t")[0] for line in done.stdout.splitlines()}
@@ -116,10 +136,12 @@ def fish_completes(*words: str) -> set[str]:
 
 @pytest.mark.parametrize(("shell", "completes"), [("zsh", zsh_completes), ("fish", fish_completes)])
 def test_the_other_shells_complete_the_same(shell: str, completes: Callable[..., set[str]]) -> None:
-    assert all(command.name in script(shell) for command in all_commands())
+    script = script_for(shell)
+    assert all(command.name in script for command in all_commands())
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     assert completes("shoal", "s") == {name.name for name in all_commands() if name.name.startswith("s")}
     assert completes("shoal", "status", "--j") == {"--json"}
     assert completes("shoal", "--home", "/x", "completion", "f") == {"fish"}
     assert "--max-vram" in completes("shoal", "serve", "--m")
+    assert completes("shoal", "config", "s") == {"set"}
