@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import trio
 import trio.testing
 from trio.testing import MockClock
