@@ -53,13 +53,16 @@ class BlockLoader:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fetch, span)
             nursery.start_soon(self._report_download, span)
-            while (hosted is None or hosted.runner.stop < span.stop) and self._failure is None:
+            while self._failure is None:
                 ready = self._ready(span)
                 hosted = await self._advance(hosted, span, ready)
-                if hosted is None or hosted.runner.stop >= ready:
-                    await self._changed.wait_for(lambda: self._failure is not None or self._ready(span) > ready)  # noqa: B023
-                elif hosted.runner.stop < span.stop:
-                    await on_grown(hosted, Span(span.start, hosted.runner.stop))
+                loaded = span.start if hosted is None else hosted.runner.stop
+                if loaded == span.stop:
+                    break
+                if hosted is not None and loaded < ready:
+                    await on_grown(hosted, Span(span.start, loaded))
+                else:
+                    await self._wait_for_part(span, ready)
             nursery.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
@@ -102,6 +105,10 @@ class BlockLoader:
     def _on_part(self, name: str) -> None:
         self._held.add(name)
         self._changed.notify()
+
+    async def _wait_for_part(self, span: Span, ready: int) -> None:
+        """Wait until more blocks than those before `ready` are on disk, or the download failed."""
+        await self._changed.wait_for(lambda: self._failure is not None or self._ready(span) > ready)
 
     async def _report_download(self, span: Span) -> None:
         await _report_progress(self._weights, span_parts(span.start, span.stop), self._steps, "weights")
