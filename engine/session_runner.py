@@ -92,7 +92,10 @@ class SessionRunner:
         self._lease(session).truncate(length)
 
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
-        """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none."""
+        """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
+
+        Raises `SessionError` for input that does not fit its session or is not finite, `CacheFull` without room.
+        """
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(work):
             groups.setdefault((item.start, item.stop), []).append(index)
@@ -102,7 +105,9 @@ class SessionRunner:
             for blocks, indices in groups.items():
                 items = [work[index] for index in indices]
                 segments = [Segment(self._lease(item.session), item.position, item.rows) for item in items]
-                hidden = self._span.step(self._joined(items), segments, blocks)
+                rows = self._joined(items)
+                self._check_finite(rows, items)
+                hidden = self._span.step(rows, segments, blocks)
                 advanced += segments
                 outputs.update(zip(indices, self._split(hidden, items), strict=True))
         except BaseException:  # undo the groups that have advanced already
@@ -125,6 +130,21 @@ class SessionRunner:
         compute = self._span.options.dtype
         return torch.cat([to_tensor([item.data], item.dtype, self.hidden_size).to(compute) for item in items])
 
+    def _check_finite(self, rows: Tensor, items: list[StepInput]) -> None:
+        """Raise `SessionError` for the first session with NaN, infinity, or a number too large for the compute dtype.
+
+        Reads `rows` on the CPU, before they are uploaded: on the device the check would have to wait for the result.
+        """
+        largest = torch.finfo(self._span.options.dtype).max
+        if _within(rows, largest):
+            return
+        first = 0
+        for item in items:
+            if not _within(rows[first : first + item.rows], largest):
+                name = item.session.hex()[:8]
+                raise SessionError(f"session {name} sent numbers that are not finite in {self._native}")
+            first += item.rows
+
     def _split(self, hidden: Tensor, items: list[StepInput]) -> list[StepResult]:
         """Cut the output (N, hidden) into one result per input, each in the format that the input asked for."""
         wires = [item.wire or self._native for item in items]
@@ -135,3 +155,11 @@ class SessionRunner:
             outputs.append(StepResult(bytes(views[wire][row * size : (row + item.rows) * size]), wire))
             row += item.rows
         return outputs
+
+
+def _within(rows: Tensor, largest: float) -> bool:
+    """True if all numbers are in [-largest, largest]; NaN never is."""
+    if not rows.numel():
+        return True
+    low, high = rows.aminmax()  # one pass; NaN in the input makes both NaN
+    return bool(low >= -largest) and bool(high <= largest)

@@ -77,6 +77,7 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int, int, int], StepBuffers] = {}
         self._memory: Any = None  # memory pool shared by all graphs
         self.fused = triton_works() and _kernels_support(parts.config)
+        parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:
         """True if a captured step can run these segments: one token each, at most `BATCHES[-1]` sessions."""
@@ -95,6 +96,8 @@ class DecodeGraphs:
             self._captured[key] = self._capture(rows, pages, part)
         buffers = self._captured[key]
         buffers.x[: len(segments)].copy_(hidden, non_blocking=True)
+        if len(segments) < rows:  # a padding row writes to the scratch page, which other rows read behind their mask
+            buffers.x[len(segments) :].zero_()
         self._stage_positions(buffers, segments)
         buffers.graph.replay()
         return buffers.out[: len(segments)].clone()

@@ -85,12 +85,15 @@ class KVLease:
             raise CacheFull(
                 f"no room for {tokens} tokens: {self.pool.free_tokens} of {self.pool.total_tokens} cache slots are free"
             )
+        held = self.capacity
         self._set_pages(self.pages + taken)
+        self._clear(held, self.capacity)
 
     def truncate(self, length: int) -> None:
         """Drop all tokens from position `length` on; return emptied pages beyond the reserved ones to the pool."""
         if not 0 <= length <= self.length:
             raise SessionError(f"cannot cut a session of {self.length} tokens to {length}")
+        self._clear(length, self.length)
         self.length = length
         keep = max(-(-length // PAGE_TOKENS), self.promised)
         self.pool.pages.give_back(self.pages[keep:])
@@ -103,6 +106,14 @@ class KVLease:
             self.pool.pages.give_back(self.pages)
             self.pool.leases.discard(self)
             self._set_pages([])
+
+    def _clear(self, start: int, stop: int) -> None:
+        """Zero positions [start, stop) in every block, if the pool's steps read slots that were not written yet."""
+        if self.pool.clears_slots and start < stop:
+            slots = self.slots(start, stop)
+            for cache in self.pool.blocks:
+                cache.keys.index_fill_(2, slots, 0)
+                cache.values.index_fill_(2, slots, 0)
 
     def _set_pages(self, pages: list[int]) -> None:
         self.pages = pages
@@ -138,6 +149,9 @@ class KVPool:
         self.bytes_per_token = per_token
         self.device = device
         self.leases: set[KVLease] = set()
+        # True: slots are zeroed when they are leased or dropped. For steps that read whole pages: NaN or infinity of an
+        # earlier session in a masked slot would make the row NaN.
+        self.clears_slots = False
         # One extra page that is never leased: rows that only pad a batch write there.
         self.scratch_page = self.pages.free_count
         shape = (1, config.n_kv_heads, self.total_tokens + PAGE_TOKENS, config.head_dim)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.errors import EngineError
+from app.core.compute import StepWork
+from engine.errors import EngineError, SessionError
 from engine.model import cuda_graphs as graphs
 from engine.model.attention import Segment
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts, StepBuffers, page_table, plain_step
 from engine.model.kv_cache import KVLease
 from engine.model.span import SpanRunner
+from engine.session_runner import SessionRunner
 from tests.engine.random_spans import random_span, small_config
 
 PROMPT_TOKENS = 5
@@ -73,7 +75,6 @@ def nan_rows(span: SpanRunner, rows: int) -> Tensor:
     return torch.full((rows, span.config.hidden_size), math.nan)
 
 
-@pytest.mark.xfail(strict=True, reason="H-10: pages are leased as they are, and masked slots with NaN spoil a row")
 def test_nan_from_one_session_does_not_reach_the_next_one_that_leases_its_pages(span: SpanRunner) -> None:
     """A peer sends hidden states of NaN and closes its session: the next session gets the answer it got before."""
     before = honest_answer(span)
@@ -85,7 +86,6 @@ def test_nan_from_one_session_does_not_reach_the_next_one_that_leases_its_pages(
     torch.testing.assert_close(honest_answer(span), before)
 
 
-@pytest.mark.xfail(strict=True, reason="H-10: what overflowed in one session stays in its pages for the next one")
 def test_an_overflow_in_one_session_does_not_reach_the_next_one_that_leases_its_pages(span: SpanRunner) -> None:
     """A session's own values overflow to infinity, as float16 does: the next session gets the answer it got before."""
     before = honest_answer(span)
@@ -98,9 +98,6 @@ def test_an_overflow_in_one_session_does_not_reach_the_next_one_that_leases_its_
     torch.testing.assert_close(honest_answer(span), before)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="H-10: rows that pad a batch keep their last input and write it to a shared page"
-)
 def test_nan_from_a_session_that_left_its_batch_does_not_reach_those_that_stay(span: SpanRunner) -> None:
     """A peer sends NaN in a batch of four and leaves: the three others, padded up to four, get finite answers."""
     honest, evil = [prompted(span, seed) for seed in range(3)], prompted(span, seed=3)
@@ -110,3 +107,32 @@ def test_nan_from_a_session_that_left_its_batch_does_not_reach_those_that_stay(s
     evil.close()
     for _ in range(2):  # the first of these steps may still write what the second one reads
         assert decode(span, ones, *honest).isfinite().all()
+
+
+def test_nan_that_a_session_dropped_again_does_not_reach_its_next_token(span: SpanRunner) -> None:
+    """A session overflows and takes the token back, as a resumed reply does: it goes on as if it had not been."""
+    before = honest_answer(span)
+    lease = prompted(span, seed=1)
+    decode(span, torch.ones(1, span.config.hidden_size), lease)
+    decode(span, nan_rows(span, 1), lease)
+    lease.truncate(PROMPT_TOKENS)
+    torch.testing.assert_close(decode(span, torch.ones(1, span.config.hidden_size), lease), before)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e6], ids=str)
+def test_input_that_is_not_finite_is_refused_for_the_session_that_sent_it(number: float) -> None:
+    """A peer sends NaN, infinity, or what becomes infinity in float16: its session is named, and nobody advances."""
+    runner = SessionRunner(random_span(small_config(), dtype=torch.float16, kv_bytes=1 << 20))
+    rows = {b"good": torch.ones(2, runner.hidden_size), b"evil": torch.ones(3, runner.hidden_size)}
+    rows[b"evil"][1, 7] = number
+
+    def work(session: bytes) -> StepWork:
+        data = memoryview(rows[session].numpy().tobytes())
+        return StepWork(session, 0, 2, 0, len(rows[session]), data, "f32", "f32")
+
+    for session in rows:
+        runner.open(session, 10)
+    with pytest.raises(SessionError, match=f"session {b'evil'.hex()} sent numbers that are not finite in f16"):
+        runner.step([work(b"good"), work(b"evil")])
+    (output,) = runner.step([work(b"good")])
+    assert torch.frombuffer(bytearray(output.data), dtype=torch.float32).isfinite().all()
