@@ -13,8 +13,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized, ValuesView
+from contextvars import ContextVar
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.compiler
@@ -28,6 +30,8 @@ from engine.errors import EngineError, SourceError
 from engine.sources.base import TokenizerSpec
 from engine.sources.files import shown
 
+T = TypeVar("T")
+
 # Used for base models, which have no template: a plain transcript of the conversation.
 DEFAULT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
@@ -38,8 +42,22 @@ MAX_SECONDS = 5.0
 MAX_STEPS = 2_000_000
 MAX_OUTPUT = 16 << 20
 _MAX_NUMBER = 100_000  # bound on numeric arguments of string methods and filters, and on bases of powers
-_MAX_TEXT = 16 << 20
-_TEXT_FILTERS = ("format", "replace")
+_MAX_TEXT = 16 << 20  # characters or elements of one value
+_MAX_BUILT_BYTES = 512 << 20  # all values that one rendering creates, together
+_MAX_DEPTH = 100
+_CHUNK = 1 << 16
+_CHARS_PER_ELEMENT = 16  # an element of a list counts as so many characters, because of the memory that it takes
+_ELEMENT_BYTES = 72  # a short text or list and the reference to it
+_OBJECT_BYTES = 512  # a namespace, an iterator
+# Filters that pass values on without writing them out as text; all others are bounded by the text of their input.
+_LIST_FILTERS = frozenset({"batch", "dictsort", "groupby", "items", "list", "slice", "sort", "unique"})
+_STRUCTURAL_FILTERS = _LIST_FILTERS | {
+    "abs", "count", "d", "default", "first", "float", "int", "last", "length", "map", "max", "min", "random", "reject",
+    "rejectattr", "reverse", "round", "select", "selectattr",
+}  # fmt: skip
+_ESCAPED_CHARS = 12  # the most that a filter writes for one character (`urlencode`)
+_ESCAPING_FILTERS = ("e", "escape", "forceescape", "urlencode", "urlize", "wordwrap", "xmlattr")
+_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 class ChatError(EngineError):
@@ -106,15 +124,24 @@ class _Exhausted(Exception):
 
 
 class _Budget:
-    """Stops a runaway template: counts the lines that it executes in this thread, and checks the time."""
+    """Stops a runaway template: counts its lines in this thread, its time, and the bytes that it creates."""
 
     def __enter__(self) -> None:
         self._before = sys.gettrace()
         self._steps, self._deadline = MAX_STEPS, time.monotonic() + MAX_SECONDS
+        self._bytes_left = _MAX_BUILT_BYTES
+        self._token = _running.set(self)
         sys.settrace(self._on_call)
 
     def __exit__(self, *error: object) -> None:
         sys.settrace(self._before)
+        _running.reset(self._token)
+
+    def spend(self, nbytes: int) -> None:
+        """Count bytes of a value that was created, whether or not the template still holds it."""
+        self._bytes_left -= nbytes
+        if self._bytes_left < 0:
+            raise _Exhausted("too much memory")
 
     def _on_call(self, frame: Any, event: str, argument: Any) -> Any:
         # Only lines of compiled templates and macros are counted; the functions that they call are short.
@@ -122,18 +149,41 @@ class _Budget:
 
     def _on_line(self, frame: Any, event: str, argument: Any) -> Any:
         self._steps -= 1
-        if self._steps < 0 or (self._steps % 256 == 0 and time.monotonic() > self._deadline):
+        if self._steps < 0 or time.monotonic() > self._deadline:  # one line may take long: each checks the time
             raise _Exhausted("too many steps or too much time")
         return self._on_line
 
 
+_running: ContextVar[_Budget | None] = ContextVar("_running", default=None)
+
+
 class _BoundedCode(jinja2.compiler.CodeGenerator):
-    """Compiles `a ~ b` to a call of the bounded `_Sandbox.concat`."""
+    """Compiles `a ~ b` to a call of the bounded `_Sandbox.concat`, and counts literals and slices as created values."""
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
+        self._visit_counted(super().visit_Getitem, node, frame, isinstance(node.arg, jinja2.nodes.Slice))
+
+    def visit_List(self, node: jinja2.nodes.List, frame: jinja2.compiler.Frame) -> None:
+        self._visit_counted(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: jinja2.nodes.Dict, frame: jinja2.compiler.Frame) -> None:
+        self._visit_counted(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: jinja2.nodes.Tuple, frame: jinja2.compiler.Frame) -> None:
+        self._visit_counted(super().visit_Tuple, node, frame, node.ctx == "load")
+
+    def _visit_counted(
+        self, visit: Callable[[Any, jinja2.compiler.Frame], None], node: Any, frame: jinja2.compiler.Frame,
+        counted: bool = True,
+    ) -> None:  # fmt: skip
+        self.write("environment.built(" if counted else "")
+        visit(node, frame)
+        self.write(")" if counted else "")
 
     def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
         self.write("environment.concat((")
         for part in node.nodes:
-            self.write("str(")
+            self.write("environment.text(")
             self.visit(part, frame)
             self.write("), ")
         self.write("))")
@@ -146,11 +196,29 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     code_generator_class = _BoundedCode
 
     @staticmethod
+    def built(value: Any) -> Any:
+        """Count the memory of a value that the template created, and return it."""
+        return _built(value)
+
+    @staticmethod
+    def text(value: Any) -> str:
+        """Return `str(value)`; raises `_Exhausted` instead of building a text that is too long."""
+        if isinstance(value, str):
+            return value
+        _bound(_text_length(value))
+        return _built(str(value))
+
+    @staticmethod
     def concat(pieces: Iterable[str]) -> str:
         """Join the output of a template, macro or block; raises `_Exhausted` if it is too long."""
         kept = list(pieces)
         _bound(sum(map(len, kept)))
-        return "".join(kept)
+        return _built("".join(kept))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if not isinstance(argument, str | int | slice):
+            _bound(_text_length(argument))  # an error's text names the missing element
+        return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and (abs(left) > _MAX_NUMBER or abs(right) > 64):
@@ -158,68 +226,234 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*" and any(hasattr(side, "__len__") for side in (left, right)):
             count = right if isinstance(right, int) else left
             sequence = left if count is right else right
-            _bound(len(sequence) * max(int(count), 0))
+            _bound(_weight(sequence) * max(int(count), 0))
         if operator == "*" and isinstance(left, int) and isinstance(right, int):
             _bound((left.bit_length() + right.bit_length()) << 8)
         if operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
-            _bound(len(left) + len(right))
-        if operator == "%" and isinstance(left, str):
-            _bound_widths(left)
-        return super().call_binop(context, operator, left, right)
+            _bound(_weight(left) + _weight(right))
+        if operator == "%" and isinstance(left, str | bytes):
+            _bound_format(left, right if isinstance(right, tuple) else (right,))
+        return _built(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Return jinja2's safe replacement for `str.format`, after checking the format's widths."""
+        """Return jinja2's safe replacement for `str.format`, which first checks the size of the result."""
         wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            _bound_widths(value.__self__)
-        return wrapped
+        if wrapped is None:
+            return None
+        safe_format = wrapped
+
+        def bounded(*args: Any, **options: Any) -> str:
+            _bound_format(value.__self__, (*args, *options.values()))
+            return _built(safe_format(*args, **options))
+
+        return bounded
 
     def call(self, context: Any, callee: Any, /, *args: Any, **options: Any) -> Any:
-        text = getattr(callee, "__self__", None)
-        if isinstance(text, str):
-            _bound_text_call(getattr(callee, "__name__", ""), text, args, options)
-        result = super().call(context, callee, *args, **options)
-        _bound(len(result) if isinstance(result, str) else 0)
-        return result
+        owner = getattr(callee, "__self__", None)
+        if isinstance(owner, str | bytes | int):
+            args = _bound_method(getattr(callee, "__name__", ""), owner, args, options)
+        if not callable(callee):
+            _bound(_text_length(callee))  # an error's text shows it
+        return _built(super().call(context, callee, *args, **options), _ELEMENT_BYTES)
+
+
+@jinja2.pass_context  # jinja2 then evaluates no output while it compiles, where there is no budget
+def _finalize(context: Any, value: Any) -> str:
+    """Turn the value of an output expression into text, within bounds."""
+    return _Sandbox.text(value)
 
 
 def _bound(size: int) -> None:
+    """Refuse a value of `size` characters or elements before it is created."""
     if size > _MAX_TEXT:
         raise _Exhausted("a value that is too large")
 
 
-def _bound_widths(text: str) -> None:
-    """Raise `_Exhausted` for a format with a width of six digits or a width taken from an argument."""
+def _built(value: T, element_bytes: int = 0) -> T:
+    """Count the memory of a value that was created, and of its elements if they are new too; return the value."""
+    budget = _running.get()
+    if budget is not None:
+        if isinstance(value, list | tuple | dict):
+            budget.spend(sys.getsizeof(value) + element_bytes * len(value))
+        elif isinstance(value, str | bytes):
+            budget.spend(sys.getsizeof(value))
+        elif not isinstance(value, int | float | None):
+            budget.spend(_OBJECT_BYTES)
+    return value
+
+
+def _weight(value: Any) -> int:
+    """Return a value's length as `_bound` takes it: characters, or elements by the characters that they count as."""
+    return len(value) * (1 if isinstance(value, str | bytes) else _CHARS_PER_ELEMENT)
+
+
+def _text_length(value: Any, indent: int = 0) -> int:
+    """Return at least the length of `value` as text or as JSON, without building it.
+
+    A container that is referred to many times is measured once for each depth. Raises `_Exhausted` if the length is
+    beyond what `_bound` allows, or if values are nested deeper than `_MAX_DEPTH`, which includes those without end.
+    """
+    known: dict[tuple[int, int], int] = {}
+
+    def measure(item: Any, depth: int) -> int:
+        if depth > _MAX_DEPTH:
+            raise _Exhausted("values nested too deeply")
+        if item is None or isinstance(item, bool | float):
+            return 32
+        if isinstance(item, int):
+            return 2 + item.bit_length() // 3
+        key = id(item), depth
+        if key not in known:
+            known[key] = _quoted_length(item) if isinstance(item, str | bytes) else total(_children(item), depth)
+        return known[key]
+
+    def total(children: Iterable[Any], depth: int) -> int:
+        length = 256  # brackets, the name of a type, an address
+        for child in children:
+            length += 4 + indent * (depth + 1) + measure(child, depth + 1)
+            _bound(length)
+        return length
+
+    return measure(value, 0)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    """Return the values that are written out when `value` is; none for objects whose text has a fixed length."""
+    if isinstance(value, Namespace):
+        value = object.__getattribute__(value, "_Namespace__attrs")
+    if isinstance(value, KeysView | ValuesView | ItemsView):
+        value = getattr(value, "mapping", ())
+    if isinstance(value, Mapping):
+        return chain(value.keys(), value.values())
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
+
+
+def _quoted_length(text: str | bytes) -> int:
+    """Return at least the length of a text in quotes, with escapes, as `repr` or JSON writes it."""
+    if isinstance(text, bytes):
+        return 4 * len(text) + 3
+    chunks = (text[start : start + _CHUNK] for start in range(0, len(text), _CHUNK))
+    return 2 + sum(max(len(repr(chunk)), len(json.dumps(chunk))) for chunk in chunks)
+
+
+def _plain_length(value: Any) -> int:
+    """Return at least the length of `str(value)`: that of a text itself, without quotes."""
+    return len(value) if isinstance(value, str | bytes) else _text_length(value)
+
+
+def _bound_format(form: str | bytes, args: Sequence[Any]) -> None:
+    """Refuse a format whose result may be too long: huge widths, widths from arguments, many long arguments."""
+    text = form if isinstance(form, str) else form.decode("latin-1")
     if re.search(r"\d{6}|%[^a-zA-Z%]*\*|:[^}]*\{", text):
         raise _Exhausted("a format of huge width")
+    widths = sum(int(digits) for digits in re.findall(r"[0-9]+", text))
+    quoted = re.search(r"![ra]|%[^a-zA-Z%]*(\([^)]*\))?[^a-zA-Z%]*[ra]", text)
+    longest = max(map(_text_length if quoted else _plain_length, args), default=0)
+    _bound(len(text) + widths + (text.count("%") + text.count("{")) * longest)
 
 
-def _bound_text_call(name: str, text: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+def _bound_numbers(args: Sequence[Any], options: Mapping[str, Any]) -> None:
     if any(isinstance(value, int) and abs(value) > _MAX_NUMBER for value in (*args, *options.values())):
         raise _Exhausted("a huge width")
-    if name == "format":  # the filter; `str.format` goes through `wrap_str_format`
-        _bound_widths(text)
+
+
+def _bound_method(
+    name: str, owner: str | bytes | int, args: tuple[Any, ...], options: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Refuse a call of a text's or number's method with a huge result; return its arguments, iterators as lists."""
+    _bound_numbers(args, options)
+    if isinstance(owner, int):
+        return args
     if name == "replace" and len(args) > 1:
-        _bound(text.count(str(args[0])) * len(str(args[1])))
-    if name == "join" and args and hasattr(args[0], "__len__"):
-        _bound(len(text) * len(args[0]))
+        _bound(len(owner) + _occurrences(owner, args[0]) * _plain_length(args[1]))
+    if name == "join" and args:
+        args = (_listed(args[0]), *args[1:])
+        _bound_join(len(owner), args[0])
+    if name == "expandtabs":
+        width = args[0] if args else options.get("tabsize", 8)
+        _bound(len(owner) + _occurrences(owner, "\t") * abs(int(width)))
+    if name == "translate" and args:
+        _bound(len(owner) * (_text_length(args[0]) if isinstance(args[0], Mapping) else 1))
+    if name in ("split", "rsplit", "splitlines"):  # a list of texts takes far more memory than their characters
+        breaks = _LINE_BREAKS if name == "splitlines" else [(*args, *options.values(), None)[0]]
+        pieces = sum(_occurrences(owner, mark) for mark in breaks)
+        _bound(pieces * _CHARS_PER_ELEMENT)
+    return args
+
+
+def _occurrences(text: str | bytes, part: Any) -> int:
+    """Return how often `part` is in a text; the most that is possible if `part` is no text of its kind."""
+    if isinstance(text, str) and isinstance(part, str):
+        return text.count(part)
+    if isinstance(text, bytes) and isinstance(part, bytes):
+        return text.count(part)
+    return len(text) // 2 + 1
+
+
+def _listed(value: Any) -> Any:
+    """Return an iterator's values as a list, any other value unchanged; raises `_Exhausted` if there are too many."""
+    if not isinstance(value, Iterator):
+        return value
+    most = _MAX_TEXT // _CHARS_PER_ELEMENT
+    values = list(islice(value, most + 1))
+    _bound(len(values) * _CHARS_PER_ELEMENT)
+    return _built(values, _ELEMENT_BYTES)
+
+
+def _bound_join(separator_length: int, values: Any) -> None:
+    if isinstance(values, str | bytes):
+        _bound(len(values) * (1 + separator_length))
+    elif isinstance(values, Iterable):
+        lengths: dict[int, int] = {}  # by id: a list may refer to one value many times
+        length = 0
+        for value in _children(values):
+            if id(value) not in lengths:
+                lengths[id(value)] = _plain_length(value)
+            length += separator_length + lengths[id(value)]
+            _bound(length)
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter so that huge numbers in its arguments and huge results are refused; its input may be any number."""
+    """Wrap a filter so that huge results and huge numbers in its arguments are refused; its input may be any number."""
     skipped = 2 if hasattr(function, "jinja_pass_arg") else 1
 
     @functools.wraps(function)
     def bounded(*args: Any, **options: Any) -> Any:
-        value, rest = args[skipped - 1 : skipped], args[skipped:]
-        _bound_text_call(name, str(value[0]) if value and name in _TEXT_FILTERS else "", rest, options)
-        if name == "join" and value and hasattr(value[0], "__len__"):
-            _bound(len(value[0]) * len(str(rest[0] if rest else options.get("d", ""))))
-        result = function(*args, **options)
-        _bound(len(result) if isinstance(result, str) else 0)
-        return result
+        passed, value, rest = args[: skipped - 1], args[skipped - 1 : skipped], args[skipped:]
+        _bound_numbers(rest, options)
+        if name in _LIST_FILTERS or name in ("join", "sum"):
+            value = tuple(map(_listed, value))
+        if value:
+            _bound_filter(name, value[0], (*rest, *options.values()))
+        return _built(function(*passed, *value, *rest, **options), _ELEMENT_BYTES)
 
     return bounded
+
+
+def _bound_filter(name: str, value: Any, args: Sequence[Any]) -> None:
+    """Refuse a filter whose result may be too long; `args` are its positional and named arguments."""
+    if name in ("d", "default"):
+        return None
+    extra = sum(map(_plain_length, args))
+    if name in _STRUCTURAL_FILTERS:  # an error's text may show arguments
+        elements = len(value) if name in _LIST_FILTERS and isinstance(value, Sized) else 0
+        return _bound(extra + elements * _CHARS_PER_ELEMENT)
+    if name == "join":
+        return _bound_join(extra, value)
+    if name == "format":
+        return _bound_format(_Sandbox.text(value), args)
+    length = _plain_length(value)
+    if name == "replace":
+        text = _Sandbox.text(value)
+        length += (text.count(_Sandbox.text(args[0])) if args else len(text) + 1) * extra
+    elif name == "indent":
+        width = max((arg for arg in args if isinstance(arg, int)), default=4)
+        length += (1 + sum(_Sandbox.text(value).count(mark) for mark in _LINE_BREAKS)) * (width + extra)
+    elif name in _ESCAPING_FILTERS:
+        length *= _ESCAPED_CHARS + extra
+    elif name == "pprint":
+        length *= length  # each element on its own line, indented by the keys before it
+    return _bound(length + extra)
 
 
 class _TemplateNamespace(Namespace):
@@ -252,9 +486,13 @@ class _Generation(jinja2.ext.Extension):
 
 def _environment() -> jinja2.Environment:
     extensions = [_Generation, jinja2.ext.loopcontrols]
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    # Not optimized: jinja2 would evaluate constant expressions while it compiles, where there is no budget.
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False, finalize=_finalize
+    )
     environment.filters = {name: _bounded_filter(name, function) for name, function in environment.filters.items()}
     environment.filters["tojson"] = _tojson
+    del environment.globals["lipsum"]  # random text of any length
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -264,17 +502,28 @@ def _environment() -> jinja2.Environment:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # jinja2's own filter escapes characters for HTML, which models were not trained on.
-    if isinstance(indent, int) and indent > 64:
-        raise _Exhausted("a huge indent")
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    spaces = len(indent) if isinstance(indent, str) else int(indent or 0)
+    if spaces > 64 or _text_length(separators) > 512:
+        raise _Exhausted("a huge indent or separator")
+    _bound(_text_length(value, max(spaces, 0)))
+    return _built(
+        json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    )
 
 
 def _raise_exception(message: Any) -> None:
-    raise _Refused(shown(message) if len(str(message)) > 400 else str(message))
+    text = _Sandbox.text(message)
+    raise _Refused(shown(text) if len(text) > 400 else text)
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > 1000:  # the C library repeats directives and pads them to any width
+        raise _Exhausted("a date format that is too long")
     return datetime.datetime.now().strftime(form)

@@ -56,7 +56,6 @@ print(json.dumps(facts))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on a process's memory")
-@pytest.mark.xfail(strict=True, reason="M-6: a template's values are bounded only after they were built")
 @pytest.mark.parametrize(
     "expression",
     ["c | string | length", "c | tojson | length", "(c ~ 'x') | length", "c", "('%s' % [c]) | length"],

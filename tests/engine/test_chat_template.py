@@ -150,6 +150,31 @@ HOSTILE = [
     "{{ namespace(__class__=1) }}",
     "{{ raise_exception.__globals__.items() }}",
     "{{ {} | tojson(indent=1000000000) }}",
+    "{{ [1, 2] | tojson(separators=('x' * 10000000, ':')) }}",
+    "{{ ('\\n' * 1000000) | indent(90000) }}",
+    "{{ ('\\t' * 1000000).expandtabs(90000) }}",
+    "{{ ('x' * 1000000).translate({120: 'x' * 1000000}) }}",
+    "{{ ('x' * 1000000).encode().replace('x'.encode(), ('x' * 1000000).encode()) }}",
+    "{{ (1).to_bytes(1000000000, 'big') }}",
+    "{{ ('%(a)s' * 100000) % {'a': 'x' * 1000000} }}",
+    "{{ ('%99999d' * 10000) % ((1,) * 10000) }}",
+    "{{ ('{0}' * 100000).format('x' * 1000000) }}",
+    "{{ ([['x' * 1000] * 1000] * 1000) | join(',') }}",
+    "{{ ','.join(['x' * 1000000] * 100000) }}",
+    "{{ lipsum(n=90000, max=90000) }}",
+    "{{ raise_exception([['x' * 10000] * 10000] * 10000) }}",
+    "{{ messages[([['x' * 10000] * 10000] * 10000,)].x }}",
+    "{% set ns = namespace(unsafe_callable=true, x=[['x' * 10000] * 10000] * 10000) %}{{ ns() }}",
+    "{% set ns = namespace(x=1) %}{% set ns.x = [ns] %}{{ ns }}",
+    "{% set s = 'x' * 9000000 %}{% set ns = namespace(x=0) %}"
+    "{% for i in range(9999) %}{% set ns.x = [ns.x, s[1:]] %}{% endfor %}",
+    "{% set s = 'x' * 9000000 %}{% set ns = namespace(x=0) %}"
+    "{% for i in range(9999) %}{% set ns.x = [ns.x, s ~ i] %}{% endfor %}",
+    "{{ ('x' * 9000000) | list | length }}",
+    "{{ ('x ' * 8000000).split(' ') | length }}",
+    "{% set ns = namespace(x=0) %}{% for i in range(99999) %}"
+    "{% set ns.x = [ns.x, [" + "0," * 50000 + "]] %}{% endfor %}",
+    "{{ " + " ~ ".join(["('x' | center(99999))"] * 5000) + " }}",
 ]
 
 
