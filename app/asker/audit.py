@@ -42,6 +42,7 @@ from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
 from app.core.span import Span
+from app.routing.estimates import link_seconds
 from app.routing.route import KnownCosts, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
 from app.routing.trust import TrustBook
@@ -211,8 +212,9 @@ class Auditor:
         costs |= {peer: _AVOID_S for peer in avoid}
         request = RouteRequest(Span(0, len(sample.precisions)), sample.room, privacy=sample.privacy)
         try:
+            no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
             return find_route(
-                members, request, lambda a, b: 0.0, avoid=self._context.avoided(), known=KnownCosts(penalty_s=costs)
+                members, request, no_links, avoid=self._context.avoided(), known=KnownCosts(penalty_s=costs)
             )
         except NoRoute:
             return None

@@ -9,46 +9,59 @@ route stands out soon.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from app.core.network import Link
 from app.core.span import Span
 from app.routing.cost import HOP_S, UNKNOWN_LINK_S
-from app.routing.route import LinkSeconds, Route
+from app.routing.route import Route
 from app.swarm.records import MAX_RTTS, Announcement, tail
 
 
-def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[Announcement]) -> LinkSeconds:
-    """Return a function for the one-way seconds between two peers; "" is this node.
+@dataclass(frozen=True)
+class LinkEstimates:
+    """The estimated one-way seconds between two peers; "" is this node.
 
-    `rtt_s` is what this node measured. Between two other peers the larger of their claims counts, but at least what the
-    triangle inequality allows; a claim of one side alone is at least half the way to the farther peer. Without claims
-    it is the way to the farther peer.
+    Between two other peers the larger of their claims counts, but at least what the triangle inequality allows; a claim
+    of one side alone is at least half the way to the farther peer. Without claims it is the way to the farther peer;
+    `app.routing.vector_search` relies on that.
     """
-    claims = {member.peer: dict(member.rtts) for member in members if member.rtts}
-    here = ("", own_peer)
 
-    def away_s(peer: str) -> float:
-        return rtt_s.get(peer, 2 * UNKNOWN_LINK_S) / 2
+    own_peer: str
+    rtt_s: Mapping[str, float]  # round-trip times that this node measured
+    claims: Mapping[str, Mapping[str, float]]  # peer -> `tail` of another -> round-trip time that it announced
 
-    def between_s(a: str, b: str) -> float:
-        if a == b or (a in here and b in here):
+    def is_here(self, peer: str) -> bool:
+        """True for this node."""
+        return peer in ("", self.own_peer)
+
+    def away_s(self, peer: str) -> float:
+        """One-way seconds between this node and a peer."""
+        return 0.0 if self.is_here(peer) else self.rtt_s.get(peer, 2 * UNKNOWN_LINK_S) / 2
+
+    def __call__(self, a: str, b: str) -> float:
+        """One-way seconds between two peers."""
+        if a == b:
             return 0.0
-        if a in here or b in here:
-            return away_s(b if a in here else a)
-        a_s, b_s = away_s(a), away_s(b)
+        a_s, b_s = self.away_s(a), self.away_s(b)
+        if self.is_here(a) or self.is_here(b):
+            return max(a_s, b_s)
         claimed_s = [
             both_ways_s / 2
             for claimant, other in ((a, b), (b, a))
-            if (both_ways_s := claims.get(claimant, {}).get(tail(other))) is not None
+            if (both_ways_s := self.claims.get(claimant, {}).get(tail(other))) is not None
         ]
         if not claimed_s:
             return max(a_s, b_s)
-        least_s = abs(a_s - b_s) if a in rtt_s and b in rtt_s else 0.0
+        least_s = abs(a_s - b_s) if a in self.rtt_s and b in self.rtt_s else 0.0
         if len(claimed_s) == 1:
             least_s = max(least_s, max(a_s, b_s) / 2)
         return max(*claimed_s, least_s)
 
-    return between_s
+
+def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[Announcement]) -> LinkEstimates:
+    """Return the link estimates from this node's measured round-trip times and the members' claims."""
+    return LinkEstimates(own_peer, rtt_s, {member.peer: dict(member.rtts) for member in members if member.rtts})
 
 
 def rtts_to_announce(

@@ -21,6 +21,7 @@ class Hop(NamedTuple):
 
 
 Route = tuple[Hop, ...]
+Visit = tuple[str, int]  # a peer and the first block that it runs, before a peer's visits are merged into one hop
 
 
 class NoRoute(AppError):
@@ -54,7 +55,24 @@ class Privacy:
 
     def allows(self, peer: str, block: int) -> bool:
         """True if this peer may run this block."""
-        return self.edge <= block < self.blocks - self.edge or not self.edge or peer in self.trusted
+        return peer in self.trusted or not self.is_private(block)
+
+    def is_private(self, block: int) -> bool:
+        """True if only trusted peers may run this block."""
+        return self.edge > 0 and not self.edge <= block < self.blocks - self.edge
+
+
+def no_route(block: int, privacy: Privacy) -> NoRoute:
+    """Return the error for a block that no usable member may run."""
+    if not privacy.is_private(block):
+        return NoRoute(block)
+    return NoRoute(
+        block,
+        f", and the first and last {privacy.edge} blocks may run only on trusted peers: host it here, trust a peer "
+        "that serves it with `shoal config set trusted`, or lower private_blocks",
+        who="no trusted peer",
+        code="private_blocks",
+    )
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ trusted peers. The caller decides which peers to avoid (`app.routing.bans`, `app
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.cost import HOP_S, believed_seconds, wait_seconds
-from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
+from app.routing.estimates import LinkEstimates
+from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest, Visit, no_route
 from app.swarm.records import Announcement
 
 FULL = "peer_full"
@@ -58,7 +59,7 @@ def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
     if not member.serves or span is None:
         code, text = _NOT_SERVING.get(member.state, ("peer_client", "it hosts no blocks"))
         return because(code, text, peer)
-    if not any(request.privacy.allows(peer, block) for block in span.blocks()):
+    if request.privacy.edge and not any(request.privacy.allows(peer, block) for block in span.blocks()):
         return because("peer_private", f"blocks {span} may run only on trusted peers", peer)
     if member.kv_free_tokens < request.tokens:
         return because(FULL, f"it has room for {member.kv_free_tokens} tokens, {request.tokens} are needed", peer)
@@ -66,9 +67,30 @@ def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
 
 
 def _cheapest(members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts) -> Route:
-    """Extend the cheapest path per last peer block by block; raises `NoRoute` at a block nobody may run."""
+    """Return the cheapest route over these members; raises `NoRoute` at a block nobody may run."""
     block_s = believed_seconds(members, request, known)
     enter_s = {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in members}
+    if isinstance(link_s, LinkEstimates):
+        from app.routing.vector_search import cheapest_visits  # loads numpy, which light starts do without
+
+        visits = cheapest_visits(members, request, link_s, block_s, enter_s)
+    else:
+        visits = _try_each_pair(members, request, link_s, block_s, enter_s)
+    return _as_route(visits, request.wanted.stop)
+
+
+def _try_each_pair(
+    members: Sequence[Announcement],
+    request: RouteRequest,
+    link_s: LinkSeconds,
+    block_s: Mapping[str, float],
+    enter_s: Mapping[str, float],
+) -> list[Visit]:
+    """Extend the cheapest path per last peer block by block, for any link times.
+
+    Returns the visits of the cheapest path, the last one first. Takes seconds in a swarm of hundreds; raises `NoRoute`
+    at a block nobody may run.
+    """
     paths: dict[str, _Path] = {}  # last peer -> cheapest path through all blocks so far
     for block in request.wanted.blocks():
         following: dict[str, _Path] = {}
@@ -83,22 +105,10 @@ def _cheapest(members: Sequence[Announcement], request: RouteRequest, link_s: Li
                 best = min(options, key=lambda path: (path.cost_s, path.begin))
                 following[peer] = best._replace(cost_s=best.cost_s + block_s[peer])
         if not following:
-            raise _no_route(block, request.privacy)
+            raise no_route(block, request.privacy)
         paths = following
     last = min(paths.values(), key=lambda path: (path.cost_s + link_s(path.peer, request.target), path.peer))
-    return _as_route(last, request.wanted.stop)
-
-
-def _no_route(block: int, privacy: Privacy) -> NoRoute:
-    if privacy.allows("", block):
-        return NoRoute(block)
-    return NoRoute(
-        block,
-        f", and the first and last {privacy.edge} blocks may run only on trusted peers: host it here, trust a peer "
-        "that serves it with `shoal config set trusted`, or lower private_blocks",
-        who="no trusted peer",
-        code="private_blocks",
-    )
+    return list(_visits(last))
 
 
 def _extended(path: _Path, peer: str, block: int, link_s: LinkSeconds, enter_s: float) -> _Path:
@@ -108,15 +118,21 @@ def _extended(path: _Path, peer: str, block: int, link_s: LinkSeconds, enter_s: 
     return _Path(path.cost_s + link_s(path.peer, peer) + enter_s, peer, block, path)
 
 
-def _as_route(path: _Path | None, stop: int) -> Route:
-    """Turn a path into hops, each peer at most once.
+def _visits(path: _Path | None) -> Iterator[Visit]:
+    while path is not None:
+        yield path.peer, path.begin
+        path = path.before
+
+
+def _as_route(visits: Sequence[Visit], stop: int) -> Route:
+    """Turn visits, the last one first, into hops, each peer at most once.
 
     A peer knows a session by one id, so a peer that the path visits twice runs the blocks in between as well.
     """
     backwards: list[Hop] = []
-    while path is not None:
-        backwards.append(Hop(path.peer, Span(path.begin, stop)))
-        stop, path = path.begin, path.before
+    for peer, begin in visits:
+        backwards.append(Hop(peer, Span(begin, stop)))
+        stop = begin
     hops: list[Hop] = []
     for hop in reversed(backwards):
         visited = next((index for index, earlier in enumerate(hops) if earlier.peer == hop.peer), None)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import time
 
-import pytest
-
 from app.core.reasons import because
 from app.core.span import Span
 from app.routing.bans import Bans
@@ -52,9 +50,6 @@ def crowd(count: int, rng: random.Random) -> list[Announcement]:
     return members
 
 
-@pytest.mark.xfail(
-    strict=True, reason="H-6: find_route tries each pair of a block's holders, in Python, on the event loop"
-)
 def test_a_route_through_a_swarm_of_hundreds_is_found_in_a_moment() -> None:
     """Five hundred members join, real or not: finding one route keeps the event loop for half a second at most."""
     rng = random.Random(1)

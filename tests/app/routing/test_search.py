@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import random
+import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.reasons import because
 from app.core.span import Span
+from app.routing import vector_search
 from app.routing.bans import Bans
-from app.routing.cost import HOP_S, believed_seconds, block_seconds
+from app.routing.cost import HOP_S, believed_seconds, block_seconds, wait_seconds
+from app.routing.estimates import LinkEstimates, link_seconds
 from app.routing.route import Hop, KnownCosts, NoRoute, Privacy, Route, RouteRequest
-from app.routing.search import find_route, repair_route
-from app.swarm.records import Announcement
+from app.routing.search import _try_each_pair, find_route, repair_route, why_unused
+from app.routing.vector_search import cheapest_visits
+from app.swarm.records import Announcement, tail
 
 BLOCKS = 6
 WHOLE = RouteRequest(Span(0, BLOCKS), tokens=100)
@@ -221,3 +227,139 @@ def test_no_route_and_no_mended_route_shows_private_blocks_to_strangers(
     except NoRoute as error:
         missing = error.block
     assert missing is None or not held(missing, dead)
+
+
+# --- the search with arrays beside the one that tries each pair -------------------------------------------------------
+
+ME = "12D3KooWasker"
+NAMES = [ME, *(f"12D3KooW{letter}{number:08d}" for number in range(7) for letter in "ab")]  # pairs share a tail
+seconds = st.one_of(st.sampled_from([0.0, 0.01, 0.02, 0.1]), st.floats(0, 0.5))
+
+
+@st.composite
+def swarms(draw: st.DrawFn) -> list[Announcement]:
+    """Up to twelve members, some full or busy, with claims about each other, also longer than likely."""
+    members = []
+    peers = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True))
+    for index, peer in enumerate(peers):
+        start, length = 2 * (index % 3), draw(st.integers(2, 4))  # short, so that routes have several hops
+        claims = draw(st.dictionaries(st.sampled_from(peers), seconds, max_size=6))
+        kv = draw(st.sampled_from([999] * 9 + [10]))
+        said = member(peer, start, min(start + length, BLOCKS), draw(st.floats(20, 200)), kv)
+        rtts = tuple((tail(other), rtt_s) for other, rtt_s in claims.items())
+        members.append(replace(said, busy=draw(st.sampled_from([0.0, 0.5])), rtts=rtts))
+    return members
+
+
+names = st.sets(st.sampled_from(NAMES), max_size=2)
+requests = st.builds(
+    RouteRequest,
+    st.sampled_from([Span(0, BLOCKS), Span(2, 5), Span(3, 4)]),
+    tokens=st.just(100),
+    prompt_tokens=st.sampled_from([0, 60]),
+    origin=st.sampled_from(["", *NAMES]),
+    target=st.sampled_from(["", *NAMES]),
+    privacy=st.builds(
+        Privacy,
+        st.sampled_from([0, 0, 0, 1, 2]),
+        st.just(BLOCKS),
+        st.sets(st.sampled_from(NAMES), min_size=6).map(frozenset),
+    ),
+)
+costs = st.builds(
+    KnownCosts,
+    st.dictionaries(st.sampled_from(NAMES), st.floats(1e-4, 0.1), max_size=3),
+    st.dictionaries(st.sampled_from(NAMES), seconds, max_size=3),
+)
+
+
+def visits_s(
+    visits: list[tuple[str, int]],
+    members: list[Announcement],
+    request: RouteRequest,
+    links: LinkEstimates,
+    known: KnownCosts,
+) -> float:
+    """The cost of a path, with the last visit first as the searches give it."""
+    by_peer = {m.peer: m for m in members}
+    block_s = believed_seconds(members, request, known)
+    forwards = [*reversed(visits)]
+    stops = [*(begin for _, begin in forwards[1:]), request.wanted.stop]
+    ends = [request.origin, *(peer for peer, _ in forwards), request.target]
+    hops_s = [
+        HOP_S + wait_seconds(by_peer[peer]) + known.penalty_s.get(peer, 0.0) + (stop - begin) * block_s[peer]
+        for (peer, begin), stop in zip(forwards, stops, strict=True)
+    ]
+    return sum(hops_s) + sum(links(a, b) for a, b in itertools.pairwise(ends))
+
+
+def visits_or_missing_block(search: Callable[[], list[tuple[str, int]]]) -> list[tuple[str, int]] | int:
+    try:
+        return search()
+    except NoRoute as error:
+        return error.block
+
+
+@settings(max_examples=400)
+@given(swarms(), st.dictionaries(st.sampled_from(NAMES), seconds), requests, names, costs, st.sampled_from([0, 8]))
+def test_the_search_with_arrays_finds_paths_as_cheap_as_trying_each_pair(
+    members: list[Announcement],
+    measured: dict[str, float],
+    request: RouteRequest,
+    avoid: set[str],
+    known: KnownCosts,
+    few: int,
+) -> None:
+    links = link_seconds(ME, measured, members)
+    usable = [m for m in members if m.peer not in avoid and why_unused(m, request) is None]
+    block_s = believed_seconds(usable, request, known)
+    enter_s = {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in usable}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vector_search, "_FEW", few)  # 0: every correction goes by the table of minima
+        found = visits_or_missing_block(lambda: cheapest_visits(usable, request, links, block_s, enter_s))
+    expected = visits_or_missing_block(lambda: _try_each_pair(usable, request, links, block_s, enter_s))
+    if isinstance(found, int) or isinstance(expected, int):
+        assert found == expected
+        return
+    found_s, expected_s = (visits_s(visits, usable, request, links, known) for visits in (found, expected))
+    assert found_s == pytest.approx(expected_s, rel=1e-12)
+
+
+@given(swarms(), st.dictionaries(st.sampled_from(NAMES), seconds), requests, names, costs)
+def test_every_route_by_estimates_covers_the_blocks_and_visits_no_peer_twice(
+    members: list[Announcement], measured: dict[str, float], request: RouteRequest, avoid: set[str], known: KnownCosts
+) -> None:
+    links, by_peer = link_seconds(ME, measured, members), {m.peer: m for m in members}
+    try:
+        route = find_route(members, request, links, avoid=avoid, known=known)
+    except NoRoute as error:
+        with pytest.raises(NoRoute, match=re.escape(str(error))):
+            find_route(members, request, lambda a, b: links(a, b), avoid=avoid, known=known)
+        return
+    assert len({hop.peer for hop in route}) == len(route)
+    assert not avoid & {hop.peer for hop in route}
+    assert [block for hop in route for block in hop.span.blocks()] == [*request.wanted.blocks()]
+    for hop in route:
+        span = by_peer[hop.peer].span
+        assert span is not None
+        assert all(block in span and request.privacy.allows(hop.peer, block) for block in hop.span.blocks())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_crowd_with_many_claims_is_routed_as_cheaply_as_by_trying_each_pair(seed: int) -> None:
+    """Everybody makes claims about the same few members, so that many of a block's hosts have to be corrected."""
+    rng = random.Random(seed)
+    names = [f"12D3KooW{number:08d}" for number in range(60)]
+    members = []
+    for name in names:
+        start = rng.randrange(BLOCKS - 1)
+        said = member(name, start, rng.randint(start + 1, BLOCKS), rng.uniform(20, 40))
+        rtts = tuple((tail(other), rng.uniform(0, 0.4)) for other in rng.sample(names[:20], 12))
+        members.append(replace(said, rtts=rtts))
+    links = link_seconds(ME, {name: rng.uniform(0, 0.2) for name in names if rng.random() < 0.7}, members)
+    block_s, enter_s = believed_seconds(members, WHOLE, KnownCosts()), dict.fromkeys(names, HOP_S)
+    found_s, expected_s = (
+        visits_s(search(members, WHOLE, links, block_s, enter_s), members, WHOLE, links, KnownCosts())
+        for search in (cheapest_visits, _try_each_pair)
+    )
+    assert found_s == pytest.approx(expected_s, rel=1e-12)
