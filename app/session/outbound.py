@@ -55,6 +55,7 @@ class PeerOutbox:
         self._nursery = nursery
         self._waiting: deque[Sendable] = deque()
         self._waiting_bytes = 0
+        self._flushing = False
         self.used_at = trio.current_time()
 
     async def push(self, frame: Sendable) -> None:
@@ -62,11 +63,12 @@ class PeerOutbox:
         if self.broken:
             return
         self.used_at = trio.current_time()
-        if not self._waiting:
+        if not self._flushing:
             try:
                 await self.stream.send(frame.parts, frame.priority)
                 return
             except QueueFull:
+                self._flushing = True
                 self._nursery.start_soon(self._flush)
             except P2PError:
                 self.broken = True
@@ -74,9 +76,8 @@ class PeerOutbox:
         self._waiting.append(frame)
         self._waiting_bytes += _size_of(frame)
         if self._waiting_bytes > MAX_WAITING_BYTES or len(self._waiting) > MAX_WAITING_FRAMES:
-            log.warning(
-                "%s does not read: %d bytes wait for it, its stream is closed", self.stream.peer, self._waiting_bytes
-            )
+            waiting = f"{self._waiting_bytes} bytes wait for it"
+            log.warning("%s does not read: %s, its stream is closed", self.stream.peer, waiting)
             await self._give_up()
 
     def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
@@ -86,23 +87,27 @@ class PeerOutbox:
             self._waiting_bytes = sum(map(_size_of, self._waiting))
 
     async def _flush(self) -> None:
+        """Send what waits, in order, until nothing is left or the stream breaks; one task at a time."""
         try:
             while self._waiting and not self.broken:
-                frame = self._waiting[0]
-                await self.stream.wait_room(frame.priority)
-                if not self._waiting or self._waiting[0] is not frame:
-                    continue  # it was dropped meanwhile
-                try:
-                    await self.stream.send(frame.parts, frame.priority)
-                except QueueFull:
-                    continue
-                if self._waiting and self._waiting[0] is frame:
-                    self._waiting.popleft()
-                    self._waiting_bytes -= _size_of(frame)
+                await self.stream.wait_room(self._waiting[0].priority)
+                if self._waiting:  # else it was dropped meanwhile
+                    await self._send_first()
         except P2PError:
             self.broken = True
+        self._flushing = False
         if self.broken:
             self._forget()
+
+    async def _send_first(self) -> None:
+        frame = self._waiting[0]
+        try:
+            await self.stream.send(frame.parts, frame.priority)
+        except QueueFull:
+            return
+        if self._waiting and self._waiting[0] is frame:
+            self._waiting.popleft()
+            self._waiting_bytes -= _size_of(frame)
 
     async def _give_up(self) -> None:
         self.broken = True
