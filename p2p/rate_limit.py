@@ -18,8 +18,14 @@ from p2p.errors import ProtocolError
 
 BURST = 20.0  # warnings of one kind that are logged at once
 PER_S = 0.2  # and how many a second after that
+_MAX_DOUBLINGS = 64  # a float overflows beyond 1023
 
 K = TypeVar("K", bound=Hashable)
+
+
+def backoff_s(first_s: float, failures: int, longest_s: float) -> float:
+    """Return the pause after the nth failure in a row: `first_s`, doubled with each further one, up to `longest_s`."""
+    return min(first_s * 2.0 ** min(failures - 1, _MAX_DOUBLINGS), longest_s)
 
 
 class TokenBucket:

@@ -136,8 +136,7 @@ class HopLinks:
                 peer for peer, link in self._links.items() if not link.listeners and link.outbox.used_at < idle_since
             ]
             for link in [self._links.pop(peer) for peer in idle]:
-                link.outbox.broken = True
-                await link.outbox.stream.reset()
+                await link.outbox.close()
 
     async def _prepare(self, peer: str, timeout_s: float) -> None:
         try:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from app.core.reasons import Reason
-
-_MAX_DOUBLINGS = 32  # more would overflow a float
+from p2p.rate_limit import backoff_s
 
 
 class Bans:
@@ -25,7 +24,7 @@ class Bans:
             return False
         (self._busy.add if brief else self._busy.discard)(peer)
         first_s = self._first_s / 2 if brief else self._first_s
-        self._bans[peer] = (times + 1, now + min(first_s * 2 ** min(times, _MAX_DOUBLINGS), self._longest_s), why)
+        self._bans[peer] = (times + 1, now + backoff_s(first_s, times + 1, self._longest_s), why)
         return True
 
     def forgive(self, peer: str) -> None:

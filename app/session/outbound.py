@@ -46,6 +46,30 @@ class OutboundFrame(NamedTuple):
 SendableT = TypeVar("SendableT", bound=Sendable)
 
 
+class _Backlog(Generic[SendableT]):
+    """Messages that wait to be sent, in order, and their bytes."""
+
+    def __init__(self) -> None:
+        self.frames: deque[SendableT] = deque()
+        self.bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """True if more waits than may."""
+        return self.bytes > MAX_WAITING_BYTES or len(self.frames) > MAX_WAITING_FRAMES
+
+    def append(self, frame: SendableT) -> None:
+        """Add a message at the end."""
+        self.frames.append(frame)
+        self.bytes += _size_of(frame)
+
+    def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
+        """Forget the messages that are not wanted any more."""
+        if any(unwanted(frame) for frame in self.frames):
+            self.frames = deque(frame for frame in self.frames if not unwanted(frame))
+            self.bytes = sum(map(_size_of, self.frames))
+
+
 class PeerOutbox:
     """Messages to one peer over one stream; a peer that does not read loses the stream."""
 
@@ -53,8 +77,7 @@ class PeerOutbox:
         self.stream = stream
         self.broken = False
         self._nursery = nursery
-        self._waiting: deque[Sendable] = deque()
-        self._waiting_bytes = 0
+        self._backlog: _Backlog[Sendable] = _Backlog()
         self._flushing = False
         self.used_at = trio.current_time()
 
@@ -73,50 +96,44 @@ class PeerOutbox:
             except P2PError:
                 self.broken = True
                 return
-        self._waiting.append(frame)
-        self._waiting_bytes += _size_of(frame)
-        if self._waiting_bytes > MAX_WAITING_BYTES or len(self._waiting) > MAX_WAITING_FRAMES:
-            waiting = f"{self._waiting_bytes} bytes wait for it"
+        self._backlog.append(frame)
+        if self._backlog.is_full:
+            waiting = f"{self._backlog.bytes} bytes wait for it"
             log.warning("%s does not read: %s, its stream is closed", self.stream.peer, waiting)
-            await self._give_up()
+            await self.close()
 
     def drop(self, unwanted: Callable[[Sendable], bool]) -> None:
         """Forget the queued messages that are not wanted any more."""
-        if any(unwanted(frame) for frame in self._waiting):
-            self._waiting = deque(frame for frame in self._waiting if not unwanted(frame))
-            self._waiting_bytes = sum(map(_size_of, self._waiting))
+        self._backlog.drop(unwanted)
+
+    async def close(self) -> None:
+        """Reset the stream and forget what waits; later messages are dropped."""
+        self.broken = True
+        self._backlog = _Backlog()
+        await self.stream.reset()
 
     async def _flush(self) -> None:
         """Send what waits, in order, until nothing is left or the stream breaks; one task at a time."""
         try:
-            while self._waiting and not self.broken:
-                await self.stream.wait_room(self._waiting[0].priority)
-                if self._waiting:  # else it was dropped meanwhile
+            while self._backlog.frames and not self.broken:
+                await self.stream.wait_room(self._backlog.frames[0].priority)
+                if self._backlog.frames:  # else it was dropped meanwhile
                     await self._send_first()
         except P2PError:
             self.broken = True
         self._flushing = False
         if self.broken:
-            self._forget()
+            self._backlog = _Backlog()
 
     async def _send_first(self) -> None:
-        frame = self._waiting[0]
+        backlog, frame = self._backlog, self._backlog.frames[0]
         try:
             await self.stream.send(frame.parts, frame.priority)
         except QueueFull:
             return
-        if self._waiting and self._waiting[0] is frame:
-            self._waiting.popleft()
-            self._waiting_bytes -= _size_of(frame)
-
-    async def _give_up(self) -> None:
-        self.broken = True
-        self._forget()
-        await self.stream.reset()
-
-    def _forget(self) -> None:
-        self._waiting.clear()
-        self._waiting_bytes = 0
+        if backlog.frames and backlog.frames[0] is frame:
+            backlog.frames.popleft()
+            backlog.bytes -= _size_of(frame)
 
 
 class PeerOutboxes(Generic[SendableT]):
@@ -138,7 +155,7 @@ class PeerOutboxes(Generic[SendableT]):
         self._network, self._protocol, self._nursery = network, protocol, nursery
         self._lost, self._undeliverable = lost, undeliverable
         self._open: dict[str, PeerOutbox] = {}
-        self._opening: dict[str, list[SendableT]] = {}
+        self._opening: dict[str, _Backlog[SendableT]] = {}
         self._dials: Counter[str] = Counter()  # under way, by asker
         self._unreachable: dict[str, float] = {}  # peer -> until when
 
@@ -147,7 +164,7 @@ class PeerOutboxes(Generic[SendableT]):
         if peer in self._open or peer in self._opening or self._is_unreachable(peer):
             return
         if len(self._opening) < MAX_DIALS and self._dials[asker] < MAX_DIALS_PER_ASKER:
-            self._opening[peer] = []
+            self._opening[peer] = _Backlog()
             self._dials[asker] += 1
             self._nursery.start_soon(self._connect, peer, asker)
 
@@ -159,7 +176,7 @@ class PeerOutboxes(Generic[SendableT]):
             return True
         self.prepare(peer, asker)
         waiting = self._opening.get(peer)
-        if waiting is None or sum(map(_size_of, waiting)) > MAX_WAITING_BYTES:
+        if waiting is None or waiting.is_full:
             return False
         waiting.append(frame)
         return True
@@ -169,14 +186,13 @@ class PeerOutboxes(Generic[SendableT]):
         if peer in self._open:
             self._open[peer].drop(unwanted)
         elif peer in self._opening:
-            self._opening[peer] = [frame for frame in self._opening[peer] if not unwanted(frame)]
+            self._opening[peer].drop(unwanted)
 
     async def close_idle(self, needed: Collection[str], used_before: float) -> None:
         """Close the streams to peers that are not needed and were last used before this time."""
         idle = [peer for peer, outbox in self._open.items() if peer not in needed and outbox.used_at < used_before]
         for outbox in [self._open.pop(peer) for peer in idle]:
-            outbox.broken = True
-            await outbox.stream.reset()
+            await outbox.close()
 
     def _is_unreachable(self, peer: str) -> bool:
         if len(self._unreachable) > 1024:
@@ -189,14 +205,14 @@ class PeerOutboxes(Generic[SendableT]):
         except P2PError as error:
             log.info("the next hop %s cannot be reached: %s", peer, error)
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
-            self._undeliverable(peer, self._opening.pop(peer))
+            self._undeliverable(peer, list(self._opening.pop(peer).frames))
             return
         finally:
             self._dials[asker] -= 1
             if not self._dials[asker]:
                 del self._dials[asker]
         outbox = self._open[peer] = PeerOutbox(stream, self._nursery)
-        for frame in self._opening.pop(peer):
+        for frame in self._opening.pop(peer).frames:
             await outbox.push(frame)
         try:
             while True:

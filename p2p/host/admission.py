@@ -12,10 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from p2p.addresses import IPAddress, plain_ip
-from p2p.rate_limit import KeyedRateLimit
+from p2p.rate_limit import KeyedRateLimit, backoff_s
 
 MAX_TRACKED = 4096
-MAX_STRIKES = 32  # the longest hold-off is reached long before; more doublings would overflow a float
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ class Admission:
         """
         holdoff = self._holdoffs.pop(peer, None)
         forgiven = holdoff is None or now > holdoff.until + self.limits.longest_holdoff_s
-        strikes = 1 if forgiven or holdoff is None else min(holdoff.strikes + 1, MAX_STRIKES)
-        seconds = min(self.limits.first_holdoff_s * 2.0 ** (strikes - 1), self.limits.longest_holdoff_s)
+        strikes = 1 if forgiven or holdoff is None else holdoff.strikes + 1
+        seconds = backoff_s(self.limits.first_holdoff_s, strikes, self.limits.longest_holdoff_s)
         self._holdoffs[peer] = _Holdoff(strikes, now + seconds)
         if len(self._holdoffs) > MAX_TRACKED:
             self._holdoffs.popitem(last=False)

@@ -12,6 +12,7 @@ from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, Rem
 from p2p.host.pruning import ENOUGH_LINKS, surplus
 from p2p.memory.directory import MemoryDirectory
 from p2p.memory.link import MemoryLink, MemoryPipe, MemoryStream, Traffic
+from p2p.rate_limit import backoff_s
 from p2p.values import CONTROL, LinkInfo, Payload, joined
 
 log = logging.getLogger("shoal.p2p.memory")
@@ -151,7 +152,7 @@ class MemoryNode:
         """Close the link to `peer`; if it misbehaved, refuse it for 30 s, 60 s, … up to an hour."""
         if misbehaved:
             times = self._offences.get(peer, (0, 0.0))[0] + 1
-            self._offences[peer] = (times, trio.current_time() + min(30.0 * 2 ** min(times - 1, 16), 3600.0))
+            self._offences[peer] = (times, trio.current_time() + backoff_s(30.0, times, 3600.0))
         self.fabric.unlink(self._name, peer, tell=(peer,))
         await trio.lowlevel.checkpoint()
 
