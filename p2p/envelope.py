@@ -109,28 +109,34 @@ def parse(raw: bytes) -> Envelope:
 
 
 def open_envelope(raw: bytes, rule: Rule[T], *, now_ms: int, peer: str | None = None) -> tuple[Envelope, T]:
-    """Verify an envelope and read its payload, or raise `EnvelopeError`; `peer`, if given, must be its signer.
+    """Parse and verify an envelope, or raise `EnvelopeError`; `peer`, if given, must be its signer."""
+    envelope = parse(raw)
+    return envelope, verify(envelope, rule, now_ms=now_ms, peer=peer)
+
+
+def verify(envelope: Envelope, rule: Rule[T], *, now_ms: int, peer: str | None = None) -> T:
+    """Verify a parsed envelope and read its payload, or raise `EnvelopeError`; `peer`, if given, must be its signer.
 
     The cheap checks come before the signature, and the payload is read only after it.
     """
-    envelope = parse(raw)
+    raw = envelope.raw
     if envelope.domain != rule.domain:
         raise EnvelopeError(f"expected a statement of {rule.domain!r}, got one of {envelope.domain!r}")
     if len(envelope.payload) > rule.max_payload_bytes:
         raise EnvelopeError(f"a {rule.domain} payload of {len(envelope.payload)} bytes is too large")
-    check_times(envelope, rule.max_lifetime_ms, now_ms)
+    _check_times(envelope, rule.max_lifetime_ms, now_ms)
     signer = envelope.peer
     if peer is not None and signer != peer:
         raise EnvelopeError(f"the statement was signed by {signer}, not by {peer}")
     if not is_signed(envelope.public_key, _CONTEXT + raw[:-SIGNATURE_BYTES], raw[-SIGNATURE_BYTES:]):
         raise EnvelopeError(f"the signature of {signer} is forged or damaged")
     try:
-        return envelope, rule.read(envelope)
+        return rule.read(envelope)
     except ValueError as error:
         raise EnvelopeError(f"the {rule.domain} of {signer} was refused: {error}") from error
 
 
-def check_times(envelope: Envelope, max_lifetime_ms: int | None, now_ms: int) -> None:
+def _check_times(envelope: Envelope, max_lifetime_ms: int | None, now_ms: int) -> None:
     """Raise `EnvelopeError` for a statement that has expired, is from the future, or has too long a lifetime."""
     lifetime_ms = envelope.expires_at_ms - envelope.sequence
     if lifetime_ms <= 0 or envelope.expires_at_ms > NEVER:

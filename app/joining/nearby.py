@@ -23,16 +23,8 @@ from app.routing.cost import HOP_S, believed_seconds, wait_seconds
 from app.routing.planner import RoutePlanner
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
-from app.swarm.records import (
-    ANNOUNCEMENT_DOMAIN,
-    SWARM_DOMAIN,
-    Announcement,
-    SwarmRecord,
-    read_announcement,
-    read_record,
-)
-from p2p.envelope import parse
-from p2p.errors import EnvelopeError, P2PError
+from app.swarm.records import Announcement, SwarmRecord, read_record_or_announcement
+from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.nearby")
 
@@ -111,22 +103,17 @@ class NearbySwarms:
             log.debug("%s did not say which swarm it is in: %s", link.peer, error)
 
     def _take(self, raw: bytes, link: Link, reports: dict[str, _Report]) -> None:
-        now_ms = int(self._wall_clock() * 1000)
-        domain = parse(raw).domain
-        if domain == SWARM_DOMAIN:
-            record = read_record(raw, now_ms=now_ms)
-            if record.id in reports or len(reports) < MAX_SWARMS:
-                reports.setdefault(record.id, _Report(record, link.kind)).reported_by.append(link.peer)
-        elif domain == ANNOUNCEMENT_DOMAIN:
-            announcement = read_announcement(raw, now_ms=now_ms)
-            swarm = reports.get(announcement.swarm)
-            if swarm is None or (announcement.peer not in swarm.members and len(swarm.members) >= MAX_MEMBERS):
-                return
-            known = swarm.members.get(announcement.peer)
-            if known is None or known.sequence < announcement.sequence:
-                swarm.members[announcement.peer] = announcement
-        else:
-            raise EnvelopeError(f"unexpected statement of kind {domain}")
+        said = read_record_or_announcement(raw, now_ms=int(self._wall_clock() * 1000))
+        if isinstance(said, SwarmRecord):
+            if said.id in reports or len(reports) < MAX_SWARMS:
+                reports.setdefault(said.id, _Report(said, link.kind)).reported_by.append(link.peer)
+            return
+        swarm = reports.get(said.swarm)
+        if swarm is None or (said.peer not in swarm.members and len(swarm.members) >= MAX_MEMBERS):
+            return
+        known = swarm.members.get(said.peer)
+        if known is None or known.sequence < said.sequence:
+            swarm.members[said.peer] = said
 
     async def _fetch_manifest(self, network: Network, one: _Report) -> None:
         model_hash = one.record.model_hash

@@ -5,11 +5,10 @@ a swarm, its record and its manifest are found by name. It does not know what me
 `app.hosting` derive that from the announcements. The signed formats, names and rendezvous keys are in `app.swarm`.
 
 member.py            values: a member, a change of one
-verification.py      the only place that accepts or rejects signed statements
 table.py             the members, bounded in number and hard to flood
 gossip_queue.py      statements waiting to be sent to other members
 wire.py              bodies of the calls, and their specification
-exchange.py          makes and answers the calls; processes received statements
+exchange.py          makes and answers the calls; parses, verifies and processes received statements
 failure_detector.py  decides which member to probe, and when
 gossip.py            pushes urgent statements
 bootstrap.py         finds other members and lets them find this node

@@ -19,9 +19,15 @@ from app.membership import wire
 from app.membership.gossip_queue import GossipQueue
 from app.membership.member import Change
 from app.membership.table import GONE, PRESENT, Table
-from app.membership.verification import SwarmTerms, check_announcement, check_suspicion, statement
-from app.swarm.records import ANNOUNCEMENT_DOMAIN, SUSPICION_DOMAIN
-from p2p.envelope import Envelope
+from app.swarm.records import (
+    ANNOUNCEMENT_DOMAIN,
+    SUSPICION_DOMAIN,
+    Announcement,
+    SwarmTerms,
+    verify_announcement,
+    verify_suspicion,
+)
+from p2p.envelope import Envelope, parse
 from p2p.errors import EnvelopeError, P2PError, PeerUnreachable, ProtocolError, QueueFull, Refused, RemoteError
 from p2p.rate_limit import PeerRateLimit
 
@@ -74,7 +80,7 @@ class MembershipExchange:
         terms: SwarmTerms,
         table: Table,
         events: MembershipEvents,
-        own: Callable[[], bytes],
+        own: Callable[[], Announcement],
         now_ms: Callable[[], int],
     ) -> None:
         self.network, self.table, self.gossip_queue = network, table, GossipQueue()
@@ -105,9 +111,9 @@ class MembershipExchange:
         piggyback = [] if is_stranger else self.gossip_queue.take_piggyback()
         lost = known if known is not None and not known.present else None
         # Its own announcement, in case it has lost its sequence number.
-        reminder = [] if lost is None else [lost.raw]
+        reminder = [] if lost is None else [lost.announcement.raw]
         number = 0 if lost is None else lost.announcement.sequence
-        request = wire.ProbeRequest(self._id, number, [self._own(), *reminder, *piggyback])
+        request = wire.ProbeRequest(self._id, number, [self._own().raw, *reminder, *piggyback])
         timeout_s = MEETING_TIMEOUT_S if is_stranger else CALL_TIMEOUT_S
         try:
             body, rtt_s = await self._ask(peer, request.encode(), timeout_s)
@@ -148,7 +154,7 @@ class MembershipExchange:
 
     async def compare(self, peer: str, timeout_s: float = TABLE_TIMEOUT_S) -> ProbeOutcome:
         """Compare tables with a peer, so that each receives what it lacks; a newcomer gets the whole table this way."""
-        request = wire.TableRequest(self._id, self.table.vector(), [self._own()])
+        request = wire.TableRequest(self._id, self.table.vector(), [self._own().raw])
         try:
             body = await self.network.call(peer, wire.TABLE, request.encode(), timeout_s=timeout_s)
             answer = wire.TableAnswer.decode(body)
@@ -156,7 +162,11 @@ class MembershipExchange:
         except P2PError as error:
             return self._outcome_of(peer, error)
         self._record_contact(peer)
-        wanted = [member.raw for name in self.table.peers_of(iter(answer.wanted)) if (member := self.table.get(name))]
+        wanted = [
+            member.announcement.raw
+            for name in self.table.peers_of(iter(answer.wanted))
+            if (member := self.table.get(name))
+        ]
         while wanted:
             batch = wire.fitting(wanted, wire.MAX_BATCH_BYTES)
             wanted = wanted[len(batch) :]
@@ -188,7 +198,7 @@ class MembershipExchange:
         await self._receive_all(request.statements, peer)
         self._record_contact(peer)
         piggyback = self.gossip_queue.take_piggyback() if is_known else []
-        return wire.pack(wire.fitting([self._own(), *piggyback], wire.MAX_BATCH_BYTES))
+        return wire.pack(wire.fitting([self._own().raw, *piggyback], wire.MAX_BATCH_BYTES))
 
     async def _on_table(self, peer: str, body: bytes) -> bytes:
         request = self._admit(peer, body, wire.TableRequest.decode)
@@ -197,7 +207,7 @@ class MembershipExchange:
         if peer in self.table:
             for name in self._disputed(request.vector):
                 self._events.check_liveness(name)
-        newer = wire.fitting([self._own(), *self.table.newer_than(request.vector)], wire.MAX_TABLE_BYTES)
+        newer = wire.fitting([self._own().raw, *self.table.newer_than(request.vector)], wire.MAX_TABLE_BYTES)
         return wire.TableAnswer(list(self.table.wanted_from(request.vector)), newer).encode()
 
     def _disputed(self, vector: Mapping[bytes, int]) -> list[str]:
@@ -228,11 +238,12 @@ class MembershipExchange:
     def receive(self, raw: bytes, sender: str, *, asked: bool = False) -> None:
         """Process one statement; strangers in an answer that was `asked` for are known to others and not passed on.
 
-        Invalid statements are dropped; a peer that sends too many of them misbehaves.
+        This is the only place that parses and verifies the bytes of members. Invalid statements are dropped; a peer
+        that sends too many of them misbehaves.
         """
         now = trio.current_time()
         try:
-            envelope = statement(raw)
+            envelope = parse(raw)
             if envelope.domain == ANNOUNCEMENT_DOMAIN:
                 self._receive_announcement(envelope, sender, now, asked)
             elif envelope.domain == SUSPICION_DOMAIN:
@@ -253,36 +264,43 @@ class MembershipExchange:
             return
         if not self._announcement_limit.take(sender, now):
             return
-        change = self.table.offer(envelope.raw, sender=sender, now=now, now_ms=self._now_ms())
+        if not self.table.has_place(peer, sender=sender, now=now):
+            return  # before the signature is checked, so that a flood costs little CPU time
+        announcement = verify_announcement(envelope, self._terms, self._now_ms())
+        change = self.table.update(announcement, sender=sender, now=now)
         for evicted in self.table.take_evicted():
             self._publish(evicted, now)
         if change is not None:
-            self.network.learn(peer, change.member.announcement.addresses)
+            self.network.learn(peer, announcement.addresses)
             if not (asked or change.member.proven):
                 self._unpublished.add(peer)
             self._publish(change, now)
 
     def _receive_own(self, envelope: Envelope) -> None:
-        """Refute an announcement of this node that is not its current one: it may have lost its sequence number."""
-        if envelope.raw != self._own():
-            self._events.refute(check_announcement(envelope.raw, self._terms, self._now_ms()).sequence)
+        """Refute an announcement of this node that is not its current one: it may have lost its sequence number.
+
+        Those with a lower number are ignored unverified, so that replays cost nothing.
+        """
+        own = self._own()
+        if envelope.sequence >= own.sequence and envelope.raw != own.raw:
+            self._events.refute(verify_announcement(envelope, self._terms, self._now_ms()).sequence)
 
     def _refute_if_current(self, number: int) -> None:
         """Refute a suspicion of the current announcement; other numbers count only with a signed announcement."""
-        if number == statement(self._own()).sequence:
+        if number == self._own().sequence:
             self._events.refute(number)
 
     def _receive_suspicion(self, envelope: Envelope, now: float) -> None:
         if self.table.state(envelope.peer) not in PRESENT:  # only suspicions from present members count
             return
-        suspicion = check_suspicion(envelope.raw, self._terms, self._now_ms())
+        suspicion = verify_suspicion(envelope, self._terms, self._now_ms())
         accused = suspicion.accused
         if accused == self.network.peer_id:
             self._refute_if_current(suspicion.number)
         elif suspicion.number >= self.table.number(accused) and self.table.state(accused) in PRESENT:
             seen_at = self.table.seen_at(accused)
             if seen_at is not None and now - seen_at > FRESH_S:
-                self._events.check_liveness(accused, envelope.raw)
+                self._events.check_liveness(accused, suspicion.raw)
 
     def _record_contact(self, peer: str, rtt_s: float | None = None) -> None:
         now = trio.current_time()
@@ -298,7 +316,7 @@ class MembershipExchange:
             self._unpublished.discard(member.peer)
         if member.proven and is_news:
             urgent = change.kind != "updated" and self._urgent_limit.take(member.peer, now)
-            self._pass_on(ANNOUNCEMENT_DOMAIN, member.peer, member.raw, urgent)
+            self._pass_on(ANNOUNCEMENT_DOMAIN, member.peer, member.announcement.raw, urgent)
         self._events.changed(change)
 
     def failed(self, peer: str) -> Change | None:
@@ -321,9 +339,9 @@ class MembershipExchange:
         for change in self.table.expire(trio.current_time(), self._now_ms()):
             self._events.changed(change)
 
-    def queue_own(self, raw: bytes, *, urgent: bool) -> None:
+    def queue_own(self, *, urgent: bool) -> None:
         """Queue this node's own announcement for other members."""
-        self._pass_on(ANNOUNCEMENT_DOMAIN, self.network.peer_id, raw, urgent)
+        self._pass_on(ANNOUNCEMENT_DOMAIN, self.network.peer_id, self._own().raw, urgent)
 
     def accuse(self, accused: str, accusation: bytes) -> None:
         """Queue a suspicion, this node's own or another's, that a probe of this node confirmed."""

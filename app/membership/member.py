@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from app.core.reasons import Reason, because
@@ -35,7 +35,6 @@ class Member:
     state: State
     seen_at: float | None  # time of this node's last own contact with it, on trio's clock; None: never
     rtt_s: float | None
-    raw: bytes = field(repr=False, compare=False)  # the announcement's envelope
 
     @property
     def proven(self) -> bool:

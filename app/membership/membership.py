@@ -23,11 +23,11 @@ from app.membership.failure_detector import FailureDetector, Timing
 from app.membership.gossip import Gossip
 from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.table import PRESENT, Table
-from app.membership.verification import SwarmTerms
 from app.swarm.records import (
     MAX_ADDRESSES,
     Announcement,
     SwarmRecord,
+    SwarmTerms,
     read_announcement,
     sign_announcement,
     sign_suspicion,
@@ -97,8 +97,8 @@ class Membership:
         self.record, self.n_blocks = record, n_blocks
         self._network, self._identity, self._setup = network, identity, setup or MembershipSetup()
         terms = SwarmTerms(record.id, n_blocks)
-        self.table = Table(network.peer_id, terms)
-        self._exchange = MembershipExchange(network, terms, self.table, self, lambda: self._own_raw, self._now_ms)
+        self.table = Table(network.peer_id)
+        self._exchange = MembershipExchange(network, terms, self.table, self, lambda: self._own, self._now_ms)
         timing, rng = self._setup.timing, self._setup.rng
         self._detector = FailureDetector(self._exchange, timing, rng, self._sign_suspicion)
         self._gossip = Gossip(self._exchange, timing.push_delay_s, rng, self._detector)
@@ -108,7 +108,6 @@ class Membership:
         self._refutations = PeerRateLimit(burst=2, per_s=0.2)
         self._disconnecting: set[str] = set()
         self._member_died = trio.Event()
-        self._own_raw = b""
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
         self.announce()
 
@@ -118,11 +117,6 @@ class Membership:
     def own(self) -> Announcement:
         """This node's current announcement."""
         return self._own
-
-    @property
-    def own_raw(self) -> bytes:
-        """The signed envelope of `own`."""
-        return self._own_raw
 
     def members(self) -> tuple[Member, ...]:
         """Return every other member that is not dead or left; those not `proven` are known from others only."""
@@ -147,7 +141,7 @@ class Membership:
         expires_at_ms = number + int(self._setup.timing.lifetime_s * 1000)
         addresses = tuple(self._network.addresses())[:MAX_ADDRESSES]
         self._sign_own(replace(before, **changes, sequence=number, expires_at_ms=expires_at_ms, addresses=addresses))
-        self._exchange.queue_own(self._own_raw, urgent=kind_of_news(before, self._own) != "updated")
+        self._exchange.queue_own(urgent=kind_of_news(before, self._own) != "updated")
         return self._own
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -171,7 +165,7 @@ class Membership:
         """Announce that this node leaves; takes at most `FAREWELL_S`. Cancel `run` afterwards."""
         self.announce(state="left", span=None)
         with trio.move_on_after(FAREWELL_S):
-            await self._gossip.farewell(self._own_raw)
+            await self._gossip.farewell(self._own.raw)
         self._exchange.listening = False
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -218,7 +212,7 @@ class Membership:
         if self._own.sequence <= number < self._now_ms() + CLOCK_TOLERANCE_MS // 2 and self._may_refute():
             self._setup.sequence.last = max(self._setup.sequence.last, number)
             self.announce()
-            self._exchange.queue_own(self._own_raw, urgent=True)
+            self._exchange.queue_own(urgent=True)
 
     def misbehaved(self, peer: str, why: str) -> None:
         """Remove a peer that broke the protocol from the table and disconnect it.
@@ -246,7 +240,7 @@ class Membership:
         while True:
             raw = sign_announcement(self._identity, announcement)
             try:
-                self._own, self._own_raw = read_announcement(raw, now_ms=announcement.sequence), raw
+                self._own = read_announcement(raw, now_ms=announcement.sequence)
                 return
             except EnvelopeError:
                 if not announcement.rtts and not announcement.addresses:

@@ -91,22 +91,22 @@ class QueryService:
         yield from (record.raw for record in found[:MAX_RECORDS])
         active = self._active
         if active is not None and active.record.id in {record.id for record in found}:
-            yield active.own_raw
+            yield active.own.raw
             for name in active.table.present()[:MEMBERS_NAMED]:
                 member = active.table.get(name)
                 if member is not None:
-                    yield member.raw
+                    yield member.announcement.raw
 
     def _own_swarm(self) -> Iterator[bytes]:
         """Yield the record and all announcements of this node's swarm, for `app.joining.nearby` of another node."""
         active = self._active
         if active is None or (active.record.private and not self._gated):
             return
-        yield from (active.record.raw, active.own_raw)
+        yield from (active.record.raw, active.own.raw)
         for name in active.table.present():
             member = active.table.get(name)
             if member is not None:
-                yield member.raw
+                yield member.announcement.raw
 
     async def _on_manifest(self, peer: str, body: bytes) -> bytes:
         if len(body) != wire.HASH_BYTES:

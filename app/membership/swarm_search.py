@@ -21,9 +21,8 @@ from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.membership import wire
 from app.swarm.name_resolution import resolve
 from app.swarm.names import SwarmName
-from app.swarm.records import ANNOUNCEMENT_DOMAIN, SWARM_DOMAIN, SwarmRecord, read_announcement, read_record
+from app.swarm.records import SwarmRecord, read_record, read_record_or_announcement
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, record_key
-from p2p.envelope import parse
 from p2p.errors import EnvelopeError, P2PError
 
 log = logging.getLogger("shoal.membership")
@@ -119,18 +118,15 @@ class _Search:
         """Keep the matching records and the members that the statements name; invalid statements are skipped."""
         for raw in statements:
             try:
-                domain = parse(raw).domain
-                if domain == SWARM_DOMAIN:
-                    record = read_record(raw, now_ms=self.now_ms)
-                    if record.name == self.wanted.name and self.wanted.allows(record.model_hash):
-                        self.records.setdefault(peer, []).append(record)
-                        self.answered.set()
-                        if peer != DIRECTORY:
-                            self.members.setdefault(record.id, {})[peer] = None
-                elif domain == ANNOUNCEMENT_DOMAIN:
-                    announcement = read_announcement(raw, now_ms=self.now_ms)
-                    self.network.learn(announcement.peer, announcement.addresses)
-                    self.members.setdefault(announcement.swarm, {})[announcement.peer] = None
+                said = read_record_or_announcement(raw, now_ms=self.now_ms)
+                if not isinstance(said, SwarmRecord):
+                    self.network.learn(said.peer, said.addresses)
+                    self.members.setdefault(said.swarm, {})[said.peer] = None
+                elif said.name == self.wanted.name and self.wanted.allows(said.model_hash):
+                    self.records.setdefault(peer, []).append(said)
+                    self.answered.set()
+                    if peer != DIRECTORY:
+                        self.members.setdefault(said.id, {})[peer] = None
             except EnvelopeError as error:
                 log.debug("%s sent an invalid statement: %s", peer, error)
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from app.membership.member import Change, ChangeKind, Member, State, announced_state, kind_of_news
-from app.membership.verification import SwarmTerms, check_announcement, statement
 from app.membership.wire import KEY_BYTES
 from app.swarm.records import Announcement
 from p2p.envelope import CLOCK_TOLERANCE_MS
+from p2p.identity import public_key_of
 
 PRESENT = ("alive", "draining")
 GONE = ("dead", "left")
@@ -38,7 +38,6 @@ class TableLimits:
 @dataclass(slots=True, eq=False)
 class _Entry:
     key: bytes
-    raw: bytes
     announcement: Announcement
     state: State
     since: float  # when it entered this state, on trio's clock
@@ -48,14 +47,14 @@ class _Entry:
     listed: bool = False  # True while it is part of `Table.present()`
 
     def member(self) -> Member:
-        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, self.rtt_s, self.raw)
+        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, self.rtt_s)
 
 
 class Table:
     """The members of one swarm, without this node itself."""
 
-    def __init__(self, own_peer: str, terms: SwarmTerms, limits: TableLimits | None = None) -> None:
-        self._own_peer, self._terms, self._limits = own_peer, terms, limits or TableLimits()
+    def __init__(self, own_peer: str, limits: TableLimits | None = None) -> None:
+        self._own_peer, self._limits = own_peer, limits or TableLimits()
         self._entries: dict[str, _Entry] = {}
         self._peer_of: dict[bytes, str] = {}
         self._strangers: OrderedDict[str, dict[str, None]] = OrderedDict()  # via -> its strangers, oldest first
@@ -133,28 +132,32 @@ class Table:
 
     # --- changes ------------------------------------------------------------------------------------------------------
 
-    def offer(self, raw: bytes, *, sender: str, now: float, now_ms: int) -> Change | None:
-        """Accept an announcement that `sender` passed on if it is newer; raises `EnvelopeError` if it is invalid."""
-        envelope = statement(raw)
-        peer = envelope.peer
+    def has_place(self, peer: str, *, sender: str, now: float) -> bool:
+        """True if an announcement of `peer` that `sender` passed on could be accepted: known, or room for a stranger.
+
+        Of a peer that is held off, only its own words count.
+        """
+        if sender != peer and self._held_off.get(peer, now) > now:
+            return False
+        return peer in self._entries or self._has_room(sender)
+
+    def update(self, announcement: Announcement, *, sender: str, now: float) -> Change | None:
+        """Keep a verified announcement that `sender` passed on, if it is newer and has a place; returns the change."""
+        peer = announcement.peer
+        if peer == self._own_peer or announcement.sequence <= self.number(peer):
+            return None
+        if not self.has_place(peer, sender=sender, now=now):
+            return None
+        self._held_off.pop(peer, None)
         entry = self._entries.get(peer)
-        if peer == self._own_peer or (entry is not None and envelope.sequence <= entry.announcement.sequence):
-            return None
-        if sender == peer:
-            self._held_off.pop(peer, None)
-        elif self._held_off.get(peer, now) > now:
-            return None
-        if entry is None and not self._has_room(sender):
-            return None  # before the signature is checked, so that a flood costs little CPU time
-        announcement = check_announcement(raw, self._terms, now_ms)
         if entry is None:
-            key = envelope.public_key[:KEY_BYTES]
             if announcement.state == "left":
                 return None
-            return self._add(_Entry(key, raw, announcement, "alive", now, sender))
+            key = public_key_of(peer)[:KEY_BYTES]
+            return self._add(_Entry(key, announcement, "alive", now, sender))
         before = entry.member()
         kind = _kind_for(entry, announcement)
-        entry.raw, entry.announcement = raw, announcement
+        entry.announcement = announcement
         if kind == "joined":
             entry.seen_at = entry.rtt_s = None  # a stranger again until it answers a probe
             entry.via = sender
@@ -230,7 +233,7 @@ class Table:
         for peer in self.present():
             entry = self._entries[peer]
             if vector.get(entry.key, -1) < entry.announcement.sequence:
-                yield entry.raw
+                yield entry.announcement.raw
 
     def wanted_from(self, vector: Mapping[bytes, int]) -> Iterator[bytes]:
         """Yield the keys for which the owner of `vector` has a newer announcement."""

@@ -1,7 +1,7 @@
 """The bodies of the calls between nodes of a swarm. Sans I/O: bytes to values, `ProtocolError` for malformed bytes.
 
 A statement is a signed envelope, preceded by its length in two bytes; the envelope's domain says which kind it is
-(`app.swarm.records`). `app.membership.verification` checks whether it is valid. Numbers are big-endian. A vector is a
+(`app.swarm.records`). `app.membership.exchange` checks whether it is valid. Numbers are big-endian. A vector is a
 summary of a table: for each member the first 8 bytes of its public key and the number of its latest announcement.
 
     swarm.tell      id[16] statements                            -> nothing

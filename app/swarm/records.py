@@ -2,7 +2,7 @@
 
 Each is a payload of compact canonical JSON inside a `p2p.envelope`. `v` is the major version; other versions are
 rejected. Unknown fields are ignored, and survive because envelopes are stored and forwarded unchanged. The signer and
-the time are in the envelope only. `app.membership.verification` checks statements against a swarm.
+the time are in the envelope only.
 
     shoal/swarm         v, name, model (hash in hex), private, settings
     shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
@@ -23,8 +23,8 @@ from app.core.canonical_json import Fields, canonical, check_version, decode_obj
 from app.core.errors import RecordError
 from app.core.span import Span
 from app.swarm.names import is_model_hash, is_swarm_name, pinned
-from p2p.envelope import NEVER, Envelope, Rule, open_envelope, seal
-from p2p.errors import IdentityError
+from p2p.envelope import NEVER, Envelope, Rule, open_envelope, parse, seal, verify
+from p2p.errors import EnvelopeError, IdentityError
 from p2p.identity import Identity, public_key_of
 
 VERSION = 1
@@ -88,6 +88,7 @@ class Announcement:
     """A node's statement of the blocks that it hosts in one swarm, and how fast.
 
     `sequence` is the wall-clock time in ms when it was made, made strictly increasing; valid until `expires_at_ms`.
+    `raw` is the envelope that it was read from, which is passed on to other members; empty before it is signed.
     """
 
     peer: str
@@ -110,6 +111,7 @@ class Announcement:
     busy: float = 0.0  # recent share of time that its device was computing, 0 to 1
     dtype: str = "f32"  # it computes in this; with `quantisation` it bounds how far its results may differ from others'
     rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, round-trip seconds that it measured)
+    raw: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def serves(self) -> bool:
@@ -121,7 +123,7 @@ class Announcement:
 class Suspicion:
     """A node's statement that another one did not answer; receivers probe the accused themselves before they act.
 
-    `number` is the sequence number of the accused's latest announcement that the signer knew.
+    `number` is the sequence number of the accused's latest announcement that the signer knew; `raw` is the envelope.
     """
 
     peer: str
@@ -129,6 +131,15 @@ class Suspicion:
     swarm: str
     accused: str
     number: int
+    raw: bytes = field(default=b"", repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class SwarmTerms:
+    """Facts of a swarm that its statements must match: its id, and the number of blocks of its model."""
+
+    swarm: str
+    n_blocks: int
 
 
 # --- signing ---------------------------------------------------------------------------------------------------------
@@ -239,6 +250,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         busy=fields.number("busy", 0, 1, 0.0),
         dtype=_printable(fields, "dtype", 8, "f32"),
         rtts=_rtts(fields),
+        raw=envelope.raw,
     )
 
 
@@ -250,7 +262,8 @@ def _suspicion_in(envelope: Envelope) -> Suspicion:
     except IdentityError:
         fields.refuse("accused", "a peer id")
     swarm = fields.hex_bytes("swarm", _SWARM_ID_BYTES).hex()
-    return Suspicion(envelope.peer, envelope.sequence, swarm, accused, fields.integer("number", 0, NEVER))
+    number = fields.integer("number", 0, NEVER)
+    return Suspicion(envelope.peer, envelope.sequence, swarm, accused, number, raw=envelope.raw)
 
 
 SWARM_RULE: Rule[SwarmRecord] = Rule(SWARM_DOMAIN, _record_in, MAX_RECORD_BYTES)
@@ -273,6 +286,37 @@ def read_announcement(raw: bytes, *, now_ms: int, peer: str | None = None) -> An
 def read_suspicion(raw: bytes, *, now_ms: int) -> Suspicion:
     """Verify an envelope and return its suspicion; raises `p2p.errors.EnvelopeError` if anything is wrong."""
     return open_envelope(raw, SUSPICION_RULE, now_ms=now_ms)[1]
+
+
+def read_record_or_announcement(raw: bytes, *, now_ms: int) -> SwarmRecord | Announcement:
+    """Verify an envelope of either kind and return its value; raises `EnvelopeError` if it is of another kind."""
+    envelope = parse(raw)
+    if envelope.domain == SWARM_DOMAIN:
+        return verify(envelope, SWARM_RULE, now_ms=now_ms)
+    return verify(envelope, ANNOUNCEMENT_RULE, now_ms=now_ms)
+
+
+def verify_announcement(envelope: Envelope, terms: SwarmTerms, now_ms: int) -> Announcement:
+    """Return the announcement in a parsed envelope.
+
+    Raises `EnvelopeError` if it is malformed, not signed by the peer that it names, expired, from the future, of
+    another swarm, or about blocks that the model does not have.
+    """
+    announcement = verify(envelope, ANNOUNCEMENT_RULE, now_ms=now_ms)
+    if announcement.swarm != terms.swarm:
+        raise EnvelopeError(f"the announcement of {announcement.peer} belongs to another swarm")
+    spans = [span for span in (announcement.span, announcement.growing, *announcement.held) if span is not None]
+    if any(span.stop > terms.n_blocks for span in spans):
+        raise EnvelopeError(f"{announcement.peer} announces blocks beyond the model's {terms.n_blocks}")
+    return announcement
+
+
+def verify_suspicion(envelope: Envelope, terms: SwarmTerms, now_ms: int) -> Suspicion:
+    """Return the suspicion in a parsed envelope; raises `EnvelopeError` for the same faults as an announcement's."""
+    suspicion = verify(envelope, SUSPICION_RULE, now_ms=now_ms)
+    if suspicion.swarm != terms.swarm:
+        raise EnvelopeError(f"the suspicion of {suspicion.peer} belongs to another swarm")
+    return suspicion
 
 
 def _payload(envelope: Envelope, what: str, max_bytes: int) -> Fields:

@@ -120,15 +120,15 @@ async def tell(network: Libp2pNetwork, target: Member, statements: list[bytes]) 
 
 async def test_nothing_is_believed_that_its_owner_did_not_sign_now() -> None:
     async with members(3) as (record, (target, friend, other)), stranger(target) as attacker:
-        genuine = friend.swarm.own_raw
+        genuine = friend.swarm.own.raw
         friend.swarm.announce(state="client")
         await until(lambda: target.swarm.table.number(friend.peer) == friend.swarm.own.sequence)
-        before = {member.peer: member.swarm.own_raw for member in (friend, other)}
+        before = {member.peer: member.swarm.own.raw for member in (friend, other)}
         at, nobody = now_ms(), Identity.generate()
         forged = bytearray(announcement(nobody, record.id, at + 5000))
         start = 4 + len(ANNOUNCEMENT_DOMAIN)
         forged[start : start + 32] = friend.identity.public_key  # somebody else's name over one's own signature
-        flipped = bytearray(friend.swarm.own_raw)
+        flipped = bytearray(friend.swarm.own.raw)
         flipped[-70] ^= 1
         hour = 60 * 60 * 1000
         lies = {
@@ -147,7 +147,7 @@ async def test_nothing_is_believed_that_its_owner_did_not_sign_now() -> None:
         for peer, raw in before.items():
             known = target.swarm.table.get(peer)
             assert known is not None
-            assert known.raw == raw
+            assert known.announcement.raw == raw
             assert known.present
         friend.swarm.announce(state="draining", span=None)  # and the honest are heard as ever
         await until(lambda: target.swarm.table.state(friend.peer) == "draining")
@@ -213,7 +213,7 @@ async def test_somebody_elses_peer_id_worn_against_a_live_member() -> None:
         ):
             start = 4 + len(domain)
             lies.append(statement[:start] + owner.identity.public_key + statement[start + 32 :])
-        said, known = target.swarm.own, owner.swarm.own_raw
+        said, known = target.swarm.own, owner.swarm.own.raw
         await tell(attacker, target, lies)
         probe = wire.ProbeRequest(bytes.fromhex(record.id), 0, lies).encode()
         with contextlib.suppress(P2PError):
@@ -222,7 +222,7 @@ async def test_somebody_elses_peer_id_worn_against_a_live_member() -> None:
         member = target.swarm.table.get(owner.peer)
         assert member is not None
         assert member.present
-        assert member.raw == known
+        assert member.announcement.raw == known
         assert attacker.peer_id not in target.swarm.table.present()
         owner.swarm.announce(state="draining", span=None)
         await until(lambda: target.swarm.table.state(owner.peer) == "draining")

@@ -129,7 +129,7 @@ def test_a_full_member_is_used_where_there_is_no_other() -> None:
 
 @pytest.mark.parametrize("state", ["alive", "draining", "suspect", "dead", "left"])
 def test_a_member_is_present_exactly_where_nothing_speaks_against_it(state: str) -> None:
-    member = Member("p", said("p"), state, None, None, b"")  # type: ignore[arg-type]
+    member = Member("p", said("p"), state, None, None)  # type: ignore[arg-type]
     assert member.present is (member.absence is None)
     assert member.present is (state not in _GONE)
     assert member.absence is None or member.absence.peers == ("p",)

@@ -12,6 +12,7 @@ from app.membership.bootstrap import ASK_AGAIN_AT_MOST_S, ASK_TIMEOUT_S
 from app.membership.member import describe
 from app.swarm.records import sign_suspicion
 from p2p.envelope import CLOCK_TOLERANCE_MS
+from p2p.identity import SIGNATURE_BYTES, is_signed
 from p2p.memory.fabric import DirectoryProfile, LinkProfile
 from tests.app.swarms import Sim, SimNode, identity, open_sim, wall_clock
 
@@ -57,6 +58,25 @@ async def test_a_change_is_heard_once_by_everybody(autojump_clock: MockClock) ->
         does = ("serves blocks 0:8", "is about to leave", "serves blocks 8:16")
         assert told == [f"{mover.peer} {did}" for did in does]
         assert all(node.swarm.table.get(mover.peer).announcement == mover.swarm.own for node in others)  # type: ignore[union-attr]
+
+
+async def test_each_node_verifies_an_announcement_once_and_passes_its_bytes_on(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signatures: list[bytes] = []
+
+    def counted(public_key: bytes, data: bytes, signature: bytes) -> bool:
+        signatures.append(signature)
+        return is_signed(public_key, data, signature)
+
+    monkeypatch.setattr("p2p.envelope.is_signed", counted)
+    async with open_sim() as sim:
+        nodes = await sim.grow(12)
+        mover, others = nodes[0], nodes[1:]
+        raw = mover.swarm.announce(state="serving", span=Span(0, 8)).raw
+        await trio.sleep(60)  # pushed, piggybacked on probes, and in compared tables
+        assert all(node.swarm.table.get(mover.peer).announcement.raw == raw for node in others)  # type: ignore[union-attr]
+        assert signatures.count(raw[-SIGNATURE_BYTES:]) == len(nodes)
 
 
 async def test_lesser_changes_ride_along_and_cost_no_message(autojump_clock: MockClock) -> None:
@@ -274,7 +294,7 @@ async def test_a_claimed_number_that_this_node_never_gave_moves_nothing(autojump
         before = victim.swarm.own
         swarm, claimed = bytes.fromhex(sim.record.id), before.sequence + 60_000
         lie = sign_suspicion(identity(0), sim.record.id, victim.peer, claimed, sequence=int(wall_clock() * 1000))
-        forged = bytearray(victim.swarm.own_raw)
+        forged = bytearray(victim.swarm.own.raw)
         forged[-70] ^= 1
         body = wire.ProbeRequest(swarm, claimed, [lie, bytes(forged)]).encode()
         await liar.network.call(victim.peer, wire.PROBE, body, timeout_s=5)
@@ -300,13 +320,13 @@ async def test_replayed_and_foreign_statements_change_nothing(autojump_clock: Mo
     async with open_sim() as sim:
         nodes = await sim.grow(6)
         liar, victim, target = nodes[:3]
-        old = victim.swarm.own_raw
+        old = victim.swarm.own.raw
         victim.swarm.announce(state="serving", span=Span(0, 8))
         await trio.sleep(5)
         target.changes.clear()
-        forged = bytearray(victim.swarm.own_raw)
+        forged = bytearray(victim.swarm.own.raw)
         forged[-80] ^= 1
-        await tell(sim, liar, target, old, bytes(forged), b"\0" * 200, liar.swarm.own_raw)
+        await tell(sim, liar, target, old, bytes(forged), b"\0" * 200, liar.swarm.own.raw)
         assert target.swarm.table.get(victim.peer).announcement == victim.swarm.own  # type: ignore[union-attr]
         assert [change for _, change in target.changes if change.kind != "updated"] == []
         assert target.state_of(liar.peer) == "alive"

@@ -10,9 +10,15 @@ import pytest
 
 from app.core.span import Span
 from app.membership.table import Table, TableLimits
-from app.membership.verification import SwarmTerms
-from app.swarm.records import MAX_LIFETIME_MS, Announcement, sign_announcement, swarm_id
-from p2p.envelope import CLOCK_TOLERANCE_MS
+from app.swarm.records import (
+    MAX_LIFETIME_MS,
+    Announcement,
+    SwarmTerms,
+    sign_announcement,
+    swarm_id,
+    verify_announcement,
+)
+from p2p.envelope import CLOCK_TOLERANCE_MS, parse
 from p2p.errors import EnvelopeError
 from p2p.identity import Identity
 from tests.app.swarms import MODEL, N_BLOCKS, identity
@@ -41,11 +47,16 @@ class Book:
     """A table with a clock."""
 
     def __init__(self, limits: TableLimits | None = None) -> None:
-        self.table = Table(OWN.peer_id, TERMS, limits)
+        self.table = Table(OWN.peer_id, limits)
         self.now = 100.0
 
-    def offer(self, raw: bytes, sender: str = BOB.peer_id) -> str | None:
-        change = self.table.offer(raw, sender=sender, now=self.now, now_ms=NOW_MS)
+    def offer(self, raw: bytes, sender: str = BOB.peer_id, now_ms: int = NOW_MS) -> str | None:
+        """Verify an announcement and hand it to the table, as `MembershipExchange` does."""
+        envelope = parse(raw)
+        if not self.table.has_place(envelope.peer, sender=sender, now=self.now):
+            return None
+        announcement = verify_announcement(envelope, TERMS, now_ms)
+        change = self.table.update(announcement, sender=sender, now=self.now)
         return change.kind if change else None
 
     def seen(self, who: Identity, rtt_s: float | None = None) -> str | None:
@@ -104,7 +115,7 @@ def test_a_verified_statement_is_still_refused_once_it_has_expired() -> None:
     raw = signed(ALICE)
     assert Book().offer(raw) == "joined"
     with pytest.raises(EnvelopeError, match="expired"):
-        Book().table.offer(raw, sender=BOB.peer_id, now=0.0, now_ms=NOW_MS + LIFETIME_MS + CLOCK_TOLERANCE_MS)
+        Book().offer(raw, now_ms=NOW_MS + LIFETIME_MS + CLOCK_TOLERANCE_MS)
 
 
 def test_only_newer_words_count() -> None:
