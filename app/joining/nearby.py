@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import trio
 
@@ -19,9 +18,9 @@ from app.core.network import Link, Network
 from app.core.span import Span
 from app.manifest.manifest import Manifest
 from app.membership import fetch_manifest, wire
-from app.routing.cost import HOP_S, believed_seconds, wait_seconds
+from app.routing.cost import route_seconds
 from app.routing.planner import RoutePlanner
-from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest
+from app.routing.route import KnownCosts, LinkSeconds, NoRoute, RouteRequest
 from app.routing.search import find_route
 from app.swarm.records import Announcement, SwarmRecord, read_record_or_announcement
 from p2p.errors import P2PError
@@ -137,11 +136,4 @@ def expectation_of(members: Sequence[Announcement], n_blocks: int, link_s: LinkS
         route = find_route(fitting, demand, link_s)
     except NoRoute as error:
         return ExpectedSpeed(missing_block=error.block)
-    return ExpectedSpeed(_route_seconds(route, fitting, demand, link_s))
-
-
-def _route_seconds(route: Route, members: Sequence[Announcement], demand: RouteRequest, link_s: LinkSeconds) -> float:
-    block_s, by_peer = believed_seconds(members, demand, KnownCosts()), {member.peer: member for member in members}
-    ends = ["", *(hop.peer for hop in route), ""]
-    links_s = sum(link_s(a, b) for a, b in pairwise(ends))
-    return links_s + sum(HOP_S + wait_seconds(by_peer[hop.peer]) + block_s[hop.peer] * len(hop.span) for hop in route)
+    return ExpectedSpeed(route_seconds(route, fitting, demand, link_s, KnownCosts()))

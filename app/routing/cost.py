@@ -1,14 +1,16 @@
-"""The cost of a hop in seconds per token: compute, waiting for a busy device, and fixed overhead.
+"""The cost of a route in seconds per token, for all who search, compare or learn from routes. Pure.
 
-Link times are in `app.routing.estimates`, extra cost for low trust in `app.routing.trust`.
+Each hop costs its link, an entry (fixed overhead, waiting for a busy device, low trust) and the compute of its blocks.
+Link times are in `app.routing.estimates`, the extra cost of low trust in `app.routing.trust`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median_high
 
-from app.routing.route import KnownCosts, RouteRequest
+from app.routing.route import KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 
 HOP_S = 0.001  # fixed overhead of a hop, besides its link and its blocks
@@ -16,6 +18,35 @@ UNKNOWN_LINK_S = 0.05  # one way, assumed until measured
 SLOWEST_TOKENS_PER_S = 0.1  # assumed for members that announce no speed
 BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of the median speed
 BUSIEST = 0.95  # cap on the announced busy share, so that the waiting time stays finite
+
+
+def route_seconds(
+    route: Route, members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts
+) -> float:
+    """Seconds that one token of a reply takes over a route whose hops are among the members."""
+    links_s = links_seconds(route, link_s, request.origin, request.target)
+    overhead_s = overhead_seconds(route, links_s, entry_seconds(members, known))
+    return overhead_s + compute_seconds(route, believed_seconds(members, request, known))
+
+
+def links_seconds(route: Route, link_s: LinkSeconds, origin: str = "", target: str = "") -> float:
+    """Seconds that one token spends on the links of a route, from the asker and back unless the ends are others."""
+    return sum(link_s(a, b) for a, b in pairwise([origin, *(hop.peer for hop in route), target]))
+
+
+def overhead_seconds(route: Route, links_s: float, entry_s: Mapping[str, float]) -> float:
+    """Seconds per token of a route besides the compute of its blocks: its links, and the entry of each hop."""
+    return links_s + sum(entry_s[hop.peer] for hop in route)
+
+
+def compute_seconds(route: Route, block_s: Mapping[str, float]) -> float:
+    """Seconds per token that the blocks of a route take."""
+    return sum(len(hop.span) * block_s[hop.peer] for hop in route)
+
+
+def entry_seconds(members: Sequence[Announcement], known: KnownCosts) -> dict[str, float]:
+    """Seconds per token that each member adds as a hop, besides its link and its blocks."""
+    return {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in members}
 
 
 def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: int = 1) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from app.core.network import Link
 from app.core.span import Span
-from app.routing.cost import HOP_S, UNKNOWN_LINK_S
+from app.routing.cost import HOP_S, UNKNOWN_LINK_S, compute_seconds, overhead_seconds
 from app.routing.route import Route
 from app.swarm.records import MAX_RTTS, Announcement, tail
 
@@ -97,8 +97,8 @@ class MeasuredSpeeds:
         start value for peers that were not measured yet.
         """
         estimates = {hop.peer: self._block_s.pop(hop.peer, expected_block_s.get(hop.peer, _LEAST_S)) for hop in route}
-        computed_s = max(token_s - links_s - HOP_S * len(route), 0.0)
-        surplus_s = computed_s - sum(estimates[hop.peer] * len(hop.span) for hop in route)
+        overhead_s = overhead_seconds(route, links_s, dict.fromkeys(estimates, HOP_S))
+        surplus_s = max(token_s - overhead_s, 0.0) - compute_seconds(route, estimates)
         squares = sum(len(hop.span) ** 2 for hop in route)
         for hop in route:
             moved_s = estimates[hop.peer] + _STEP * surplus_s * len(hop.span) / squares

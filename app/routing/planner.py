@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import trio
 
@@ -16,7 +15,7 @@ from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
-from app.routing.cost import believed_seconds
+from app.routing.cost import believed_seconds, links_seconds
 from app.routing.estimates import MeasuredSpeeds, link_seconds
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
@@ -88,11 +87,9 @@ class RoutePlanner:
 
     def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
-        link_s, ends = self.link_s(), ["", *(hop.peer for hop in route), ""]
-        links_s = sum(link_s(a, b) for a, b in pairwise(ends))
         serving = [m for m in self.members() if m.serves]
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
-        self.measured.note(route, token_s, links_s, expected)
+        self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected)
 
     def find(self, current: Route, request: RouteRequest, avoid: Sequence[str]) -> Route:
         """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from app.core.span import Span
-from app.routing.cost import HOP_S, believed_seconds, wait_seconds
+from app.routing.cost import route_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
 
@@ -45,15 +44,8 @@ class RouteComparison:
         serving = {member.peer: member for member in self.members if member.serves}
         if not all(hop.peer in serving and _covers(serving[hop.peer].span, hop.span) for hop in route):
             return None
-        block_s = believed_seconds(list(serving.values()), replace(self.request, prompt_tokens=0), self.known)
-        hops_s = sum(
-            HOP_S
-            + wait_seconds(serving[hop.peer])
-            + self.known.penalty_s.get(hop.peer, 0.0)
-            + len(hop.span) * block_s[hop.peer]
-            for hop in route
-        )
-        return hops_s + sum(self.link_s(a, b) for a, b in pairwise(["", *(hop.peer for hop in route), ""]))
+        ahead = replace(self.request, prompt_tokens=0)  # the prompt has been processed
+        return route_seconds(route, list(serving.values()), ahead, self.link_s, self.known)
 
     def move_s(self, current: Route, new: Route, fed: int) -> float:
         """Seconds until the new hops have cached all tokens so far."""

@@ -1,8 +1,7 @@
 """Finds the cheapest route over what members announce and what was measured. Pure.
 
-Cost is seconds per token: one-way links, compute, waiting for a busy device, trust penalty, and the prompt's share.
-Measured values override claims, and claims far above the median are cut (`app.routing.cost`). Private blocks go only to
-trusted peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`).
+The cost is that of `app.routing.cost.route_seconds`, added up block by block from the same terms. Private blocks go
+only to trusted peers. The caller decides which peers to avoid (`app.routing.bans`, `app.routing.trust`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 from app.core.reasons import Reason, because
 from app.core.span import Span
-from app.routing.cost import HOP_S, believed_seconds, wait_seconds
+from app.routing.cost import believed_seconds, entry_seconds
 from app.routing.estimates import LinkEstimates
 from app.routing.route import Hop, KnownCosts, LinkSeconds, NoRoute, Route, RouteRequest, Visit, no_route
 from app.swarm.records import Announcement
@@ -68,14 +67,13 @@ def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
 
 def _cheapest(members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts) -> Route:
     """Return the cheapest route over these members; raises `NoRoute` at a block nobody may run."""
-    block_s = believed_seconds(members, request, known)
-    enter_s = {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in members}
+    block_s, entry_s = believed_seconds(members, request, known), entry_seconds(members, known)
     if isinstance(link_s, LinkEstimates):
         from app.routing.vector_search import cheapest_visits  # loads numpy, which light starts do without
 
-        visits = cheapest_visits(members, request, link_s, block_s, enter_s)
+        visits = cheapest_visits(members, request, link_s, block_s, entry_s)
     else:
-        visits = _try_each_pair(members, request, link_s, block_s, enter_s)
+        visits = _try_each_pair(members, request, link_s, block_s, entry_s)
     return _as_route(visits, request.wanted.stop)
 
 
@@ -84,7 +82,7 @@ def _try_each_pair(
     request: RouteRequest,
     link_s: LinkSeconds,
     block_s: Mapping[str, float],
-    enter_s: Mapping[str, float],
+    entry_s: Mapping[str, float],
 ) -> list[Visit]:
     """Extend the cheapest path per last peer block by block, for any link times.
 
@@ -98,9 +96,9 @@ def _try_each_pair(
         for peer in holders:
             if not request.privacy.allows(peer, block):
                 continue
-            options = [_extended(path, peer, block, link_s, enter_s[peer]) for path in paths.values()]
+            options = [_extended(path, peer, block, link_s, entry_s[peer]) for path in paths.values()]
             if block == request.wanted.start:
-                options.append(_Path(link_s(request.origin, peer) + enter_s[peer], peer, block, None))
+                options.append(_Path(link_s(request.origin, peer) + entry_s[peer], peer, block, None))
             if options:
                 best = min(options, key=lambda path: (path.cost_s, path.begin))
                 following[peer] = best._replace(cost_s=best.cost_s + block_s[peer])
@@ -111,11 +109,11 @@ def _try_each_pair(
     return list(_visits(last))
 
 
-def _extended(path: _Path, peer: str, block: int, link_s: LinkSeconds, enter_s: float) -> _Path:
+def _extended(path: _Path, peer: str, block: int, link_s: LinkSeconds, entry_s: float) -> _Path:
     """Continue a path with the next block on `peer`, adding the link and the cost of entry if it is a new hop."""
     if path.peer == peer:
         return path
-    return _Path(path.cost_s + link_s(path.peer, peer) + enter_s, peer, block, path)
+    return _Path(path.cost_s + link_s(path.peer, peer) + entry_s, peer, block, path)
 
 
 def _visits(path: _Path | None) -> Iterator[Visit]:

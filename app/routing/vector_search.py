@@ -32,17 +32,17 @@ def cheapest_visits(
     request: RouteRequest,
     links: LinkEstimates,
     block_s: Mapping[str, float],
-    enter_s: Mapping[str, float],
+    entry_s: Mapping[str, float],
 ) -> list[Visit]:
     """Return the visits of the cheapest path, the last one first; raises `NoRoute` at a block nobody may run."""
     hosts = _Hosts(members, request, links)
-    entry_s = hosts.array(enter_s)
+    entering_s = hosts.array(entry_s)
     compute_s = np.where(hosts.may_run, hosts.array(block_s), np.inf)  # (blocks, members)
-    ways = _Ways(hosts, _ClaimedLinks(hosts, links), entry_s)
-    entered_s = [hosts.links_s(0, lambda peer: links(request.origin, peer)) + entry_s]  # for each block, (members,)
+    ways = _Ways(hosts, _ClaimedLinks(hosts, links), entering_s)
+    entered_s = [hosts.links_s(0, lambda peer: links(request.origin, peer)) + entering_s]  # for each block, (members,)
     costs_s = [entered_s[0] + compute_s[0]]  # of the cheapest path up to each block with this member as the last
     for index in range(1, len(request.wanted)):
-        entered_s.append(ways.into(costs_s[-1], index) + entry_s)
+        entered_s.append(ways.into(costs_s[-1], index) + entering_s)
         costs_s.append(np.minimum(costs_s[-1], entered_s[-1]) + compute_s[index])
 
     last = int(np.argmin(costs_s[-1] + hosts.links_s(-1, lambda peer: links(peer, request.target))))

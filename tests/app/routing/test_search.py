@@ -16,7 +16,7 @@ from app.core.reasons import because
 from app.core.span import Span
 from app.routing import vector_search
 from app.routing.bans import Bans
-from app.routing.cost import HOP_S, believed_seconds, block_seconds, wait_seconds
+from app.routing.cost import HOP_S, believed_seconds, block_seconds, entry_seconds, route_seconds, wait_seconds
 from app.routing.estimates import LinkEstimates, link_seconds
 from app.routing.route import Hop, KnownCosts, NoRoute, Privacy, Route, RouteRequest
 from app.routing.search import _try_each_pair, find_route, repair_route, why_unused
@@ -323,6 +323,48 @@ def test_the_search_with_arrays_finds_paths_as_cheap_as_trying_each_pair(
         return
     found_s, expected_s = (visits_s(visits, usable, request, links, known) for visits in (found, expected))
     assert found_s == pytest.approx(expected_s, rel=1e-12)
+
+
+def as_hops(visits: list[tuple[str, int]], stop: int) -> Route:
+    """The hops of a path, with the last visit first; a peer may be there twice, as no visits are merged."""
+    hops: list[Hop] = []
+    for peer, begin in visits:
+        hops.insert(0, Hop(peer, Span(begin, stop)))
+        stop = begin
+    return tuple(hops)
+
+
+def all_paths(members: list[Announcement], request: RouteRequest) -> list[Route]:
+    """Every way to run the wanted blocks one after the other, private ones on trusted peers only."""
+    holders = [
+        [m.peer for m in members if m.span and block in m.span and request.privacy.allows(m.peer, block)]
+        for block in request.wanted.blocks()
+    ]
+    paths = []
+    for peers in itertools.product(*holders):
+        begins = [0, *(at for at in range(1, len(peers)) if peers[at] != peers[at - 1])]
+        visits = [(peers[at], request.wanted.start + at) for at in reversed(begins)]
+        paths.append(as_hops(visits, request.wanted.stop))
+    return paths
+
+
+@given(swarms(), st.dictionaries(st.sampled_from(NAMES), seconds), requests, costs)
+def test_both_searches_find_the_least_route_seconds(
+    members: list[Announcement], measured: dict[str, float], request: RouteRequest, known: KnownCosts
+) -> None:
+    links = link_seconds(ME, measured, members)
+    usable = [m for m in members if why_unused(m, request) is None][:6]
+    block_s, entry_s = believed_seconds(usable, request, known), entry_seconds(usable, known)
+    paths = all_paths(usable, request)
+    for search in (cheapest_visits, _try_each_pair):
+        visits = visits_or_missing_block(lambda search=search: search(usable, request, links, block_s, entry_s))  # type: ignore[misc]
+        if isinstance(visits, int):
+            assert not paths
+            continue
+        found_s = route_seconds(as_hops(visits, request.wanted.stop), usable, request, links, known)
+        assert found_s == pytest.approx(visits_s(visits, usable, request, links, known), rel=1e-12)
+        least_s = min(route_seconds(path, usable, request, links, known) for path in paths)
+        assert found_s == pytest.approx(least_s, rel=1e-12)
 
 
 @given(swarms(), st.dictionaries(st.sampled_from(NAMES), seconds), requests, names, costs)
