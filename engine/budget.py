@@ -1,15 +1,17 @@
-"""Computes how many blocks fit into a memory allowance, from the model's shape alone.
+"""Computes how many blocks of a model fit into a device's memory, from the model's shape alone.
 
-Pure arithmetic: `engine.device.probe` finds devices and their free memory, `engine.hosting` joins the two.
+Pure arithmetic: `engine.device.probe` finds devices and their free memory, and the caller picks one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.config import ModelConfig
 
 MB = 10**6
+KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,11 @@ FLOAT32 = Precision(4.0, 4)
 BFLOAT16 = Precision(2.0, 2)
 
 
+def unquantised(compute_bytes: int) -> Precision:
+    """Precision of weights that are kept as computed with."""
+    return Precision(compute_bytes, compute_bytes)
+
+
 def int8_weights(compute_bytes: int) -> Precision:
     """Precision of weight-only int8: one byte per weight, plus a scale per row (under 1/64 byte per weight)."""
     return Precision(1.0 + 1 / 64, compute_bytes)
@@ -36,7 +43,7 @@ class Allowance:
     free_bytes: int
     headroom_bytes: int = 0  # part of the free memory that is left to other programs
     cap_bytes: int | None = None  # the user's --max-vram; 0: host nothing
-    kv_share: float = 0.25  # fraction of the allowance that the KV cache gets
+    kv_share: float = KV_SHARE
     prefill_rows: int = 512  # longest prefill chunk, in tokens
 
     def __post_init__(self) -> None:
@@ -48,6 +55,11 @@ class Allowance:
         """Free memory less the headroom, at most `cap_bytes`."""
         free = max(0, self.free_bytes - self.headroom_bytes)
         return free if self.cap_bytes is None else min(free, max(0, self.cap_bytes))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes for the KV cache."""
+        return int(self.usable_bytes * self.kv_share)
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,39 @@ class BlockBudget:
         return self.kv_bytes // self.kv_bytes_per_token if self.kv_bytes_per_token else 0
 
 
+class DeviceMemory(Protocol):
+    """The facts of a device that decide how much fits on it; `engine.device.probe.Device` has them."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def free_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How much of a model fits on a device: the blocks that it can host now, and what it lacks for all of them."""
+
+    budget: BlockBudget
+    lacking_bytes: int  # free memory missing for all blocks
+    too_large: bool  # would not fit even if nothing else ran
+
+
+def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_bytes: int | None) -> Fit:
+    """Return how much of a model fits on a device next to what else runs there, within the user's memory cap."""
+    headroom = default_headroom(device.kind, device.total_bytes)
+    allowance = Allowance(device.free_bytes, headroom, cap_bytes)
+    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=False)
+    whole = int((config.n_blocks * block_bytes(config, precision) + workspace) / (1 - allowance.kv_share))
+    return Fit(
+        plan_blocks(config, allowance, precision),
+        lacking_bytes=max(0, whole - allowance.usable_bytes),
+        too_large=whole + headroom > device.total_bytes,
+    )
+
+
 def plan_blocks(
     config: ModelConfig,
     allowance: Allowance,
@@ -86,14 +131,13 @@ def plan_blocks(
     per_block = block_bytes(config, precision)
     ends = ends_bytes(config, precision, embedding=hosts_embedding, head=hosts_head)
     workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head)
-    kv = int(usable * allowance.kv_share)
-    room = usable - kv - ends - workspace
+    room = usable - allowance.kv_bytes - ends - workspace
     blocks = min(config.n_blocks, max(0, room) // per_block)
     if blocks == 0:
         return BlockBudget(0, per_block, 0, 0, 0, 0, _why_none(allowance, per_block - room))
     per_token = blocks * kv_bytes_per_token(config, precision)
     reason = _why_these(allowance, blocks, config.n_blocks)
-    return BlockBudget(blocks, per_block, kv, per_token, workspace, ends, reason)
+    return BlockBudget(blocks, per_block, allowance.kv_bytes, per_token, workspace, ends, reason)
 
 
 def block_bytes(config: ModelConfig, precision: Precision) -> int:

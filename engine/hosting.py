@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.benchmark import Throughput, measure_span
-from engine.budget import Allowance, BlockBudget, Precision, default_headroom, int8_weights, plan_blocks
+from engine.budget import BlockBudget, fit, int8_weights, unquantised
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.probe import Device, find_device, probe_devices
@@ -68,10 +68,8 @@ def plan_hosting(
     """
     device = find_device(device_name, probe_devices())
     dtype = pick_dtype(device.id).dtype
-    precision = int8_weights(dtype.itemsize) if quantised else Precision(dtype.itemsize, dtype.itemsize)
-    headroom = default_headroom(device.kind, device.total_bytes)
-    budget = plan_blocks(config, Allowance(device.free_bytes, headroom, cap_bytes), precision)
-    return HostingPlan(device, dtype, quantised, budget)
+    precision = (int8_weights if quantised else unquantised)(dtype.itemsize)
+    return HostingPlan(device, dtype, quantised, fit(config, device, precision, cap_bytes).budget)
 
 
 def load_blocks(

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.budget import Precision, block_bytes
+from engine.budget import Allowance, block_bytes, kv_bytes_per_token, unquantised
 from engine.model.attention import Segment
 from engine.model.ends import EmbeddingAndHead, load_ends
-from engine.model.kv_cache import KVLease, token_bytes
+from engine.model.kv_cache import KVLease
 from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
 
 PREFILL_ROWS = 512
-KV_SHARE = 0.25  # largest fraction of the free memory for the cache of one conversation
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,14 @@ class LocalReply:
 def local_options(source: ModelSource, device: torch.device, dtype: torch.dtype, free_bytes: int) -> SpanOptions:
     """Return options for one conversation at a time.
 
-    The cache holds the whole context, or as much of it as `KV_SHARE` of the free memory allows.
+    The cache holds the whole context, or as much of it as the KV cache's share of the free memory allows.
     """
-    config = source.config
-    whole = config.context_length * token_bytes(config, config.n_blocks, dtype)
-    weights = config.n_blocks * block_bytes(config, Precision(dtype.itemsize, dtype.itemsize))
+    config, precision = source.config, unquantised(dtype.itemsize)
+    whole = config.context_length * config.n_blocks * kv_bytes_per_token(config, precision)
+    weights = config.n_blocks * block_bytes(config, precision)
     # A second, packed copy of the weights speeds up prompts; make it only if memory is plentiful.
     roomy = device.type == "cpu" and 4 * weights < free_bytes
-    return SpanOptions(device, dtype, packed=roomy, kv_bytes=min(whole, int(free_bytes * KV_SHARE)))
+    return SpanOptions(device, dtype, packed=roomy, kv_bytes=min(whole, Allowance(free_bytes).kv_bytes))
 
 
 def load_local(source: ModelSource, options: SpanOptions, progress: LoadProgress | None = None) -> LocalModel:

@@ -18,7 +18,7 @@ from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
 from app.swarm.saved import SavedSwarm
 from app.weights.library import Library
 from app.weights.manifest_store import ManifestStore, model_name
-from engine.budget import Allowance, Precision, block_bytes, default_headroom, ends_bytes, plan_blocks, workspace_bytes
+from engine.budget import Precision, block_bytes, ends_bytes, fit, unquantised
 
 if TYPE_CHECKING:
     from app.manifest.manifest import Manifest
@@ -43,17 +43,8 @@ class Machine:
 
     def fit(self, config: ModelConfig) -> FitView:
         """Return how many blocks of a model the device can hold now, and the bytes it lacks for all of them."""
-        headroom = default_headroom(self.device.kind, self.device.total_bytes)
-        allowance = Allowance(self.device.free_bytes, headroom, self.cap_bytes)
-        workspace = workspace_bytes(config, self.precision, allowance.prefill_rows, head=False)
-        weights = config.n_blocks * block_bytes(config, self.precision) + workspace
-        whole = int(weights / (1 - allowance.kv_share))
-        return FitView(
-            blocks=plan_blocks(config, allowance, self.precision).blocks,
-            blocks_total=config.n_blocks,
-            lacking_bytes=max(0, whole - allowance.usable_bytes),
-            too_large=whole + headroom > self.device.total_bytes,
-        )
+        fits = fit(config, self.device, self.precision, self.cap_bytes)
+        return FitView(fits.budget.blocks, config.n_blocks, fits.lacking_bytes, fits.too_large)
 
     def head_s(self, config: ModelConfig) -> float:
         """Seconds that the head takes per token; the asker always runs it, whoever hosts the blocks."""
@@ -73,7 +64,7 @@ def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
 
     device = find_device(device_name, probe_devices())
     dtype = pick_dtype(device.id).dtype
-    precision = Precision(dtype.itemsize, dtype.itemsize)
+    precision = unquantised(dtype.itemsize)
     return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype), block_floor_s(device.id, dtype))
 
 
@@ -126,9 +117,8 @@ def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) ->
 
 def _shape_words(config: ModelConfig) -> str:
     """Describe a model without a known name by its family and number of weights."""
-    weights = config.n_blocks * block_bytes(config, Precision(1, 1)) + ends_bytes(
-        config, Precision(1, 1), embedding=True, head=True
-    )
+    one = unquantised(1)
+    weights = config.n_blocks * block_bytes(config, one) + ends_bytes(config, one, embedding=True, head=True)
     amount = f"{weights / 10**9:.1f} billion" if weights >= 10**9 else f"{weights / 10**6:.1f} million"
     return f"a {config.family} of {amount} weights"
 

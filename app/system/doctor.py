@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from app.core.units import format_size
 from app.snapshot.views import PeerView, RuleView, Snapshot
-from engine.budget import Allowance, Precision, default_headroom, plan_blocks
+from engine.budget import Precision, fit, unquantised
 from engine.config import ModelConfig
 
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
@@ -125,8 +125,7 @@ def check_disk(folder: Path, free_bytes: int, *, writable: bool) -> Check:
 
 def check_model(label: str, config: ModelConfig, device: Device, precision: Precision, cap_bytes: int | None) -> Check:
     """Report how many of a model's blocks a device can host."""
-    headroom = default_headroom(device.kind, device.total_bytes)
-    budget = plan_blocks(config, Allowance(device.free_bytes, headroom, cap_bytes), precision)
+    budget = fit(config, device, precision, cap_bytes).budget
     name = f"{device.id} hosts"
     if budget.blocks == 0:
         mend = "free memory on the device or choose a smaller model; without blocks this node can only ask"
@@ -153,7 +152,7 @@ def examine_machine(devices: list[Device], models: Mapping[str, ModelConfig], ca
         choice = pick_dtype(device.id)
         seconds = {str(dtype).removeprefix("torch."): value for dtype, value in choice.seconds.items()}
         yield check_format(device.id, str(choice.dtype).removeprefix("torch."), seconds)
-        precision = Precision(choice.dtype.itemsize, choice.dtype.itemsize)
+        precision = unquantised(choice.dtype.itemsize)
         for label, config in models.items():
             yield check_model(label, config, device, precision, cap_bytes)
 

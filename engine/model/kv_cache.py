@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from engine.budget import kv_bytes_per_token, unquantised
 from engine.config import ModelConfig
 from engine.errors import CacheFull, SessionError
 
@@ -143,7 +144,7 @@ class KVPool:
     def __init__(
         self, config: ModelConfig, n_blocks: int, budget_bytes: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        per_token = token_bytes(config, n_blocks, dtype)
+        per_token = n_blocks * kv_bytes_per_token(config, unquantised(dtype.itemsize))
         self.pages = Pages(max(budget_bytes // (per_token * PAGE_TOKENS), 0))
         self.total_tokens = self.pages.free_count * PAGE_TOKENS
         self.bytes_per_token = per_token
@@ -172,8 +173,3 @@ class KVPool:
     def free_tokens(self) -> int:
         """Slots that no session has leased."""
         return self.pages.free_count * PAGE_TOKENS
-
-
-def token_bytes(config: ModelConfig, n_blocks: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in the KV cache of `n_blocks` blocks."""
-    return 2 * config.n_kv_heads * config.head_dim * dtype.itemsize * n_blocks

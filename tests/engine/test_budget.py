@@ -16,11 +16,13 @@ from engine.budget import (
     block_bytes,
     default_headroom,
     ends_bytes,
+    fit,
     int8_weights,
     kv_bytes_per_token,
     plan_blocks,
 )
 from engine.config import ModelConfig, Rope
+from engine.device.probe import Device
 
 GB = 10**9
 
@@ -163,6 +165,24 @@ def test_a_plan_never_exceeds_what_is_allowed(
     # And it is the largest number: one block more does not fit.
     if 0 < budget.blocks < config.n_blocks:
         assert budget.total_bytes + budget.weight_bytes_per_block > allowance.usable_bytes
+
+
+@given(configs, precisions, st.integers(0, 10**11), st.integers(0, 10**11), st.none() | st.integers(0, 10**11))
+def test_the_whole_model_fits_if_nothing_is_lacking_and_with_what_is_lacking(
+    config: ModelConfig, precision: Precision, total: int, used: int, cap: int | None
+) -> None:
+    device = Device("cuda:0", "cuda", "some card", total, max(0, total - used))
+    fits = fit(config, device, precision, cap)
+    if fits.budget.blocks == config.n_blocks:
+        assert fits.lacking_bytes <= 1  # of rounding
+    else:
+        assert fits.lacking_bytes > 0
+    more = dataclasses.replace(device, free_bytes=device.free_bytes + fits.lacking_bytes)
+    headroom = default_headroom("cuda", total)
+    if cap is None and device.free_bytes >= headroom:
+        assert fit(config, more, precision, None).budget.blocks == config.n_blocks
+    alone = dataclasses.replace(device, free_bytes=total)
+    assert fits.too_large == (fit(config, alone, precision, None).lacking_bytes > 0)
 
 
 @given(configs, allowances, precisions, st.integers(0, 10**11))

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.budget import FLOAT32, kv_bytes_per_token
 from engine.errors import CacheFull, SessionError
 from engine.model.attention import Segment
-from engine.model.kv_cache import PAGE_TOKENS, KVPool, Pages, token_bytes
+from engine.model.kv_cache import PAGE_TOKENS, KVPool, Pages
 from tests.engine.random_spans import random_span, small_config
 
 CONFIG = small_config()
@@ -19,8 +20,15 @@ CONFIG = small_config()
 
 def pool_of(pages: int) -> KVPool:
     """A pool of so many pages."""
-    budget = pages * PAGE_TOKENS * token_bytes(CONFIG, 2, torch.float32)
+    budget = pages * PAGE_TOKENS * 2 * kv_bytes_per_token(CONFIG, FLOAT32)
     return KVPool(CONFIG, 2, budget, torch.device("cpu"), torch.float32)
+
+
+def test_a_token_takes_as_many_bytes_as_the_budget_says() -> None:
+    pool = pool_of(4)
+    held = sum(tensor.nbytes for cache in pool.blocks for tensor in (cache.keys, cache.values))
+    assert held == (pool.total_tokens + PAGE_TOKENS) * pool.bytes_per_token  # with the scratch page
+    assert pool.bytes_per_token == 2 * kv_bytes_per_token(CONFIG, FLOAT32)
 
 
 def test_the_pool_stays_within_its_budget() -> None:
