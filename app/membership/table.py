@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from app.core.smoothing import Ewma
 from app.membership.member import Change, ChangeKind, Member, State, announced_state, kind_of_news
 from app.membership.wire import KEY_BYTES
 from app.swarm.records import Announcement
@@ -21,6 +22,7 @@ from p2p.identity import public_key_of
 
 PRESENT = ("alive", "draining")
 GONE = ("dead", "left")
+_RTT_SMOOTHING = 0.2
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,21 @@ class _Entry:
     since: float  # when it entered this state, on trio's clock
     via: str  # the peer that first passed its announcement on
     seen_at: float | None = None
-    rtt_s: float | None = None
+    rtt: Ewma = field(default_factory=lambda: Ewma(_RTT_SMOOTHING))  # in seconds
     listed: bool = False  # True while it is part of `Table.present()`
 
     def member(self) -> Member:
-        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, self.rtt_s)
+        rtt_s = self.rtt.value if self.rtt else None
+        return Member(self.announcement.peer, self.announcement, self.state, self.seen_at, rtt_s)
+
+    def record_rtt(self, rtt_s: float) -> None:
+        """Take in a round-trip time; falls count at once and rises slowly: the lowest is the link's, the rest load."""
+        if rtt_s < self.rtt.value:
+            self.forget_rtt()
+        self.rtt.add(rtt_s)
+
+    def forget_rtt(self) -> None:
+        self.rtt = Ewma(_RTT_SMOOTHING)
 
 
 class Table:
@@ -159,7 +171,8 @@ class Table:
         kind = _kind_for(entry, announcement)
         entry.announcement = announcement
         if kind == "joined":
-            entry.seen_at = entry.rtt_s = None  # a stranger again until it answers a probe
+            entry.seen_at = None  # a stranger again until it answers a probe
+            entry.forget_rtt()
             entry.via = sender
         self._set_state(entry, announced_state(announcement), now)
         return Change(kind, entry.member(), before)
@@ -177,9 +190,7 @@ class Table:
         before = entry.member() if kind else None
         entry.seen_at = now
         if rtt_s is not None:
-            # The lowest value is the link's, the rest is load: follow falls at once and rises slowly.
-            rises = entry.rtt_s is not None and rtt_s > entry.rtt_s
-            entry.rtt_s = entry.rtt_s + 0.2 * (rtt_s - entry.rtt_s) if rises and entry.rtt_s is not None else rtt_s
+            entry.record_rtt(rtt_s)
         if kind is None:
             return None
         self._set_state(entry, announced_state(entry.announcement), now)

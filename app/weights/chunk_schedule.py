@@ -11,6 +11,9 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from app.core.smoothing import Ewma
+from p2p.rate_limit import backoff_s
+
 MAX_AT_ONCE = 2  # peers that one run is requested from at the same time, once nothing else is left
 
 
@@ -124,7 +127,9 @@ class ChunkQueue:
 
 
 SHUN_S = 60.0  # back-off after a failure, doubled with each further one; a peer that lied is never asked again
+LONGEST_SHUN_S = 1024 * SHUN_S
 BUSY_S = 0.5  # back-off after a refusal
+_SMOOTHING = 0.25  # share of the latest chunk in a peer's pace
 MISLED_AT_MOST = 3  # failed redirects in a row, after which a peer is asked to send the data itself
 
 
@@ -133,6 +138,7 @@ class PeerPerformance:
     """Measured speed, failures and back-off of each peer in one download."""
 
     pace_s: dict[str, float] = field(default_factory=dict)  # seconds per chunk, smoothed, of peers that delivered
+    _averages: dict[str, Ewma] = field(default_factory=dict)  # that `pace_s` has the values of
     _excluded_until: dict[str, float] = field(default_factory=dict)
     _failures: dict[str, int] = field(default_factory=dict)  # peer -> failures in a row
     _failed_redirects: dict[str, int] = field(default_factory=dict)  # peer -> failed redirects in a row
@@ -147,7 +153,7 @@ class PeerPerformance:
 
     def gave(self, peer: str, taken_s: float) -> None:
         """Record a correct answer that took `taken_s` per chunk; ends a series of failures."""
-        self.pace_s[peer] = (3 * self.pace_s.get(peer, taken_s) + taken_s) / 4
+        self.pace_s[peer] = self._averages.setdefault(peer, Ewma(_SMOOTHING)).add(taken_s)
         self._failures.pop(peer, None)
 
     def is_busy(self, peer: str, now: float) -> None:
@@ -162,9 +168,9 @@ class PeerPerformance:
         if not self.is_usable(peer, now):
             return 0.0
         failures = self._failures[peer] = self._failures.get(peer, 0) + 1
-        backoff_s = SHUN_S * 2.0 ** min(failures - 1, 10)
-        self._excluded_until[peer] = now + backoff_s
-        return backoff_s
+        pause_s = backoff_s(SHUN_S, failures, LONGEST_SHUN_S)
+        self._excluded_until[peer] = now + pause_s
+        return pause_s
 
     def lied(self, peer: str) -> None:
         """Exclude a peer that sent wrong data for the rest of the download."""

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.weights.chunk_schedule import ChunkQueue, ChunkRun, runs
+from app.weights.chunk_schedule import LONGEST_SHUN_S, SHUN_S, ChunkQueue, ChunkRun, PeerPerformance, runs
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 6))
@@ -15,6 +15,23 @@ def test_pieces_are_all_that_is_missing_and_cut_where_everybody_cuts(missing: se
     pieces = runs("block.0", sorted(missing), most)
     assert [index for piece in pieces for index in range(piece.index, piece.index + piece.count)] == sorted(missing)
     assert all(piece.count >= 1 and piece.index // most == (piece.index + piece.count - 1) // most for piece in pieces)
+
+
+def test_a_peers_pace_is_smoothed_and_its_failures_in_a_row_cost_ever_longer_pauses() -> None:
+    performance, now = PeerPerformance(), 0.0
+    for taken_s, pace_s in ((1.0, 1.0), (5.0, 2.0), (2.0, 2.0)):
+        performance.gave("a", taken_s)
+        assert performance.pace_s == {"a": pace_s}
+    for times in (1, 2, 4):
+        assert performance.failed("a", now) == times * SHUN_S
+        assert performance.failed("a", now) == 0.0  # of a request that was under way at the same time
+        now += times * SHUN_S
+    performance.gave("a", 2.0)
+    assert performance.failed("a", now) == SHUN_S
+    for _ in range(2000):
+        now += LONGEST_SHUN_S
+        longest_s = performance.failed("a", now)
+    assert longest_s == LONGEST_SHUN_S
 
 
 def test_what_did_not_come_is_asked_for_again() -> None:
