@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from p2p.rate_limit import backoff_s
+
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0
@@ -23,18 +25,18 @@ async def supervise(name: str, service: Callable[[], Awaitable[None]]) -> None:
 
     The pause before a restart doubles from 0.1 s to 30 s, and is 0.1 s again after a run of a minute or more.
     """
-    pause_s = _FIRST_PAUSE_S
+    failures = 0
     while True:
         started_at = trio.current_time()
         try:
             await service()
             return
         except* Exception:
+            was_steady = trio.current_time() - started_at >= _STEADY_S
+            failures = 1 if was_steady else failures + 1
+            pause_s = backoff_s(_FIRST_PAUSE_S, failures, _LONGEST_PAUSE_S)
             log.exception("%s stopped with an error; it restarts in %.1f s", name, pause_s)
-        if trio.current_time() - started_at >= _STEADY_S:
-            pause_s = _FIRST_PAUSE_S
         await trio.sleep(pause_s)
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 async def guarded(name: str, task: Callable[..., Awaitable[None]], *args: object) -> None:

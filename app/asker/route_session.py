@@ -49,6 +49,7 @@ from app.session.wire import (
     row_bytes,
 )
 from p2p.errors import P2PError, QueueFull, StreamClosed
+from p2p.rate_limit import backoff_s
 
 log = logging.getLogger("shoal.asker")
 
@@ -468,7 +469,8 @@ MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
 OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
 _ROUNDS = 3  # epochs until hops and plan agree
 _EXCUSES = 3  # failures in a row that are not held against a hop
-_PAUSE_S = 0.025  # after the second, doubled each time
+_PAUSE_S = 0.1  # after the second, doubled each time, up to
+_LONGEST_PAUSE_S = 0.8
 
 
 def overdue_s(step_s: float) -> float:
@@ -711,7 +713,7 @@ class RouteSession:
             return 0.0
         times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
         if failure.blameless and times <= _EXCUSES:
-            return 0.0 if times == 1 else _PAUSE_S * 2 ** min(times, 5)
+            return 0.0 if times == 1 else backoff_s(_PAUSE_S, times - 1, _LONGEST_PAUSE_S)
         log.warning("session %s: %s failed: %s", self.id.hex()[:8], failure.peer, failure.why.text)
         self._guide.failed(failure.peer, failure.why, busy=failure.busy)
         return 0.0

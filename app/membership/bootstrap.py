@@ -20,6 +20,7 @@ from app.membership.failure_detector import Timing
 from app.swarm.records import SwarmRecord
 from app.swarm.rendezvous import ASK_AT_ONCE, keys_to_ask, keys_to_provide, record_key
 from p2p.errors import P2PError
+from p2p.rate_limit import backoff_s
 
 log = logging.getLogger("shoal.membership")
 
@@ -31,6 +32,7 @@ ASK_AGAIN_S = 5.0  # before the same peer is asked again; doubles after each rou
 ASK_AGAIN_AT_MOST_S = 80.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
+_LOOKS_ALONE = 6  # look-ups after which a node without members pauses for `_LONGEST_PAUSE_S`
 _ENOUGH_MEMBERS = 16  # known members from which on one rendezvous key is looked up at a time
 _MAX_CANDIDATES = 256
 _MAX_ASKED = 4096
@@ -54,7 +56,7 @@ class Bootstrap:
         self._candidates: dict[str, None] = {}
         self._wake = trio.Event()
         self._asked_at: dict[str, float] = {}
-        self._ask_again_s = ASK_AGAIN_S
+        self._rounds_in_vain = 0  # in a row, after which no other member was known
         self._slots = trio.CapacityLimiter(ASKS_AT_ONCE)
 
     def try_first(self, peers: Iterable[str]) -> None:
@@ -62,7 +64,7 @@ class Bootstrap:
         for peer in peers:
             self.remember(peer)
             self._asked_at.pop(peer, None)
-        self._ask_again_s = ASK_AGAIN_S
+        self._rounds_in_vain = 0
         self._wake.set()
 
     def remember(self, peer: str) -> None:
@@ -81,26 +83,28 @@ class Bootstrap:
 
     async def _seek_members(self) -> None:
         """Ask linked peers and, while no other member is known, all candidates; often while alone, else every 30 s."""
-        pause_s = _FIRST_PAUSE_S
+        rounds = 0  # in a row, after which other members were known
         while True:
             alone = not self._exchange.table.present()
             if not alone:
-                self._ask_again_s = ASK_AGAIN_S
+                self._rounds_in_vain = 0
             linked = [link.peer for link in self._exchange.network.links() if link.peer not in self._exchange.table]
             await self._ask_all([*(self._candidates if alone else ()), *linked])
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if self._exchange.table.present() else _FIRST_PAUSE_S
+            rounds = rounds + 1 if self._exchange.table.present() else 0
+            pause_s = backoff_s(_FIRST_PAUSE_S, 1 + rounds, _LONGEST_PAUSE_S)
             self._wake = trio.Event()
             with trio.move_on_after(pause_s):
                 await self._wake.wait()
 
     async def _look_up_periodically(self) -> None:
         """Look members up in the DHT: often at first and while no other member is known, then every `provide_s`."""
-        pause_s = _FIRST_PAUSE_S
+        looks = 0
         while True:
-            if not self._exchange.table.present():
-                pause_s = min(pause_s, _LONGEST_PAUSE_S / 2)
+            alone = not self._exchange.table.present()
+            longest_s = min(_LONGEST_PAUSE_S, self._timing.provide_s) if alone else self._timing.provide_s
+            looks = min(looks + 1, _LOOKS_ALONE) if alone else looks + 1
             await self._look_up()
-            pause_s = min(2 * pause_s, self._timing.provide_s)
+            pause_s = backoff_s(2 * _FIRST_PAUSE_S, looks, longest_s)
             await trio.sleep(pause_s * self._rng.uniform(0.7, 1.0))
 
     async def _look_up(self) -> None:
@@ -147,15 +151,16 @@ class Bootstrap:
             for peer in due:
                 nursery.start_soon(ask, peer)
         if due and not self._exchange.table.present():
-            self._ask_again_s = min(2 * self._ask_again_s, ASK_AGAIN_AT_MOST_S)
+            self._rounds_in_vain += 1
 
     def _due(self, peers: Iterable[str]) -> list[str]:
-        """Select the peers that were not asked within the last `_ask_again_s`, and mark them as asked now."""
+        """Select the peers that were not asked lately, and mark them as asked now."""
         now = trio.current_time()
+        ask_again_s = backoff_s(ASK_AGAIN_S, 1 + self._rounds_in_vain, ASK_AGAIN_AT_MOST_S)
         due = [
             peer
             for peer in dict.fromkeys(peers)
-            if peer != self._exchange.network.peer_id and now - self._asked_at.get(peer, -math.inf) >= self._ask_again_s
+            if peer != self._exchange.network.peer_id and now - self._asked_at.get(peer, -math.inf) >= ask_again_s
         ]
         for peer in due:
             self._asked_at.pop(peer, None)

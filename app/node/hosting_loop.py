@@ -26,6 +26,7 @@ from app.snapshot.views import State
 from app.weights.extents import WeightsError
 from app.weights.model_weights import ModelWeights
 from engine.errors import EngineError
+from p2p.rate_limit import backoff_s
 
 FIRST_RETRY_S = 30.0  # after hosting failed: a full disk or card may have room again
 LONGEST_RETRY_S = 600.0
@@ -157,7 +158,7 @@ class HostingLoop:
 
     async def _host(self) -> None:
         """Host blocks until cancelled; if that fails, be a client, report the reason, and try again after a pause."""
-        retry_s = FIRST_RETRY_S
+        failures = 0
         while True:
             error: Exception | None = None
             try:
@@ -166,13 +167,14 @@ class HostingLoop:
                 error = _first_leaf(group)
             if error is None:
                 return
+            failures += 1
+            retry_s = backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S)
             log.warning("this node hosts nothing: %s; trying again in %.0f s", error, retry_s)
             self.block_host = None
             self._membership.announce(state="client", span=None)
             self._observer.steps.failed(str(error))
             self._observer.settle("client", because("cannot_host", f"this node hosts nothing: {error}"))
             await trio.sleep(retry_s)
-            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     async def _host_once(self) -> None:
         """Host until cancelled; returns at once if the user wants no hosting. Errors may come in an exception group."""

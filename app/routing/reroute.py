@@ -13,6 +13,7 @@ from app.core.span import Span
 from app.routing.cost import route_seconds
 from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
 from app.swarm.records import Announcement
+from p2p.rate_limit import backoff_s
 
 CLEAR_GAIN = 1.3  # the new route must be this many times as fast
 PAYS_TIMES = 2.0  # the time won must be this many times the seconds of the move
@@ -71,8 +72,12 @@ class RerouteTimer:
     """Times the search for a better route; each move doubles the interval, up to `LONGEST_RECHECK_S`."""
 
     def __init__(self, now: float) -> None:
-        self._every_s = RECHECK_S
-        self._at = now + RECHECK_S
+        self._moves = 0
+        self._at = now + self._every_s
+
+    @property
+    def _every_s(self) -> float:
+        return backoff_s(RECHECK_S, self._moves + 1, LONGEST_RECHECK_S)
 
     def is_due(self, now: float) -> bool:
         """True if it is time to search; also schedules the next search."""
@@ -83,7 +88,7 @@ class RerouteTimer:
 
     def moved(self, now: float) -> None:
         """Double the interval after a move."""
-        self._every_s = min(2 * self._every_s, LONGEST_RECHECK_S)
+        self._moves += 1
         self._at = now + self._every_s
 
 

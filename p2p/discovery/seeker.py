@@ -14,6 +14,7 @@ from typing import Literal
 import trio
 
 from p2p.addresses import Address
+from p2p.rate_limit import backoff_s
 
 Means = Literal["mdns", "dht", "invite", "remembered"]
 MEANS: tuple[Means, ...] = ("mdns", "dht", "invite", "remembered")
@@ -39,7 +40,7 @@ class Seeker:
         self._wanted: dict[str, list[Address]] = {}
         self._sticky: set[str] = set()
         self._next_at: dict[str, float] = {}
-        self._pause_s: dict[str, float] = {}
+        self._dials: dict[str, int] = {}  # in a row that did not reach the peer, and the last that did
         self._in_flight: set[str] = set()
         self._changed = trio.Event()
 
@@ -59,7 +60,7 @@ class Seeker:
         if sticky:
             self._sticky.add(peer)
         self._next_at[peer] = trio.current_time()
-        self._pause_s[peer] = _FIRST_PAUSE_S
+        self._dials[peer] = 0
         self._changed.set()
 
     def is_sticky(self, peer: str) -> bool:
@@ -98,11 +99,11 @@ class Seeker:
         finally:
             self._in_flight.discard(peer)
         if peer in self._wanted:
-            pause_s = _FIRST_PAUSE_S if reached else self._pause_s[peer]
+            dials = self._dials[peer] = 1 if reached else self._dials[peer] + 1
+            pause_s = backoff_s(_FIRST_PAUSE_S, dials, _LONGEST_PAUSE_S)
             self._next_at[peer] = trio.current_time() + pause_s * random.uniform(0.8, 1.2)
-            self._pause_s[peer] = min(2 * pause_s, _LONGEST_PAUSE_S)
         self._changed.set()
 
     def _forget(self, peer: str) -> None:
-        for table in (self._wanted, self._next_at, self._pause_s):
+        for table in (self._wanted, self._next_at, self._dials):
             table.pop(peer, None)

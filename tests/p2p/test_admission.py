@@ -109,6 +109,26 @@ async def test_a_service_that_fails_runs_again_with_growing_pauses(autojump_cloc
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8])
 
 
+async def test_a_service_that_ran_well_for_a_minute_is_restarted_soon(
+    autojump_clock: trio.abc.Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[float] = []
+    pauses: list[float] = []
+
+    async def service() -> None:
+        if ended:
+            pauses.append(trio.current_time() - ended[-1])
+        if len(ended) == 5:
+            return
+        await trio.sleep(60 if len(ended) == 3 else 1)
+        ended.append(trio.current_time())
+        raise RuntimeError("boom")
+
+    await supervise("a service", service)
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.1, 0.2])
+    assert [record.getMessage().split()[-2] for record in caplog.records] == ["0.1", "0.2", "0.4", "0.1", "0.2"]
+
+
 async def test_an_error_beside_a_cancellation_does_not_escape(autojump_clock: trio.abc.Clock) -> None:
     async def fails_when_cancelled() -> None:
         try:
