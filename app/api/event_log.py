@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import trio
+from app.core.signal import Signal
 
 KEPT_NOTES = 500
 
@@ -32,15 +32,17 @@ class EventLog:
         self._now_ms = now_ms
         self._notes: deque[LoggedEvent] = deque(maxlen=KEPT_NOTES)
         self._last_number = 0
-        self._changed = trio.Event()
-        self.version = 0
+        self._changed = Signal()
         self.closed = False
+
+    @property
+    def version(self) -> int:
+        """Number of changes so far."""
+        return self._changed.version
 
     def touch(self) -> None:
         """Wake all followers: something that they can see has changed."""
-        self.version += 1
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.notify()
 
     def note(self, kind: str, text: str) -> None:
         """Log one event, and wake all followers."""
@@ -59,5 +61,4 @@ class EventLog:
 
     async def wait_beyond(self, version: int) -> None:
         """Wait until something changed after `version`, or the log is closed."""
-        while self.version <= version and not self.closed:
-            await self._changed.wait()
+        await self._changed.wait_for(lambda: self.version > version or self.closed)

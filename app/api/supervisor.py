@@ -17,6 +17,7 @@ import trio
 from app.api import server
 from app.api.guard import Application
 from app.core.reasons import Reason, because
+from app.core.signal import Signal
 from p2p.supervise import supervise
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class ApiHealth:
 
     def __init__(self) -> None:
         self.trouble: Reason | None = None
-        self._changed = trio.Event()
+        self._changed = Signal()
 
     async def wait_change(self) -> None:
         """Wait until the API starts to fail, or works again."""
@@ -44,8 +45,7 @@ class ApiHealth:
         """Record the result of a test; None means that the API answered."""
         if (trouble is None) != (self.trouble is None):
             self.trouble = trouble
-            changed, self._changed = self._changed, trio.Event()
-            changed.set()
+            self._changed.notify()
 
 
 class ApiSupervisor:

@@ -41,6 +41,7 @@ from app.asker.reply import AuditSample, HiddenState
 from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
+from app.core.signal import Signal
 from app.core.span import Span
 from app.routing.estimates import link_seconds
 from app.routing.route import KnownCosts, NoRoute, Route, RouteRequest
@@ -110,7 +111,7 @@ class Auditor:
         self._kept: list[AuditSample] = []
         self._under_way: _AuditRun | None = None
         self._asked_tokens = self._replies = 0
-        self._wake = trio.Event()
+        self._wake = Signal()
         self._tokens = self._sessions = self._passed = self._failed = 0
 
     @property
@@ -124,13 +125,14 @@ class Auditor:
         self._replies += 1
         if sample is not None:
             self._kept = [*self._kept[-KEPT_REPLIES + 1 :], sample]
-        self._wake.set()
+        self._wake.notify()
 
     async def run(self) -> None:
         """Audit until cancelled."""
+        seen = 0
         while True:
-            await self._wake.wait()
-            self._wake = trio.Event()
+            await self._wake.wait_beyond(seen)
+            seen = self._wake.version
             await trio.sleep(min(self._rng.expovariate(1 / MEAN_DELAY_S), 8 * MEAN_DELAY_S))
             while await self._next():
                 pass

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import trio
 
 from app.core.compute import Device, ReplyEnds, TextPiece, TokenChoice
+from app.core.signal import Signal
 from app.core.smoothing import Ewma
 
 _SMOOTHING = 0.25
@@ -26,7 +27,7 @@ class _HeadRequest:
         self.choice = choice
         self.piece: TextPiece | None = None
         self.failure: BaseException | None = None
-        self.woken = trio.Event()
+        self.woken = Signal()
 
 
 class HeadBatcher:
@@ -36,7 +37,7 @@ class HeadBatcher:
         self._ends, self._device = ends, device
         self._waiting: list[_HeadRequest] = []
         self._busy = False
-        self._gathering: trio.Event | None = None
+        self._added = Signal()  # a request came
         self._away: WeakSet[Any] = WeakSet()  # replies whose last token is on its way through the hops
         self._pass_s = Ewma(_SMOOTHING)
 
@@ -45,13 +46,11 @@ class HeadBatcher:
         request = _HeadRequest(choice)
         self._waiting.append(request)
         self._away.discard(choice.reply)
-        if self._gathering is not None:
-            self._gathering.set()
+        self._added.notify()
         try:
             while request.piece is None and request.failure is None:
                 if self._busy:
                     await request.woken.wait()
-                    request.woken = trio.Event()
                 else:
                     await self._lead()
         finally:
@@ -84,20 +83,18 @@ class HeadBatcher:
         finally:
             self._busy = False
             for request in requests:
-                request.woken.set()
+                request.woken.notify()
             self._wake_next()
 
     async def _gather(self) -> None:
         """Wait until no request arrives for an eighth of a pass, all are here, or half a pass is over."""
         with trio.move_on_after(self._pass_s.value / 2):
             while self._away:
-                self._gathering = trio.Event()
                 with trio.move_on_after(self._pass_s.value / 8) as quiet:
-                    await self._gathering.wait()
+                    await self._added.wait()
                 if quiet.cancelled_caught:
                     break
-        self._gathering = None
 
     def _wake_next(self) -> None:
         if self._waiting and not self._busy:
-            self._waiting[0].woken.set()
+            self._waiting[0].woken.notify()

@@ -18,6 +18,7 @@ import trio
 from app.core.canonical_json import decode_object
 from app.core.errors import RecordError
 from app.core.reasons import Reason, because
+from app.core.signal import Signal
 from app.snapshot.views import CourtesyView, RuleView
 from p2p.platform import write_private
 
@@ -60,7 +61,7 @@ class PauseControl:
         self._hand_pause = _read(path)
         self._rule_pause: Pause | None = None
         self._ends_at: float | None = None  # end of the pause by hand, on trio's clock
-        self._change = trio.Event()
+        self._change = Signal()
         self._writing = trio.Lock()
 
     @property
@@ -130,8 +131,7 @@ class PauseControl:
             log.warning("%s cannot be written, so a restart forgets this pause: %s", self._path, error)
 
     def _changed(self) -> None:
-        change, self._change = self._change, trio.Event()
-        change.set()
+        self._change.notify()
         self._on_change()
 
 

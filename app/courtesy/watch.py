@@ -16,6 +16,7 @@ import trio
 
 from app.config.settings import Settings
 from app.core.reasons import Reason
+from app.core.signal import Signal
 from app.courtesy.rules import (
     RULES,
     Rule,
@@ -77,19 +78,19 @@ class CourtesyWatch:
         self._delayed: Reason | None = None  # reason of a pause that is delayed
         self._delayed_since = 0.0
         self._limits: tuple[int | None, int | None] | None = None
-        self._wake = trio.Event()
+        self._wake = Signal()
 
     def nudge(self) -> None:
         """Check now: a setting has changed."""
-        self._wake.set()
+        self._wake.notify()
 
     async def run(self) -> None:
         """Check and act until cancelled."""
         while True:
-            self._wake = trio.Event()
+            seen = self._wake.version
             await self._check()
             with trio.move_on_after(LOOK_S):
-                await self._wake.wait()
+                await self._wake.wait_beyond(seen)
 
     def view(self) -> CourtesyView:
         """Return the rules and the next pause; pauses by hand are added by the node."""

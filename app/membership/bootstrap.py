@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 import trio
 
+from app.core.signal import Signal
 from app.membership.exchange import MembershipExchange, ProbeOutcome
 from app.membership.failure_detector import Timing
 from app.swarm.records import SwarmRecord
@@ -54,7 +55,7 @@ class Bootstrap:
         self._timing, self._rng = timing, rng
         self.met = trio.Event()
         self._candidates: dict[str, None] = {}
-        self._wake = trio.Event()
+        self._wake = Signal()
         self._asked_at: dict[str, float] = {}
         self._rounds_in_vain = 0  # in a row, after which no other member was known
         self._slots = trio.CapacityLimiter(ASKS_AT_ONCE)
@@ -65,7 +66,7 @@ class Bootstrap:
             self.remember(peer)
             self._asked_at.pop(peer, None)
         self._rounds_in_vain = 0
-        self._wake.set()
+        self._wake.notify()
 
     def remember(self, peer: str) -> None:
         """Keep a peer to ask later in case the table becomes empty, as it does while a machine sleeps for long."""
@@ -92,7 +93,6 @@ class Bootstrap:
             await self._ask_all([*(self._candidates if alone else ()), *linked])
             rounds = rounds + 1 if self._exchange.table.present() else 0
             pause_s = backoff_s(_FIRST_PAUSE_S, 1 + rounds, _LONGEST_PAUSE_S)
-            self._wake = trio.Event()
             with trio.move_on_after(pause_s):
                 await self._wake.wait()
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import trio
 
 from app.core.network import Network
+from app.core.signal import Signal
 from app.membership import wire
 from app.membership.gossip_queue import GossipQueue
 from app.membership.member import Change
@@ -87,7 +88,7 @@ class MembershipExchange:
         self._terms, self._events, self._own, self._now_ms = terms, events, own, now_ms
         self._id = bytes.fromhex(terms.swarm)
         self.listening = False
-        self.urgent_added = trio.Event()  # set while the queue has urgent statements
+        self.urgent_added = Signal()
         # Two whole tables (2048 members each) at once.
         self._announcement_limit = PeerRateLimit(burst=2 * 2048, per_s=64)
         self._urgent_limit = PeerRateLimit(burst=5, per_s=0.5)  # pushes about one member
@@ -350,4 +351,4 @@ class MembershipExchange:
     def _pass_on(self, domain: str, about: str, raw: bytes, urgent: bool) -> None:
         self.gossip_queue.add((domain, about), raw, urgent=urgent)
         if urgent:
-            self.urgent_added.set()
+            self.urgent_added.notify()

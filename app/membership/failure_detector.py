@@ -19,6 +19,7 @@ from hashlib import blake2b
 
 import trio
 
+from app.core.signal import Signal
 from app.membership.exchange import MembershipExchange, ProbeOutcome
 from app.membership.table import PRESENT
 from p2p.rate_limit import PeerRateLimit
@@ -57,7 +58,7 @@ class FailureDetector:
         self._probing: dict[str, bytes | None] = {}  # peers being probed -> another's suspicion that caused it
         self._meeting: dict[str, None] = {}
         self._round: list[str] = []
-        self._woken = trio.Event()
+        self._woken = Signal()
         self._check_limit = PeerRateLimit(burst=1, per_s=0.2)  # probes of one member that other peers can cause
         # On lossy links suspicions must not cause ever more suspicions.
         self._accusation_limit = PeerRateLimit(burst=2, per_s=0.02)
@@ -102,7 +103,7 @@ class FailureDetector:
 
     def wake(self) -> None:
         """Probe strangers now: the table may have new ones."""
-        self._woken.set()
+        self._woken.notify()
 
     async def _probe_periodically(self) -> None:
         dead_due_at = random_due_at = trio.current_time()
@@ -177,7 +178,6 @@ class FailureDetector:
                     self._meeting[stranger] = None
                     nursery.start_soon(self._meet, stranger)
                 await self._woken.wait()
-                self._woken = trio.Event()
 
     async def _meet(self, peer: str) -> None:
         try:

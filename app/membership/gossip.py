@@ -26,7 +26,7 @@ class Gossip:
         """Push urgent statements until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
-                await self._exchange.urgent_added.wait()
+                await self._exchange.urgent_added.wait_for(lambda: self._exchange.gossip_queue.has_urgent)
                 await trio.sleep(self._delay_s)  # collect changes that happen together into one batch
                 self._start_batches(nursery)
 
@@ -38,7 +38,6 @@ class Gossip:
                 nursery.start_soon(self._exchange.tell, peer, self._exchange.encode_tell([raw]))
 
     def _start_batches(self, nursery: trio.Nursery) -> None:
-        self._exchange.urgent_added = trio.Event()
         gossip_queue, present, contacts = (
             self._exchange.gossip_queue,
             self._exchange.table.present(),

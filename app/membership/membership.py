@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import trio
 
 from app.core.network import Network
+from app.core.signal import Signal
 from app.core.span import Span
 from app.membership.bootstrap import Bootstrap
 from app.membership.exchange import MembershipExchange, ProbeOutcome
@@ -107,7 +108,7 @@ class Membership:
         self._nursery: trio.Nursery | None = None
         self._refutations = PeerRateLimit(burst=2, per_s=0.2)
         self._disconnecting: set[str] = set()
-        self._member_died = trio.Event()
+        self._member_died = Signal()
         self._own = Announcement(network.peer_id, 0, 1, record.id, "joining")
         self.announce()
 
@@ -188,7 +189,7 @@ class Membership:
     def changed(self, change: Change) -> None:
         """Pass a change on to bootstrap, failure detector and subscribers."""
         if change.kind == "dead" and change.member.proven:
-            self._member_died.set()
+            self._member_died.notify()
         if change.member.present:
             if change.member.proven:
                 self._bootstrap.met.set()
@@ -272,11 +273,12 @@ class Membership:
         """
         timing, rng = self._setup.timing, self._setup.rng
         refresh_ms = 1000 * timing.refresh_s * rng.uniform(0.8, 1.0)
+        seen = 0
         while True:
             with trio.move_on_after(timing.compare_s * rng.uniform(0.8, 1.2)):
-                await self._member_died.wait()
+                await self._member_died.wait_beyond(seen)
                 await trio.sleep(COMPARE_AFTER_DEATH_S * rng.uniform(0.8, 1.2))
-            self._member_died = trio.Event()
+            seen = self._member_died.version
             self._exchange.expire()
             if abs(self._now_ms() - self._own.sequence) >= refresh_ms:
                 self.announce()

@@ -17,6 +17,7 @@ import trio
 
 from app.core.errors import RecordError, UnknownSwarm
 from app.core.network import Network
+from app.core.signal import Signal
 from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.membership import wire
 from app.swarm.name_resolution import resolve
@@ -60,7 +61,7 @@ class _Search:
     asked: set[str] = field(default_factory=set)
     failures: dict[str, str] = field(default_factory=dict)  # peer -> why it did not answer
     waiting: int = 0
-    idle: trio.Event = field(default_factory=trio.Event)  # set while no question is unanswered
+    idle: Signal = field(default_factory=Signal)  # every question has been answered
     answered: trio.Event = field(default_factory=trio.Event)
     slots: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(_ASKS_AT_ONCE))
 
@@ -77,8 +78,6 @@ class _Search:
 
     def spawn(self, nursery: trio.Nursery, ask: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run one question in the background and count it in `waiting`."""
-        if self.waiting == 0:
-            self.idle = trio.Event()
         self.waiting += 1
 
         async def run() -> None:
@@ -89,7 +88,7 @@ class _Search:
             finally:
                 self.waiting -= 1
                 if self.waiting == 0:
-                    self.idle.set()
+                    self.idle.notify()
 
         nursery.start_soon(run)
 
@@ -149,8 +148,7 @@ async def resolve_swarm(
             nursery.start_soon(_ask_around, search, nursery, via)
             await search.answered.wait()
             with trio.move_on_after(QUIET_S):  # even for a pinned name: several records of one swarm may be around
-                while search.waiting:
-                    await search.idle.wait()
+                await search.idle.wait_for(lambda: not search.waiting)
             nursery.cancel_scope.cancel()
     try:
         record = resolve(wanted, search.records).one()

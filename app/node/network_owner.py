@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from app.core.signal import Signal
 from app.joining.network_setup import apply_live, network_config
 from app.membership import QueryService, value_check
 from app.node.active_swarm import ActiveSwarm
@@ -41,7 +42,7 @@ class NetworkOwner:
         self.active_swarm: ActiveSwarm | None = None
         self._secret: bytes | None = None
         self._bound: tuple[str, ...] = ()  # addresses of the last network, to listen there again
-        self._switched = trio.Event()
+        self._switched = Signal()
         self._closing = False
         self._refusal_listeners: list[RefusalListener] = []
         self._next_knock_note_at = 0.0
@@ -49,14 +50,14 @@ class NetworkOwner:
     def switch_to(self, swarm: SavedSwarm | None) -> ActiveSwarm | None:
         """Have `run` leave the active swarm and join `swarm`, or none; returns at once."""
         self.active_swarm = None if swarm is None else ActiveSwarm(swarm, self._context)
-        self._switched.set()
+        self._switched.notify()
         self._context.changed()
         return self.active_swarm
 
     def close(self) -> None:
         """Have `run` leave the swarm, close the network and end; returns at once."""
         self._closing = True
-        self._switched.set()
+        self._switched.notify()
 
     def public_network(self) -> Libp2pNetwork | None:
         """Return the network if it is open and not that of a private swarm."""
@@ -119,15 +120,15 @@ class NetworkOwner:
             active_swarm = self.active_swarm
             if (active_swarm.swarm.secret if active_swarm is not None else None) != self._secret:
                 return
-            self._switched = switched = trio.Event()
+            seen = self._switched.version
             if active_swarm is None:
-                await switched.wait()
+                await self._switched.wait()
                 continue
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(
                     supervise, f"membership in {active_swarm.swarm}", partial(active_swarm.run, network, service)
                 )
-                await switched.wait()
+                await self._switched.wait_beyond(seen)
                 await active_swarm.leave()
                 nursery.cancel_scope.cancel()
 

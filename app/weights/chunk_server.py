@@ -16,6 +16,7 @@ import trio
 
 from app.core.errors import RecordError
 from app.core.network import Network, Payload
+from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import HASH_BYTES, chunk_count
 from app.weights import wire
@@ -52,7 +53,7 @@ class ChunkServer:
     def __post_init__(self) -> None:
         self._slots = trio.CapacityLimiter(SLOTS)
         self._receivers: OrderedDict[tuple[bytes, int], tuple[str, int]] = OrderedDict()  # chunk -> peer, redirects
-        self._arrived = trio.Event()
+        self._arrived = Signal()
         self._coming: list[Callable[[bytes, int], bool]] = []
 
     def serve(self, network: Network) -> None:
@@ -76,8 +77,7 @@ class ChunkServer:
 
     def arrived(self) -> None:
         """Wake requests that wait for a chunk: one has just been stored."""
-        self._arrived.set()
-        self._arrived = trio.Event()
+        self._arrived.notify()
 
     async def _on_leaves(self, peer: str, body: bytes) -> Payload:
         given = self._admit(peer)
@@ -123,8 +123,7 @@ class ChunkServer:
     async def _chunks(self, part: Part, request: wire.ChunkRequest) -> list[bytes | bytearray]:
         """Read the requested chunks up to the first that is missing here; raises `RemoteError` if that is the first."""
         with trio.move_on_after(COMING_S):
-            while any(coming(part.root, request.index) for coming in self._coming):
-                await self._arrived.wait()
+            await self._arrived.wait_for(lambda: not any(coming(part.root, request.index) for coming in self._coming))
         chunks: list[bytes | bytearray] = []
         for index in range(request.index, min(request.index + request.count, chunk_count(part.size_bytes))):
             # Copying from the page cache is faster than waking a thread.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import trio
 
 from app.core.network import Network
+from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import leaf_hash
 from app.weights.chunk_client import CHUNK_S, ChunkClient
@@ -60,7 +61,7 @@ class Download:
         self._chosen: dict[str, set[str]] = {}  # peer -> parts to request from it
         self._chosen_at = 0.0
         self._failure: WeightsError | None = None
-        self._news = trio.Event()
+        self._news = Signal()
         self._nursery: trio.Nursery
         self._asking: ChunkClient
         self._on_part: Callable[[str], None] = lambda name: None
@@ -101,13 +102,13 @@ class Download:
 
     async def _run_until_complete(self) -> None:
         while (self._pending or self._open) and self._failure is None:
+            seen = self._news.version
             while self._pending and self._queue.waiting < LOOK_AHEAD:
                 if not await self._start_part():
                     break
             self._start_workers()
             with trio.move_on_after(LOOK_AGAIN_S):
-                await self._news.wait()
-            self._news = trio.Event()
+                await self._news.wait_beyond(seen)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class Download:
     async def _ask_leaves(self, part: Part) -> tuple[bytes, ...] | None:
         """Return a part's leaves from the peer that answers first; a further peer is asked every `NEXT_ASKED_S`."""
         found: list[tuple[bytes, ...]] = []
-        answered = trio.Event()
+        answered = Signal()
         pace_s = self._performance.pace_s
         asked = sorted(self._shuffled(self._usable(part.name)), key=lambda peer: pace_s.get(peer, CHUNK_S))
         async with trio.open_nursery() as nursery:
@@ -145,10 +146,9 @@ class Download:
                 if leaves is not None:
                     found.append(leaves)
                     nursery.cancel_scope.cancel()
-                answered.set()
+                answered.notify()
 
             for peer in asked:
-                answered = trio.Event()
                 nursery.start_soon(ask, peer)
                 with trio.move_on_after(NEXT_ASKED_S):
                     await answered.wait()
@@ -159,7 +159,7 @@ class Download:
         del self._open[part.name]
         self._count_part(part, 0)
         self._on_part(part.name)
-        self._news.set()
+        self._news.notify()
 
     def _count_part(self, part: Part, size: int) -> None:
         self.progress.parts_done += 1
@@ -207,14 +207,14 @@ class Download:
             self._failure = error
         finally:
             self._busy[peer] -= 1
-        self._news.set()
+        self._news.notify()
 
     async def _get(self, peer: str, piece: ChunkRun) -> None:
         new = self._open.get(piece.part)
         count = None if new is None else await self._asking.chunks(peer, new, piece)
         if new is None or count is None:
             self._queue.failed(piece, peer)
-            self._news.set()
+            self._news.notify()
             return
         if not self._queue.complete(piece, count):
             return  # a second peer was faster
@@ -223,7 +223,7 @@ class Download:
         if self._queue.is_over(piece.part):
             await self._finish(new.part)
         elif self._pending and self._queue.waiting < LOOK_AHEAD:
-            self._news.set()
+            self._news.notify()
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 

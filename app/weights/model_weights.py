@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from app.core.network import Network
+from app.core.signal import Signal
 from app.core.span import Span
 from app.manifest.manifest import Manifest
 from app.membership import Membership
@@ -57,7 +58,7 @@ class ModelWeights:
         self._marker: InUseMarker | None = None
         self._hosted: set[str] = set()
         self._coming: Counter[str] = Counter()  # part -> running downloads that get it
-        self._news = trio.Event()
+        self._news = Signal()
         self._last_scan = WeightsView()
         self._announced: tuple[tuple[Span, ...], bool] = ((), False)
 
@@ -67,10 +68,10 @@ class ModelWeights:
         with claiming(self._cache, self._network.peer_id) as self._marker:
             task_status.started()
             while True:
+                seen = self._news.version
                 await self._announce()
                 with trio.move_on_after(LOOK_S):
-                    await self._news.wait()
-                self._news = trio.Event()
+                    await self._news.wait_beyond(seen)
                 await trio.sleep(ANNOUNCE_S)
 
     async def need(
@@ -137,7 +138,7 @@ class ModelWeights:
         self._fetches[fetching] = frozenset(names)
 
         def on_part_stored(name: str) -> None:
-            self._news.set()
+            self._news.notify()
             on_part(name)
 
         try:
