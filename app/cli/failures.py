@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from app.core.errors import AppError
+from app.core.errors import AppError, first_error
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
@@ -14,9 +14,7 @@ _OUR_ERRORS = (AppError, EngineError, P2PError)
 
 def explain(error: BaseException) -> str:
     """Return the text to print after `shoal: `, without line breaks."""
-    # A trio nursery wraps even a single error in a group.
-    if isinstance(error, BaseExceptionGroup):
-        return explain(_first_of_ours(error))
+    error = first_error(error, _OUR_ERRORS)
     if isinstance(error, _OUR_ERRORS):
         text = str(error) or (type(error).__doc__ or type(error).__name__)
     elif isinstance(error, KeyboardInterrupt):
@@ -32,14 +30,8 @@ def explain(error: BaseException) -> str:
 
 def exit_status(error: BaseException) -> int:
     """Return the exit status: 2 for bad usage, 1 for any other failure."""
-    if isinstance(error, BaseExceptionGroup):
-        return exit_status(_first_of_ours(error))
+    error = first_error(error, _OUR_ERRORS)
     return error.exit_code if isinstance(error, AppError) else 1
-
-
-def _first_of_ours(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    ours = group.subgroup(_OUR_ERRORS)
-    return (ours or group).exceptions[0]
 
 
 def _explain_os_error(error: OSError) -> str:

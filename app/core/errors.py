@@ -25,6 +25,16 @@ class AppError(Exception):
         return because(self.code, str(self) or type(self).__doc__ or self.code, *self.peers)
 
 
+def first_error(error: BaseException, preferred: tuple[type[BaseException], ...] = ()) -> BaseException:
+    """Return the first plain error in an exception group, one of the `preferred` types if there is any.
+
+    A nursery wraps even a single error in a group. An error that is not a group is returned as it is.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = (error.subgroup(preferred) or error).exceptions[0]
+    return error
+
+
 def reason_of(error: Exception, *peers: str) -> Reason:
     """Convert any error to a `Reason` about `peers`, or about the error's own `peer` if none are given.
 

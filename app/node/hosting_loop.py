@@ -12,6 +12,7 @@ from typing import Protocol
 
 import trio
 
+from app.core.errors import first_error
 from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
@@ -160,11 +161,11 @@ class HostingLoop:
         """Host blocks until cancelled; if that fails, be a client, report the reason, and try again after a pause."""
         failures = 0
         while True:
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 await self._host_once()
             except* (CannotHost, EngineError, WeightsError) as group:
-                error = _first_leaf(group)
+                error = first_error(group)
             if error is None:
                 return
             failures += 1
@@ -200,9 +201,3 @@ class HostingLoop:
         self._observer.steps.leave_out_hosting()
         self._observer.steps.done("announce")
         self._observer.settle(state, why)
-
-
-def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the first plain error of a group."""
-    first = group.exceptions[0]
-    return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -17,8 +17,8 @@ import app.cli
 from app.cli.command import Command, print_json
 from app.cli.failures import explain
 from app.cli.registry import all_commands
-from app.core.errors import AppError, UsageError
-from engine.errors import SourceError
+from app.core.errors import AppError, UsageError, first_error
+from engine.errors import EngineError, SourceError
 from p2p.errors import P2PError
 
 Run = Callable[[argparse.Namespace], int]
@@ -87,6 +87,16 @@ def test_a_traceback_is_shown_when_asked_for(
 
 def test_an_error_without_words_says_its_kind() -> None:
     assert explain(SourceError()) == SourceError.__doc__
+
+
+def test_of_several_errors_the_first_of_ours_is_told_however_deep_it_lies() -> None:
+    ours = SourceError("no such file")
+    group = BaseExceptionGroup("", [KeyError("bug"), BaseExceptionGroup("", [ExceptionGroup("", [OSError(), ours])])])
+    assert first_error(group, (EngineError,)) is ours
+    assert explain(group) == "no such file"
+    assert isinstance(first_error(group), KeyError)
+    assert isinstance(first_error(ExceptionGroup("", [ExceptionGroup("", [ValueError()])]), (EngineError,)), ValueError)
+    assert first_error(ours) is ours
 
 
 def with_command_that_notes_home(with_command: Callable[[Run], None]) -> list[Path]:
