@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
@@ -49,20 +50,25 @@ def run_resume(arguments: argparse.Namespace) -> int:
 
 
 def run_stop(arguments: argparse.Namespace) -> int:
-    """Ask the node to drain and end, and wait until it has; raises `AppError` after `_STOP_S` seconds."""
+    """Ask the node to drain and end, and wait until it has."""
+    stop_node(arguments.home)
+    print("stopped")
+    return 0
+
+
+def stop_node(home: Path) -> None:
+    """Ask a node to drain and end, and wait until it has; raises `AppError` after `_STOP_S` seconds."""
     from app.api.client import client_of
     from app.config.home import Home
     from app.core.errors import AppError
     from p2p.platform import is_locked
 
-    client_of(arguments.home).post("/api/stop", {})
+    client_of(home).post("/api/stop", {})
     deadline = time.monotonic() + _STOP_S
-    while is_locked(Home(arguments.home).lock_file):
+    while is_locked(Home(home).lock_file):
         if time.monotonic() > deadline:
             raise AppError(f"the node is still draining after {_STOP_S:.0f} s: look at its log, or kill the process")
         time.sleep(0.05)
-    print("stopped")
-    return 0
 
 
 def _pause_and_wait(arguments: argparse.Namespace, path: str, body: dict[str, Any]) -> int:

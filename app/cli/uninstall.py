@@ -27,8 +27,8 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
 
     plan, cache = plan_here(arguments.home), cache_folder()
     service = plan.file if plan.file.exists() else None
-    if arguments.yes:
-        _stop(arguments.home, plan)
+    if arguments.yes and _stop(arguments.home, plan) and not arguments.json:
+        print("stopped")
     items = [*items_in_home(arguments.home), *items_in_cache(cache)]
     left = _remove(items, [arguments.home, cache]) if arguments.yes else []
     program = f"{sys.executable} -m pip uninstall shoal"
@@ -52,15 +52,20 @@ def _line(item: RemovableItem) -> str:
     return f"{item.path}  {format_size(item.size_bytes)}"
 
 
-def _stop(home: Path, plan: ServicePlan) -> None:
-    """Remove the service first, because the system would restart its node, then stop a running node."""
+def _stop(home: Path, plan: ServicePlan) -> bool:
+    """Remove the service first, because the system would restart its node, then stop a running node, if there is one.
+
+    True if a node was stopped.
+    """
     from app.api.client import running_client
-    from app.cli.pause import run_stop
+    from app.cli.pause import stop_node
     from app.system import service
 
     service.uninstall(plan)
-    if running_client(home) is not None:
-        run_stop(argparse.Namespace(home=home, json=True))
+    if running_client(home) is None:
+        return False
+    stop_node(home)
+    return True
 
 
 def _remove(items: list[RemovableItem], folders: list[Path]) -> list[Path]:

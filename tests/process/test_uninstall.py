@@ -33,3 +33,21 @@ def test_uninstall_lists_then_removes_what_a_node_left_and_nothing_else(
     assert main(["uninstall", "--yes"]) == 0
     assert "pip uninstall shoal" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == [place.home, place.home / "holiday.jpg"]
+
+
+def test_uninstall_of_a_running_node_prints_nothing_but_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path / "home", tmp_path / "cache")
+    for name, value in {**place.environment(), "XDG_CONFIG_HOME": str(tmp_path / "config")}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["create", "reef", "--model", "tiny-random"]) == 0
+    with Serving(place) as node:
+        node.ready()
+        capsys.readouterr()
+        assert main(["uninstall", "--yes", "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert node.ended() == 0
+    assert printed["removed"]
+    assert printed["left"] == []
+    assert not place.home.exists()
