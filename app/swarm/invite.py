@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from app.core.errors import RecordError
+from app.core.terminal_text import qr_code
 from app.swarm.names import is_model_hash, is_swarm_name
 from p2p.addresses import Address, BadAddress, parse_address
 from p2p.identity import peer_id_of, public_key_of
@@ -75,10 +76,8 @@ class Invite:
 
     def qr(self) -> str:
         """Return a QR code of the line, drawn with half-block characters for a terminal."""
-        import segno  # importing it takes 50 ms, which only this call needs
-
         drawing = io.StringIO()
-        segno.make(str(self).upper(), micro=False).terminal(drawing, compact=True)
+        qr_code(str(self)).terminal(drawing, compact=True)
         return drawing.getvalue()
 
 

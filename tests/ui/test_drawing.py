@@ -202,6 +202,7 @@ def test_a_qr_code_is_square_and_has_a_quiet_border() -> None:
     assert abs(2 * len(rows) - len(rows[0])) <= 1
     assert rows[0].strip() == ""
     assert all(line[:2] == "  " for line in rows)
+    assert rows == qr_rows("SHOAL:" + "X" * 100)
 
 
 def test_five_hundred_peers_are_drawn_quickly() -> None:

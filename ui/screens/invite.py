@@ -10,7 +10,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from app.core.terminal_text import one_line, short_peer
+from app.core.terminal_text import one_line, qr_code, short_peer
 from app.snapshot.views import PeerView, Snapshot
 from ui.draw.node import now_ms
 from ui.draw.numbers import rate
@@ -24,10 +24,8 @@ _QUIET = 2  # width of the quiet zone around the code, in modules
 
 
 def qr_rows(text: str) -> list[str]:
-    """A QR code in half blocks, two modules to a row; dark modules are drawn, light ones are blank."""
-    import segno
-
-    matrix = [[bool(module) for module in line] for line in segno.make(text, error="l", micro=False).matrix]
+    """The QR code of an invite in half blocks, two modules to a row; dark modules are drawn, light ones are blank."""
+    matrix = [[bool(module) for module in line] for line in qr_code(text).matrix]
     side = len(matrix[0]) + 2 * _QUIET
     blank = [False] * side
     padded = [blank] * _QUIET + [[False] * _QUIET + line + [False] * _QUIET for line in matrix] + [blank] * _QUIET

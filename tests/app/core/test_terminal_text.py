@@ -5,11 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.core.terminal_text import without_controls
+from app.core.terminal_text import qr_code, without_controls
 
 
 def test_escapes_are_taken_out_and_text_stays() -> None:
     assert without_controls("a\x1b[2J\x1b]0;title\x07b\r\n\tné日本🌊\x9b31m\x7f") == "a[2J]0;titleb\n\tné日本🌊31m"
+
+
+def test_a_qr_code_holds_an_invite_in_upper_case() -> None:
+    line = "shoal:" + "mfrggzdfmztwq2lk" * 10
+    code = qr_code(line)
+    assert code.mode == "alphanumeric"
+    assert code.matrix == qr_code(line.upper()).matrix
 
 
 @given(st.text())
