@@ -1,4 +1,4 @@
-"""The bytes of models: where they are on this machine, and how they are exchanged with peers in checked chunks.
+"""The bytes of models: where they are on this machine, and their exchange with peers in checked chunks.
 
 `Library` (`library`) combines the two places a part can be in: the cache folder (`part_store`) and the model's own
 files, which are indexed and never copied (`source_index`). `download` fetches missing parts, `chunk_server` serves
