@@ -12,6 +12,9 @@ from engine.config import ModelConfig
 
 MB = 10**6
 KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
+HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
+LIBRARY_BYTES = 288 << 20  # kernels and libraries that a GPU's driver loads later; 244 MiB were seen on an H200
+SCRATCH_BYTES = 192 << 20  # captured steps, the libraries' workspace, and what the allocator rounds up
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,10 @@ class Allowance:
     headroom_bytes: int = 0  # part of the free memory that is left to other programs
     cap_bytes: int | None = None  # the user's --max-vram; 0: host nothing
     kv_share: float = KV_SHARE
+    kv_least: float | None = None  # blocks may push the KV cache down to this share; None: they may not
     prefill_rows: int = 512  # longest prefill chunk, in tokens
+    reserved_bytes: int = 0  # taken by the driver and its libraries; counts against the cap
+    scratch_bytes: int = 0  # for captured steps and the libraries' own workspace
 
     def __post_init__(self) -> None:
         if not 0 <= self.kv_share < 1:
@@ -52,9 +58,9 @@ class Allowance:
 
     @property
     def usable_bytes(self) -> int:
-        """Free memory less the headroom, at most `cap_bytes`."""
+        """Free memory less the headroom, at most `cap_bytes` less what the driver takes."""
         free = max(0, self.free_bytes - self.headroom_bytes)
-        return free if self.cap_bytes is None else min(free, max(0, self.cap_bytes))
+        return free if self.cap_bytes is None else min(free, max(0, self.cap_bytes - self.reserved_bytes))
 
     @property
     def kv_bytes(self) -> int:
@@ -94,6 +100,8 @@ class DeviceMemory(Protocol):
     def total_bytes(self) -> int: ...
     @property
     def free_bytes(self) -> int: ...
+    @property
+    def context_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -107,15 +115,35 @@ class Fit:
 
 def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_bytes: int | None) -> Fit:
     """Return how much of a model fits on a device next to what else runs there, within the user's memory cap."""
-    headroom = default_headroom(device.kind, device.total_bytes)
-    allowance = Allowance(device.free_bytes, headroom, cap_bytes)
-    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=False)
+    allowance = allowance_on(device, cap_bytes)
+    hosts_head = head_on_gpu(config, allowance, precision) if device.kind != "cpu" else False
+    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head) + allowance.scratch_bytes
     whole = int((config.n_blocks * block_bytes(config, precision) + workspace) / (1 - allowance.kv_share))
     return Fit(
-        plan_blocks(config, allowance, precision),
+        plan_blocks(config, allowance, precision, hosts_head=hosts_head),
         lacking_bytes=max(0, whole - allowance.usable_bytes),
-        too_large=whole + headroom > device.total_bytes,
+        too_large=whole + allowance.headroom_bytes > device.total_bytes,
     )
+
+
+def allowance_on(device: DeviceMemory, cap_bytes: int | None) -> Allowance:
+    """Return the memory that Shoal may use on a device, within the user's cap."""
+    headroom = default_headroom(device.kind, device.total_bytes)
+    if device.kind == "cpu":
+        return Allowance(device.free_bytes, headroom, cap_bytes)
+    return Allowance(
+        device.free_bytes,
+        headroom,
+        cap_bytes,
+        kv_least=KV_SHARE / 2,
+        reserved_bytes=device.context_bytes + LIBRARY_BYTES,
+        scratch_bytes=SCRATCH_BYTES,
+    )
+
+
+def head_on_gpu(config: ModelConfig, allowance: Allowance, precision: Precision) -> bool:
+    """True if a GPU runs the head, which then takes at most `HEAD_SHARE` of the memory; else it runs on the CPU."""
+    return ends_bytes(config, precision, embedding=False, head=True) <= HEAD_SHARE * allowance.usable_bytes
 
 
 def plan_blocks(
@@ -130,14 +158,16 @@ def plan_blocks(
     usable = allowance.usable_bytes
     per_block = block_bytes(config, precision)
     ends = ends_bytes(config, precision, embedding=hosts_embedding, head=hosts_head)
-    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head)
-    room = usable - allowance.kv_bytes - ends - workspace
+    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head) + allowance.scratch_bytes
+    kv_share = allowance.kv_share if allowance.kv_least is None else allowance.kv_least
+    room = usable - int(usable * kv_share) - ends - workspace
     blocks = min(config.n_blocks, max(0, room) // per_block)
     if blocks == 0:
         return BlockBudget(0, per_block, 0, 0, 0, 0, _why_none(allowance, per_block - room))
+    kv = min(allowance.kv_bytes, usable - ends - workspace - blocks * per_block)
     per_token = blocks * kv_bytes_per_token(config, precision)
     reason = _why_these(allowance, blocks, config.n_blocks)
-    return BlockBudget(blocks, per_block, allowance.kv_bytes, per_token, workspace, ends, reason)
+    return BlockBudget(blocks, per_block, kv, per_token, workspace, ends, reason)
 
 
 def block_bytes(config: ModelConfig, precision: Precision) -> int:
@@ -196,4 +226,5 @@ def _why_these(allowance: Allowance, blocks: int, n_blocks: int) -> str:
 
 def _capped(allowance: Allowance) -> bool:
     """True if the cap is what limits the allowance, rather than the free memory."""
-    return allowance.cap_bytes is not None and allowance.cap_bytes < allowance.free_bytes - allowance.headroom_bytes
+    free = allowance.free_bytes - allowance.headroom_bytes
+    return allowance.cap_bytes is not None and allowance.cap_bytes - allowance.reserved_bytes < free

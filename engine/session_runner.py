@@ -16,7 +16,7 @@ from engine.errors import SessionError
 from engine.model.attention import Segment
 from engine.model.kv_cache import KVLease
 from engine.model.span import SpanRunner
-from engine.wire import to_bytes, to_tensor, wire_name
+from engine.wire import is_finite, to_bytes, to_tensor, wire_name
 
 
 class StepInput(Protocol):
@@ -91,6 +91,10 @@ class SessionRunner:
         """Drop a session's tokens from position `length` on."""
         self._lease(session).truncate(length)
 
+    def prepare(self) -> bool:
+        """Capture one decode step that ran uncaptured so far; False if none is left."""
+        return self._span.capture_pending() and self._span.has_pending
+
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
         """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
 
@@ -135,6 +139,8 @@ class SessionRunner:
 
         Reads `rows` on the CPU, before they are uploaded: on the device the check would have to wait for the result.
         """
+        if rows.dtype == self._span.options.dtype and is_finite(rows):
+            return
         largest = torch.finfo(self._span.options.dtype).max
         if _within(rows, largest):
             return

@@ -9,13 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from engine.errors import EngineError
 from engine.model.block import WeightOptions
+from engine.model.cuda_graphs import BATCHES
 from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.sources.base import ModelSource
 from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
+from engine.text.sampler import SampleRequest, Sampling, sample_rows
 from engine.wire import to_bytes, to_tensor, wire_name
 
 
@@ -84,15 +87,44 @@ class SwarmEnds:
         """Choose the next token of each reply from the last row of its hidden states; one head product for all."""
         dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
         rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-1:] for choice in choices]
-        logits = self._ends.logits(torch.cat([row.to(dtype) if dtype else row for row in rows]))
+        hidden = torch.cat([row.to(dtype) if dtype else row for row in rows]) if len(rows) > 1 else rows[0]
         writers: list[ReplyWriter] = [choice.reply for choice in choices]
-        texts = [writer.choose(row) for writer, row in zip(writers, logits, strict=True)]
-        embedded = self.embed([writer.last_token for writer in writers])
-        size = len(embedded) // len(writers)
+        tokens, embedded = self._sample(hidden, [writer.request for writer in writers])
+        texts = [writer.accept(token) for writer, token in zip(writers, tokens, strict=True)]
+        data = bytes(to_bytes(embedded, self.dtype))
+        size = len(data) // len(writers)
         return [
-            Token(writer.last_token, text, writer.finish_reason, embedded[index * size : (index + 1) * size])
+            Token(writer.last_token, text, writer.finish_reason, data[index * size : (index + 1) * size])
             for index, (writer, text) in enumerate(zip(writers, texts, strict=True))
         ]
+
+    @torch.inference_mode()
+    def _sample(self, hidden: Tensor, requests: Sequence[SampleRequest]) -> tuple[list[int], Tensor]:
+        return self._ends.fetch(sample_rows(self._ends.logits(hidden), requests))
+
+    def move(self, how: WeightOptions) -> None:
+        """Move the head to another device; the wire format stays that of the start, which running sessions use.
+
+        Raises `EngineError` if the device has no room for it.
+        """
+        try:
+            self._ends.move(how)
+            self.warm_up()
+        except torch.OutOfMemoryError as error:
+            self._ends.move(WeightOptions(torch.device("cpu"), torch.float32))
+            raise EngineError("the device has no room for the head") from error
+
+    @property
+    def device(self) -> str:
+        """The device that computes the logits, by torch's name."""
+        return str(self._ends.device)
+
+    def warm_up(self) -> None:
+        """Build what the first choices of every batch size would have to build; only for CUDA."""
+        if self._ends.device.type == "cuda":
+            for rows in BATCHES:
+                for sampling in (Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.1)):
+                    self._sample(torch.zeros(rows, self.hidden_size), [SampleRequest((), sampling, 0)] * rows)
 
     def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> tuple[float, float]:
         """Compare the hidden states of two runs.
@@ -109,4 +141,9 @@ class SwarmEnds:
 
 def load_swarm_ends(source: ModelSource, how: WeightOptions) -> SwarmEnds:
     """Read the embedding and the head of a model; no blocks are read."""
-    return SwarmEnds(source, load_ends(source, how), how.dtype)
+    try:
+        ends = SwarmEnds(source, load_ends(source, how), how.dtype)
+        ends.warm_up()
+    except torch.OutOfMemoryError as error:
+        raise EngineError("the device has no room for the head") from error
+    return ends

@@ -1,7 +1,8 @@
-"""Chooses the dtype in which a device computes, by measurement rather than by the device's name.
+"""Chooses the dtype in which a device computes a model.
 
-A CPU without bf16 instructions is hundreds of times slower in bf16 than in float32; an old GPU emulates bf16, a new
-one halves its time with it. So small matrix products are timed in each dtype, once per process and device.
+A card with 16-bit units computes in the model's own format. Elsewhere a measurement decides: a CPU without bf16
+instructions is hundreds of times slower in bf16 than in float32, and an old GPU emulates bf16. So small matrix products
+are timed in each dtype, once per process and device.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ import torch
 log = logging.getLogger("shoal.device")
 
 CANDIDATES = (torch.float32, torch.bfloat16, torch.float16)  # float32 first: its time bounds the other measurements
-# A 16-bit dtype up to this many times slower than the fastest is still preferred: to float32 because it needs half the
-# memory, and bf16 to fp16 because fp16 overflows at 65504.
+# A 16-bit dtype up to this many times slower than the fastest is still preferred: it needs half the memory of float32.
 NEAR = 1.15
 WORST_ERROR = 0.02  # error norm relative to the product's norm; rounding to bf16 costs about 0.003
 HOPELESS = 4.0  # times slower than the best so far: stop measuring after one run
@@ -35,12 +35,32 @@ class DtypeChoice:
     seconds: Mapping[torch.dtype, float]
 
 
+def pick_dtype(device: str, own: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """Return the dtype for a model whose weights are stored as `own`; measures the device only where that is needed."""
+    if _has_16_bit_units(device):
+        return own if own.itemsize == 2 else torch.bfloat16
+    return choose(dtype_times(device).seconds, own)
+
+
 @functools.cache
-def pick_dtype(device: str) -> DtypeChoice:
-    """Return the fastest dtype in which this device computes correctly; measured once per process."""
+def dtype_times(device: str) -> DtypeChoice:
+    """Measure every dtype in which this device computes correctly, once per process, and choose one for bf16 models."""
     choice = measure_dtypes(lambda dtype, at_most_s: time_products(device, dtype, at_most_s))
-    log.info("%s computes in %s (%s)", device, choice.dtype, choice.seconds)
+    times = ", ".join(f"{name_of(dtype)} {1e3 * seconds:.2g} ms" for dtype, seconds in choice.seconds.items())
+    log.info("%s computes in %s (%s)", device, name_of(choice.dtype), times)
     return choice
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the dtype's name without `torch.`"""
+    return str(dtype).removeprefix("torch.")
+
+
+def _has_16_bit_units(device: str) -> bool:
+    """True for NVIDIA's cards since 2020 (compute capability 8), which compute in bf16 and fp16 at the same speed."""
+    if not device.startswith("cuda") or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def measure_dtypes(measure: Measure) -> DtypeChoice:
@@ -58,13 +78,15 @@ def measure_dtypes(measure: Measure) -> DtypeChoice:
     return DtypeChoice(choose(seconds), seconds)
 
 
-def choose(seconds: Mapping[torch.dtype, float]) -> torch.dtype:
-    """Return the fastest dtype; among those within `NEAR` of it, bf16 before fp16 before float32."""
-    if not seconds:
-        return torch.float32
-    fastest_s = min(seconds.values())
-    near = [dtype for dtype in seconds if seconds[dtype] <= NEAR * fastest_s]
-    return next(dtype for dtype in (torch.bfloat16, torch.float16, torch.float32) if dtype in near)
+def choose(seconds: Mapping[torch.dtype, float], own: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """Return the model's own 16-bit dtype unless it is clearly slower; then bf16, then float32, if near the fastest.
+
+    fp16 overflows at 65504, so only a model that is stored in it uses it.
+    """
+    usable = {dtype: s for dtype, s in seconds.items() if dtype is not torch.float16 or own is torch.float16}
+    near = [dtype for dtype in usable if usable[dtype] <= NEAR * min(usable.values())]
+    preferred = (own, torch.bfloat16) if own.itemsize == 2 else (torch.bfloat16,)
+    return next((dtype for dtype in preferred if dtype in near), torch.float32)
 
 
 def time_products(device: str, dtype: torch.dtype, at_most_s: float, runs: int = 5) -> float | None:

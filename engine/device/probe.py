@@ -22,6 +22,7 @@ from engine.errors import DeviceError
 log = logging.getLogger("shoal.device")
 
 Kind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
+TYPICAL_CONTEXT_BYTES = 700 << 20  # 612 MiB on an H200, less on consumer cards
 UNTESTED = "untested: Shoal has not been tested on this kind of device; please report problems"
 
 
@@ -41,6 +42,7 @@ class Device:
     power_w: float | None = None
     utilisation: float | None = None  # 0 to 1
     others_bytes: int | None = None  # device memory that other processes hold
+    context_bytes: int = 0  # device memory that this process holds besides its tensors: the driver's context
     usable: bool = True
     note: str = ""
 
@@ -100,7 +102,18 @@ def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
     reading = next((card.reading for card in cards if uuid and uuid in card.uuid), SensorReading())
     name = str(properties.name)
     note = UNTESTED if kind == "rocm" else ""
-    return Device(f"cuda:{index}", kind, name, total_bytes, free_bytes, **asdict(reading), note=note)
+    context_bytes = _context_bytes(index, uuid)
+    return Device(
+        f"cuda:{index}", kind, name, total_bytes, free_bytes, **asdict(reading), context_bytes=context_bytes, note=note
+    )
+
+
+def _context_bytes(index: int, uuid: str) -> int:
+    """Bytes that the driver's context of this process takes on a card; asking torch for its memory created it."""
+    own_bytes = sensors.own_card_bytes(uuid)
+    if own_bytes is None:  # in some containers a process cannot find itself in the driver's list
+        return TYPICAL_CONTEXT_BYTES
+    return max(0, own_bytes - int(torch.cuda.memory_reserved(index)))
 
 
 def _unusable(index: int, card: NvidiaCard, note: str) -> Device:

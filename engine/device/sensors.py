@@ -75,6 +75,19 @@ def nvidia_cards() -> list[NvidiaCard]:
     return cards
 
 
+def own_card_bytes(uuid: str) -> int | None:
+    """Return the memory that this process holds on a card, or None if the driver does not list it there."""
+    try:
+        with _nvml() as nvml:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                if uuid and uuid in str(nvml.nvmlDeviceGetUUID(handle)):
+                    return _held_bytes(nvml, handle).get(os.getpid()) or None
+    except Exception as error:
+        log.debug("no answer from NVIDIA's driver: %s", error)
+    return None
+
+
 def driver_version() -> str | None:
     """Return the version of NVIDIA's driver, or None if there is none or it does not answer."""
     try:

@@ -43,7 +43,7 @@ class SegmentPlan:
     run: int | None  # first slot if the session's slots are contiguous; None: use `seen_slots`
     seen_slots: Tensor | None
     mask: Tensor | None  # (count, stop - seen_from), True where seen
-    causal: bool
+    causal: bool  # row i sees all but the newest count - 1 - i tokens
 
 
 @dataclass
@@ -61,9 +61,10 @@ Plans = list[SegmentPlan] | GatheredPlan
 class StepPlan:
     """Positions, cache slots and masks of one step, shared by all blocks."""
 
-    def __init__(self, segments: list[Segment], device: torch.device) -> None:
+    def __init__(self, segments: list[Segment], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._segments = segments
         self._device = device
+        self._flash = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
         self._by_window: dict[int | None, Plans] = {}
         positions = [torch.arange(s.start, s.stop) for s in segments]
         self.positions = (positions[0] if len(positions) == 1 else torch.cat(positions)).to(device)
@@ -97,7 +98,9 @@ class StepPlan:
     def _plan(self, segment: Segment, window: int | None) -> SegmentPlan:
         lease, stop = segment.lease, segment.stop
         seen_from = _seen(segment, window).start
-        causal = segment.start == 0 and segment.count > 1 and (window is None or stop <= window)
+        # Flash attention takes "each row sees everything before it" without a mask also where a past comes first.
+        from_start = segment.start == 0 or self._flash
+        causal = from_start and segment.count > 1 and (window is None or stop <= window)
         mask = None
         if segment.count > 1 and not causal:
             query = torch.arange(segment.start, stop, device=self._device)[:, None]
@@ -155,10 +158,26 @@ def _attend_segment(cache: BlockCache, plan: SegmentPlan, q: Tensor) -> Tensor:
     else:
         assert plan.seen_slots is not None
         keys, values = cache.keys.index_select(2, plan.seen_slots), cache.values.index_select(2, plan.seen_slots)
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 2), keys, values, attn_mask=plan.mask, is_causal=plan.causal, enable_gqa=True
-    )  # (1, heads, count, head_dim)
+    out = _attention(q.transpose(0, 2), keys, values, plan)
     return out.transpose(0, 2).reshape(q.shape[0], -1)
+
+
+def _attention(q: Tensor, keys: Tensor, values: Tensor, plan: SegmentPlan) -> Tensor:
+    """Attention of one segment: q (1, heads, count, head_dim) over keys and values (1, kv_heads, seen, head_dim).
+
+    On CUDA it uses flash attention, or torch's memory-efficient kernel for a mask, which needs a key per query head.
+    Other kernels build a plan for every new length, which takes a tenth of a second, or hold all scores in memory.
+    """
+    if q.device.type == "cuda" and plan.causal and plan.count < plan.stop - plan.seen_from:
+        from torch.nn.attention.bias import causal_lower_right  # imports Triton, which a CPU does without
+
+        bias = causal_lower_right(plan.count, plan.stop - plan.seen_from)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
+    if q.device.type == "cuda" and plan.mask is not None:
+        group = q.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask, is_causal=plan.causal, enable_gqa=True)
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, batch: int, window: int | None) -> Tensor:

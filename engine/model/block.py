@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,36 +56,66 @@ class WeightOptions:
     packed: bool = False
 
 
-def build_block(index: int, tensors: Mapping[str, Tensor], how: WeightOptions) -> Block:
-    """Fuse the tensors of one part (by role) and move them to the device."""
-    device, dtype = how.device, how.dtype
+class TensorReader(Protocol):
+    """The tensors of one block, by role."""
 
-    def vector(role: str) -> Tensor | None:
-        return tensors[role].to(device, dtype) if role in tensors else None
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor that the block has."""
+
+    def read(self, outs: Mapping[str, Tensor]) -> None:
+        """Fill these tensors."""
+
+
+def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
+    """Read the tensors of one block into their place on the device, fused groups into one matrix each."""
+    shapes = reader.shapes  # checked by the reader: every role that the config wants is there
+    pending: dict[str, Tensor] = {}  # allocated, and to be read
+
+    def vectors(*roles: str) -> Tensor | None:
+        """Allocate 1-D tensors one after the other; None if the block has none of them."""
+        sizes = [shapes[role][0] for role in roles if role in shapes]
+        if not sizes:
+            return None
+        joined = torch.empty(sum(sizes), device=how.device, dtype=how.dtype)
+        pending.update(zip((role for role in roles if role in shapes), joined.split(sizes), strict=True))
+        return joined
 
     def linear(*roles: str) -> Linear:
-        weight = torch.cat([tensors[role] for role in roles]) if len(roles) > 1 else tensors[roles[0]]
-        biases = [tensors[f"{role}_bias"] for role in roles if f"{role}_bias" in tensors]
-        bias = torch.cat(biases).to(device, dtype) if biases else None
+        bias = vectors(*(f"{role}_bias" for role in roles))
+        sizes, columns = [shapes[role][0] for role in roles], shapes[roles[0]][1]
         if how.quantisation == "int8":
-            return Int8Linear.of(weight.to(device, dtype), bias)
-        weight = weight.to(device, dtype).contiguous()
-        return DenseLinear(weight, bias, packed(weight) if how.packed else None)
+            like = torch.empty(0, device=how.device, dtype=how.dtype)
+            made = Int8Linear.empty(sum(sizes), columns, like, bias)
+            for index, role in enumerate(roles):  # one dense matrix at a time
+                weight = like.new_empty(shapes[role])
+                reader.read({role: weight})
+                made.fill(sum(sizes[:index]), weight)
+            return made
+        weight = torch.empty(sum(sizes), columns, device=how.device, dtype=how.dtype)
+        pending.update(zip(roles, weight.split(sizes), strict=True))
+        return DenseLinear(weight, bias)
 
-    attn_norm, mlp_norm = vector("attn_norm"), vector("mlp_norm")
-    assert attn_norm is not None  # `load_part` has checked that every role is present
+    attn_norm, mlp_norm = vectors("attn_norm"), vectors("mlp_norm")
+    assert attn_norm is not None
     assert mlp_norm is not None
-    return Block(
+    block = Block(
         index=index,
         attn_norm=attn_norm,
         qkv=linear("q", "k", "v"),
         o=linear("o"),
-        q_norm=vector("q_norm"),
-        k_norm=vector("k_norm"),
+        q_norm=vectors("q_norm"),
+        k_norm=vectors("k_norm"),
         mlp_norm=mlp_norm,
         gate_up=linear("gate", "up"),
         down=linear("down"),
     )
+    reader.read(pending)
+    if how.packed:
+        for each in (block.qkv, block.o, block.gate_up, block.down):
+            if isinstance(each, DenseLinear):
+                each.packed = packed(each.weight)
+    return block
 
 
 def block_forward(block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

@@ -2,16 +2,17 @@
 
 A step runs on Triton's fused kernels or, where Triton or its compiler is missing, on torch's own operations over
 gathered pages. Both read positions and pages from fixed buffers, so that a captured step serves any session; a batch is
-padded to the next captured size.
+padded to the next captured size. The copies from and to the host are captured too: a step is one launch and one wait.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,10 @@ from engine.model.rope import RotaryTable
 
 log = logging.getLogger("shoal.engine.graphs")
 
-BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 MAX_CAPTURED = 64  # each graph holds some memory for its intermediate results
-SMALLEST_PAGES = 16  # 1024 tokens; longer contexts use separate graphs, doubling in size
+MAX_PENDING = 16  # steps that wait to be captured
+SMALLEST_PAGES = 16  # 1024 tokens: `plain_step` reads every page it is given, so longer contexts use separate graphs
 
 
 @functools.cache
@@ -58,54 +60,114 @@ class SpanParts:
 
 @dataclass
 class StepBuffers:
-    """Fixed memory that a captured step reads and writes."""
+    """Fixed memory of all steps of one batch size, on the host (pinned) and on the device."""
 
-    x: Tensor  # (rows, hidden)
-    where: Tensor  # (rows, 1 + max_pages) int32: position, then pages
-    staged: Tensor  # the host's copy of `where`, in pinned memory
-    staged_pages: list[list[int] | None]  # page list that each row of `staged` holds now
-    copied: torch.cuda.Event  # set once `staged` has been read and may be written again
-    out: Tensor  # (rows, hidden)
-    graph: torch.cuda.CUDAGraph
+    host_x: Tensor  # (rows, hidden)
+    host_where: Tensor  # (rows, 1 + max_pages) int32: position, then pages
+    host_out: Tensor  # (rows, hidden)
+    x: Tensor
+    where: Tensor
+    staged_pages: list[list[int] | None]  # page list that each row of `host_where` holds now
+
+
+class ShapeKey(NamedTuple):
+    """What distinguishes one captured step from another."""
+
+    rows: int
+    pages: int  # that the step may read
+    start: int  # first block, counted from the span's start
+    stop: int
+
+
+Replay = Callable[[], None]  # runs a captured step from `StepBuffers.host_x` to `host_out`; does not wait for its end
 
 
 class DecodeGraphs:
-    """Captured decode steps of one span, by batch size, page count and part of the span."""
+    """Captured decode steps of one span, by batch size, page count and part of the span.
+
+    A step that was not captured yet runs the same kernels one by one, and waits in a list until `capture_pending` is
+    called: a capture takes up to a second, which no reply should wait for.
+    """
 
     def __init__(self, parts: SpanParts) -> None:
         self._parts = parts
-        self._captured: dict[tuple[int, int, int, int], StepBuffers] = {}
+        self._buffers: dict[int, StepBuffers] = {}
+        self._captured: dict[ShapeKey, Replay] = {}
+        self._pending: dict[ShapeKey, None] = {}
         self._memory: Any = None  # memory pool shared by all graphs
+        self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         self.fused = triton_works() and _kernels_support(parts.config)
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:
-        """True if a captured step can run these segments: one token each, at most `BATCHES[-1]` sessions."""
+        """True if these segments are a decode step: one token each, at most `BATCHES[-1]` sessions."""
         return len(segments) <= BATCHES[-1] and all(segment.count == 1 for segment in segments)
 
     def step(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> Tensor:
-        """Run one token of each session through blocks `part` of the span: (N, hidden) -> (N, hidden)."""
+        """Run one token of each session through blocks `part` of the span: (N, hidden) -> (N, hidden) on the host."""
         rows = next(size for size in BATCHES if size >= len(segments))
-        pages = SMALLEST_PAGES
-        while pages < max(len(segment.lease.pages) for segment in segments):
-            pages *= 2
-        key = (rows, pages, part.start, part.stop)
-        if key not in self._captured:
-            if len(self._captured) >= MAX_CAPTURED:
-                del self._captured[next(iter(self._captured))]  # the oldest capture
-            self._captured[key] = self._capture(rows, pages, part)
-        buffers = self._captured[key]
-        buffers.x[: len(segments)].copy_(hidden, non_blocking=True)
+        key = ShapeKey(rows, self._pages(max(len(segment.lease.pages) for segment in segments)), part.start, part.stop)
+        buffers = self._buffers_of(rows)
+        buffers.host_x[: len(segments)].copy_(hidden)
         if len(segments) < rows:  # a padding row writes to the scratch page, which other rows read behind their mask
-            buffers.x[len(segments) :].zero_()
+            buffers.host_x[len(segments) :].zero_()
         self._stage_positions(buffers, segments)
-        buffers.graph.replay()
-        return buffers.out[: len(segments)].clone()
+        replay = self._captured.get(key)
+        if replay is not None:
+            replay()
+        else:
+            if len(self._pending) < MAX_PENDING:
+                self._pending[key] = None
+            self._run(buffers, key)
+        self._wait()
+        return buffers.host_out[: len(segments)].clone()
+
+    def capture(self, part: slice) -> None:
+        """Capture the steps of every batch size through these blocks: the shortest contexts, or all if fused."""
+        for rows in BATCHES:
+            self._capture_once(ShapeKey(rows, self._pages(1), part.start, part.stop))
+
+    def capture_pending(self) -> bool:
+        """Capture one step that ran uncaptured before; False if there is none."""
+        if not self._pending:
+            return False
+        key = next(iter(self._pending))
+        del self._pending[key]
+        self._capture_once(key)
+        return True
+
+    @property
+    def has_pending(self) -> bool:
+        """True if a step ran that is not captured yet."""
+        return bool(self._pending)
+
+    def _pages(self, needed: int) -> int:
+        """Pages that a step for sessions of `needed` pages is captured for."""
+        if self.fused:  # its kernels read only the pages that a session has
+            return self._max_pages
+        pages = SMALLEST_PAGES
+        while pages < needed:
+            pages *= 2
+        return min(pages, self._max_pages)
+
+    def _buffers_of(self, rows: int) -> StepBuffers:
+        if rows not in self._buffers:
+            pool, hidden = self._parts.pool, self._parts.config.hidden_size
+            dtype, device = pool.blocks[0].keys.dtype, pool.device
+            where = page_table(rows, self._max_pages, [], pool.scratch_page)
+            self._buffers[rows] = StepBuffers(
+                host_x=pinned(torch.zeros(rows, hidden, dtype=dtype), device),
+                host_where=pinned(where, device),
+                host_out=pinned(torch.zeros(rows, hidden, dtype=dtype), device),
+                x=torch.zeros(rows, hidden, dtype=dtype, device=device),
+                where=where.to(device, copy=True),
+                staged_pages=[None] * rows,
+            )
+        return self._buffers[rows]
 
     def _stage_positions(self, buffers: StepBuffers, segments: Sequence[Segment]) -> None:
-        """Copy positions and pages to the device; rewrites only the rows whose pages changed."""
-        buffers.copied.synchronize()
-        table = buffers.staged.numpy()
+        """Write positions and pages to the host's table; rewrites only the rows whose pages changed."""
+        table = buffers.host_where.numpy()
         for row in range(len(buffers.staged_pages)):
             pages = segments[row].lease.pages if row < len(segments) else None
             table[row, 0] = segments[row].start if pages is not None else 0
@@ -114,27 +176,54 @@ class DecodeGraphs:
                 table[row, 1:used] = pages or ()
                 table[row, used:] = self._parts.pool.scratch_page
                 buffers.staged_pages[row] = pages
-        buffers.where.copy_(buffers.staged, non_blocking=True)
-        buffers.copied.record()
 
-    def _capture(self, rows: int, pages: int, part: slice) -> StepBuffers:
-        """Run the step once to warm up, then capture it as a graph over new buffers."""
-        pool = self._parts.pool
-        device = pool.device
-        x = torch.zeros(rows, self._parts.config.hidden_size, device=device, dtype=pool.blocks[0].keys.dtype)
-        staged = page_table(rows, pages, [], pool.scratch_page).pin_memory()
-        where = staged.to(device)
+    def _run(self, buffers: StepBuffers, key: ShapeKey) -> None:
+        """The step itself, from host memory to host memory: what a graph captures."""
+        buffers.x.copy_(buffers.host_x, non_blocking=True)
+        buffers.where.copy_(buffers.host_where, non_blocking=True)
         step = fused_step if self.fused else plain_step
+        out = step(self._parts, slice(key.start, key.stop), buffers.x, buffers.where[:, : 1 + key.pages])
+        buffers.host_out.copy_(out, non_blocking=True)
+
+    def _wait(self) -> None:
+        """Wait until the device has written a step's output."""
+        torch.cuda.current_stream(self._parts.pool.device).synchronize()
+
+    def _capture_once(self, key: ShapeKey) -> None:
+        if key in self._captured:
+            return
+        if len(self._captured) >= MAX_CAPTURED:
+            del self._captured[next(iter(self._captured))]  # the oldest capture
+        self._captured[key] = self._capture(key)
+
+    def _capture(self, key: ShapeKey) -> Replay:
+        """Run the step once to warm up, then capture it as a graph."""
+        device, buffers = self._parts.pool.device, self._buffers_of(key.rows)
+        buffers.host_where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
+        buffers.staged_pages = [None] * key.rows
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
-            step(self._parts, part, x, where)
+            self._run(buffers, key)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            out = step(self._parts, part, x, where)
+            self._run(buffers, key)
         self._memory = self._memory or graph.pool()
-        return StepBuffers(x, where, staged, [None] * rows, torch.cuda.Event(), out, graph)
+        return graph.replay
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Pin a host tensor's memory for as long as it lives, so that captured copies may use it.
+
+    Not torch's own pinned memory: its allocator watches every copy with an event, which a captured copy never sets.
+    """
+    if device.type == "cuda":
+        cudart: Any = torch.cuda.cudart()
+        address = tensor.data_ptr()
+        torch.cuda.check_error(cudart.cudaHostRegister(address, tensor.nbytes, 0))
+        weakref.finalize(tensor, cudart.cudaHostUnregister, address).atexit = False  # the driver does it at the end
+    return tensor
 
 
 def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page: int) -> Tensor:
@@ -152,7 +241,7 @@ def fused_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tenso
     positions = where[:, 0].contiguous()
     cos, sin = parts.rope.turns(positions)
     paged = kernels.PagedRows(positions, where[:, 1:].contiguous(), cos, sin)
-    scratch = kernels.AttentionScratch(rows, config, where.shape[1] - 1, x.device)
+    scratch = kernels.AttentionScratch(rows, config, x.device)
     x = x.clone()  # the residual stream, updated in place
     qkv = x.new_empty(rows, (config.n_heads + 2 * config.n_kv_heads) * config.head_dim)
     attended = x.new_empty(rows, config.n_heads * config.head_dim)

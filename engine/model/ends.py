@@ -33,17 +33,45 @@ class EmbeddingAndHead:
         return F.embedding(torch.tensor(token_ids, device=self._embedding.device), self._embedding)
 
     @torch.inference_mode()
+    def fetch(self, tokens: Tensor) -> tuple[list[int], Tensor]:
+        """Return sampled tokens (N,) as ids, and their embeddings (N, hidden) on the CPU; waits for the device once."""
+        if self._embedding.device.type == "cpu":
+            tokens = tokens.cpu()
+            return tokens.tolist(), F.embedding(tokens, self._embedding)
+        embedded = F.embedding(tokens, self._embedding).to("cpu", non_blocking=True)
+        return tokens.tolist(), embedded  # reading the ids waits for the copy before it
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes the logits."""
+        return self._output.weight.device
+
+    def move(self, how: WeightOptions) -> None:
+        """Move the matrices to another device; the embedding of an untied model stays on the CPU."""
+        tied = self._output.weight is self._embedding
+        output = self._output.weight.to(how.device, how.dtype)
+        self._output = DenseLinear(output, packed=packed(output) if how.packed else None)
+        self._embedding = output if tied else self._embedding.to("cpu", how.dtype)
+        self._final_norm = self._final_norm.to(how.device, how.dtype)
+
+    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn the last block's output (N, hidden) into float32 logits (N, vocab)."""
-        hidden = hidden.to(self._embedding.device, self._embedding.dtype)
+        hidden = hidden.to(self._final_norm.device, self._final_norm.dtype)
         normed = F.rms_norm(hidden, (self.config.hidden_size,), self._final_norm, self.config.norm_eps)
         return self._output(normed).float()
 
 
 def load_ends(source: ModelSource, how: WeightOptions) -> EmbeddingAndHead:
-    """Read the embedding and the head, never quantised; no blocks are read."""
-    embedding = load_part(source, EMBEDDING_PART, how.dtype)["embedding"].to(how.device, how.dtype)
+    """Read the embedding and the head, never quantised; no blocks are read.
+
+    A model whose output matrix is not its embedding keeps the embedding on the CPU: looking up a row needs no device.
+    """
+    embedding = load_part(source, EMBEDDING_PART, how.dtype)["embedding"].to(how.dtype)
     head = load_part(source, HEAD_PART, how.dtype)
-    output = head["output"].to(how.device, how.dtype) if "output" in head else embedding
+    if "output" in head:
+        output = head["output"].to(how.device, how.dtype)
+    else:
+        output = embedding = embedding.to(how.device)
     linear = DenseLinear(output, packed=packed(output) if how.packed else None)
     return EmbeddingAndHead(source.config, embedding, head["final_norm"].to(how.device, how.dtype), linear)

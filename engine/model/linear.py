@@ -17,6 +17,8 @@ from torch import Tensor
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
 
+QUANTISED_ROWS = 1024  # rows of a matrix that are quantised at a time
+CONVERTED_ROWS = 2048  # rows of a quantised matrix that are converted at a time
 # Row counts at which the methods are timed; a count in between uses the entry below it.
 TIMED_ROWS = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128)
 
@@ -135,10 +137,23 @@ class Int8Linear:
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> Int8Linear:
         """Quantise a dense weight; the largest absolute value of each row becomes 127."""
-        values = weight.float()
-        scale = values.abs().amax(dim=1).clamp_min(1e-12) / 127
-        quantised = (values / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        return cls(quantised, scale.to(weight.dtype), bias)
+        made = cls.empty(weight.shape[0], weight.shape[1], weight, bias)
+        made.fill(0, weight)
+        return made
+
+    @classmethod
+    def empty(cls, n_out: int, n_in: int, like: Tensor, bias: Tensor | None = None) -> Int8Linear:
+        """Return a product whose weights `fill` will set, with scales of the dtype and on the device of `like`."""
+        return cls(like.new_empty(n_out, n_in, dtype=torch.int8), like.new_empty(n_out), bias)
+
+    def fill(self, first: int, weight: Tensor) -> None:
+        """Quantise a dense weight into the rows from `first` on; in slices, because it makes float32 copies."""
+        for rows in weight.split(QUANTISED_ROWS):
+            values = rows.float()
+            scale = values.abs().amax(dim=1).clamp_min(1e-12) / 127
+            self.quantised[first : first + len(rows)] = (values / scale[:, None]).round_().clamp_(-127, 127)
+            self.scale[first : first + len(rows)] = scale
+            first += len(rows)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product for rows x (N, in), plus the residual if given."""
@@ -146,7 +161,9 @@ class Int8Linear:
         if x.shape[0] <= 4 and not torch.is_grad_enabled() and x.device.type in ("cpu", "cuda"):
             out = torch._weight_int8pack_mm(x, self.quantised, self.scale)
         else:
-            out = F.linear(x, self.quantised.to(x.dtype)) * self.scale
+            # In slices, so that the converted weights take little memory.
+            slices = self.quantised.split(CONVERTED_ROWS)
+            out = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in slices], dim=1) * self.scale
         out = out if self.bias is None else out + self.bias
         return out if residual is None else residual + out
 

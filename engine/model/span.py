@@ -5,7 +5,7 @@ Knows no tokens and no peers: hidden states go in, hidden states come out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,10 @@ from engine.model.cuda_graphs import DecodeGraphs, SpanParts
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
-from engine.sources.tensors import load_part
+from engine.sources.device_reader import DeviceReader
+from engine.sources.tensors import PartReader
 
+PREFILL_ROWS = 256  # rows of the largest step that a server runs
 LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 
@@ -43,18 +45,54 @@ class SpanRunner:
         room = max(len(blocks), options.room)
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
-        on_cuda = options.device.type == "cuda"
-        self._graphs = DecodeGraphs(SpanParts(config, self.blocks, self.pool, self._rope)) if on_cuda else None
+        self._graphs: DecodeGraphs | None = None
+        if options.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: 0.1 s and more
+            self._graphs = DecodeGraphs(SpanParts(config, self.blocks, self.pool, self._rope))
 
     @property
     def stop(self) -> int:
         """One past the last loaded block."""
         return self.start + len(self.blocks)
 
+    @property
+    def is_complete(self) -> bool:
+        """True if all blocks are loaded that the cache was laid out for."""
+        return len(self.blocks) == len(self.pool.blocks)
+
     def grow(self, source: ModelSource) -> None:
         """Load one more block after the last; open sessions continue with the blocks that they use."""
         assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
-        self.blocks.append(_load_block(source, self.stop, self.options))
+        self.blocks += _load_blocks(source, range(self.stop, self.stop + 1), self.options)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Build what the first steps would have to build: library kernels for prompts, captured steps for decoding.
+
+        Also reserves the memory of the largest step, so that later ones need no more. Only for CUDA; the caller closes
+        no sessions meanwhile.
+        """
+        if self._graphs is None:
+            return
+        tokens = min(self.config.context_length, self.pool.free_tokens)
+        chunk = min(PREFILL_ROWS, tokens)
+        if chunk:
+            lease = self.pool.open(tokens)
+            for start, count in ((0, chunk), (tokens - chunk, chunk), (tokens - 2, min(2, tokens))):
+                lease.length = max(start, 0)
+                x = torch.zeros(count, self.config.hidden_size, device=self.options.device, dtype=self.options.dtype)
+                self._run(x, [Segment(lease, lease.length, count)], slice(0, len(self.blocks)))
+            lease.close()
+        self._graphs.capture(slice(0, len(self.blocks)))
+
+    def capture_pending(self) -> bool:
+        """Capture one decode step that ran uncaptured so far; False if there is none left to capture."""
+        return self._graphs is not None and self._graphs.capture_pending()
+
+    @property
+    def has_pending(self) -> bool:
+        """True if `capture_pending` has something to do."""
+        return self._graphs is not None and self._graphs.has_pending
 
     @property
     def weight_bytes(self) -> int:
@@ -108,7 +146,7 @@ class SpanRunner:
             segment.lease.reserve(segment.stop)
 
     def _run(self, x: Tensor, segments: list[Segment], part: slice) -> Tensor:
-        plan = StepPlan(segments, self.options.device)
+        plan = StepPlan(segments, self.options.device, self.options.dtype)
         rope = self._rope.at(plan.positions)
         for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
             plans = plan.for_window(self.config.window_of(block.index))
@@ -149,12 +187,18 @@ def load_span(
     if not 0 <= start < stop <= source.config.n_blocks:
         raise EngineError(f"blocks {start}:{stop} do not exist: the model has {source.config.n_blocks} blocks")
     blocks: list[Block] = []
-    for index in range(start, stop):
-        blocks.append(_load_block(source, index, options))
+    for block in _load_blocks(source, range(start, stop), options):
+        blocks.append(block)
         if progress is not None:
             progress(len(blocks), stop - start)
     return SpanRunner(source.config, start, blocks, options)
 
 
-def _load_block(source: ModelSource, index: int, options: SpanOptions) -> Block:
-    return build_block(index, load_part(source, block_part(index), options.dtype), options)
+def _load_blocks(source: ModelSource, indices: range, options: SpanOptions) -> Iterator[Block]:
+    reader = DeviceReader(options.device) if options.device.type == "cuda" else None
+    try:
+        for index in indices:
+            yield build_block(index, PartReader(source, block_part(index), reader), options)
+    finally:
+        if reader is not None:
+            reader.close()

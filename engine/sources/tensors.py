@@ -1,12 +1,13 @@
 """Turns a tensor's bytes into a torch tensor: plain floats and GGUF's block-quantised types.
 
-Each tensor is read at once and decoded in slices, straight into the requested dtype, so that peak memory is the raw
-bytes plus the result.
+A tensor whose numbers need no conversion is read straight into its place, on a GPU through `DeviceReader`. Any other is
+read at once and decoded in slices, straight into the requested dtype, so that peak memory is the raw bytes plus the
+result.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -14,33 +15,74 @@ from torch import Tensor
 from engine.errors import SourceError
 from engine.sources.base import ModelSource, TensorEntry
 from engine.sources.dequant import dequantise
-from engine.sources.files import AGAIN, unreadable
+from engine.sources.device_reader import DeviceReader, read_range
+from engine.sources.files import AGAIN
 from engine.sources.layout import byte_length, check_part
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_part(source: ModelSource, part: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Read and decode one part of a model; nothing else of its files is read.
+class PartReader:
+    """Reads the tensors of one part into memory that the caller has allocated, on any device.
 
-    Raises `SourceError` if the part is unknown, damaged or contradicts the config.
+    Raises `SourceError` if the part is unknown, damaged or contradicts the config. Nothing else of the model's files is
+    read.
     """
-    if part not in source.parts:
-        raise SourceError(f"{source.label} has no part {part}")
-    entries = source.parts[part]
-    check_part(source.config, part, entries)
-    return {entry.role: decode(entry, _read(entry), dtype) for entry in entries}
+
+    def __init__(self, source: ModelSource, part: str, device_reader: DeviceReader | None = None) -> None:
+        if part not in source.parts:
+            raise SourceError(f"{source.label} has no part {part}")
+        check_part(source.config, part, source.parts[part])
+        self._entries = {entry.role: entry for entry in source.parts[part]}
+        self._device_reader = device_reader
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, by role."""
+        return {role: entry.shape for role, entry in self._entries.items()}
+
+    def read(self, outs: Mapping[str, Tensor]) -> None:
+        """Fill contiguous tensors of the right shape, by role; their dtype and device may be any."""
+        straight: list[tuple[TensorEntry, Tensor]] = []
+        for role, out in outs.items():
+            entry = self._entries[role]
+            if _PLAIN.get(entry.kind) == out.dtype and not entry.interleaved_heads:
+                _check_length(entry, entry.length)
+                straight.append((entry, out.view(-1).view(torch.uint8)))
+            else:
+                out.copy_(decode(entry, _read(entry), out.dtype))
+        on_device = [(entry, raw) for entry, raw in straight if raw.device.type == "cuda"]
+        if on_device:
+            assert self._device_reader is not None, "device memory needs a device reader"
+            self._device_reader.read(on_device)
+        for entry, raw in straight:
+            if raw.device.type == "cpu":
+                read_range(entry, 0, raw)
+            elif raw.device.type != "cuda":
+                raw.copy_(_read(entry))
+
+
+def load_part(source: ModelSource, part: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Read and decode one part of a model on the CPU; raises `SourceError` as `PartReader` does."""
+    reader = PartReader(source, part)
+    outs = {role: torch.empty(shape, dtype=dtype) for role, shape in reader.shapes.items()}
+    reader.read(outs)
+    return outs
 
 
 def decode(entry: TensorEntry, raw: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Decode one tensor from its raw bytes (uint8), which the result may reuse."""
-    if byte_length(entry.kind, entry.shape) != entry.length or raw.numel() != entry.length:
-        raise SourceError(f"{entry.file}: tensor {entry.name} does not have the expected {entry.length} bytes: {AGAIN}")
+    _check_length(entry, raw.numel())
     if entry.kind in _PLAIN:
         values = raw.view(_PLAIN[entry.kind]).to(dtype).reshape(entry.shape)
     else:
         values = dequantise(raw, entry.kind, dtype).reshape(entry.shape)
     return _undo_interleaving(values, entry.interleaved_heads) if entry.interleaved_heads else values
+
+
+def _check_length(entry: TensorEntry, length: int) -> None:
+    if byte_length(entry.kind, entry.shape) != entry.length or length != entry.length:
+        raise SourceError(f"{entry.file}: tensor {entry.name} does not have the expected {entry.length} bytes: {AGAIN}")
 
 
 def _undo_interleaving(values: Tensor, heads: int) -> Tensor:
@@ -49,24 +91,7 @@ def _undo_interleaving(values: Tensor, heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(values.shape)
 
 
-def _bytes_of(raw: Tensor) -> memoryview:
-    """Return a tensor's memory as writable bytes."""
-    array: Any = raw.numpy()
-    return memoryview(array).cast("B")
-
-
 def _read(entry: TensorEntry) -> Tensor:
     raw = torch.empty(entry.length, dtype=torch.uint8)
-    buffer = _bytes_of(raw) if entry.length else memoryview(b"")
-    try:
-        with entry.file.open("rb", buffering=0) as file:
-            file.seek(entry.offset)
-            done = 0
-            while done < entry.length:  # one read may return less than requested (at most 2 GiB on Linux)
-                count = file.readinto(buffer[done:])
-                if not count:
-                    raise SourceError(f"{entry.file} is cut short: tensor {entry.name} is incomplete: {AGAIN}")
-                done += count
-    except OSError as error:
-        raise unreadable(entry.file, error) from error
+    read_range(entry, 0, raw)
     return raw

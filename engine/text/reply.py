@@ -12,7 +12,7 @@ from typing import Literal
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.text.sampler import Sampling, sample
+from engine.text.sampler import SampleRequest, Sampling, sample_rows
 from engine.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -50,8 +50,16 @@ class ReplyWriter:
 
     def choose(self, logits: Tensor) -> str:
         """Sample the next token from logits (vocab,) of the last position; return the text that can be shown now."""
+        return self.accept(int(sample_rows(logits[None], [self.request])))
+
+    @property
+    def request(self) -> SampleRequest:
+        """The request to sample the next token."""
+        return SampleRequest(self._history, self._settings.sampling, len(self._history))
+
+    def accept(self, token: int) -> str:
+        """Append a sampled token; return the text that can be shown now."""
         assert self.finish_reason is None, "the reply is finished"
-        token = sample(logits, self._history, self._settings.sampling, position=len(self._history))
         self._history.append(token)
         self.token_ids.append(token)
         if token in self._end_ids:

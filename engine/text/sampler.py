@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,17 +41,65 @@ class Sampling:
                 raise EngineError(problem)
 
 
+class SampleRequest(NamedTuple):
+    """One row of logits to sample from: the tokens before it, its settings, and its position in the text."""
+
+    history: Sequence[int]
+    settings: Sampling
+    position: int
+
+
 def sample(logits: Tensor, history: Sequence[int], settings: Sampling, position: int) -> int:
     """Return the next token for logits (vocab,) after the tokens of `history`."""
+    return int(sample_rows(logits[None], [SampleRequest(history, settings, position)]))
+
+
+def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+    """Return the next token of each row of logits (N, vocab): (N,) on the same device, computed without waiting."""
     logits = logits.float()
-    if settings.repetition_penalty != 1.0 and history:
-        logits = penalised(logits, history, settings.repetition_penalty)
-    if settings.temperature == 0:
-        return int(logits.argmax())
-    probabilities, tokens = torch.softmax(logits / settings.temperature, dim=-1).sort(descending=True, stable=True)
-    kept = probabilities[: kept_count(probabilities, settings)].double().cumsum(0)
-    draw = uniform(settings.seed, position) * float(kept[-1])
-    return int(tokens[min(int(torch.searchsorted(kept, draw, right=True)), len(kept) - 1)])
+    if any(request.settings.repetition_penalty != 1.0 and request.history for request in requests):
+        rows = [
+            penalised(row, request.history, request.settings.repetition_penalty) if request.history else row
+            for row, request in zip(logits, requests, strict=True)
+        ]
+        logits = torch.stack(rows)
+    drawn = [row for row, request in enumerate(requests) if request.settings.temperature > 0]
+    if not drawn:
+        return logits.argmax(dim=-1)
+    if len(drawn) == len(requests):
+        return _draw(logits, requests)
+    tokens = logits.argmax(dim=-1)
+    tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
+    return tokens
+
+
+def _draw(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+    """Draw a token for each row (N, vocab) by its request's random number: (N,)."""
+    settings = [request.settings for request in requests]
+    columns = torch.tensor(
+        [
+            (s.temperature, s.top_k or logits.shape[1], s.top_p, s.min_p, uniform(s.seed, request.position))
+            for s, request in zip(settings, requests, strict=True)
+        ],
+        dtype=torch.float64,
+    ).to(logits.device)  # (N, 5), in one upload
+    temperature, top_k, top_p, min_p, number = columns.split(1, dim=1)
+    probabilities, tokens = torch.softmax(logits / temperature.float(), dim=-1).sort(descending=True, stable=True)
+    mass = probabilities.double().cumsum(-1)
+    # Each filter is applied to the full distribution: the first top_k, the smallest head whose mass reaches top_p, and
+    # those of at least min_p times the highest.
+    count = top_k.long()
+    if any(s.top_p < 1 for s in settings):
+        before = mass - probabilities.double()
+        within = (before < top_p).sum(-1, keepdim=True)
+        count = torch.where(top_p < 1, torch.minimum(count, within), count)
+    if any(s.min_p > 0 for s in settings):
+        likely = (probabilities >= min_p.float() * probabilities[:, :1]).sum(-1, keepdim=True)
+        count = torch.minimum(count, likely)
+    last = count.clamp(1, logits.shape[1]) - 1
+    draw = number * mass.gather(1, last)
+    chosen = torch.minimum(torch.searchsorted(mass, draw, right=True), last)
+    return tokens.gather(1, chosen).squeeze(1)
 
 
 def penalised(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
@@ -58,23 +107,6 @@ def penalised(logits: Tensor, history: Sequence[int], penalty: float) -> Tensor:
     seen = torch.tensor(sorted(set(history)), device=logits.device)
     values = logits[seen]
     return logits.index_copy(0, seen, torch.where(values > 0, values / penalty, values * penalty))
-
-
-def kept_count(probabilities: Tensor, settings: Sampling) -> int:
-    """Return how many of the descending probabilities pass all filters; at least one.
-
-    Each filter is applied to the full distribution: the first top_k, the smallest head whose mass reaches top_p, and
-    those of at least min_p times the highest.
-    """
-    count = len(probabilities)
-    if settings.top_k:
-        count = min(count, settings.top_k)
-    if settings.top_p < 1:
-        before = probabilities.double().cumsum(0) - probabilities.double()
-        count = min(count, int((before < settings.top_p).sum()))
-    if settings.min_p > 0:
-        count = min(count, int((probabilities >= settings.min_p * probabilities[0]).sum()))
-    return max(count, 1)
 
 
 def uniform(seed: int, position: int) -> float:

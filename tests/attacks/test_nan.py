@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from app.core.compute import StepWork
 from engine.errors import EngineError, SessionError
 from engine.model import cuda_graphs as graphs
 from engine.model.attention import Segment
-from engine.model.cuda_graphs import DecodeGraphs, SpanParts, StepBuffers, page_table, plain_step
+from engine.model.cuda_graphs import DecodeGraphs, Replay, ShapeKey, SpanParts
 from engine.model.kv_cache import KVLease
 from engine.model.span import SpanRunner
 from engine.session_runner import SessionRunner
@@ -27,14 +26,11 @@ PROMPT_TOKENS = 5
 class EagerGraphs(DecodeGraphs):
     """Decode steps as on CUDA without Triton, but on the CPU: each replay of a captured step computes it anew."""
 
-    def _capture(self, rows: int, pages: int, part: slice) -> StepBuffers:
-        parts = self._parts
-        x = torch.zeros(rows, parts.config.hidden_size)
-        staged = page_table(rows, pages, [], parts.pool.scratch_page)
-        where, out = staged.clone(), torch.zeros_like(x)
-        graph: Any = SimpleNamespace(replay=lambda: out.copy_(plain_step(parts, part, x, where)))
-        event: Any = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-        return StepBuffers(x, where, staged, [None] * rows, event, out, graph)
+    def _capture(self, key: ShapeKey) -> Replay:
+        return partial(self._run, self._buffers_of(key.rows), key)
+
+    def _wait(self) -> None:
+        pass
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from engine.config import ModelConfig, Rope
@@ -27,6 +29,21 @@ CASES = {
 }
 
 
+class GivenTensors:
+    """Tensors in memory, read like those of a file."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {role: tuple(tensor.shape) for role, tensor in self._tensors.items()}
+
+    def read(self, outs: Mapping[str, torch.Tensor]) -> None:
+        for role, out in outs.items():
+            out.copy_(self._tensors[role])
+
+
 def random_block(config: ModelConfig, index: int, options: SpanOptions) -> Block:
     """A block of random weights with the biases and norms that the config asks for."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -44,7 +61,7 @@ def random_block(config: ModelConfig, index: int, options: SpanOptions) -> Block
     norms = {"attn_norm": hidden, "mlp_norm": hidden}
     norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim} if config.qk_norm else {}
     tensors |= {role: 1 + 0.1 * random(size) for role, size in norms.items()}
-    return build_block(index, tensors, options)
+    return build_block(index, GivenTensors(tensors), options)
 
 
 def random_span(

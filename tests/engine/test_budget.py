@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from engine.budget import (
     BFLOAT16,
     FLOAT32,
+    KV_SHARE,
+    LIBRARY_BYTES,
     Allowance,
     Precision,
+    allowance_on,
     block_bytes,
     default_headroom,
     ends_bytes,
@@ -81,6 +84,22 @@ def test_hosted_ends_cost_blocks() -> None:
     ends = plan_blocks(LLAMA_8B, allowance, BFLOAT16, hosts_embedding=True, hosts_head=True)
     assert ends.blocks == 5  # two matrices of 1.05 GB
     assert ends.ends_bytes == 2 * (2 * 128256 * 4096 + 4096)
+
+
+@pytest.mark.parametrize(
+    ("cap_gb", "vocabulary", "blocks", "head"),
+    [(7, 264, 11, True), (7, 128256, 9, True), (24, 128256, 32, True), (2, 128256, 1, False), (1, 264, 0, False)],
+)
+def test_a_cap_on_a_gpu_includes_what_the_driver_takes(cap_gb: int, vocabulary: int, blocks: int, head: bool) -> None:
+    config = dataclasses.replace(LLAMA_8B, vocab_size=vocabulary)
+    card = Device("cuda:0", "cuda", "a card", 80 * GB, 78 * GB, context_bytes=543_162_368)
+    budget = fit(config, card, BFLOAT16, cap_gb * GB).budget
+    assert budget.blocks == blocks
+    if blocks:
+        assert budget.total_bytes + card.context_bytes + LIBRARY_BYTES <= cap_gb * GB
+        usable = allowance_on(card, cap_gb * GB).usable_bytes
+        assert KV_SHARE / 2 * usable - block_bytes(config, BFLOAT16) <= budget.kv_bytes <= KV_SHARE * usable
+        assert budget.ends_bytes == ends_bytes(config, BFLOAT16, embedding=False, head=head)
 
 
 def test_reasons_name_the_limit() -> None:

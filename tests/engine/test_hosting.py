@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.budget import FLOAT32, block_bytes
-from engine.hosting import load_blocks, measured_host, plan_hosting
+from engine.budget import FLOAT32, block_bytes, workspace_bytes
+from engine.hosting import HostingWish, Weights, load_blocks, measured_host, plan_hosting
 from engine.model.attention import Segment
 from engine.model.kv_cache import KVLease
 from engine.model.span import SpanRunner
@@ -22,15 +22,33 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 def test_a_limit_decides_how_many_blocks_are_hosted(tiny: ModelSource) -> None:
-    assert plan_hosting(tiny.config, "cpu", None).blocks == tiny.config.n_blocks
-    assert plan_hosting(tiny.config, "cpu", 0).blocks == 0
-    plan = plan_hosting(tiny.config, "cpu", 3_000_000)
+    assert plan_hosting(tiny.config, "F32", HostingWish("cpu")).blocks == tiny.config.n_blocks
+    assert plan_hosting(tiny.config, "F32", HostingWish("cpu", 0)).blocks == 0
+    plan = plan_hosting(tiny.config, "F32", HostingWish("cpu", 3_000_000))
     assert 0 < plan.blocks < tiny.config.n_blocks
     assert plan.budget.total_bytes <= 3_000_000
 
 
+@pytest.mark.parametrize(
+    ("weights", "wanted", "quantised"),
+    [
+        ("own", 4, False),
+        ("int8", 0, True),
+        ("auto", 1, False),  # fits as it is
+        ("auto", 4, True),  # fits only in int8
+        ("auto", 8, False),  # does not fit either way
+    ],
+)
+def test_int8_is_chosen_where_it_makes_the_difference(
+    tiny: ModelSource, weights: Weights, wanted: int, quantised: bool
+) -> None:
+    room = int(1.5 * block_bytes(tiny.config, FLOAT32)) + workspace_bytes(tiny.config, FLOAT32, 512, head=False)
+    plan = plan_hosting(tiny.config, "F32", HostingWish("cpu", int(room / 0.75), weights, wanted))
+    assert plan.quantised is quantised
+
+
 def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
-    plan = plan_hosting(tiny.config, "cpu", 3_000_000)
+    plan = plan_hosting(tiny.config, "F32", HostingWish("cpu", 3_000_000))
     seen: list[tuple[int, int]] = []
     hosted = measured_host(load_blocks(tiny, 2, 2 + plan.blocks, plan, lambda done, total: seen.append((done, total))))
     assert seen[-1] == (plan.blocks, plan.blocks)
@@ -42,7 +60,7 @@ def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:
 
 
 def test_blocks_that_come_later_change_nothing_for_sessions_that_are_open(tiny: ModelSource) -> None:
-    plan = plan_hosting(tiny.config, "cpu", None)
+    plan = plan_hosting(tiny.config, "F32", HostingWish("cpu"))
     whole, growing = load_blocks(tiny, 1, 5, plan), measured_host(load_blocks(tiny, 1, 3, plan, grows_to=5))
     span = growing.span
     hidden = torch.randn(6, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.text.sampler import Sampling, kept_count, penalised, sample, uniform
+from engine.text.sampler import SampleRequest, Sampling, penalised, sample, sample_rows, uniform
 
 logit_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 samplings = st.builds(
@@ -73,10 +73,39 @@ def test_a_sample_is_a_valid_token_and_depends_on_its_arguments_alone(
     assert sample(values.clone(), list(history), settings, position) == token
 
 
-@given(logit_lists, samplings)
-def test_something_is_always_kept(logits: list[float], settings: Sampling) -> None:
-    probabilities = torch.softmax(torch.tensor(logits), 0).sort(descending=True).values
-    assert 1 <= kept_count(probabilities, settings) <= len(logits)
+def one_by_one(logits: torch.Tensor, history: list[int], settings: Sampling, position: int) -> int:
+    """The sampler's definition, for one row, filter after filter."""
+    if settings.repetition_penalty != 1.0 and history:
+        logits = penalised(logits, history, settings.repetition_penalty)
+    if settings.temperature == 0:
+        return int(logits.argmax())
+    probabilities, tokens = torch.softmax(logits / settings.temperature, dim=-1).sort(descending=True, stable=True)
+    kept = len(probabilities) if not settings.top_k else min(len(probabilities), settings.top_k)
+    if settings.top_p < 1:
+        before = probabilities.double().cumsum(0) - probabilities.double()
+        kept = min(kept, int((before < settings.top_p).sum()))
+    if settings.min_p > 0:
+        kept = min(kept, int((probabilities >= settings.min_p * probabilities[0]).sum()))
+    mass = probabilities[: max(kept, 1)].double().cumsum(0)
+    draw = uniform(settings.seed, position) * float(mass[-1])
+    return int(tokens[min(int(torch.searchsorted(mass, draw, right=True)), len(mass) - 1)])
+
+
+@given(st.lists(st.lists(st.floats(-30, 30, width=32), min_size=9, max_size=9), min_size=1, max_size=5), st.data())
+def test_rows_sampled_together_get_the_tokens_that_each_gets_alone(
+    rows: list[list[float]], data: st.DataObject
+) -> None:
+    requests = [
+        SampleRequest(
+            data.draw(st.sampled_from([[], [0, 3, 3, 7]])), data.draw(samplings), data.draw(st.integers(0, 99))
+        )
+        for _ in rows
+    ]
+    together = sample_rows(torch.tensor(rows), requests).tolist()
+    assert together == [
+        one_by_one(torch.tensor(row), list(one.history), one.settings, one.position)
+        for row, one in zip(rows, requests, strict=True)
+    ]
 
 
 def test_random_numbers_are_the_same_on_every_machine() -> None:
