@@ -1,11 +1,12 @@
 """The reply service: turns a user's request into a reply of the swarm, text in and text out.
 
-It gets tokenizer, embedding and head onto this machine before the first request, and loads them with it; the blocks in
-between run on the hops (`app.asker.asker`).
+It gets tokenizer, embedding and head onto this machine before the first request, and loads them with it, or before it
+where a GPU runs the head; the blocks in between run on the hops (`app.asker.asker`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,18 @@ from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import Route
 from app.routing.trust import TrustBook
 from app.weights.extents import WeightsError
+from engine.errors import EngineError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
+    from engine.model.block import WeightOptions
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
     from engine.text.reply import ReplySettings
 
+
+log = logging.getLogger("shoal.replies")
 
 WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
 TRY_AGAIN_S = 15.0
@@ -61,7 +66,7 @@ class NoModelHere(AppError):
 
 
 class ReplyService:
-    """Answers requests over the swarm; the ends are loaded with the first one."""
+    """Answers requests over the swarm."""
 
     def __init__(
         self,
@@ -83,7 +88,8 @@ class ReplyService:
         self._own_server = own_server
         self._count = count  # called at the end of each reply, with its tokens and the peers that took part
         self._thread = DeviceThread()
-        self._lock = trio.Lock()
+        self._lock, self._loading = trio.Lock(), trio.Lock()
+        self._head_options: WeightOptions | None = None  # None: on the CPU, loaded with the first request
         self._ends: SwarmEnds | None = None
         self._asker: Asker | None = None
         self._nursery: trio.Nursery | None = None
@@ -120,6 +126,38 @@ class ReplyService:
                 self._problem = str(error)
                 await trio.sleep(TRY_AGAIN_S)
         self._arrived.set()
+        if self._head_options is not None:
+            await self._loaded_ends()
+
+    async def place_head(self, options: WeightOptions | None) -> None:
+        """Compute the head on this device from now on; None: on the CPU.
+
+        On a GPU it is loaded before the first request; if there is no room for it, it stays on the CPU.
+        """
+        self._head_options = options
+        if self._ends is None:
+            if options is not None and self._source is not None:
+                await self._loaded_ends()
+        elif (options or _cpu_ends()).device.type != self._ends.device.split(":")[0]:
+            try:
+                await self._thread.run(self._ends.move, options or _cpu_ends())
+            except EngineError as error:
+                log.warning("the head stays on the CPU: %s", error)
+
+    async def _loaded_ends(self) -> SwarmEnds:
+        """Return the ends, loaded if need be."""
+        async with self._loading:
+            if self._ends is None:
+                assert self._source is not None, "ends are loaded once they are on disk"
+                options = self._head_options or _cpu_ends()
+                try:
+                    self._ends = await self._thread.run_apart(_load_ends, self._source, options)
+                except EngineError as error:
+                    if options.device.type == "cpu":
+                        raise
+                    log.warning("the head stays on the CPU: %s", error)
+                    self._ends = await self._thread.run_apart(_load_ends, self._source, _cpu_ends())
+            return self._ends
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
@@ -151,10 +189,9 @@ class ReplyService:
                         f"the tokenizer, embedding and head of {self._membership.record} are not on this machine yet: "
                         f"{self._problem or self._describe() or 'they are being looked for'}; ask again in a while"
                     )
-                self._ends = await self._thread.run_apart(_load_ends, self._source)
                 self._asker = Asker(
                     self._network,
-                    self._ends,
+                    await self._loaded_ends(),
                     self._thread,
                     self._announcements,
                     own_server=self._own_server,
@@ -162,19 +199,23 @@ class ReplyService:
                 )
                 assert self._nursery is not None, "replies need a running node"
                 await self._nursery.start(self._asker.run)
-        return self._ends, self._asker
+            assert self._ends is not None, "an asker has its ends"
+            return self._ends, self._asker
 
     def _announcements(self) -> Sequence[Any]:
         return [*self._membership.announcements(), self._membership.own]
 
 
-def _load_ends(source: ModelSource) -> SwarmEnds:
-    import torch
-
-    from engine.model.block import WeightOptions
+def _load_ends(source: ModelSource, options: WeightOptions) -> SwarmEnds:
     from engine.swarm_ends import load_swarm_ends
 
-    return load_swarm_ends(source, WeightOptions(torch.device("cpu"), torch.float32))
+    return load_swarm_ends(source, options)
+
+
+def _cpu_ends() -> WeightOptions:
+    from engine.hosting import CPU_ENDS
+
+    return CPU_ENDS
 
 
 def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:

@@ -95,7 +95,7 @@ def load_model(name: str, device_name: str | None) -> LocalModel:
     device = find_device(device_name, probe_devices())
     with progress_on_stderr(name) as progress:
         source = open_source(name, cache_folder(), progress)
-    options = local_options(source, torch.device(device.id), pick_dtype(device.id).dtype, device.free_bytes)
+    options = local_options(source, torch.device(device.id), pick_dtype(device.id), device.free_bytes)
     return load_local(source, options)
 
 

@@ -198,11 +198,11 @@ def _cover(a: Place, b: Place, blocks: int) -> bool:
 def memory_for(model: str, share: float) -> tuple[int, int]:
     """Return a memory limit with which a node hosts this share of a model's blocks, and the number of its blocks."""
     from app.config.home import cache_folder
-    from engine.hosting import plan_hosting
+    from engine.hosting import HostingWish, plan_hosting
     from engine.sources.opening import open_source
 
     config = open_source(model, cache_folder()).config
-    budget = plan_hosting(config, "cpu", None).budget
+    budget = plan_hosting(config, "F32", HostingWish("cpu")).budget
     if not budget.blocks:
         raise DemoFailed(f"this machine has no room for the model: {budget.reason}")
     wanted = -(-config.n_blocks * share // 1)

@@ -66,16 +66,19 @@ def live(home: Home, config: Config, target: str | None) -> None:
     log = logging.getLogger("shoal.node")
     for name in config.unknown:
         log.warning("%s: unknown setting %r is ignored", home.config_file, name)
+    from app.config.home import cache_folder
+
+    bind_threads()
+    # Compiled kernels are kept with the models, so that later starts find them.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "kernels"))
     import trio
 
-    from app.config.home import cache_folder
     from app.node.node import Node
     from p2p.platform import keep_freed_memory
 
     # The event loop shares the interpreter with computing threads: the default makes it wait 5 ms for each turn.
     sys.setswitchinterval(0.0005)
     keep_freed_memory()
-    bind_threads()
     try:
         trio.run(Node(home, config, cache_folder(), on_ready=say_ready).run, target)
     except Exception:

@@ -20,7 +20,18 @@ from p2p.addresses import is_peer_id, parse_address
 from p2p.errors import P2PError
 
 Kind = Literal[
-    "text", "integer", "flag", "size", "blocks", "timetable", "choices", "addresses", "denials", "programs", "peers"
+    "text",
+    "integer",
+    "flag",
+    "size",
+    "blocks",
+    "timetable",
+    "choice",
+    "choices",
+    "addresses",
+    "denials",
+    "programs",
+    "peers",
 ]
 Value = str | int | bool | tuple[str, ...] | None
 
@@ -86,6 +97,8 @@ class Setting:
                 return str(Span.parse(value))
             case ("text", str()) if value.isprintable() and len(value) <= 32:
                 return value
+            case ("choice", str()) if value in self.options:
+                return value
             case ("timetable", str()):
                 parse_schedule(value)
                 return " ".join(value.split())
@@ -117,6 +130,7 @@ class Setting:
             "flag": "true or false",
             "size": "a size like 6GB or 500MB",
             "blocks": "a span of blocks like 0:12",
+            "choice": f"one of {', '.join(self.options)}",
             "choices": f"some of {', '.join(self.options)}",
             "addresses": "addresses like /ip4/192.0.2.1/tcp/7464",
             "peers": "peer ids, as `shoal peers` shows them",
@@ -196,6 +210,13 @@ class Settings:
     device: str = _setting("text", "auto", "Device to compute on: auto, cpu, cuda, cuda:1, mps, xpu, …")
     max_vram: int | None = _setting(
         "size", None, "Most memory for hosting, KV cache included; 0 hosts nothing; unset: all free memory."
+    )
+    weights: Literal["auto", "own", "int8"] = _setting(
+        "choice",
+        "auto",
+        "How hosted weights are kept: own (the model's format), int8 (half the memory, a little less exact), or auto: "
+        "int8 only if this node could not host a single block, or not the whole model while it is alone.",
+        options=("auto", "own", "int8"),
     )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses.")
     private_blocks: int = _setting(

@@ -62,6 +62,9 @@ class BlockRunner(Protocol):
     def step(self, work: Sequence[StepWork]) -> Sequence[StepOutput]:
         """Run one step for all these sessions; raises `engine.errors.EngineError` and then advances none."""
 
+    def prepare(self) -> bool:
+        """Build one thing that later steps would otherwise run without; False if nothing is left to build."""
+
 
 class TextPiece(Protocol):
     """The next token of a reply: the text that it completes (may be empty), and its embedding unless it is the last."""

@@ -7,21 +7,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import trio
 
 from app.core.compute import BlockRunner
-from app.core.device_thread import DeviceThread
+from app.core.compute import Device as ComputeDevice
 from app.core.errors import AppError
 from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.hosting.device_view import device_view
-from app.hosting.loader import BlockLoader
 from app.hosting.placement import Candidate, Move, MoveTimer, decide, due
 from app.membership import Membership
 from app.membership.member import Change
@@ -29,17 +28,17 @@ from app.routing.estimates import rtts_to_announce
 from app.serving.block_server import DRAIN_S, BlockServer
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
-from app.weights.library import span_parts
-from app.weights.model_weights import ModelWeights
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from engine.device.probe import Device
-    from engine.hosting import Hosted, HostingPlan
+    from engine.hosting import Hosted, HostingPlan, HostingWish
 
 log = logging.getLogger("shoal.hosting")
+
+Weights = Literal["auto", "own", "int8"]  # the setting `weights`
 
 REFRESH_S = 30.0  # between two announcements of figures such as load and free cache
 NEWS_S = 0.25  # changes of members within this time lead to one decision
@@ -54,6 +53,7 @@ class HostingOptions:
     device: str | None = None
     max_vram_bytes: int | None = None  # 0: host nothing
     blocks: Span | None = None  # host exactly these; None: choose
+    weights: Weights = "auto"
 
 
 class CannotHost(AppError):
@@ -73,6 +73,29 @@ class HostedView:
     sessions: int = 0
 
 
+class Loader(Protocol):
+    """Plans, loads and frees blocks; `app.hosting.loader.BlockLoader` does it with the engine."""
+
+    @property
+    def device(self) -> ComputeDevice:
+        """Runs the loaded blocks."""
+
+    async def plan(self, wish: HostingWish) -> HostingPlan:
+        """Return the device, and how many blocks fit on it."""
+
+    async def is_downloaded(self, span: Span) -> bool:
+        """True if all weights of these blocks are on disk."""
+
+    async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
+        """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end."""
+
+    def let_go(self, span: Span) -> None:
+        """Note that the weights of these blocks are not needed on disk any more."""
+
+    async def release(self, plan: HostingPlan) -> None:
+        """Return unused memory of the device to the system."""
+
+
 Say = Callable[[State, Reason], None]
 
 LIMIT_ZERO = because("limit_zero", "the memory limit is 0, so this node hosts nothing")
@@ -85,15 +108,17 @@ class BlockHost:
         self,
         network: Network,
         swarm: Membership,
-        weights: ModelWeights,
+        loader: Loader,
         options: HostingOptions,
         say: Say,
         steps: StartupSteps | None = None,
+        *,
+        planned: Callable[[HostingPlan], Awaitable[None]] | None = None,
     ) -> None:
-        self._network, self._swarm, self._weights, self._options, self._say = network, swarm, weights, options, say
+        self._network, self._swarm, self._loader, self._options, self._say = network, swarm, loader, options, say
         self._steps = steps or StartupSteps(lambda: None)
-        self._device = DeviceThread()
-        self.server = BlockServer(network, None, self._device)
+        self._planned = planned  # runs while the first blocks are loaded
+        self.server = BlockServer(network, None, loader.device)
         self._plan: HostingPlan | None = None
         self._hosted: Hosted | None = None
         self._seen: Device | None = None  # the device at the last reading of its sensors
@@ -165,6 +190,8 @@ class BlockHost:
         stop_listening = self._swarm.subscribe(self._on_change)
         try:
             async with trio.open_nursery() as nursery:
+                if self._planned is not None:
+                    nursery.start_soon(self._planned, self._plan)
                 await nursery.start(self.server.run)
                 with self._choosing:
                     while self._span is None:
@@ -192,12 +219,10 @@ class BlockHost:
 
     async def unload(self) -> None:
         """Free the memory of the blocks; remaining sessions end."""
-        from engine.hosting import release
-
         await self.server.host(None)
         plan, self._hosted, self._span = self._plan, None, None
         if plan is not None:
-            await self._device.run(release, plan.device.id)
+            await self._loader.release(plan)
 
     def withdraw(self) -> None:
         """Announce `loading` until `appear`, so that no new sessions come; blocks stay loaded and sessions continue."""
@@ -220,15 +245,19 @@ class BlockHost:
 
     async def _make_plan(self) -> HostingPlan | None:
         """Return the plan of device and number of blocks, or None if this node can only be a client."""
-        from engine.hosting import plan_hosting
+        from engine.hosting import HostingWish
 
-        options, config = self._options, self._weights.manifest.config
+        options, n_blocks = self._options, self._swarm.n_blocks
         if options.max_vram_bytes == 0:
             self._say("client", LIMIT_ZERO)
             return None
-        if options.blocks is not None and options.blocks.stop > config.n_blocks:
-            raise CannotHost(f"the setting `blocks` is {options.blocks}, but the model has {config.n_blocks} blocks")
-        plan = await self._device.run_apart(plan_hosting, config, options.device, options.max_vram_bytes)
+        if options.blocks is not None and options.blocks.stop > n_blocks:
+            raise CannotHost(f"the setting `blocks` is {options.blocks}, but the model has {n_blocks} blocks")
+        # Alone, the user can chat only if all blocks are here; others may still bring what a larger swarm lacks.
+        wanted = n_blocks if not self._swarm.announcements() else 1
+        if options.blocks is not None:
+            wanted = len(options.blocks)
+        plan = await self._loader.plan(HostingWish(options.device, options.max_vram_bytes, options.weights, wanted))
         if options.blocks is not None and plan.blocks < len(options.blocks):
             raise CannotHost(f"blocks {options.blocks} do not fit here: {plan.budget.reason}")
         if plan.blocks == 0:
@@ -236,7 +265,6 @@ class BlockHost:
             self._steps.failed(plan.budget.reason)
             self._say("client", because("no_room", plan.budget.reason))
             return None
-        self._device.device = plan.device.id
         return plan
 
     def _decide(self, plan: HostingPlan) -> Move | None:
@@ -276,18 +304,14 @@ class BlockHost:
 
     async def _load(self, plan: HostingPlan, move: Move) -> None:
         span = move.span
-        parts = span_parts(span.start, span.stop)
-        here = not await trio.to_thread.run_sync(self._weights.library.missing, parts)
-        state: State = "loading" if here else "fetching"
+        state: State = "loading" if await self._loader.is_downloaded(span) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
         self._swarm.announce(state=state, span=span, growing=None, device=plan.device.name)
         await self.server.host(None)
         if self._span is not None:
-            self._weights.release(span_parts(self._span.start, self._span.stop))
+            self._loader.let_go(self._span)
         self._hosted = self._span = None  # free the old blocks' memory before loading new ones
-        hosted = await BlockLoader(self._weights, self._device, plan, self._steps).load(
-            span, partial(self._serve_part, span, move)
-        )
+        hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
         self._steps.done("load", f"blocks {span}")
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
         self._settled_at = trio.current_time()

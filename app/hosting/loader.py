@@ -22,7 +22,7 @@ from app.weights.library import ENDS, span_parts
 from app.weights.model_weights import ModelWeights
 
 if TYPE_CHECKING:
-    from engine.hosting import Hosted, HostingPlan
+    from engine.hosting import Hosted, HostingPlan, HostingWish
     from engine.sources.base import ModelSource
 
 SERVE_FROM_FRACTION = 1 / 4  # start serving once this much of the span is downloaded
@@ -32,7 +32,47 @@ OnGrown = Callable[["Hosted", Span], Awaitable[None]]
 
 
 class BlockLoader:
-    """Loads one span and reports progress in the startup steps."""
+    """Plans, loads and frees the blocks of one model on this machine; everything on the device runs in its thread."""
+
+    def __init__(self, weights: ModelWeights, steps: StartupSteps) -> None:
+        self._weights, self._steps = weights, steps
+        self.device = DeviceThread()
+
+    async def plan(self, wish: HostingWish) -> HostingPlan:
+        """Return the device, and how many blocks fit on it; raises `engine.errors.DeviceError`."""
+        from engine.hosting import plan_hosting
+
+        manifest = self._weights.manifest
+        largest = max(manifest.block(0).tensors, key=lambda tensor: tensor.size_bytes)
+        plan = await self.device.run_apart(plan_hosting, manifest.config, largest.kind, wish)
+        self.device.device = plan.device.id
+        return plan
+
+    async def is_downloaded(self, span: Span) -> bool:
+        """True if all weights of these blocks are on disk."""
+        missing = await trio.to_thread.run_sync(self._weights.library.missing, span_parts(span.start, span.stop))
+        return not missing
+
+    async def load(self, plan: HostingPlan, span: Span, on_grown: OnGrown) -> Hosted:
+        """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
+
+        Raises `WeightsError` if the weights cannot be downloaded, `engine.errors.EngineError` if they do not load.
+        """
+        return await SpanLoad(self._weights, self.device, plan, self._steps).load(span, on_grown)
+
+    def let_go(self, span: Span) -> None:
+        """Note that the weights of these blocks are not needed on disk any more."""
+        self._weights.release(span_parts(span.start, span.stop))
+
+    async def release(self, plan: HostingPlan) -> None:
+        """Return unused memory of the device to the system."""
+        from engine.hosting import release
+
+        await self.device.run(release, plan.device.id)
+
+
+class SpanLoad:
+    """One span being loaded; reports progress in the startup steps."""
 
     def __init__(self, weights: ModelWeights, device: DeviceThread, plan: HostingPlan, steps: StartupSteps) -> None:
         self._weights, self._device, self._plan, self._steps = weights, device, plan, steps
@@ -41,10 +81,7 @@ class BlockLoader:
         self._changed = Signal()  # a part was stored, or the download failed
 
     async def load(self, span: Span, on_grown: OnGrown) -> Hosted:
-        """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end.
-
-        Raises `WeightsError` if the weights cannot be downloaded, `engine.errors.EngineError` if they do not load.
-        """
+        """Load the span, as `BlockLoader.load` says."""
         if not await trio.to_thread.run_sync(self._weights.library.missing, span_parts(span.start, span.stop)):
             self._steps.done("weights")
             return await self._load_first(span, span)
@@ -81,13 +118,19 @@ class BlockLoader:
         return await self._load_first(Span(span.start, ready), span) if enough else None
 
     async def _load_first(self, part: Span, span: Span) -> Hosted:
-        from engine.hosting import load_blocks, measured_host
+        from engine.hosting import load_blocks, measured_host, warm_kernels
 
         self._steps.begin("load", f"blocks {span}")
         source = await self._weights.need(span_parts(part.start, part.stop), hosted=True)
         on_loaded = self._load_progress(span)
         load = partial(load_blocks, source, part.start, part.stop, self._plan, on_loaded, grows_to=span.stop)
-        return await self._device.run(measured_host, await self._device.run_apart(load))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._device.run, warm_kernels, source.config, self._plan)
+            loaded = await self._device.run_apart(load)
+        if part == span:
+            self._steps.done("load", f"blocks {span}")
+            self._steps.begin("measure")
+        return await self._device.run(measured_host, loaded)
 
     async def _fetch(self, span: Span) -> None:
         """Download the span's parts; keeps a `WeightsError` in `_failure` for `load` to raise."""

@@ -63,7 +63,7 @@ def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
     from engine.device.read_speed import block_floor_s, reading_bytes_per_s
 
     device = find_device(device_name, probe_devices())
-    dtype = pick_dtype(device.id).dtype
+    dtype = pick_dtype(device.id)
     precision = unquantised(dtype.itemsize)
     return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype), block_floor_s(device.id, dtype))
 

@@ -206,7 +206,7 @@ class ActiveSwarm:
                 count=context.count_reply,
             )
             await nursery.start(self.replies.run)
-            self.hosting_loop = HostingLoop(network, membership, self.weights, context, self)
+            self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, context, self)
             await self.hosting_loop.run()
 
     async def _serve_self(self, stream: FrameStream) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
+from app.asker.reply_service import ReplyService
 from app.core.errors import first_error
 from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.courtesy.pause import Pause
 from app.hosting.block_host import LIMIT_ZERO, BlockHost, CannotHost, HostingOptions
+from app.hosting.loader import BlockLoader
 from app.membership import Membership
 from app.node import self_check
 from app.node.context import NodeContext
@@ -28,6 +30,9 @@ from app.weights.extents import WeightsError
 from app.weights.model_weights import ModelWeights
 from engine.errors import EngineError
 from p2p.rate_limit import backoff_s
+
+if TYPE_CHECKING:
+    from engine.hosting import HostingPlan
 
 FIRST_RETRY_S = 30.0  # after hosting failed: a full disk or card may have room again
 LONGEST_RETRY_S = 600.0
@@ -60,10 +65,11 @@ class HostingLoop:
         network: Network,
         membership: Membership,
         weights: ModelWeights,
+        replies: ReplyService,
         context: NodeContext,
         observer: HostingObserver,
     ) -> None:
-        self._network, self._membership, self._weights = network, membership, weights
+        self._network, self._membership, self._weights, self._replies = network, membership, weights, replies
         self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
 
@@ -141,6 +147,10 @@ class HostingLoop:
             await block_host.retire(math.inf if pause.patient else DRAIN_S)
             nursery.cancel_scope.cancel()
         await block_host.unload()
+        await self._replies.place_head(None)
+
+    async def _place_head(self, plan: HostingPlan) -> None:
+        await self._replies.place_head(plan.head_options)
 
     async def _cancel_when_changed(self, pause: Pause, draining: trio.CancelScope) -> None:
         """Stop waiting for sessions once the pause is over or is replaced by one with another patience."""
@@ -170,6 +180,7 @@ class HostingLoop:
                 return
             failures += 1
             retry_s = backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S)
+            error = error.with_traceback(None)  # its frames hold the blocks that were loaded
             log.warning("this node hosts nothing: %s; trying again in %.0f s", error, retry_s)
             self.block_host = None
             self._membership.announce(state="client", span=None)
@@ -184,7 +195,8 @@ class HostingLoop:
             self._settle_without_hosting("client", LIMIT_ZERO)
             return
         blocks = None if settings.blocks is None else Span.parse(settings.blocks)
-        options = HostingOptions(None if settings.device == "auto" else settings.device, settings.max_vram, blocks)
+        device = None if settings.device == "auto" else settings.device
+        options = HostingOptions(device, settings.max_vram, blocks, settings.weights)
         self._observer.say("joining", because("looking_around", "looking at which blocks other members host"))
         async with trio.open_nursery() as nursery:
             # Importing torch takes seconds: do it while waiting for members.
@@ -192,7 +204,13 @@ class HostingLoop:
             with trio.move_on_after(0 if blocks is not None else MEET_MEMBERS_S):
                 await self._membership.joined()
         self.block_host = BlockHost(
-            self._network, self._membership, self._weights, options, self._observer.settle, self._observer.steps
+            self._network,
+            self._membership,
+            BlockLoader(self._weights, self._observer.steps),
+            options,
+            self._observer.settle,
+            self._observer.steps,
+            planned=self._place_head,
         )
         await self.block_host.run()
 

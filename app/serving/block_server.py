@@ -182,6 +182,7 @@ def control_frame(message: bytes) -> OutboundFrame:
 log = logging.getLogger("shoal.sessions")
 
 DRAIN_S = 30.0
+PREPARE_AFTER_S = 0.5  # without work for so long, the device prepares steps that are likely to come
 IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
@@ -298,6 +299,7 @@ class BlockServer:
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
         self._stepping = False
+        self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._work = Signal()  # the queue or `_between_steps` has something new
         self._emptied = Signal()
         self._nursery: trio.Nursery | None = None
@@ -597,8 +599,14 @@ class BlockServer:
             while self._between_steps:
                 await self._between_steps.popleft()()
             batch = self._queue.take(trio.current_time())
-            if batch is None or isinstance(batch, float):
-                with trio.move_on_at(float("inf") if batch is None else batch):
+            if batch is None:
+                with trio.move_on_after(PREPARE_AFTER_S if self._unprepared else float("inf")):
+                    await self._work.wait()
+                    continue
+                await self._prepare()
+                continue
+            if isinstance(batch, float):
+                with trio.move_on_at(batch):
                     await self._work.wait()
                 continue
             self._stepping = True
@@ -607,10 +615,21 @@ class BlockServer:
             finally:
                 self._stepping = False
 
+    async def _prepare(self) -> None:
+        """Let the runner build one thing that later steps need; called while no session has work."""
+        runner, self._stepping = self._runner, True
+        try:
+            self._unprepared = runner is not None and await self._device.run(runner.prepare)
+        except Exception:  # torch raises errors of every kind; steps work without it
+            log.exception("the device could not prepare a step")
+            self._unprepared = False
+        finally:
+            self._stepping = False
+
     async def _step(self, batch: list[QueuedTokens]) -> None:
         """Run one batch through the blocks and send every session's outputs on."""
         assert self._runner is not None, "no session outlives its runner"
-        started_at = trio.current_time()
+        started_at, self._unprepared = trio.current_time(), True
         work = [self._step_work(item) for item in batch]
         try:
             outputs = await self._device.run(self._runner.step, work)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 
 from app.snapshot.views import StepView
+
+log = logging.getLogger("shoal.node")
 
 TITLES = {
     "identity": "this node's identity",
@@ -14,7 +17,7 @@ TITLES = {
     "manifest": "the model's manifest",
     "weights": "the model's files",
     "load": "loading blocks into memory",
-    "measure": "measuring their speed",
+    "measure": "warming up and measuring speed",
     "announce": "announcing to the swarm",
 }
 ASIDE = {"ends": "tokenizer, embedding and head"}  # runs in parallel; listed only if it has to be downloaded
@@ -85,5 +88,8 @@ class StartupSteps:
 
     def _set(self, key: str, state: str, detail: str) -> None:
         view = self._views.get(key, StepView(key, (TITLES | ASIDE)[key]))
-        self._views[key] = dataclasses.replace(view, state=state, detail=detail, seconds_left=None)
+        took_s = self._now_s() - self._began_s[key] if state == "done" and key in self._began_s else view.took_s
+        if state == "done" and view.state != "done" and took_s is not None:
+            log.info("%s: done in %.1f s %s", view.title, took_s, detail)
+        self._views[key] = dataclasses.replace(view, state=state, detail=detail, seconds_left=None, took_s=took_s)
         self._changed()

@@ -183,6 +183,7 @@ class StepView:
     done: int | None = None
     total: int | None = None
     seconds_left: float | None = None
+    took_s: float | None = None  # once it is done
 
 
 @dataclass(frozen=True)

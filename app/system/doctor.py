@@ -143,16 +143,16 @@ def disk_of(folder: Path) -> Check:
 
 def examine_machine(devices: list[Device], models: Mapping[str, ModelConfig], cap_bytes: int | None) -> Iterator[Check]:
     """Yield the checks of these devices, and of each model on each of them; times number formats, so takes a while."""
-    from engine.device.dtypes import pick_dtype
+    from engine.device.dtypes import dtype_times, name_of, pick_dtype
 
     for device in devices:
         yield check_device(device)
         if not device.usable:
             continue
-        choice = pick_dtype(device.id)
-        seconds = {str(dtype).removeprefix("torch."): value for dtype, value in choice.seconds.items()}
-        yield check_format(device.id, str(choice.dtype).removeprefix("torch."), seconds)
-        precision = unquantised(choice.dtype.itemsize)
+        dtype = pick_dtype(device.id)
+        seconds = {name_of(timed): value for timed, value in dtype_times(device.id).seconds.items()}
+        yield check_format(device.id, name_of(dtype), seconds)
+        precision = unquantised(dtype.itemsize)
         for label, config in models.items():
             yield check_model(label, config, device, precision, cap_bytes)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from app.config.home import HOME_FILES
 
-CACHE_NAMES = frozenset({"models", "manifests", "parts", "in_use"})
+CACHE_NAMES = frozenset({"models", "manifests", "parts", "in_use", "kernels"})
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ class HashRunner:
                 assert length <= len(cache)
                 del cache[length:]
 
+    def prepare(self) -> bool:
+        return False
+
     def step(self, work: Sequence[StepWork]) -> list[Output]:
         self.batches.append([(item.session, item.position, item.rows) for item in work])
         return [self._advance(item) for item in work]

@@ -57,6 +57,11 @@ class DamagedWeights(ModelWeights):
         raise SourceError("block.0 is damaged: import the model again")
 
 
+async def head_stays(options: object) -> None:
+    """A plan for the CPU leaves the head there."""
+    assert options is None
+
+
 @pytest.mark.parametrize(
     ("kind", "has_model", "words"), [(ModelWeights, False, "do not fit"), (DamagedWeights, True, "is damaged")]
 )
@@ -77,8 +82,9 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         network = fabric.node(who.peer_id)
         swarm = Membership(network, who, RECORD, WIDE.n_blocks, MembershipSetup(wall_clock=wall_clock))
         cache = tmp_path / ("seed" if has_model else "empty")
+        replies: Any = SimpleNamespace(place_head=head_stays)
         weights = kind(network, swarm, manifest, cache, lambda: DiskRoom(limit_bytes=1))
-        nursery.start_soon(HostingLoop(network, swarm, weights, context, told).run)
+        nursery.start_soon(HostingLoop(network, swarm, weights, replies, context, told).run)
         with trio.fail_after(30):  # torch may have to be imported
             await told.is_client.wait()
         assert words in told.why.text

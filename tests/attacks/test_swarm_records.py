@@ -7,6 +7,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.span import Span
+from app.hosting.block_host import BlockHost, HostingOptions
 from app.membership import resolve_swarm
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
@@ -17,7 +18,7 @@ from p2p.memory.fabric import LinkProfile, open_fabric
 from tests.app.membership.test_hostile import told
 from tests.app.membership.test_swarm_search import serve
 from tests.app.swarms import CREATOR, MODEL, N_BLOCKS, START_S, Sim, SimNode, identity, open_sim, wall_clock
-from tests.sim.twin import SimHosting
+from tests.sim.twin import SimLoader
 from tests.sim.world import NodeSpec
 
 # --- M-8: a backdated record -----------------------------------------------------------------------------------------
@@ -89,7 +90,8 @@ async def test_a_newcomer_fills_the_hole_that_made_up_members_claim_to_serve(aut
         await trio.sleep(5)
         await tell_of_ghosts(sim, hostile, victim, 64)
         spec = NodeSpec(victim.number, HALF, SLOW, load_s=1.0, place=(0.0, 0.0))
-        nursery.start_soon(SimHosting(victim.network, victim.swarm, spec, lambda state, why: None).run)
+        host = BlockHost(victim.network, victim.swarm, SimLoader(spec), HostingOptions(), lambda state, why: None)
+        nursery.start_soon(host.run)
         await sim.until(lambda: victim.swarm.own.serves, 10)
         assert victim.swarm.own.span == Span(HALF, N_BLOCKS)
         nursery.cancel_scope.cancel()

@@ -8,21 +8,21 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trio
 
+from app.core.device_thread import DeviceThread
 from app.core.reasons import Reason
 from app.core.span import Span
-from app.hosting.block_host import BlockHost, HostingOptions, Say
-from app.hosting.placement import Move
+from app.hosting.block_host import BlockHost, HostingOptions
 from app.membership import Membership, MembershipSetup, Timing
 from app.snapshot.views import State
 from engine.benchmark import Throughput
 from engine.budget import BlockBudget
 from engine.device.probe import Device
-from engine.hosting import HostingPlan
+from engine.hosting import Hosted, HostingPlan, HostingWish
 from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.sim.judge import Judge, Verdict
@@ -32,33 +32,33 @@ PLAN_S = 1.0
 KV_TOKENS = 100_000
 
 
-class SimHosting(BlockHost):
-    """Real hosting but for its device: when and where to move, and what the others hear of it, is the app's."""
+class SimLoader:
+    """Loads in simulated time; when and where to move, and what the others hear of it, is the app's."""
 
-    def __init__(self, network: MemoryNode, swarm: Membership, spec: NodeSpec, say: Say) -> None:
-        nothing: Any = None  # no weights are read
-        super().__init__(network, swarm, nothing, HostingOptions(), say)
+    device = DeviceThread()
+
+    def __init__(self, spec: NodeSpec) -> None:
         self._spec = spec
 
-    async def _make_plan(self) -> HostingPlan:
+    async def plan(self, wish: HostingWish) -> HostingPlan:
         await trio.sleep(PLAN_S)
         budget = BlockBudget(self._spec.blocks, 0, 0, 0, 0, 0, "simulated")
         return HostingPlan(Device("sim", "cpu", "simulated", 0, 0), torch.float32, False, budget)
 
-    async def _load(self, plan: HostingPlan, move: Move) -> None:
-        spec = self._spec
-        self._say("loading", move.why)
-        self._swarm.announce(state="loading", span=move.span)
-        await self.server.host(None)
-        self._hosted = self._span = None
-        await trio.sleep(spec.load_s)
+    async def is_downloaded(self, span: Span) -> bool:
+        return True
+
+    async def load(self, plan: HostingPlan, span: Span, on_grown: object) -> Hosted:
+        await trio.sleep(self._spec.load_s)
         runner: Any = SimpleNamespace(kv_free_tokens=KV_TOKENS, kv_total_tokens=KV_TOKENS, hidden_size=64)
-        throughput = Throughput(spec.tokens_per_s, 8 * spec.tokens_per_s, None)
-        loaded: Any = SimpleNamespace(runner=runner, throughput=throughput)
-        self._hosted, self._span, self._settled_at = loaded, move.span, trio.current_time()
-        await self.server.host(runner)
-        self._announce()
-        self._say("serving", move.why)
+        throughput = Throughput(self._spec.tokens_per_s, 8 * self._spec.tokens_per_s, None)
+        return cast(Hosted, SimpleNamespace(runner=runner, throughput=throughput))
+
+    def let_go(self, span: Span) -> None:
+        pass
+
+    async def release(self, plan: HostingPlan) -> None:
+        pass
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class Twin:
                 await nursery.start(node.swarm.run)
                 with trio.move_on_after(2.0):
                     await node.swarm.joined()
-                node.hosting = SimHosting(node.network, node.swarm, node.spec, say)
+                node.hosting = BlockHost(node.network, node.swarm, SimLoader(node.spec), HostingOptions(), say)
                 await node.hosting.run()
 
     async def _go(self, fabric: MemoryFabric, node: TwinNode, drains: bool) -> None:

@@ -101,8 +101,8 @@ def test_a_link_is_removed_and_its_target_kept(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_others_use_too_is_left(tmp_path: Path) -> None:
-    for name in ("models", "manifests", "parts"):
+    for name in ("models", "manifests", "parts", "kernels"):
         (tmp_path / name).mkdir()
-    assert [item.path.name for item in items_in_cache(tmp_path)] == ["manifests", "models", "parts"]
+    assert [item.path.name for item in items_in_cache(tmp_path)] == ["kernels", "manifests", "models", "parts"]
     (tmp_path / "thesis").mkdir()
     assert items_in_cache(tmp_path) == []
