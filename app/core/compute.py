@@ -116,3 +116,6 @@ class Device(Protocol):
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run `function(*args)` after all calls queued before it, and return its result."""
+
+    async def run_later(self, function: Callable[..., T], *args: Any) -> T:
+        """Run `function(*args)` once no call of `run` waits."""

@@ -1,8 +1,12 @@
-"""One thread per device, in which everything that computes on the device runs, one call at a time."""
+"""One thread per device, in which everything that computes on the device runs, one call at a time.
+
+Two queues: replies go before work that can wait.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -33,6 +37,10 @@ class DeviceThread:
         """
         return await _worker_of(self.device).run(function, *args)
 
+    async def run_later(self, function: Callable[..., T], *args: Any) -> T:
+        """Run `function(*args)` once no call of `run` waits: for work that can give way between two steps."""
+        return await _worker_of(self.device).run(function, *args, later=True)
+
     async def run_apart(self, function: Callable[..., T], *args: Any) -> T:
         """Run a long call in a temporary thread, beside the device's queue; its OpenMP workers end with it."""
         worker = _Worker("shoal apart")
@@ -53,21 +61,25 @@ class _Worker:
     """A thread that runs one job after another for trio tasks that wait for the results."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: deque[_Job] = deque()
+        self._later: deque[_Job] = deque()
+        self._signals: SimpleQueue[bool] = SimpleQueue()  # True for each job that waits, False to end
         Thread(target=self._work, name=name, daemon=True).start()
 
-    async def run(self, function: Callable[..., T], *args: Any) -> T:
+    async def run(self, function: Callable[..., T], *args: Any, later: bool = False) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         task, loop = trio.lowlevel.current_task(), trio.lowlevel.current_trio_token()
-        self._jobs.put(_Job(function, args, task, loop))
+        (self._later if later else self._jobs).append(_Job(function, args, task, loop))
+        self._signals.put(True)
         result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
         return result
 
     def end(self) -> None:
-        self._jobs.put(None)
+        self._signals.put(False)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while self._signals.get():
+            job = (self._jobs or self._later).popleft()
             result = outcome.capture(job.function, *job.args)
             with suppress(trio.RunFinishedError):
                 job.loop.run_sync_soon(trio.lowlevel.reschedule, job.task, result)

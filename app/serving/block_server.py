@@ -619,7 +619,7 @@ class BlockServer:
         """Let the runner build one thing that later steps need; called while no session has work."""
         runner, self._stepping = self._runner, True
         try:
-            self._unprepared = runner is not None and await self._device.run(runner.prepare)
+            self._unprepared = runner is not None and await self._device.run_later(runner.prepare)
         except Exception:  # torch raises errors of every kind; steps work without it
             log.exception("the device could not prepare a step")
             self._unprepared = False

@@ -176,3 +176,6 @@ class InlineDevice:
         else:
             await trio.lowlevel.checkpoint()
         return function(*args)
+
+    async def run_later(self, function: Callable[..., T], *args: Any) -> T:
+        return await self.run(function, *args)

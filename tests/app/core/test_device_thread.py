@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
+import trio.testing
 
 from app.core.device_thread import DeviceThread
 
@@ -70,3 +72,20 @@ async def test_nothing_begins_for_a_caller_that_was_cancelled_before() -> None:
         scope.cancel()
         await DeviceThread().run(ran.append, 1)
     assert ran == []
+
+
+async def test_work_that_can_wait_gives_way() -> None:
+    device, go_on = DeviceThread("waiting"), threading.Event()
+    ran: list[str] = []
+
+    async def call(run: Callable[..., Awaitable[object]], name: str) -> None:
+        await run(ran.append, name)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(device.run, go_on.wait)
+        await trio.testing.wait_all_tasks_blocked()
+        for run, name in ((device.run_later, "training"), (device.run, "a reply"), (device.run, "another")):
+            nursery.start_soon(call, run, name)
+            await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
+    assert ran == ["a reply", "another", "training"]
