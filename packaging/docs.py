@@ -79,7 +79,8 @@ def cli_page() -> str:
 
     parser = build_parser(all_commands())
     text = "# Commands\n\nEvery command takes `--home DIR` (or `SHOAL_HOME`), and `--json` where it prints facts. "
-    text += "Exit status: 0 on success, 1 on failure with one line on stderr that says what to do, 2 on bad usage. "
+    text += "Exit status: 0 on success, 1 on failure with one line on stderr that says what to do, 2 on bad usage, "
+    text += "3 if it is not done yet and the node keeps trying (`shoal join`). "
     text += "`SHOAL_DEBUG=1` shows the traceback.\n\n"
     text += "`shoal` alone starts the dashboard, and a node if none runs; without a terminal it is `shoal serve`. "
     text += "`shoal --node URL` shows a node on another machine.\n"

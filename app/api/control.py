@@ -38,8 +38,11 @@ class Control(Protocol):
     async def create(self, name: str, model: str, *, private: bool) -> Joining:
         """Create a swarm for a model on this machine, and join it."""
 
-    async def join(self, target: str) -> Joining:
-        """Leave the active swarm cleanly and join the one that a name or an invite stands for."""
+    async def join(self, target: str, *, force: bool = False) -> Joining:
+        """Leave the active swarm cleanly and join the one that a name or an invite stands for.
+
+        Unless `force`, a node that has joined a swarm stays in it if no member of the other one answers.
+        """
 
     async def leave(self, name: str) -> SwarmView:
         """Forget a swarm, leaving it first if it is the active one."""

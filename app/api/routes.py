@@ -43,9 +43,10 @@ class CreateRequest(_Body):
 
 
 class JoinRequest(_Body):
-    """A name, a name with a pinned model, or an invite."""
+    """A name, a name with a pinned model, or an invite; with `force`, also of a swarm of which no member answers."""
 
     target: str = Field(max_length=_MAX_TEXT)
+    force: bool = False
 
 
 class LeaveRequest(_Body):
@@ -194,7 +195,7 @@ def _command_routes(control: Control) -> APIRouter:
     @router.post("/join")
     async def join(request: JoinRequest) -> dict[str, Any]:
         """Join a swarm by name or invite."""
-        return to_json(await control.join(request.target))
+        return to_json(await control.join(request.target, force=request.force))
 
     @router.post("/leave")
     async def leave(request: LeaveRequest) -> dict[str, Any]:

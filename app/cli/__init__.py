@@ -1,8 +1,8 @@
 """The command line: runs one command, and turns every failure into one line and an exit status.
 
-Exit status 0 is success, 1 failure, 2 bad usage. Each module here defines the commands of one subject; `registry` lists
-the modules. Commands ask a running node through `app.api.client`, or else work on the home folder's files; the work
-itself is done in the other packages of `app` and in `engine`.
+Exit status 0 is success, 1 failure, 2 bad usage, 3 not done yet and still being tried. Each module here defines the
+commands of one subject; `registry` lists the modules. Commands ask a running node through `app.api.client`, or else
+work on the home folder's files; the work itself is done in the other packages of `app` and in `engine`.
 """
 
 from __future__ import annotations

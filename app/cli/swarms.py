@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from app.api.client import Client
     from app.swarm.saved import SavedSwarm
 
+STILL_TRYING = 3  # exit status of `shoal join` while no member has answered
 INVITE_VARIABLE = "SHOAL_INVITE"
 _MAX_INPUT = 8192
 _POLL_S = 0.2
@@ -38,6 +39,7 @@ def add_join_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the swarm to join."""
     words = f"a name, a name#hash, an invite, a file with one, or - for stdin (default: {INVITE_VARIABLE})"
     parser.add_argument("target", nargs="?", metavar="NAME|NAME#HASH|INVITE", help=words)
+    parser.add_argument("--force", action="store_true", help="leave the present swarm even if no member answers")
 
 
 def add_leave_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,15 +74,18 @@ def run_create(arguments: argparse.Namespace) -> int:
 
 
 def run_join(arguments: argparse.Namespace) -> int:
-    """Join a swarm; without --json, show the download until the node serves its first blocks."""
+    """Join a swarm; without --json, show the download until the node serves its first blocks.
+
+    The exit status is `STILL_TRYING` if no member has answered yet.
+    """
     from app.api.client import running_client
 
     target = read_target(arguments.target)
     client = running_client(arguments.home)
     if client is not None:
-        outcome = client.post("/api/join", {"target": target})
+        outcome = client.post("/api/join", {"target": target, "force": arguments.force})
         _print_outcome(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
-        return 0
+        return STILL_TRYING if outcome["state"] == "joining" else 0
     from app.config.home import Home
     from app.joining.offline import join_offline
 
@@ -205,7 +210,7 @@ def _print_outcome(arguments: argparse.Namespace, outcome: dict[str, Any], done:
     if arguments.json:
         print_json(outcome)
     elif outcome["state"] == "joining":
-        print(f"{outcome['swarm']['pinned']}: {outcome['reason']}; the node keeps trying")
+        print(f"not joined yet: {outcome['reason']}")
     else:
         print(f"{done} {outcome['swarm']['pinned']}: {outcome['reason'] or outcome['state']}")
 

@@ -35,7 +35,7 @@ def first_error(error: BaseException, preferred: tuple[type[BaseException], ...]
     return error
 
 
-def reason_of(error: Exception, *peers: str) -> Reason:
+def reason_of(error: BaseException, *peers: str) -> Reason:
     """Convert any error to a `Reason` about `peers`, or about the error's own `peer` if none are given.
 
     Errors of `p2p` and `engine` name their code in `reason_code`; all others are `internal`.

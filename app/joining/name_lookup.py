@@ -1,34 +1,46 @@
-"""Resolves a swarm's name over libp2p, with a running node's network or one opened for the question.
+"""Resolves a swarm's name, and checks that a swarm has a member that answers, over libp2p.
 
-`app.membership.swarm_search` does the asking; this module adds the configured peers and the check for a wrong secret.
+Both use a running node's network, or one opened for the question. `app.membership.swarm_search` does the asking; this
+module adds the configured peers and the check for a wrong secret.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import trio
 
 from app.config.file import Config
 from app.config.home import Home
 from app.core.errors import AppError, UnknownSwarm
+from app.core.terminal_text import short_peer
 from app.joining.network_setup import named_peers, network_config
 from app.joining.wrong_secret import SecretCheck
-from app.membership import resolve_swarm, value_check
+from app.membership import resolve_swarm, value_check, wire
+from app.membership.swarm_search import FoundSwarm
 from app.swarm.names import SwarmName
-from app.swarm.records import SwarmRecord
+from app.swarm.records import SWARM_DOMAIN, read_record
 from app.swarm.saved import SavedSwarm
-from p2p.errors import HandshakeError, WrongSecret
+from p2p.envelope import parse
+from p2p.errors import EnvelopeError, HandshakeError, P2PError, WrongSecret
 from p2p.identity import load_or_create
 from p2p.network import Libp2pNetwork
 
 ROUNDS = 2  # of up to 5 s each; the second only if the first linked no peer at all
+ASK_TIMEOUT_S = 2.0
+_MAX_ASKED = 32  # peers that are asked which swarm they are in
+_SHOWN = 3  # peers that a message names
+
+log = logging.getLogger("shoal.joining")
 
 # Passes every `WrongSecret` of a handshake to a listener while the returned context is open.
 RefusalsTo = Callable[[Callable[[WrongSecret], None]], AbstractContextManager[None]]
+_Answer = TypeVar("_Answer")
 
 
 async def resolve_name(
@@ -39,37 +51,103 @@ async def resolve_name(
     Raises `UnknownSwarm`, `NameConflict`, `WrongSecret`, or `AppError` if the swarm is private.
     """
     named = named_peers(config, None)
-    for peer, addresses in named.items():
-        network.learn(peer, addresses)
-    refusals = SecretCheck(named)
-    answer: list[SwarmRecord] = []
-    failure: list[Exception] = []
-
-    async def ask() -> None:
-        try:
-            answer.append(await _ask(network, wanted, named))
-        except AppError as error:
-            failure.append(error)
-        nursery.cancel_scope.cancel()
-
-    with refusals_to(refusals.hear):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            failure.append(await refusals.conclusive(network))
-            nursery.cancel_scope.cancel()
-    if not answer:
-        raise failure[0]
-    record = answer[0]
+    found = await _unless_refused(network, named, refusals_to, lambda: _ask(network, wanted, named, None))
+    record = found.record
     if record.private:
         words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
         raise AppError(words, code="private_swarm")
     return SavedSwarm.from_record(record, now_ms=time.time_ns() // 10**6)
 
 
-async def _ask(network: Libp2pNetwork, wanted: SwarmName, named: dict[str, list[str]]) -> SwarmRecord:
+class NoMember(AppError):
+    """No member of a swarm answers; `peers` are those that were tried."""
+
+    code = "no_member"
+
+
+async def require_member(network: Libp2pNetwork, config: Config, swarm: SavedSwarm, refusals_to: RefusalsTo) -> None:
+    """Return once a member of `swarm` answers; `network` must have its secret.
+
+    Raises `WrongSecret`, or `NoMember` that says who was tried.
+    """
+    named = named_peers(config, swarm)
+    wanted = SwarmName(swarm.name, swarm.model_hash)
+    try:
+        found = await _unless_refused(network, named, refusals_to, lambda: _ask(network, wanted, named, swarm.secret))
+        tried = tuple(dict.fromkeys((*named, *found.peers)))
+        if await _any_is_member(network, found.peers, swarm.id):
+            return
+    except UnknownSwarm:
+        tried = tuple(named)
+    raise NoMember(no_member_text(swarm.name, tried), peers=tried)
+
+
+def no_member_text(name: str, tried: tuple[str, ...]) -> str:
+    """Say that nobody of a swarm answers, and who was tried."""
+    if not tried:
+        return f"{name}: no member was found. They may be offline"
+    shown = ", ".join(short_peer(peer) for peer in tried[:_SHOWN])
+    more = f" and {len(tried) - _SHOWN} more" if len(tried) > _SHOWN else ""
+    return f"{name}: no member answers ({len(tried)} tried: {shown}{more}). They may be offline"
+
+
+async def _any_is_member(network: Libp2pNetwork, peers: tuple[str, ...], swarm: str) -> bool:
+    """Ask these peers which swarm they are in: those that only remember the swarm know its record too."""
+    members: list[str] = []
+
+    async def ask(peer: str) -> None:
+        try:
+            answer = await network.call(peer, wire.FIND, b"", timeout_s=ASK_TIMEOUT_S)
+            now_ms = time.time_ns() // 10**6
+            records = [raw for raw in wire.unpack(answer, wire.MAX_BATCH_BYTES) if parse(raw).domain == SWARM_DOMAIN]
+            if any(read_record(raw, now_ms=now_ms).id == swarm for raw in records):
+                members.append(peer)
+                nursery.cancel_scope.cancel()
+        except (P2PError, EnvelopeError) as error:
+            log.info("%s did not say which swarm it is in: %s", peer, error)
+
+    async with trio.open_nursery() as nursery:
+        for peer in peers[:_MAX_ASKED]:
+            nursery.start_soon(ask, peer)
+    return bool(members)
+
+
+async def _unless_refused(
+    network: Libp2pNetwork,
+    named: dict[str, list[str]],
+    refusals_to: RefusalsTo,
+    ask: Callable[[], Awaitable[_Answer]],
+) -> _Answer:
+    """Return the answer of `ask`; raises `WrongSecret` as soon as the named peers have refused this node for good."""
+    for peer, addresses in named.items():
+        network.learn(peer, addresses)
+    refusals = SecretCheck(named)
+    answer: list[_Answer] = []
+    failure: list[Exception] = []
+
+    async def run() -> None:
+        try:
+            answer.append(await ask())
+        except AppError as error:
+            failure.append(error)
+        nursery.cancel_scope.cancel()
+
+    with refusals_to(refusals.hear):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run)
+            failure.append(await refusals.conclusive(network))
+            nursery.cancel_scope.cancel()
+    if not answer:
+        raise failure[0]
+    return answer[0]
+
+
+async def _ask(
+    network: Libp2pNetwork, wanted: SwarmName, named: dict[str, list[str]], secret: bytes | None
+) -> FoundSwarm:
     for turn in range(ROUNDS):
         try:
-            return (await resolve_swarm(network, wanted, via=named)).record
+            return await resolve_swarm(network, wanted, via=named, secret=secret)
         except UnknownSwarm:
             if turn == ROUNDS - 1 or network.links():
                 raise
@@ -77,7 +155,22 @@ async def _ask(network: Libp2pNetwork, wanted: SwarmName, named: dict[str, list[
 
 
 async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:
-    """Run `resolve_name` over a temporary public network on any free port."""
+    """Run `resolve_name` over a temporary public network."""
+    return await _aside(home, config, None, lambda network, to: resolve_name(network, config, wanted, to))
+
+
+async def require_member_aside(home: Home, config: Config, swarm: SavedSwarm) -> None:
+    """Run `require_member` over a temporary network with the swarm's secret."""
+    await _aside(home, config, swarm, lambda network, to: require_member(network, config, swarm, to))
+
+
+async def _aside(
+    home: Home,
+    config: Config,
+    swarm: SavedSwarm | None,
+    ask: Callable[[Libp2pNetwork, RefusalsTo], Awaitable[_Answer]],
+) -> _Answer:
+    """Run `ask` over a temporary network on any free port, with the secret of `swarm`, or public if None."""
     listeners: list[Callable[[WrongSecret], None]] = []
 
     def on_failure(error: HandshakeError) -> None:
@@ -89,12 +182,19 @@ async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> SavedS
         listeners.append(listener)
         return nullcontext()
 
-    settings = replace(network_config(home, config, None), listen=("/ip4/0.0.0.0/tcp/0",), remember_at=home.peers_file)
+    settings = replace(network_config(home, config, swarm), listen=("/ip4/0.0.0.0/tcp/0",), remember_at=home.peers_file)
     network = Libp2pNetwork(
-        load_or_create(home.key_file), settings, is_valid_value=value_check(), on_handshake_failure=on_failure
+        load_or_create(home.key_file),
+        settings,
+        is_valid_value=value_check(settings.secret),
+        on_handshake_failure=on_failure,
     )
     async with network.running():
-        return await resolve_name(network, config, wanted, refusals_to)
+        try:
+            return await ask(network, refusals_to)
+        except (AppError, P2PError) as error:
+            failure = error  # raised outside the network's nursery, which would wrap it in a group
+    raise failure
 
 
 def resolve_blocking(home: Home, config: Config, wanted: SwarmName) -> SavedSwarm:

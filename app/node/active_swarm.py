@@ -14,11 +14,12 @@ from functools import partial
 import trio
 
 from app.asker.reply_service import ReplyService
-from app.core.errors import AppError, UnknownSwarm, reason_of
+from app.core.errors import AppError, HomeError, UnknownSwarm, first_error, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
 from app.hosting.block_host import BlockHost, HostedView
 from app.hosting.loader import fetching_text, obtain_ends
+from app.joining.name_lookup import no_member_text
 from app.joining.network_setup import named_peers
 from app.joining.wrong_secret import SecretCheck
 from app.manifest.manifest import Manifest
@@ -35,11 +36,13 @@ from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.weights.disk_space import DiskRoom
+from app.weights.extents import WeightsError
 from app.weights.model_weights import ENDS, ModelWeights
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
 
 LOOK_AGAIN_S = 0.5  # between two searches for the swarm
+JOIN_AGAIN_S = 10.0  # after a file of this node could not be written
 
 log = logging.getLogger("shoal.node")
 
@@ -92,7 +95,21 @@ class ActiveSwarm:
     # --- joining and leaving ------------------------------------------------------------------------------------------
 
     async def run(self, network: Libp2pNetwork, service: QueryService) -> None:
-        """Join the swarm and take part until cancelled; meanwhile `service` answers other peers' queries about it."""
+        """Join the swarm and take part until cancelled; meanwhile `service` answers other peers' queries about it.
+
+        If the home or cache folder cannot be written, that is the state's reason, and joining starts again.
+        """
+        while True:
+            try:
+                await self._run_once(network, service)
+            except* (HomeError, WeightsError) as group:
+                why = reason_of(first_error(group))
+                if why != self.why:
+                    log.warning("joining %s failed: %s; trying again every %.0f s", self.swarm, why.text, JOIN_AGAIN_S)
+                    self.settle("joining", why)
+            await trio.sleep(JOIN_AGAIN_S)
+
+    async def _run_once(self, network: Libp2pNetwork, service: QueryService) -> None:
         for peer, addresses in self._named_peers.items():
             network.learn(peer, addresses)
             for address in addresses:
@@ -161,9 +178,11 @@ class ActiveSwarm:
                     await trio.to_thread.run_sync(store.save, manifest)
             except (UnknownSwarm, P2PError) as error:
                 log.info("%s: %s", self.swarm, error)
-                why = because("looking", str(error), *self._named_peers)
+                text = f"{no_member_text(self.swarm.name, tuple(self._named_peers))}; still trying"
+                why = because("looking", text, *self._named_peers)
                 if self.failure is None and why != self.why:
                     self.say("joining", why)
+                    log.warning("%s", text)
                 await trio.sleep(LOOK_AGAIN_S)
         self.steps.done("peers")
         self.steps.done("manifest", model_hash[:8])

@@ -185,7 +185,8 @@ class HostingLoop:
             self.block_host = None
             self._membership.announce(state="client", span=None)
             self._observer.steps.failed(str(error))
-            self._observer.settle("client", because("cannot_host", f"this node hosts nothing: {error}"))
+            code = "disk_full" if getattr(error, "code", "") == "disk_full" else "cannot_host"
+            self._observer.settle("client", because(code, f"this node hosts nothing: {error}"))
             await trio.sleep(retry_s)
 
     async def _host_once(self) -> None:

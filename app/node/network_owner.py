@@ -59,9 +59,9 @@ class NetworkOwner:
         self._closing = True
         self._switched.notify()
 
-    def public_network(self) -> Libp2pNetwork | None:
-        """Return the network if it is open and not that of a private swarm."""
-        return self.network if self._secret is None else None
+    def network_of(self, secret: bytes | None) -> Libp2pNetwork | None:
+        """Return the network if it is open and has this swarm secret; None stands for a public swarm."""
+        return self.network if self._secret == secret else None
 
     def listen_addrs(self) -> tuple[str, ...]:
         """Return the addresses where this node listens, also those that it does not advertise."""

@@ -262,7 +262,7 @@ class Node:
         # Imported here because it loads the engine, which an idle node does without.
         from app.joining.offers import look_around, look_at_machine
 
-        settings, network = self.config().settings, self._network_owner.public_network()
+        settings, network = self.config().settings, self._network_owner.network_of(None)
         device = None if settings.device == "auto" else settings.device
         machine = await trio.to_thread.run_sync(look_at_machine, device, settings.max_vram)
         nearby = [] if network is None else await self._nearby.look(network)
@@ -287,9 +287,12 @@ class Node:
         """Create a swarm for a model on this machine, and join it."""
         return await self._swarms.create(name, model, private=private)
 
-    async def join(self, target: str) -> Joining:
-        """Leave the active swarm and join the one that a name or an invite stands for."""
-        return await self._swarms.join(target)
+    async def join(self, target: str, *, force: bool = False) -> Joining:
+        """Leave the active swarm and join the one that a name or an invite stands for.
+
+        Unless `force`, this node stays where it is if no member of the other swarm answers.
+        """
+        return await self._swarms.join(target, force=force)
 
     async def leave(self, name: str) -> SwarmView:
         """Remove a swarm from the remembered ones, leaving it first if it is active."""

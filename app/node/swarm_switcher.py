@@ -17,13 +17,14 @@ from app.config.home import Home
 from app.core.errors import HomeError
 from app.core.reasons import Reason, because
 from app.joining.create import SwarmSpec, create_swarm
-from app.joining.name_lookup import resolve_aside, resolve_name
+from app.joining.name_lookup import NoMember, require_member, require_member_aside, resolve_aside, resolve_name
 from app.joining.targets import invite_to, named, target_swarm, view_of
 from app.node.network_owner import NetworkOwner
 from app.snapshot.views import State, SwarmView
 from app.swarm.invite import Invite
 from app.swarm.names import SwarmName
-from app.swarm.saved import SavedSwarm, SavedSwarms, load, update
+from app.swarm.saved import SavedSwarm, SavedSwarms, load, record_of, update
+from app.weights.manifest_store import ManifestStore
 
 JOIN_PATIENCE_S = 15.0  # after which `join` returns the state so far, and joining continues in the background
 
@@ -56,10 +57,12 @@ class SwarmSwitcher:
         await self.remember(swarm)
         return await self.join(f"{swarm.name}#{swarm.model_hash}")
 
-    async def join(self, target: str) -> Joining:
+    async def join(self, target: str, *, force: bool = False) -> Joining:
         """Leave the active swarm and join the one that a name or an invite stands for.
 
-        If joining fails within `JOIN_PATIENCE_S`, switch back to the previous swarm and raise the error.
+        A node that has joined a swarm first looks for a member of the other one, and stays and raises `AppError` if
+        none answers, unless `force`. If joining fails within `JOIN_PATIENCE_S`, switch back to the previous swarm and
+        raise the error.
         """
         async with self._switching:
             known = await trio.to_thread.run_sync(load, self._home)
@@ -67,7 +70,11 @@ class SwarmSwitcher:
             if isinstance(swarm, SwarmName):
                 swarm = await self._resolve(swarm)
             before = self.network_owner.active_swarm
-            active_swarm = self.network_owner.switch_to(known.joined(swarm).active)
+            merged = known.joined(swarm).active
+            assert merged is not None
+            if not force and before is not None and before.joined and before.swarm.id != merged.id:
+                await self._require_member(merged, before.swarm)
+            active_swarm = self.network_owner.switch_to(merged)
             assert active_swarm is not None
             with trio.move_on_after(JOIN_PATIENCE_S):
                 await active_swarm.settled.wait()
@@ -110,10 +117,25 @@ class SwarmSwitcher:
 
     async def _resolve(self, wanted: SwarmName) -> SavedSwarm:
         """Ask reachable peers for a swarm by name; from a private swarm, over a temporary public network."""
-        network = self.network_owner.public_network()
+        network = self.network_owner.network_of(None)
         if network is None:
             return await resolve_aside(self._home, self._config(), wanted)
         return await resolve_name(network, self._config(), wanted, self.network_owner.refusals_to)
+
+    async def _require_member(self, swarm: SavedSwarm, here: SavedSwarm) -> None:
+        """Raise `NoMember` or `WrongSecret` unless a member answers, or this node can open the swarm by itself."""
+        manifests = ManifestStore(self._cache)
+        if record_of(swarm) is not None and await trio.to_thread.run_sync(manifests.source, swarm.model_hash):
+            return
+        network = self.network_owner.network_of(swarm.secret)
+        try:
+            if network is None:
+                await require_member_aside(self._home, self._config(), swarm)
+            else:
+                await require_member(network, self._config(), swarm, self.network_owner.refusals_to)
+        except NoMember as error:
+            text = f"{error}. This node stays in {here.name}; `shoal join --force` moves it anyway"
+            raise NoMember(text, peers=error.peers) from None
 
     def _is_active(self, swarm: SavedSwarm) -> bool:
         active_swarm = self.network_owner.active_swarm

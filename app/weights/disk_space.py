@@ -88,7 +88,8 @@ def make_room(cache: Path, wanted_bytes: int, room: DiskRoom) -> int:
     if missing > 0:
         raise WeightsError(
             f"{format_size(wanted_bytes)} of weights do not fit in {cache}: free {format_size(missing)} of disk space, "
-            "raise the setting cache_limit, or lower disk_floor"
+            "raise the setting cache_limit, or lower disk_floor",
+            code="disk_full",
         )
     files.remove(going)
     return sum(sizes[root] for root in going)

@@ -10,6 +10,7 @@ Files are validated when read, like input from a peer; a damaged file counts as 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -97,7 +98,8 @@ class ManifestStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_private(self._folder / f"{model_hash}.{kind}", data)
         except OSError as error:
-            raise HomeError(f"{self._folder} cannot be written: {error.strerror or error}") from error
+            code = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
+            raise HomeError(f"{self._folder} cannot be written: {error.strerror or error}", code=code) from error
 
     def _read(self, model_hash: str, kind: str, max_bytes: int) -> bytes | None:
         assert is_model_hash(model_hash), model_hash

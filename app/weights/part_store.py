@@ -222,7 +222,8 @@ def writing(what: object) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise WeightsError(
-                f"the disk is full, {what} cannot be written: free space, or move the cache with SHOAL_CACHE"
+                f"the disk is full, {what} cannot be written: free space, or move the cache with SHOAL_CACHE",
+                code="disk_full",
             ) from error
         raise WeightsError(f"{what} cannot be written: {error.strerror or error}") from error
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from app.api.client import Client, client_of
+from app.cli.swarms import STILL_TRYING
 from app.config.home import Home
 from app.core.errors import AppError
-from app.swarm.invite import new_secret, parse_invite
+from app.swarm.invite import Invite, new_secret, parse_invite
 from app.swarm.saved import load
+from p2p.identity import Identity
 from tests.process.node_process import Place, Serving, wait_until
 
 # Nothing but what a test names: no stray node of the same machine takes part.
@@ -177,6 +179,25 @@ def test_a_running_node_is_sent_around(founder: Serving, private_founder: Servin
     assert here.facts("status")["state"] == "idle"
     assert here.shoal("join", "den").status == 0
     wait_until(lambda: knows(guest, private_founder), "it knows the private swarm's founder again")
+
+
+def test_joining_a_dead_swarm_stays_where_it_works(founder: Serving, folder: Path) -> None:
+    here = place(folder, "mover")
+    dead = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+    ghost = str(Invite("ghost", "ab" * 32, (dead,)))
+    with Serving(here, ALONE, SHOAL_INVITE=founder.place.shoal("invite").out.strip()) as node:
+        node.ready()
+        answer = here.shoal("join", ghost)
+        assert (answer.status, answer.out, answer.err.count("\n")) == (1, "", 1)
+        assert f"ghost: no member answers (1 tried: {dead[-6:]})" in answer.err
+        assert "--force" in answer.err
+        assert here.facts("status")["swarm"] == "home"
+        moved = here.shoal("join", ghost, "--force")
+        assert (moved.status, moved.err) == (STILL_TRYING, "")
+        assert moved.out.startswith("not joined yet: ghost: no member answers")
+        assert moved.out.endswith("still trying\n")
+        assert here.shoal("join", ghost, "--force", "--json").status == STILL_TRYING
+        assert here.facts("status")["swarm"] == "ghost"
 
 
 def test_settings_of_a_running_node(guest: Serving) -> None:

@@ -62,7 +62,7 @@ class DoubleNode:
         self.asked.append(("create", name, model, private))
         return Joining(SWARM, "client", "")
 
-    async def join(self, target: str) -> Joining:
+    async def join(self, target: str, *, force: bool = False) -> Joining:
         self.asked.append(("join", target))
         if target == "nowhere":
             raise UnknownSwarm("nobody knows\n the swarm nowhere")

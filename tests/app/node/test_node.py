@@ -14,6 +14,7 @@ import trio
 import app.config.home
 import app.courtesy.pause
 import app.membership.swarm_search
+import app.node.active_swarm
 import app.node.node
 import app.node.self_check
 import app.node.swarm_switcher
@@ -23,6 +24,7 @@ from app.config.home import Home, find_node, hold
 from app.config.settings import Value
 from app.core.errors import NameConflict, UnknownSwarm
 from app.joining.create import SwarmSpec, create_swarm
+from app.joining.name_lookup import NoMember
 from app.node.node import Node
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
@@ -107,6 +109,50 @@ async def test_an_invite_to_nobody_is_remembered_and_tried_on(
     assert active.name == "gone"
 
 
+async def test_a_swarm_of_which_nobody_answers_is_not_worth_leaving_a_healthy_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.membership.swarm_search, "FIND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(app.node.swarm_switcher, "JOIN_PATIENCE_S", 0.2)
+    found_swarm(tmp_path / "a", cache, "reef")
+    gone = Identity.generate().peer_id
+    for secret in (None, new_secret()):
+        absent = Invite("ghost", "cd" * 32, (f"/ip4/127.0.0.1/tcp/9/p2p/{gone}",), secret)
+        async with living(tmp_path / "a", cache) as node:
+            await until(node, lambda node=node: node.snapshot().state == "client")  # type: ignore[misc]
+            with pytest.raises(NoMember) as refusal:
+                await node.join(str(absent))
+            words = f"ghost: no member answers (1 tried: {gone[-6:]}). They may be offline. This node stays in reef; "
+            assert str(refusal.value) == words + "`shoal join --force` moves it anyway"
+            assert refusal.value.peers == (gone,)
+            assert (node.snapshot().state, node.snapshot().swarm) == ("client", "reef")
+            assert [swarm.name for swarm in node.snapshot().swarms] == ["reef"]
+    async with living(tmp_path / "a", cache) as node:
+        assert (await node.join(str(absent), force=True)).state == "joining"
+        assert node.snapshot().swarm == "ghost"
+        await node.join("reef")
+        assert (await node.leave("ghost")).name == "ghost"
+
+
+async def test_a_peer_that_only_remembers_a_swarm_is_no_member(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.membership.swarm_search, "FIND_TIMEOUT_S", 1.0)
+    swarm = found_swarm(tmp_path / "other", cache, "ghost")
+    found_swarm(tmp_path / "a", cache, "reef")
+    found_swarm(tmp_path / "b", tmp_path / "other cache", "reef")
+    update(Home.open(tmp_path / "a"), lambda known: replace(known.joined(swarm), active_id=known.active_id))
+    async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", tmp_path / "other cache") as b:
+        await until(a, lambda: a.snapshot().state == "client")
+        await until(b, lambda: b.snapshot().state == "client")
+        invite = Invite("ghost", swarm.model_hash, a.snapshot().listen_addrs)
+        with pytest.raises(NoMember, match="ghost: no member answers"):
+            await b.join(str(invite))
+        assert b.snapshot().swarm == "reef"
+        await a.join("ghost")
+        assert (await b.join(str(invite))).swarm.name == "ghost"
+
+
 async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: Path) -> None:
     found_swarm(tmp_path / "a", cache, "den", private=True)
     found_swarm(tmp_path / "b", cache, "home")
@@ -166,6 +212,38 @@ async def test_the_secret_is_nowhere_but_in_the_invite(
         invite = str(await node.invite("den"))
         told = [repr(node.snapshot()), caplog.text, *(note.text for note in node.event_log.notes_after(0))]
     assert not any(secret in text for text in told for secret in (swarm.secret.hex(), repr(swarm.secret), invite[20:]))
+
+
+@pytest.mark.parametrize("folder", ["manifests", "in_use"])
+async def test_a_cache_that_cannot_be_written_is_the_reason_until_it_can(
+    folder: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app.node.active_swarm, "JOIN_AGAIN_S", 0.1)
+    found_swarm(tmp_path / "a", cache, "home")
+    empty = tmp_path / "cache"
+    empty.mkdir()
+    (empty / folder).touch()  # a file where a folder is needed
+    async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", empty, str(await a.invite(None))) as b:
+        await until(b, lambda: "cannot be written" in b.snapshot().reason)
+        snapshot = b.snapshot()
+        assert (snapshot.state, str(empty / folder) in snapshot.reason) == ("joining", True)
+        assert snapshot.why is not None
+        assert snapshot.why.next_step
+        (empty / folder).unlink()
+        await until(b, lambda: b.snapshot().state == "client")
+    assert "Traceback" not in caplog.text
+    assert len([record for record in caplog.records if record.levelname == "WARNING" and "joining" in record.msg]) == 1
+
+
+async def test_too_little_room_on_the_disk_is_the_reason_for_hosting_nothing(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    room: dict[str, Value] = {"disk_floor": 10**18, "max_vram": 10**9, "device": "cpu"}
+    async with living(tmp_path / "a", cache) as a:
+        async with living(tmp_path / "b", tmp_path / "cache", str(await a.invite(None)), **room) as b:
+            await until(b, lambda: b.snapshot().state == "client")
+            why = b.snapshot().why
+            assert why is not None
+            assert (why.code, "do not fit in" in why.text, "SHOAL_CACHE" in why.next_step) == ("disk_full", True, True)
 
 
 async def test_a_disk_that_takes_nothing_costs_the_memory_of_a_swarm_alone(
