@@ -1,85 +1,124 @@
 """`shoal chat`: one question or a conversation, streamed to the terminal.
 
 The running node's swarm answers or, with --local, a whole model in this process (`engine.local_model`).
+`app.cli.conversation` is the conversation itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from app.cli.command import Command, print_json
+from app.cli.command import Command
 from app.cli.models import progress_on_stderr
-from app.core.errors import NotRunning, UsageError
-from app.core.terminal_text import without_controls
+from app.cli.parser import number_argument
+from app.core.errors import AppError, NotRunning, UsageError
+from app.routing.route import MAX_PRIVATE_BLOCKS
 
 if TYPE_CHECKING:
     from app.api.client import Client
+    from app.cli.conversation import Chat
     from engine.local_model import LocalModel, LocalReply
     from engine.text.reply import ReplySettings
+
+
+def _stop_texts(text: str) -> list[str]:
+    """Parse the value of `/set stop`: one text that ends a reply, or none."""
+    return [text] if text else []
+
+
+# The sampling settings of the command line and of `/set`, with their parsers.
+SAMPLING: dict[str, Callable[[str], Any]] = {
+    "max_tokens": number_argument(int, 1, 10**6),
+    "temperature": number_argument(float, 0.0, 2.0),
+    "top_k": number_argument(int, 0, 10**6),
+    "top_p": number_argument(float, 0.0, 1.0, above=True),
+    "min_p": number_argument(float, 0.0, 1.0),
+    "repetition_penalty": number_argument(float, 0.0, 10.0, above=True),
+    "stop": _stop_texts,
+    "private_blocks": number_argument(int, 0, MAX_PRIVATE_BLOCKS),
+    "seed": number_argument(int, 0, 2**63 - 1),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the prompt, the model and the sampling options."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="one question; without it, a conversation")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the conversation used last, here or in the dashboard"
+    )
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
-    parser.add_argument("--model", default="starter", metavar="M", help="starter, tiny-random, a folder or a GGUF file")
+    words = "with --local: starter, tiny-random, a folder or a GGUF file"
+    parser.add_argument("--model", default="starter", metavar="M", help=words)
     parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="the longest reply (default: 512)")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: 0.7)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest tokens; 0: all")
-    parser.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="choose among the likeliest tokens that make up P"
-    )
-    parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="leave out tokens below P times the likeliest"
-    )
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1 repeats less")
+    for name, metavar, default, words in (
+        ("max_tokens", "N", 512, "the longest reply (default: 512)"),
+        ("temperature", "T", 0.7, "0 is greedy, at most 2 (default: 0.7)"),
+        ("top_k", "K", 0, "choose among the K likeliest tokens; 0: all"),
+        ("top_p", "P", 0.95, "choose among the likeliest tokens that make up P"),
+        ("min_p", "P", 0.0, "leave out tokens below P times the likeliest"),
+        ("repetition_penalty", "R", 1.0, "above 1 repeats less"),
+        (
+            "private_blocks",
+            "K",
+            None,
+            "the first and last K blocks run only here or on peers that the setting `trusted` names",
+        ),
+        ("seed", "S", None, "the same seed gives the same reply"),
+    ):
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=SAMPLING[name], default=default, metavar=metavar, help=words)
     words = "end the reply at this text (repeatable)"
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=words)
-    parser.add_argument(
-        "--private-blocks",
-        type=int,
-        metavar="K",
-        help="the first and last K blocks run only here or on peers that the setting `trusted` names",
-    )
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same reply")
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Answer one prompt, or each line of the input until it ends."""
+    """Answer one prompt, or what the user types until the input ends."""
+    import sys
+
+    from app.cli.conversation import TerminalChat, open_store
+
     if arguments.prompt is None and arguments.json:
         raise UsageError("--json answers a single prompt: give it as an argument")
-    conversation = local_conversation(arguments) if arguments.local else swarm_conversation(arguments)
+    settings = {name: getattr(arguments, name) for name in SAMPLING}
+    answers: LocalAnswers | SwarmAnswers
+    if arguments.local:
+        answers = LocalAnswers(
+            load_model(arguments.model, arguments.device), arguments.model, arguments.device, settings
+        )
+    else:
+        answers = SwarmAnswers(_node_client(arguments), settings)
+    is_conversation = arguments.prompt is None and sys.stdin.isatty()
+    chat = TerminalChat(answers, open_store(arguments.home if is_conversation or arguments.resume else None), SAMPLING)
+    if arguments.resume:
+        chat.resume()
+    if arguments.system is not None:
+        chat.set_system(arguments.system)
     if arguments.prompt is not None:
-        conversation.say(arguments.prompt, as_json=arguments.json)
+        chat.say(arguments.prompt, as_json=arguments.json)
         return 0
-    for line in prompts():
-        conversation.say(line, as_json=False)
+    if arguments.resume and is_conversation:
+        chat.show_last()
+    chat.converse()
     return 0
 
 
-def local_conversation(arguments: argparse.Namespace) -> Conversation:
-    """Start a conversation with a whole model in this process."""
-    settings = reply_settings(arguments)
-    return Conversation(load_model(arguments.model, arguments.device), settings, arguments.system)
-
-
-def reply_settings(arguments: argparse.Namespace) -> ReplySettings:
-    """Return the reply's settings from the command line; without --seed the clock gives the seed."""
+def reply_settings(settings: dict[str, Any]) -> ReplySettings:
+    """Return the engine's settings of a reply; without a seed the clock gives one."""
     from engine.text.reply import ReplySettings
     from engine.text.sampler import Sampling
 
-    seed = time.time_ns() if arguments.seed is None else arguments.seed
-    sampling = Sampling(
-        arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, arguments.repetition_penalty, seed
-    )
-    return ReplySettings(arguments.max_tokens, sampling, tuple(arguments.stop))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = Sampling(**{name: settings[name] for name in names}, seed=_seed(settings))
+    return ReplySettings(settings["max_tokens"], sampling, tuple(settings["stop"]))
+
+
+def _seed(settings: dict[str, Any]) -> int:
+    return time.time_ns() % 2**63 if settings["seed"] is None else int(settings["seed"])
 
 
 def load_model(name: str, device_name: str | None) -> LocalModel:
@@ -99,55 +138,35 @@ def load_model(name: str, device_name: str | None) -> LocalModel:
     return load_local(source, options)
 
 
-def prompts() -> Iterator[str]:
-    """Yield the non-empty lines that the user types, until the end of the input or `/quit`."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        try:
-            import readline  # noqa: F401  (gives `input` line editing and history)
-        except ImportError:
-            pass  # Python on native Windows has no `readline`; the console there edits lines itself
+class LocalAnswers:
+    """A whole model in this process answers."""
 
-        print("Type a message; ctrl+d or /quit ends.", file=sys.stderr)
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            return
-        if line == "/quit":
-            return
-        if line:
-            yield line
+    def __init__(self, model: LocalModel, name: str, device: str | None, settings: dict[str, Any]) -> None:
+        self._model, self._name, self._device, self.settings = model, name, device, settings
+        self.facts: dict[str, Any] = {}
 
-
-class Conversation:
-    """The messages so far; a model in this process answers."""
-
-    def __init__(self, model: LocalModel, settings: ReplySettings, system: str | None) -> None:
-        self._model = model
-        self._settings = settings
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
-
-    def say(self, text: str, *, as_json: bool) -> None:
-        """Print the reply to one message, and append both to the conversation."""
-        self._messages.append({"role": "user", "content": text})
-        prompt_ids = self._model.prompt_ids(self._messages)
-        reply = self._model.reply(prompt_ids, self._settings)
-        pieces, longest_gap_s = [], 0.0
-        last = None
+    def answer(self, messages: Chat) -> Iterator[str]:
+        """Yield the pieces of the reply."""
+        prompt_ids = self._model.prompt_ids(messages)
+        reply = self._model.reply(prompt_ids, reply_settings(self.settings))
+        pieces: list[str] = []
+        longest_gap_s, last = 0.0, None
         for piece in reply:
             now = time.perf_counter()
             longest_gap_s = max(longest_gap_s, now - last) if last is not None else 0.0
             last = now
             pieces.append(piece)
-            if not as_json:
-                print(without_controls(piece), end="", flush=True)
-        answer = "".join(pieces)
-        self._messages.append({"role": "assistant", "content": answer})
-        if as_json:
-            print_json(reply_facts(reply, answer, len(prompt_ids), longest_gap_s, self._model.config.n_blocks))
-        else:
-            print()
+            yield piece
+        blocks = self._model.config.n_blocks
+        self.facts = reply_facts(reply, "".join(pieces), len(prompt_ids), longest_gap_s, blocks)
+
+    def model(self) -> str:
+        """Name the model and where it runs."""
+        return f"{self._name}, in this process"
+
+    def use_model(self, name: str) -> None:
+        """Load another model instead of this one."""
+        self._model, self._name = load_model(name, self._device), name
 
 
 def reply_facts(
@@ -168,30 +187,45 @@ def reply_facts(
     }
 
 
-class SwarmConversation:
-    """The messages so far; the running node's swarm answers."""
+class SwarmAnswers:
+    """The running node's swarm answers."""
 
-    def __init__(self, client: Client, settings: dict[str, Any], system: str | None) -> None:
-        self._client = client
-        self._settings = settings
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+    def __init__(self, client: Client, settings: dict[str, Any]) -> None:
+        self._client, self.settings = client, settings
+        self.facts: dict[str, Any] = {}
 
-    def say(self, text: str, *, as_json: bool) -> None:
-        """Print the reply to one message, and append both to the conversation."""
-        messages = [*self._messages, {"role": "user", "content": text}]
-        for piece in self._client.chat({"messages": messages, **self._settings}):
-            if "done" in piece:
-                self._messages = [*messages, {"role": "assistant", "content": piece["done"]["text"]}]
-                if as_json:
-                    print_json(piece["done"])
+    def answer(self, messages: Chat) -> Iterator[str]:
+        """Yield the pieces of the reply; closing this ends the session in the swarm."""
+        from app.api.client import Hangup
+
+        hangup = Hangup()
+        request = {"messages": messages, **self.settings, "seed": _seed(self.settings)}
+        try:
+            for piece in self._client.chat(request, hangup=hangup):
+                if "done" in piece:
+                    self.facts = piece["done"]
                 else:
-                    print()
-            elif not as_json:
-                print(without_controls(piece["text"]), end="", flush=True)
+                    yield piece["text"]
+        finally:
+            hangup.hang_up()
+
+    def model(self) -> str:
+        """Name the swarm and its model."""
+        snapshot = self._client.snapshot()
+        if snapshot.swarm is None:
+            return "this node is in no swarm"
+        model = f"model {snapshot.model}" if snapshot.model else f"model #{(snapshot.manifest or '')[:8]}"
+        return f"swarm {snapshot.swarm}, {model}"
+
+    def use_model(self, name: str) -> None:
+        """Raise `AppError`: a swarm has one model."""
+        raise AppError(
+            "a swarm has one model: `shoal join` goes to another swarm, `shoal chat --local --model` runs one here"
+        )
 
 
-def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
-    """Start a conversation with the running node's swarm; raises `NotRunning` with the alternatives if no node runs."""
+def _node_client(arguments: argparse.Namespace) -> Client:
+    """Return the client of the running node; raises `NotRunning` with the alternatives if no node runs."""
     from app.api.client import running_client
 
     client = running_client(arguments.home)
@@ -200,10 +234,7 @@ def swarm_conversation(arguments: argparse.Namespace) -> SwarmConversation:
             f"no node runs in {arguments.home}: start one with `shoal serve`, "
             "or add --local to run the whole model in this process"
         )
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "private_blocks")
-    settings = {name: getattr(arguments, name) for name in names}
-    settings["seed"] = (time.time_ns() if arguments.seed is None else arguments.seed) % 2**63
-    return SwarmConversation(client, settings, arguments.system)
+    return client
 
 
 COMMANDS = (Command("chat", "talk to a model", run_chat, add_arguments, prints_facts=True),)

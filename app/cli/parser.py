@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn, TypeVar
 
 from app.core.units import parse_duration, parse_size
 
+_Number = TypeVar("_Number", int, float)
 _CHOICE = re.compile(r"(?:argument (?P<name>.+?): )?invalid choice: '(?P<word>[^']*)'")
 
 
@@ -50,6 +51,25 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the closest known word, or nothing if none is close."""
     found = difflib.get_close_matches(word.split("=")[0], list(known), n=1)
     return f": did you mean {found[0]}?" if found else ""
+
+
+def number_argument(
+    kind: Callable[[str], _Number], low: _Number, high: _Number, *, above: bool = False
+) -> Callable[[str], _Number]:
+    """Return a parser for a number from `low` to `high`, or above `low` if `above`."""
+    what = "a whole number" if kind is int else "a number"
+    bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+
+    def parse(text: str) -> _Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not (low < value if above else low <= value) or not value <= high:
+            raise argparse.ArgumentTypeError(f"must be {bounds}, not {text}")
+        return value
+
+    return parse
 
 
 def size_argument(text: str) -> int:

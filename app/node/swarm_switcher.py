@@ -125,7 +125,8 @@ class SwarmSwitcher:
     async def _require_member(self, swarm: SavedSwarm, here: SavedSwarm) -> None:
         """Raise `NoMember` or `WrongSecret` unless a member answers, or this node can open the swarm by itself."""
         manifests = ManifestStore(self._cache)
-        if record_of(swarm) is not None and await trio.to_thread.run_sync(manifests.source, swarm.model_hash):
+        source = await trio.to_thread.run_sync(manifests.source, swarm.model_hash)
+        if record_of(swarm) is not None and source is not None:
             return
         network = self.network_owner.network_of(swarm.secret)
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.chat import prompts
+from app.cli.reply_printer import finished_blocks, rendered
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT, write_folder
 
@@ -51,6 +51,15 @@ def test_a_conversation_by_pipe_remembers_what_was_said(
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_a_mistyped_command_and_a_bad_value_in_a_pipe_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line, words in (("/frob", "unknown command '/frob'"), ("/set top_p 2", "above 0.0 and at most 1.0")):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"{line}\n"))
+        assert chat("--model", "tiny-random") == 2
+        assert words in capsys.readouterr().err
+
+
 class Terminal(io.StringIO):
     """An input that the program takes for a terminal."""
 
@@ -58,10 +67,77 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_prompts_work_without_readline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_works_without_readline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "readline", None)  # makes `import readline` raise, as on native Windows
     monkeypatch.setattr("sys.stdin", Terminal("hello\nagain\n"))
-    assert list(prompts()) == ["hello", "again"]
+    assert chat("--model", "tiny-random", "--max-tokens", "2", "--home", str(tmp_path / "home")) == 0
+    assert capsys.readouterr().out.count("> ") == 3  # and a third, at which the input ends
+
+
+def test_an_error_does_not_end_a_conversation_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("x" * 100_000 + "\nhello\n"))
+    assert chat("--model", "tiny-random", "--max-tokens", "2", "--home", str(tmp_path)) == 0
+    captured = capsys.readouterr()
+    assert "context" in captured.err
+    assert captured.out.count("> ") == 3
+
+
+def test_a_conversation_that_cannot_be_kept_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "conversations.db").write_bytes(b"not a database" * 100)
+    monkeypatch.setattr("sys.stdin", Terminal("hello\n"))
+    assert chat("--model", "tiny-random", "--max-tokens", "2", "--home", str(tmp_path)) == 0
+    assert "this conversation will not be kept" in capsys.readouterr().err
+
+
+def test_resuming_goes_on_with_the_conversation_used_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ("--model", "tiny-random", "--max-tokens", "2", "--temperature", "0", "--home", str(tmp_path))
+    assert chat(*arguments, "--resume", "more") == 1
+    assert "there is no conversation to resume" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", Terminal("hello\n"))
+    assert chat(*arguments) == 0
+    capsys.readouterr()
+    assert chat(*arguments, "--resume", "--json", "more") == 0
+    resumed = json.loads(capsys.readouterr().out)
+    assert chat(*arguments, "--json", "more") == 0
+    assert resumed["prompt_tokens"] > json.loads(capsys.readouterr().out)["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "finished"),
+    [
+        ("a\n\nb", "a\n\n"),
+        ("a\n\n", ""),  # what follows may be indented
+        ("1. a\n\n   of a", ""),
+        ("1. a\n\n   of a\n\nb", "1. a\n\n   of a\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("```\na\n\nb\n```\n\nc", "```\na\n\nb\n```\n\n"),
+        ("~~~\n```\n\nb\n", ""),
+    ],
+)
+def test_finished_blocks_of_markdown(text: str, finished: str) -> None:
+    assert finished_blocks(text) == (finished, text[len(finished) :])
+
+
+def test_words_are_not_broken_and_markup_is_not_shown() -> None:
+    from rich.console import Console
+
+    words = "several ordinary words that make up one paragraph".split()
+    console = Console(width=20, file=io.StringIO(), no_color=True)
+    console.print(rendered("# Head\n\n" + " ".join(words) + "\n\n**bold** [site](http://a.b/c) [red]"))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert shown.split()[: len(words) + 1] == ["Head", *words]
+    assert "**" not in shown
+    assert "(http://a.b/c)" in shown.replace("\n", "")
+    assert "[red]" in shown
 
 
 def _gguf(path: Path) -> Path:
@@ -126,8 +202,6 @@ def test_a_broken_model_is_one_line_that_names_it(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--model", "tiny-random", "--max-tokens", "0", "hello"], 1, "max_tokens"),
-        (["--model", "tiny-random", "--top-p", "2", "hello"], 1, "top_p"),
         (["--model", "tiny-random", "--json"], 2, "--json"),
         (["--model", "tiny-random", "x" * 100_000], 1, "context"),
         (["--model", "tiny-random", "--device", "cuda:99", "hello"], 1, "cuda:99"),
@@ -144,3 +218,22 @@ def test_bad_input_is_one_line(
 def test_without_a_node_the_way_out_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "hello"]) == 1
     assert "--local" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--max-tokens", "0"),
+        ("--temperature", "9"),
+        ("--top-p", "2"),
+        ("--top-p", "0"),
+        ("--min-p", "nan"),
+        ("--seed", "x"),
+    ],
+)
+def test_a_value_out_of_range_is_bad_usage(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chat(option, value, "hello")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert option in line

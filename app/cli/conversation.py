@@ -1,0 +1,263 @@
+"""A conversation in the terminal: the prompt, Ctrl-C, `/` commands, and saving with the dashboard's conversations.
+
+`app.cli.chat` chooses who answers; `app.cli.reply_printer` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from app.cli.command import print_json
+from app.cli.parser import nearest
+from app.cli.reply_printer import reply_printer
+from app.core.errors import AppError, UsageError
+from engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from ui.state.conversations import Conversations
+
+Chat = list[dict[str, str]]
+# The command, what follows it, and its help.
+HELP = (
+    ("/help", "", "show these commands"),
+    ("/clear", "", "start a new conversation"),
+    ("/regenerate", "", "ask the last question again"),
+    ("/save", "[FILE]", "write the conversation as Markdown, to a new file"),
+    ("/system", "[TEXT]", 'show or set the system message; "" removes it'),
+    ("/set", "[NAME VALUE]", "show or change the sampling settings"),
+    ("/model", "[NAME]", "show the model; with --local, load another one"),
+    ("/quit", "", "end; Ctrl-D does the same"),
+)
+_KEYS = "Ctrl-C stops a reply or clears the line, twice ends. A pasted text is one message."
+
+
+class Answers(Protocol):
+    """The side that answers: the swarm through a running node, or a model in this process."""
+
+    settings: dict[str, Any]  # by the names of `app.cli.chat.SAMPLING`
+    facts: dict[str, Any]  # of the last reply that was read to its end, as `chat --json` shows them
+
+    def answer(self, messages: Chat) -> Iterator[str]:
+        """Yield the pieces of the reply to these messages."""
+
+    def model(self) -> str:
+        """Describe the model that answers."""
+
+    def use_model(self, name: str) -> None:
+        """Have another model answer; raises `AppError` if that is not possible."""
+
+
+class TerminalChat:
+    """One conversation at a time, with its messages and its row in the store."""
+
+    def __init__(self, answers: Answers, store: Conversations, settings: dict[str, Callable[[str], Any]]) -> None:
+        self._answers, self._store, self._parsers = answers, store, settings
+        self._system: str | None = None
+        self._messages: Chat = []  # questions and replies in turn
+        self._id: int | None = None  # of the conversation in the store
+        self._title = ""
+        self._is_interactive = self._was_interrupted = False  # the latter by the latest key
+
+    def set_system(self, text: str | None) -> None:
+        """Use this system message from now on; None or an empty one: none."""
+        self._system = text or None
+
+    def resume(self) -> None:
+        """Continue the conversation used last, and print its last question and reply."""
+        kept = self._store.all()
+        if not kept:
+            raise AppError("there is no conversation to resume: start one with `shoal chat`")
+        self._id, self._title = kept[0].id, kept[0].title
+        for message in self._store.messages(kept[0].id):
+            if message.role == "system":
+                self._system = message.content
+            else:
+                self._messages.append({"role": message.role, "content": message.content})
+        if self._messages and self._messages[-1]["role"] == "user":
+            self._messages.pop()  # its reply never came
+
+    def show_last(self) -> None:
+        """Print where the conversation stands."""
+        _note(f"Resuming {self._title!r}, {len(self._messages)} messages.")
+        if len(self._messages) >= 2:
+            print(f"> {self._messages[-2]['content']}")
+            printer = reply_printer()
+            printer.write(self._messages[-1]["content"])
+            printer.end()
+
+    def converse(self) -> None:
+        """Answer what the user types until the end of the input, /quit, or Ctrl-C twice."""
+        interactive = self._is_interactive = sys.stdin.isatty()
+        if interactive:
+            _edit_lines()
+            _note("Type a message; /help lists the commands, Ctrl-D ends.")
+        while True:
+            try:
+                line = input("> " if interactive else "")
+            except EOFError:
+                if interactive:
+                    print()
+                return
+            except KeyboardInterrupt:
+                print()
+                if self._was_interrupted:
+                    return
+                self._was_interrupted = True
+                _note("Ctrl-C again ends.")
+                continue
+            self._was_interrupted = False
+            if line.strip() in ("/quit", "/exit", "/bye"):
+                return
+            try:
+                self._take(line)
+            except (AppError, EngineError, OSError) as error:
+                if not interactive:
+                    raise
+                _note(f"shoal: {' '.join(str(error).split())}")
+
+    def say(self, text: str, *, as_json: bool = False) -> None:
+        """Print the reply to one message, and keep both; a reply that Ctrl-C stops is kept as far as it came."""
+        self._ask([*self._messages, {"role": "user", "content": text}], as_json=as_json)
+
+    def _take(self, line: str) -> None:
+        """Run a `/` command, or send the line as a message."""
+        if not line.startswith("/"):
+            if line.strip():
+                self.say(line.strip())
+            return
+        word, _, rest = line.partition(" ")
+        commands: dict[str, Callable[[str], None]] = {
+            "/help": self._help,
+            "/clear": self._clear,
+            "/regenerate": self._regenerate,
+            "/save": self._save,
+            "/system": self._show_system,
+            "/set": self._set,
+            "/model": self._model,
+        }
+        if word not in commands:
+            known = nearest(word, [*commands, "/quit"])
+            raise UsageError(f"unknown command {word!r}{known}; /help lists them, a space before it sends the line")
+        commands[word](rest.strip())
+
+    def _ask(self, messages: Chat, *, as_json: bool = False, replaces: bool = False) -> None:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        printer = None if as_json else reply_printer()
+        pieces: list[str] = []
+        is_whole = False
+        stream = self._answers.answer([*system, *messages])
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                if printer is not None:
+                    printer.write(piece)
+            is_whole = True
+        except KeyboardInterrupt:
+            if not self._is_interactive:
+                raise
+            self._was_interrupted = True
+        finally:
+            if printer is not None:
+                printer.end()
+        if not is_whole:
+            _note("Stopped. Ctrl-C again ends.")
+        if is_whole or pieces:
+            self._keep(messages[-1]["content"], "".join(pieces), self._answers.facts if is_whole else {}, replaces)
+            self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        if as_json:
+            print_json(self._answers.facts)
+
+    def _keep(self, question: str, reply: str, facts: dict[str, Any], replaces: bool) -> None:
+        if self._id is None:
+            begun = self._store.begin(question)
+            self._id, self._title = begun.id, begun.title
+            if self._system is not None:
+                self._store.add(self._id, "system", self._system)
+        if replaces:
+            asked = [message for message in self._store.messages(self._id) if message.role == "user"]
+            self._store.cut(self._id, asked[-1].id)
+        self._store.add(self._id, "user", question)
+        self._store.add(self._id, "assistant", reply, facts)
+
+    # --- commands -----------------------------------------------------------------------------------------------------
+
+    def _help(self, rest: str) -> None:
+        for word, arguments, text in HELP:
+            _note(f"{f'{word} {arguments}':<22} {text}")
+        _note(_KEYS)
+
+    def _clear(self, rest: str) -> None:
+        self._messages, self._id = [], None
+        _note("A new conversation.")
+
+    def _regenerate(self, rest: str) -> None:
+        if len(self._messages) < 2:
+            raise UsageError("there is no question to ask again")
+        self._ask(self._messages[:-1], replaces=True)
+
+    def _save(self, rest: str) -> None:
+        from ui.state.conversations import as_markdown, export_to
+
+        if self._id is None:
+            raise UsageError("there is nothing to save yet")
+        messages = self._store.messages(self._id)
+        if rest:
+            path = Path(rest).expanduser()
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(as_markdown(self._title, messages))
+        else:
+            path = export_to(Path.cwd(), self._title, messages)
+        _note(f"Saved to {path}.")
+
+    def _show_system(self, rest: str) -> None:
+        if rest:
+            self.set_system(None if rest in ('""', "''") else rest)
+        _note(f"System message: {self._system or 'none'}")
+
+    def _set(self, rest: str) -> None:
+        name, _, text = rest.replace("=", " ", 1).partition(" ")
+        if name:
+            name = name.replace("-", "_")
+            if name not in self._parsers:
+                raise UsageError(f"unknown setting {name!r}{nearest(name, self._parsers)}; /set lists them")
+            try:
+                self._answers.settings[name] = self._parsers[name](text.strip())
+            except argparse.ArgumentTypeError as error:
+                raise UsageError(f"{name}: {error}") from None
+        for one, value in self._answers.settings.items():
+            if name in ("", one):
+                shown = ", ".join(map(repr, value)) if isinstance(value, list) else value
+                _note(f"{one} = {'not set' if shown in (None, '') else shown}")
+
+    def _model(self, rest: str) -> None:
+        if rest:
+            self._answers.use_model(rest)
+        _note(self._answers.model())
+
+
+def open_store(folder: Path | None) -> Conversations:
+    """Open the conversations of a home folder; in memory if `folder` is None, or with a warning if it is unusable."""
+    from ui.state.conversations import Conversations, ConversationsError
+
+    try:
+        return Conversations(folder)
+    except ConversationsError as error:
+        _note(f"shoal: this conversation will not be kept: {error}")
+        return Conversations(None)
+
+
+def _edit_lines() -> None:
+    """Give `input` line editing and history, and have a pasted text with several lines arrive as one."""
+    try:
+        import readline
+    except ImportError:
+        return  # Python on native Windows has no `readline`; the console there edits lines itself
+    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""Prints a reply while it arrives: as Markdown on a terminal, as plain text anywhere else.
+
+Finished blocks of the Markdown (a paragraph, a list, a closed code block) are printed once and stay. Only the block
+that is still growing is drawn again, below them, and never higher than the window, so that scrolling back shows each
+line once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from app.core.terminal_text import without_controls
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+_REFRESH_PER_S = 8
+
+
+class ReplyPrinter(Protocol):
+    """Receives the pieces of one reply, then `end`, also if the reply was stopped."""
+
+    def write(self, piece: str) -> None: ...
+    def end(self) -> None: ...
+
+
+def reply_printer() -> ReplyPrinter:
+    """Return the printer for this process's stdout."""
+    return MarkdownPrinter() if sys.stdout.isatty() else PlainPrinter()
+
+
+class PlainPrinter:
+    """Prints the pieces as they are, without control characters."""
+
+    def write(self, piece: str) -> None:
+        """Print one piece at once."""
+        print(without_controls(piece), end="", flush=True)
+
+    def end(self) -> None:
+        """End the last line."""
+        print()
+
+
+class MarkdownPrinter:
+    """Renders the reply as Markdown, wrapped at words."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        self._console = Console(highlight=False)
+        self._growing, self._is_first = "", True
+        self._live = Live(
+            Text("…", style="dim"),
+            console=self._console,
+            refresh_per_second=_REFRESH_PER_S,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def write(self, piece: str) -> None:
+        """Append one piece, and print the blocks that it finishes."""
+        done, self._growing = finished_blocks(self._growing + without_controls(piece))
+        if done.strip():
+            self._print(done)
+        self._live.update(_LastRows(rendered(self._growing)))
+
+    def end(self) -> None:
+        """Print what is left, and leave the cursor below it."""
+        self._live.update("")
+        self._live.stop()
+        if self._growing.strip():
+            self._print(self._growing)
+
+    def _print(self, text: str) -> None:
+        if not self._is_first:
+            self._console.print()
+        self._is_first = False
+        self._console.print(rendered(text))
+
+
+class _LastRows:
+    """The last rows of another renderable, as many as the window can show."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        from rich.segment import Segment
+
+        rows = console.render_lines(self._inner, options, pad=False)
+        for row in rows[-max(1, console.height - 2) :]:
+            yield from row
+            yield Segment.line()
+
+
+def rendered(text: str) -> RenderableType:
+    """Return Markdown as rich renders it, but with headings at the left and with the addresses of links."""
+    from rich.markdown import Heading, Markdown
+    from rich.text import Text
+
+    class LeftHeading(Heading):
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+            self.text.justify = "left"
+            yield Text.assemble("", self.text, style="bold")
+
+    class ChatMarkdown(Markdown):
+        elements: ClassVar = {**Markdown.elements, "heading_open": LeftHeading}
+
+    return ChatMarkdown(text, hyperlinks=False)
+
+
+def finished_blocks(text: str) -> tuple[str, str]:
+    """Split growing Markdown into the blocks that no later text can change, and the rest.
+
+    A block ends at an empty line outside a code block, once the next line has begun without an indent: an indented one
+    may still belong to a list item.
+    """
+    fence = ""
+    at = split = 0
+    is_after_empty = False
+    for line in text.splitlines(keepends=True):
+        words = line.strip()
+        if is_after_empty and not fence and words and not line[0].isspace():
+            split = at
+        mark = words[:3]
+        if mark in ("```", "~~~"):
+            fence = mark if not fence else "" if mark == fence else fence
+        is_after_empty = not words
+        at += len(line)
+    return text[:split], text[split:]

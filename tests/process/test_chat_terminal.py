@@ -1,0 +1,207 @@
+"""`shoal chat` in a real terminal with a real node: Ctrl-C, pasting, commands, Markdown, and resuming."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.api.client import client_of
+from tests.process.node_process import Place, Serving, wait_until
+
+pty = pytest.importorskip("pty", reason="a terminal of this kind is POSIX's")
+
+PATIENCE_S = 60.0
+PRESS_AGAIN_S = 5.0
+CTRL_C, CTRL_D = b"\x03", b"\x04"
+PROMPT = "> "
+LONG = ["--max-tokens", "4000", "--temperature", "2", "--seed", "1"]
+
+
+class Terminal:
+    """A command in a terminal of its own: what it shows, and what is typed."""
+
+    def __init__(self, place: Place, *arguments: str) -> None:
+        import termios
+
+        self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 80))
+        # A session of its own with this terminal, as else Ctrl-C would reach nobody.
+        attach = "import os, pty, sys; os.login_tty(0); os.execv(sys.argv[1], sys.argv[1:])"
+        if not hasattr(os, "login_tty"):
+            attach = (
+                "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+                "os.execv(sys.argv[1], sys.argv[1:])"
+            )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", attach, sys.executable, "-m", "app.cli", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=place.environment({"TERM": "xterm-256color", "NO_COLOR": "1"}),
+        )
+        os.close(slave)
+        self.shown = ""
+        self._read = 0  # what the test has seen of it
+
+    def type(self, text: str | bytes) -> None:
+        os.write(self._master, text.encode() if isinstance(text, str) else text)
+
+    def interrupt(self, text: str) -> None:
+        """Press Ctrl-C at the prompt and wait for a text.
+
+        Python's `input` heeds a signal only while it waits for a key: one that comes in the microseconds before that is
+        heeded with the next key. So it is pressed again after a while without an effect.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.shown[self._read :]:
+            assert time.monotonic() < deadline, f"{text!r} was not shown: {self.shown!r}"
+            self.type(CTRL_C)
+            again_at = time.monotonic() + PRESS_AGAIN_S
+            while text not in self.shown[self._read :] and time.monotonic() < again_at:
+                self._more()
+        self.wait(text)
+
+    def wait(self, text: str) -> str:
+        """Wait until a text is shown after all that was waited for; returns what was shown up to its end."""
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.shown[self._read :]:
+            assert time.monotonic() < deadline, f"{text!r} was not shown: {self.shown!r}"
+            assert self._more() or self.process.poll() is None, f"it ended without {text!r}: {self.shown!r}"
+        end = self.shown.index(text, self._read) + len(text)
+        part, self._read = self.shown[self._read : end], end
+        return part
+
+    def ended(self) -> int:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it did not end: {self.shown!r}"
+            self._more()
+        while self._more():
+            pass
+        return self.process.returncode
+
+    def _more(self) -> bool:
+        ready, _, _ = select.select([self._master], [], [], 0.1)
+        try:
+            new = os.read(self._master, 65536) if ready else b""
+        except OSError:  # Linux says so once the other side is closed
+            new = b""
+        self.shown += new.decode("utf-8", "replace")
+        return bool(new)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("chat")
+    place = Place(folder / "home", folder / "cache")
+    assert place.shoal("create", "pond", "--model", "tiny-random").status == 0
+    with Serving(place, "--discovery=invite", max_vram="1GB") as serving:
+        assert serving.ready().startswith("ready serving")
+        yield serving
+
+
+def sessions(node: Serving) -> int:
+    return len(client_of(node.place.home).snapshot().active_sessions)
+
+
+def test_ctrl_c_stops_the_reply_and_twice_ends(node: Serving) -> None:
+    with Terminal(node.place, "chat", *LONG) as terminal:
+        terminal.wait(PROMPT)
+        terminal.type("tell me all\r")
+        wait_until(lambda: sessions(node) > 0, "the reply runs")
+        terminal.type(CTRL_C)
+        terminal.wait("Stopped. Ctrl-C again ends.")
+        terminal.wait(PROMPT)
+        wait_until(lambda: sessions(node) == 0, "the session has ended in the swarm too")
+        terminal.type("/set max_tokens 3\r")
+        terminal.wait("max_tokens = 3")
+        terminal.wait(PROMPT)
+        terminal.type("go on\r")  # the conversation is still there
+        terminal.wait(PROMPT)
+        terminal.interrupt("Ctrl-C again ends.")
+        terminal.wait(PROMPT)
+        terminal.interrupt("\r\n")
+        assert terminal.ended() == 0
+        assert "interrupted" not in terminal.shown
+
+
+def test_ctrl_c_clears_the_line_and_ctrl_d_ends(node: Serving) -> None:
+    with Terminal(node.place, "chat", "--max-tokens", "2") as terminal:
+        terminal.wait(PROMPT)
+        terminal.type("half a ques")
+        terminal.wait("half a ques")
+        terminal.interrupt("Ctrl-C again ends.")
+        terminal.wait(PROMPT)
+        terminal.type("/system be brief\r")
+        terminal.wait("System message: be brief")  # so the half question was not sent with it
+        terminal.wait(PROMPT)
+        terminal.type(CTRL_D)
+        assert terminal.ended() == 0
+
+
+def test_a_pasted_text_is_one_message_and_is_kept_saved_and_resumed(node: Serving, tmp_path: Path) -> None:
+    with Terminal(node.place, "chat", "--max-tokens", "3", "--temperature", "0") as terminal:
+        terminal.wait(PROMPT)
+        terminal.type("\x1b[200~first line\nsecond line\x1b[201~")
+        terminal.wait("second line")
+        terminal.type("\r")
+        terminal.wait(PROMPT)
+        terminal.type("/regenerate\r")
+        terminal.wait(PROMPT)
+        terminal.type(f"/save {tmp_path / 'chat.md'}\r")
+        terminal.wait("Saved to")
+        terminal.wait(PROMPT)
+        terminal.type(f"/save {tmp_path / 'chat.md'}\r")
+        terminal.wait("File exists")  # nothing is overwritten
+        terminal.type("/quit\r")
+        assert terminal.ended() == 0
+    text = (tmp_path / "chat.md").read_text()
+    assert text.count("**You**") == 1
+    assert "first line\nsecond line" in text
+    with Terminal(node.place, "chat", "--resume", "--max-tokens", "2") as terminal:
+        terminal.wait("Resuming 'first line second line', 2 messages.")
+        terminal.wait("first line\r\nsecond line")
+        terminal.wait("Ctrl-D ends.")
+        terminal.wait(PROMPT)
+        terminal.type(CTRL_D)
+        assert terminal.ended() == 0
+
+
+def test_commands_are_listed_and_a_mistyped_one_is_not_sent(node: Serving) -> None:
+    with Terminal(node.place, "chat", "--max-tokens", "2") as terminal:
+        terminal.wait(PROMPT)
+        terminal.type("/help\r")
+        for word in ("/help", "/clear", "/regenerate", "/save", "/system", "/set", "/model", "/quit"):
+            terminal.wait(f"{word} ")
+        terminal.wait(PROMPT)
+        terminal.type("/regenrate\r")
+        terminal.wait("unknown command '/regenrate': did you mean /regenerate?")
+        terminal.type("/regenerate\r")
+        terminal.wait("there is no question to ask again")
+        terminal.type("/set temperature 9\r")
+        terminal.wait("must be from 0.0 to 2.0, not 9")
+        terminal.type("/set colour red\r")
+        terminal.wait("unknown setting 'colour'")
+        terminal.type("/model\r")
+        terminal.wait("swarm pond, model tiny-random")
+        terminal.type("/model other\r")
+        terminal.wait("a swarm has one model")
+        terminal.type("/clear\r")
+        terminal.wait("A new conversation.")
+        terminal.type("/quit\r")
+        assert terminal.ended() == 0
