@@ -21,6 +21,7 @@ from urllib.parse import quote, urlsplit
 from app.config.home import Home, NodeInfo, api_token, find_node, require_node
 from app.core import errors
 from app.core.errors import AppError, NotRunning, UsageError
+from app.core.reasons import NEXT_STEPS
 from app.snapshot.codec import snapshot_from
 from app.snapshot.views import Snapshot
 
@@ -38,6 +39,12 @@ class WrongToken(AppError):
     """The node does not accept the token: it belongs to another home folder."""
 
     code = "wrong_token"
+
+
+_OF_ERRORS = (value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, AppError))
+_ERRORS: dict[str, type[AppError]] = {WrongToken.code: WrongToken} | {
+    error.code: error for error in _OF_ERRORS if error is not AppError
+}
 
 
 @dataclass(frozen=True)
@@ -199,18 +206,15 @@ def _client(home: Home, node: NodeInfo) -> Client:
 
 
 def _failure(status: int, raw: bytes) -> AppError:
-    """Rebuild the node's error by its type name, so that the command exits with the status of that error."""
+    """Rebuild the node's error by its code, so that the command exits with the status of that error."""
     try:
         error = json.loads(raw)["error"]
-        kind, message = str(error["type"]), str(error["message"])
+        code, message = str(error["code"]), str(error["message"])
+        peers = tuple(str(peer) for peer in error.get("peers", ()))
     except (ValueError, KeyError, TypeError):
         return ApiFailure(f"the node answered with HTTP status {status} and no reason: look at its log")
-    if kind == "WrongToken":
-        return WrongToken(message)
-    known = getattr(errors, kind, None)
-    if isinstance(known, type) and issubclass(known, AppError):
-        return known(message)
-    return ApiFailure(message)
+    kind = _ERRORS.get(code, UsageError if status == 400 else ApiFailure)
+    return kind(message, code=code if code in NEXT_STEPS else None, peers=peers)
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[Event]:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from app.api import failures, openai_errors
+from app.api import openai_errors
 from app.core.reasons import Reason, because
 
 Scope = MutableMapping[str, Any]
@@ -49,22 +49,22 @@ class Guard:
             return
         refusal = self._refusal(scope)
         if refusal is not None:
-            await _refuse(send, scope["path"], *refusal)
+            await _refuse(send, *refusal)
             return
         await self._application(scope, _bounded(receive), send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str, Reason] | None:
+    def _refusal(self, scope: Scope) -> tuple[int, Reason] | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
         host = headers.get(b"host", b"")
         if not _is_this_machine(host, everywhere=self._everywhere):
-            return 403, "Forbidden", because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
+            return 403, because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
         if b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
-            return 403, "Forbidden", because("foreign_origin", "the API refuses requests from other sites' web pages")
+            return 403, because("foreign_origin", "the API refuses requests from other sites' web pages")
         if scope["path"] in OPEN_PATHS:
             return None
         if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             text = "the token is missing or wrong: it is in the file `token` of the home folder"
-            return 401, "WrongToken", because("wrong_token", text)
+            return 401, because("wrong_token", text)
         return None
 
 
@@ -91,9 +91,8 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-async def _refuse(send: Send, path: str, status: int, kind: str, why: Reason) -> None:
-    error = openai_errors.body(status, why) if openai_errors.is_openai(path) else failures.body(kind, why)
-    body = json.dumps(error).encode()
+async def _refuse(send: Send, status: int, why: Reason) -> None:
+    body = json.dumps(openai_errors.body(status, why)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

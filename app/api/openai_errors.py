@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code", …}}`."""
+"""Errors in the form of OpenAI's API, also under `/api`: `{"error": {"message", "type", "param", "code", …}}`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from app.api import failures
 from app.asker.reply import ReplyEvent
-from app.core.errors import AppError, reason_of
+from app.core.errors import AppError
 from engine.errors import EngineError
 from p2p.errors import P2PError
 
@@ -67,7 +67,7 @@ async def json_lines(events: AsyncGenerator[ReplyEvent, None]) -> AsyncGenerator
         except OUR_ERRORS as error:
             if not began:
                 raise
-            yield _line(failures.body(type(error).__name__, reason_of(error)))
+            yield _line(failures.body_of(error))
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -52,7 +52,10 @@ def run_resume(arguments: argparse.Namespace) -> int:
 def run_stop(arguments: argparse.Namespace) -> int:
     """Ask the node to drain and end, and wait until it has."""
     stop_node(arguments.home)
-    print("stopped")
+    if arguments.json:
+        print_json({"state": "stopped"})
+    else:
+        print("stopped")
     return 0
 
 
@@ -99,5 +102,5 @@ COMMANDS = (
     Command("pause", "stop hosting for a while, and free the memory", run_pause, add_pause_arguments, True),
     Command("resume", "host again", run_resume, prints_facts=True),
     Command("drain", "let the sessions finish, then host nothing", run_drain, prints_facts=True),
-    Command("stop", "ask the node to drain and end", run_stop),
+    Command("stop", "ask the node to drain and end", run_stop, prints_facts=True),
 )

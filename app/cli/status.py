@@ -13,9 +13,12 @@ _DAYS, _PEERS = 7, 10  # number of days and peers in `status --json`
 
 
 def run_status(arguments: argparse.Namespace) -> int:
-    """Print the node's state."""
-    from app.api.client import client_of
+    """Print the node's state; without a node the exit status is 1, and `--json` prints the state `stopped`."""
+    from app.api.client import client_of, running_client
 
+    if arguments.json and running_client(arguments.home) is None:
+        print_json({"state": "stopped"})
+        return 1
     status = client_of(arguments.home).get("/api/status")
     if arguments.json:
         print_json({**status, **_history(arguments.home)})

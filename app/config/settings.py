@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from app.config.timetable import parse_schedule
-from app.core.errors import ConfigError, UsageError
+from app.core.errors import BadValue, UsageError
 from app.core.span import Span
 from app.core.units import parse_size
 from p2p.addresses import is_peer_id, parse_address
@@ -60,7 +60,7 @@ class Setting:
         return f"SHOAL_{self.name.upper()}"
 
     def parse(self, text: str) -> Value:
-        """Parse a value from the command line or the environment; raises `ConfigError`."""
+        """Parse a value from the command line or the environment; raises `BadValue`."""
         text = text.strip()
         if self.kind in LISTS:
             return self.check([item.strip() for item in text.split(",") if item.strip()])
@@ -73,12 +73,12 @@ class Setting:
         return self.check(text)
 
     def check(self, value: object) -> Value:
-        """Validate and normalise a value; raises `ConfigError`, which says what is expected."""
+        """Validate and normalise a value; raises `BadValue`, which says what is expected."""
         try:
             return self._checked(value)
         except (ValueError, P2PError, UsageError) as error:
             shown = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            raise ConfigError(f"the setting {self.name} cannot be {shown[:80]!r}: {error}") from None
+            raise BadValue(f"the setting {self.name} cannot be {shown[:80]!r}: {error}") from None
 
     def _checked(self, value: object) -> Value:
         match self.kind, value:

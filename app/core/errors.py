@@ -61,6 +61,13 @@ class ConfigError(AppError):
     code = "bad_config"
 
 
+class BadValue(ConfigError):
+    """A value that the user gave for a setting is not valid; one in the configuration file is a `ConfigError`."""
+
+    exit_code = 2
+    code = "bad_value"
+
+
 class HomeError(AppError):
     """A file of the home folder cannot be read or written, or is damaged."""
 

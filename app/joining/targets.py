@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from app.core.errors import AppError, UnknownSwarm, UsageError
+from app.core.errors import AppError, RecordError, UnknownSwarm, UsageError
 from app.snapshot.views import SwarmView
 from app.swarm.invite import MAX_ADDRESSES, Invite, is_invite, parse_invite
 from app.swarm.names import SwarmName, pinned
@@ -28,7 +28,11 @@ def view_of(swarm: SavedSwarm, *, active: bool) -> SwarmView:
 def target_swarm(known: SavedSwarms, target: str) -> SavedSwarm | SwarmName:
     """Return the swarm of an invite or saved name, or the parsed name if other peers have to be asked about it."""
     if is_invite(target):
-        return _invited(known, parse_invite(target))
+        try:
+            invite = parse_invite(target)
+        except RecordError as error:
+            raise UsageError(str(error)) from None
+        return _invited(known, invite)
     wanted = SwarmName.parse(target)
     found = known.matching(wanted)
     if not found:
@@ -53,7 +57,7 @@ def named(known: SavedSwarms, name: str | None) -> SavedSwarm:
     """Return a saved swarm by its name, or the active one if `name` is None."""
     if name is None:
         if known.active is None:
-            raise UsageError("this node is in no swarm: name one, or join one with `shoal join`")
+            raise AppError("this node is in no swarm: name one, or join one with `shoal join`", code="no_swarm")
         return known.active
     wanted = SwarmName.parse(name)
     found = known.matching(wanted)

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import trio
 
@@ -295,3 +296,39 @@ def test_the_port_is_on_loopback_alone() -> None:
     with open_socket(0, explicit=True) as sock:
         assert sock.getsockname()[0] == "127.0.0.1"
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "code"),
+    [
+        ("/api/join", {"target": "nowhere"}, 404, "not_found_error", "unknown_swarm"),
+        ("/api/join", {"target": 5}, 400, "invalid_request_error", "bad_request"),
+        ("/api/join", {"target": "broken"}, 500, "server_error", "internal"),
+        ("/api/nothing", {}, 404, "not_found_error", "not_found"),
+        ("/v1/nothing", {}, 404, "not_found_error", "not_found"),
+        ("/v1/embeddings", {}, 404, "not_found_error", "not_found"),
+    ],
+)
+async def test_errors_have_the_types_of_openai_everywhere(
+    path: str, body: dict[str, Any], status: int, kind: str, code: str
+) -> None:
+    async with running_api(DoubleNode()) as client, httpx.AsyncClient() as asker:
+        answer = await asker.post(client.url + path, json=body, headers={"authorization": f"Bearer {TOKEN}"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (status, kind, code)
+        assert error["next_step"]
+        refused = await asker.post(client.url + path, json=body)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/api/chat"), ("POST", "/api/generate"), ("GET", "/api/tags"), ("POST", "/api/embed")]
+)
+async def test_a_client_of_ollama_is_told_where_to_ask(method: str, path: str) -> None:
+    body = {"model": "llama", "messages": [{"role": "user", "content": "hi"}], "stream": False}
+    async with running_api(DoubleNode()) as client, httpx.AsyncClient() as asker:
+        content = body if method == "POST" else None
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        answer = await asker.request(method, client.url + path, json=content, headers=headers)
+        assert answer.status_code in (400, 404)
+        assert f"choose OpenAI's API in your program, at {client.url}/v1" in answer.json()["error"]["message"]

@@ -152,7 +152,7 @@ async def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], param
         ("/v1/chat/completions", [], 400, None, "bad_request", "wrong"),
         ("/v1/completions", {**TEXT, "echo": True}, 400, "echo", "unsupported_parameter", "echo"),
         ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}, 400, None, "bad_request", "prompt"),
-        ("/v1/nothing", {}, 404, None, "bad_request", "/v1/nothing"),
+        ("/v1/nothing", {}, 404, None, "not_found", "/v1/nothing"),
     ],
 )
 async def test_errors_have_openais_form(

@@ -32,7 +32,7 @@ TABLE = {
     "pause": True,
     "resume": True,
     "drain": True,
-    "stop": False,
+    "stop": True,
     "config": True,
     "pull": False,
     "models": True,

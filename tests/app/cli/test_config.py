@@ -48,8 +48,8 @@ def test_the_environment_goes_before_the_file(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["set", "api_port", "70000"], 1, "0 to 65535"),
-        (["set", "listen", "here"], 1, "the setting listen cannot be"),
+        (["set", "api_port", "70000"], 2, "0 to 65535"),
+        (["set", "listen", "here"], 2, "the setting listen cannot be"),
         (["get", "api_prot"], 2, "did you mean api_port?"),
         (["unset", "nothing"], 2, "unknown setting 'nothing'"),
     ],

@@ -147,7 +147,7 @@ def test_two_swarms_of_one_name_are_told_apart(tmp_path: Path, capsys: pytest.Ca
         (["create", "Not A Name", "--model", "tiny-random"], 2, "is not a swarm's name"),
         (["create", "home#abababab", "--model", "tiny-random"], 2, "has no '#'"),
         (["create", "known", "--model", "tiny-random"], 1, "already a member of known#abababab"),
-        (["join", "shoal:nonsense"], 1, "the invite is mistyped"),
+        (["join", "shoal:nonsense"], 2, "the invite is mistyped"),
         (["join", "not a name"], 2, "is not a swarm's name"),
         (["join"], 2, "name the swarm to join"),
         (["leave", "unheard-of"], 1, "unknown swarm unheard-of"),
@@ -170,5 +170,11 @@ def test_what_is_wrong_is_one_line(
 
 
 def test_nowhere_to_invite_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shoal(tmp_path, "invite") == 2
+    assert shoal(tmp_path, "invite") == 1
     assert "in no swarm" in capsys.readouterr().err
+
+
+def test_status_without_a_node_is_json_for_monitors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal(tmp_path, "status", "--json") == 1
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out), captured.err) == ({"state": "stopped"}, "")
