@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from app.cli.command import Command, print_json
+from app.cli.pause import warn_sole_holder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_config(arguments: argparse.Namespace) -> int:
     """Read or change settings, through the running node if there is one."""
     if arguments.action == "list":
-        return _print_all(_settings(arguments), arguments)
+        return _print_all(settings_facts(arguments.home), arguments)
     from app.config.file import setting_named
 
     name = setting_named(arguments.name).name
     if arguments.action != "get":
-        _change(arguments, name, arguments.value if arguments.action == "set" else None)
-    facts = next(setting for setting in _settings(arguments) if setting["name"] == name)
+        if name == "max_vram" and arguments.action == "set":
+            warn_sole_holder(arguments.home)
+        change_setting(arguments.home, name, arguments.value if arguments.action == "set" else None)
+    facts = next(setting for setting in settings_facts(arguments.home) if setting["name"] == name)
     if arguments.json:
         print_json(facts)
     elif arguments.action == "get":
@@ -48,10 +52,11 @@ def run_config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def settings_facts(home: Path) -> list[dict[str, Any]]:
+    """Return every setting with its value and origin, from the running node or else from the file."""
     from app.api.client import running_client
 
-    client = running_client(arguments.home)
+    client = running_client(home)
     if client is not None:
         answer: list[dict[str, Any]] = client.get("/api/config")
         return answer
@@ -59,25 +64,26 @@ def _settings(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from app.config.home import Home
     from app.config.settings import SETTINGS
 
-    config = load_config(Home(arguments.home).config_file, os.environ)
+    config = load_config(Home(home).config_file, os.environ)
     return [config.facts(name) for name in SETTINGS]
 
 
-def _change(arguments: argparse.Namespace, name: str, value: str | None) -> None:
+def change_setting(home: Path, name: str, value: str | None) -> None:
+    """Change a setting, or reset it if `value` is None, through the running node or else in the file."""
     from app.api.client import running_client
 
-    client = running_client(arguments.home)
+    client = running_client(home)
     if client is not None:
         client.set_config(name, value)
         return
     from app.config.file import set_value, unset
     from app.config.home import Home
 
-    home = Home.open(arguments.home)
+    opened = Home.open(home)
     if value is None:
-        unset(home.config_file, name)
+        unset(opened.config_file, name)
     else:
-        set_value(home.config_file, name, value)
+        set_value(opened.config_file, name, value)
 
 
 def _print_all(settings: list[dict[str, Any]], arguments: argparse.Namespace) -> int:

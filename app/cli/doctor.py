@@ -180,7 +180,8 @@ def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
 
 def print_check(check: Check) -> None:
     """Print a check on one line, with the fix on the next."""
-    print(f"{check.status:<5} {check.name:<14} {check.detail}", flush=True)
+    status = "\N{EN DASH}" if check.status == "skip" else check.status
+    print(f"{status:<5} {check.name:<14} {check.detail}", flush=True)
     if check.mend:
         print(f"{'':<21}→ {check.mend}", flush=True)
 

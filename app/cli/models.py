@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 PULLED = (
-    "starter (98 MB, a small chat model), tiny-random (for tests, no download), or ORG/NAME of the Hugging Face Hub "
+    "starter (93 MB, a small chat model), tiny-random (for tests, no download), or ORG/NAME of the Hugging Face Hub "
     "(ORG/NAME/FILE.gguf if it holds several)"
 )
 
@@ -62,7 +62,7 @@ def run_models(arguments: argparse.Namespace) -> int:
     for model in facts:
         print(describe(model))
     if not facts:
-        print("No model is cached. `shoal pull starter` downloads a small chat model (98 MB).")
+        print("No model is cached. `shoal pull starter` downloads a small chat model (93 MB).")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from app.cli.parser import duration_argument
 
 if TYPE_CHECKING:
     from app.api.client import Client
+    from app.config.home import Home
 
 _STOP_S = 60.0
 _POLL_S = 0.1
@@ -51,6 +53,7 @@ def run_resume(arguments: argparse.Namespace) -> int:
 
 def run_stop(arguments: argparse.Namespace) -> int:
     """Ask the node to drain and end, and wait until it has."""
+    warn_sole_holder(arguments.home)
     stop_node(arguments.home)
     if arguments.json:
         print_json({"state": "stopped"})
@@ -74,10 +77,25 @@ def stop_node(home: Path) -> None:
         time.sleep(0.05)
 
 
+def warn_sole_holder(home: Path) -> None:
+    """Warn on stderr if this node runs and some blocks of the swarm have no other host, so that replies would stop."""
+    from app.api.client import running_client
+    from app.snapshot.codec import sole_blocks
+
+    client = running_client(home)
+    snapshot = None if client is None else client.snapshot()
+    blocks = () if snapshot is None or not snapshot.peers else sole_blocks(snapshot)
+    if snapshot is not None and blocks:
+        spans = ", ".join(f"{start}:{stop}" for start, stop in blocks)
+        text = f"only this node hosts blocks {spans} of {snapshot.swarm}: replies stop until another member hosts them"
+        print(f"shoal: {text}", file=sys.stderr)
+
+
 def _pause_and_wait(arguments: argparse.Namespace, path: str, body: dict[str, Any]) -> int:
     from app.api.client import client_of
 
     client = client_of(arguments.home)
+    warn_sole_holder(arguments.home)
     courtesy = client.post(path, body)
     status = _wait_paused(client)
     if arguments.json:

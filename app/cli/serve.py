@@ -57,8 +57,23 @@ def run_serve(arguments: argparse.Namespace) -> int:
         if target is not None:
             target_swarm(load(home), target)  # raises for a bad target before the slow imports
         start_logging(home.log_folder, arguments.log_level, as_json=config.settings.log_json)
+        warn_of_device(config)
         live(home, config, target)
     return 0
+
+
+def warn_of_device(config: Config) -> None:
+    """Log a warning if the device that the user chose does not exist here; the node runs on, and hosts nothing."""
+    name = config.settings.device
+    if name in ("auto", "cpu") or config.settings.max_vram == 0:
+        return
+    from engine.device.probe import find_device, probe_devices
+    from engine.errors import DeviceError
+
+    try:
+        find_device(name, probe_devices())
+    except DeviceError as error:
+        logging.getLogger("shoal.node").warning("%s; until then this node hosts nothing", error)
 
 
 def live(home: Home, config: Config, target: str | None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.cli.command import Command, print_json
+from app.core.errors import AppError
 
 if TYPE_CHECKING:
     from app.system.service import ServicePlan
@@ -28,8 +30,15 @@ def run_service(arguments: argparse.Namespace) -> int:
     text = ""
     if arguments.action == "install":
         _warn_of_variables()
+        is_new = not arguments.home.exists()
         arguments.home.mkdir(parents=True, exist_ok=True)
-        text = f"installed and started; {service.install(plan)}"
+        try:
+            text = f"installed and started; {service.install(plan)}"
+        except AppError:
+            if is_new:
+                with contextlib.suppress(OSError):  # a node may have begun to use it
+                    arguments.home.rmdir()
+            raise
     elif arguments.action == "uninstall":
         text = "removed" if service.uninstall(plan) else "no service was installed"
     installed, running = plan.file.exists(), service.is_running(plan)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
+from app.cli.pause import warn_sole_holder
 from app.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def run_leave(arguments: argparse.Namespace) -> int:
 
     client = running_client(arguments.home)
     if client is not None:
+        _warn_before_leaving(client, arguments)
         left = client.post("/api/leave", {"name": arguments.name})
     else:
         left = swarm_facts(leave_offline(Home.open(arguments.home), arguments.name), active=False)
@@ -110,6 +112,13 @@ def run_leave(arguments: argparse.Namespace) -> int:
     else:
         print(f"left {left['pinned']}")
     return 0
+
+
+def _warn_before_leaving(client: Client, arguments: argparse.Namespace) -> None:
+    """Warn a sole holder of blocks that is about to leave its active swarm."""
+    active = [swarm for swarm in client.snapshot().swarms if swarm.active]
+    if active and arguments.name in (active[0].name, active[0].pinned, f"{active[0].name}#{active[0].manifest}"):
+        warn_sole_holder(arguments.home)
 
 
 def run_swarms(arguments: argparse.Namespace) -> int:

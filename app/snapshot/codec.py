@@ -53,6 +53,16 @@ def coverage(snapshot: Snapshot) -> list[dict[str, Any]]:
     return [{"block": block, "holders": _holders(block, serving)} for block in range(snapshot.blocks_total or 0)]
 
 
+def sole_blocks(snapshot: Snapshot) -> list[tuple[int, int]]:
+    """Return the runs of blocks that this node serves and no other member, as (start, stop)."""
+    runs: list[tuple[int, int]] = []
+    for one in coverage(snapshot):
+        if [holder["peer"] for holder in one["holders"]] == [snapshot.peer_id]:
+            start = runs.pop()[0] if runs and runs[-1][1] == one["block"] else one["block"]
+            runs.append((start, one["block"] + 1))
+    return runs
+
+
 def _holders(block: int, serving: Sequence[PeerView]) -> list[dict[str, Any]]:
     return [
         {"peer": peer.peer, "tokens_per_s": peer.tokens_per_s}

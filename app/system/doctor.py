@@ -24,7 +24,7 @@ from engine.config import ModelConfig
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
     from engine.device.probe import Device
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "warn", "fail", "skip"]  # skip: nothing to check here, or not known
 GB = 10**9
 HOT_C = 87.0  # consumer cards throttle from about this temperature
 _ON_BY_DEFAULT = ("pause_on_battery", "disk_floor")  # a missing sensor is normal: the user did not choose these rules
@@ -58,7 +58,7 @@ def check_torch(version: str | None, trouble: str = "") -> Check:
 def check_driver(version: str | None, cards: int) -> Check:
     """Report the NVIDIA driver, if there is one."""
     if version is None:
-        return Check("driver", "ok", "no NVIDIA driver found; other devices do not need one")
+        return Check("driver", "skip", "no NVIDIA driver found (fine without an NVIDIA card)")
     return Check("driver", "ok", f"NVIDIA {version}, {cards} card{'s' * (cards != 1)}")
 
 
@@ -81,7 +81,7 @@ def check_sensor(rule: RuleView, setting: str) -> Check:
         return Check(name, "ok", f"on{', and applies now' * rule.applies}; {rule.text}")
     if rule.enabled and setting not in _ON_BY_DEFAULT:
         return Check(name, "warn", f"on, but {rule.text}", f"it has no effect here: `shoal config unset {setting}`")
-    return Check(name, "ok", f"not available here: {rule.text}")
+    return Check(name, "skip", f"not available: {rule.text}")
 
 
 def check_device(device: Device) -> Check:
@@ -199,7 +199,7 @@ def check_nat(reach: str, *, relayed: bool, relaying: bool) -> Check:
     if reach == "unverified":
         mend = "forward the listening port in the router and announce it with --advertise, or let a public node join"
         return Check("nat", "warn", "peers on the internet cannot dial in, and no relay is known", mend)
-    return Check("nat", "ok", "not known yet: no peer on the internet is connected that could test it")
+    return Check("nat", "skip", "not known yet: no peer on the internet is connected that could test it")
 
 
 def check_clock(now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Check:
@@ -275,7 +275,7 @@ def resting_checks(listen_ports: Sequence[int], api_port: int, *, now_ms: int, l
     if api_port:
         yield check_port("api", api_port, free=is_free("127.0.0.1", api_port))
     yield check_clock(now_ms, last_said_ms, ())
-    yield Check("peers", "ok", "no node runs here: start one with `shoal serve` to check the network")
+    yield Check("peers", "skip", "no node runs here: start one with `shoal serve` to check the network")
 
 
 def is_free(host: str, port: int) -> bool:

@@ -6,6 +6,7 @@ same for all systems. The templates are in `packaging/service`.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import importlib.metadata
@@ -135,6 +136,7 @@ class ServicePlan:
     enable: tuple[Command, ...]  # all must succeed
     disable: tuple[Command, ...]  # each may fail, because the service may be gone already
     renew: tuple[Command, ...]  # run after the file is removed
+    restart: tuple[Command, ...]  # all must succeed
     query: Command  # exits with 0 while the service runs
     running_text: str = ""  # text in the query's output while it runs, if the status is not enough
     at_boot: Command | None = None  # makes it start before the user logs in; may fail
@@ -182,7 +184,7 @@ def plan_for(service: Service, platform: str, user_folder: Path) -> ServicePlan:
         return _launchd(service, user_folder)
     if platform == "win32":
         return _windows(service)
-    if platform.startswith("linux"):
+    if has_service(platform):
         return _systemd(service, user_folder)
     raise AppError(f"services are not supported on {platform}: start `shoal serve` with the system's own tools")
 
@@ -199,6 +201,7 @@ def _systemd(service: Service, user_folder: Path) -> ServicePlan:
         enable=((*control, "daemon-reload"), (*control, "enable", unit), (*control, "restart", unit)),
         disable=((*control, "disable", "--now", unit),),
         renew=((*control, "daemon-reload"),),
+        restart=((*control, "restart", unit),),
         query=(*control, "is-active", "--quiet", unit),
         at_boot=("loginctl", "enable-linger", user),
         boot_hint=f"it starts when {user} logs in; to start it with the machine: `sudo loginctl enable-linger {user}`",
@@ -217,6 +220,7 @@ def _launchd(service: Service, user_folder: Path) -> ServicePlan:
         enable=(("launchctl", "bootstrap", domain, str(file)),),
         disable=(gone,),
         renew=(),
+        restart=(("launchctl", "kickstart", "-k", f"{domain}/{label}"),),
         query=("launchctl", "print", f"{domain}/{label}"),
         running_text="state = running",
         boot_hint="it starts when you log in",
@@ -234,25 +238,43 @@ def _windows(service: Service) -> ServicePlan:
         enable=(("schtasks", "/Create", "/TN", name, "/XML", str(file), "/F"), ("schtasks", "/Run", "/TN", name)),
         disable=(("schtasks", "/End", "/TN", name), ("schtasks", "/Delete", "/TN", name, "/F")),
         renew=(),
+        restart=(("schtasks", "/End", "/TN", name), ("schtasks", "/Run", "/TN", name)),
         query=("schtasks", "/Query", "/TN", name, "/FO", "LIST"),
         running_text="Running",
         boot_hint="it starts when you log in",
     )
 
 
+def has_service(platform: str) -> bool:
+    """True if services are supported on this system."""
+    return platform in ("darwin", "win32") or platform.startswith("linux")
+
+
+def restart(plan: ServicePlan, run: Run = run_command) -> None:
+    """Restart a running service; raises `AppError` if the system refuses."""
+    for command in plan.restart:
+        outcome = run(command)
+        if outcome.status != 0:
+            raise AppError(f"{plan.system} did not restart the service: {outcome.text or outcome.status}")
+
+
 def install(plan: ServicePlan, run: Run = run_command) -> str:
     """Write the file and enable the service; return a sentence about when it starts.
 
-    Raises `AppError`, with the file removed again, if the system refuses.
+    Raises `AppError`, with the file and the folders made for it removed again, if the system refuses.
     """
     for command in plan.disable if plan.file.exists() else ():
         run(command)  # replaces an older one
+    made = [folder for folder in plan.file.parents if not folder.exists()]
     plan.file.parent.mkdir(parents=True, exist_ok=True)
     write_private(plan.file, plan.content)
     for command in plan.enable:
         outcome = run(command)
         if outcome.status != 0:
             plan.file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another program may use one of them by now
+                for folder in made:
+                    folder.rmdir()
             raise AppError(
                 f"{plan.system} refused the service ({' '.join(command[:3])}: {outcome.text or outcome.status}); "
                 "nothing was installed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,5 +100,6 @@ def _suggestion(text: str) -> str:
     if parent.is_dir():
         near = difflib.get_close_matches(Path(text).name, [entry.name for entry in parent.iterdir()], n=1, cutoff=0.7)
         if near:
-            return f"did you mean {parent / near[0]}?"
+            found = parent / near[0]
+            return f"did you mean the {'folder' if found.is_dir() else 'file'} {os.path.join('.', found)}?"
     return f"give {', '.join(BUILT_IN)}, a folder with config.json and safetensors, or a GGUF file"

@@ -75,7 +75,7 @@ def test_paths_are_opened_by_what_they_are(tmp_path: Path) -> None:
     assert open_source(folder, tmp_path).label == "model"
     with pytest.raises(SourceError, match="give the folder"):
         open_source(folder / "model.safetensors", tmp_path)
-    with pytest.raises(SourceError, match=r"did you mean .*model\?"):
+    with pytest.raises(SourceError, match=r"did you mean the folder .*model\?"):
         open_source(folder.with_name("modle"), tmp_path)
     with pytest.raises(SourceError, match=r"config.json is not a GGUF|give the folder"):
         open_source(folder / "config.json", tmp_path)

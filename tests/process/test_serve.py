@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.api.client import Client, client_of
 from app.cli.swarms import STILL_TRYING
@@ -253,6 +254,12 @@ def test_bad_usage_is_said_before_anything_starts(arguments: list[str], status: 
     assert answer.status == status
     assert words in answer.err
     assert answer.err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there_is_said_also_without_a_swarm(folder: Path) -> None:
+    with Serving(place(folder, "no-card"), ALONE, "--device=cuda", max_vram="1GB") as node:
+        wait_until(lambda: any("has no device 'cuda'" in line for line in node.errors), "the device is missed")
 
 
 def test_a_follower_is_told_and_released_when_the_node_ends(guest: Serving) -> None:

@@ -112,7 +112,7 @@ def test_rules_without_their_sensors_are_warned_of_where_somebody_counts_on_them
     )
     assert check_sensor(lacking, "pause_above").status == "warn"
     assert "config unset pause_above" in check_sensor(lacking, "pause_above").mend
-    assert check_sensor(lacking, "pause_on_battery").status == "ok"
+    assert check_sensor(lacking, "pause_on_battery").status == "skip"
     assert "on, and applies now; 90" in check_sensor(RuleView("x", "", True, True, text="90 °C"), "pause_above").detail
 
 
@@ -121,4 +121,4 @@ def test_settings_and_driver(tmp_path: Path) -> None:
     assert check_settings(tmp_path, [], "it is no TOML").status == "fail"
     assert check_settings(tmp_path / "none", []).status == "ok"
     assert check_driver("570.1", 2).detail == "NVIDIA 570.1, 2 cards"
-    assert check_driver(None, 0).status == "ok"
+    assert check_driver(None, 0).status == "skip"

@@ -42,7 +42,7 @@ def test_a_clock_long_past_is_wrong() -> None:
 
 @pytest.mark.parametrize(
     ("reach", "relayed", "status"),
-    [("verified", False, "ok"), ("unverified", True, "ok"), ("unverified", False, "warn"), ("unknown", False, "ok")],
+    [("verified", False, "ok"), ("unverified", True, "ok"), ("unverified", False, "warn"), ("unknown", False, "skip")],
 )
 def test_nat(reach: str, relayed: bool, status: str) -> None:
     assert check_nat(reach, relayed=relayed, relaying=False).status == status
@@ -74,7 +74,7 @@ def test_a_running_node_has_every_line() -> None:
     )
     checks = list(running_checks(snapshot, now_ms=NOW_MS, last_said_ms=0, heard_ms=[]))
     assert [check.name for check in checks] == ["state", "listen", "addresses", "nat", "clock", "peers", "peer a"]
-    assert {check.status for check in checks} == {"ok"}
+    assert {check.name for check in checks if check.status != "ok"} == {"nat"}  # which is not known yet
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from app.system.service import (
     is_running,
     launchd_agent,
     plan_for,
+    restart,
     service_name,
     service_of,
     systemd_unit,
@@ -146,6 +147,15 @@ def test_a_system_that_refuses_leaves_nothing_behind(plan: ServicePlan) -> None:
         install(plan, System(**{word: ServiceResult(1, "no bus; nothing was installed")}).run)
     assert plan.system in str(refused.value)
     assert not plan.file.exists()
+    assert plan.file.parent.exists() == (plan.system == "Task Scheduler")  # made for it, but on Windows the home
+
+
+def test_a_restart_that_the_system_refuses_is_said(plan: ServicePlan) -> None:
+    system = System()
+    restart(plan, system.run)
+    assert tuple(system.commands) == plan.restart
+    with pytest.raises(AppError, match=f"{plan.system} did not restart the service: no bus"):
+        restart(plan, lambda command: ServiceResult(1, "no bus"))
 
 
 def test_linger_is_asked_for_and_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
