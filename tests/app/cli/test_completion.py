@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import app.cli
-from app.cli.completion import script_for
+from app.cli.completion import MODELS, script_for
 from app.cli.registry import all_commands
+from app.swarm.invite import Invite
 
 # The contract, and whether a command prints facts.
 TABLE = {
@@ -33,6 +35,10 @@ TABLE = {
     "resume": True,
     "drain": True,
     "stop": True,
+    "restart": True,
+    "logs": True,
+    "ban": True,
+    "trust": True,
     "config": True,
     "pull": False,
     "models": True,
@@ -95,6 +101,45 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> No
     assert bash_completes("shoal", "config", "s") == {"set"}
     assert bash_completes("shoal", "serve", "--log-level", "i") == {"info"}
     assert bash_completes("shoal", "--home", str(tmp_path)) == {str(tmp_path)}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "bin" / "shoal"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m app.cli "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(app.cli.__file__).parents[2]))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert app.cli.main(["join", str(Invite("reef", "ab" * 32, (), None)), "--home", str(tmp_path / "home")]) == 0
+    assert bash_completes("shoal", "leave", "re") == {"reef#abababab"}
+    assert bash_completes("shoal", "join", "re") == {"reef#abababab"}
+    assert bash_completes("shoal", "join", "bi") == {"bin"}  # or a file with an invite
+    assert bash_completes("shoal", "create", "x", "--model", "st") == {"starter"}
+    assert bash_completes("shoal", "config", "get", "max_v") == {"max_vram"}
+    assert bash_completes("shoal", "config", "set", "disk") == {"disk_floor"}
+    assert bash_completes("shoal", "ban", "x") == set()  # no node runs, so no peers
+
+
+def test_the_names_of_models_are_those_that_can_be_opened() -> None:
+    from engine.sources.opening import BUILT_IN
+
+    assert MODELS == BUILT_IN
+
+
+def test_powershell_completes_the_same() -> None:
+    script = script_for("powershell")
+    assert all(command.name in script for command in all_commands())
+    assert "Register-ArgumentCompleter" in script
+    assert "shoal completion --names swarms" in script
+    assert "max_vram" in script
+    if shutil.which("pwsh") is None:
+        pytest.skip("needs PowerShell")
+    ask = f"{script}\n(TabExpansion2 'shoal st' 8).CompletionMatches.CompletionText"
+    done = subprocess.run(["pwsh", "-NoProfile", "-Command", ask], capture_output=True, text=True, check=True)
+    assert {"status", "stop"} <= set(done.stdout.split())
 
 
 ZSH = """

@@ -55,6 +55,7 @@ def test_json_has_the_parts_of_a_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_following_goes_through_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What happens to the file happens while the follower sleeps."""
+    file = write(tmp_path, "one")
     events: Iterator[Callable[[], object]] = iter(
         [
             lambda: write(tmp_path, "two"),
@@ -66,7 +67,6 @@ def test_following_goes_through_a_rotation(tmp_path: Path, monkeypatch: pytest.M
         ]
     )
     monkeypatch.setattr("app.cli.logs.time.sleep", lambda seconds: next(events)())
-    file = write(tmp_path, "one")
     assert list(islice(log_lines(file, 10, follow=True), 6)) == ["one", "two", "half and half", "three", "four", "5"]
 
 
