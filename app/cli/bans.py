@@ -20,14 +20,14 @@ def add_ban_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the peer and --remove."""
     words = "a member's name, its id or the end of it, or a network like 192.0.2.0/24; without it, list the banned"
     parser.add_argument("peer", nargs="?", metavar="PEER", help=words)
-    parser.add_argument("--remove", action="store_true", help="take the ban back")
+    parser.add_argument("--remove", action="store_true", help="remove the ban")
 
 
 def add_trust_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the peer and --remove."""
     words = "a member's name, its id or the end of it; without it, list the trusted and every member's score"
     parser.add_argument("peer", nargs="?", metavar="PEER", help=words)
-    parser.add_argument("--remove", action="store_true", help="take the trust back")
+    parser.add_argument("--remove", action="store_true", help="remove it from the trusted")
 
 
 def run_ban(arguments: argparse.Namespace) -> int:

@@ -93,7 +93,10 @@ def node_lines(snapshot: Snapshot, facts: dict[str, Any]) -> list[str]:
         who = f"blocks {hop.start}:{hop.stop} at {hop.peer}"
         lines.append(f"  {who}: {_ms(hop.link_s)} link, {_ms(hop.queue_s)} waiting, {_ms(hop.compute_s)} computing")
     lines.append(f"  back here: {_ms(route.return_s)}; embedding, head and sampling: {_ms(route.ends_s)}")
-    lines.append(f"  in all {_ms(route.token_s)}, of which {_ms(facts['route']['unexplained_s'])} unexplained")
+    rest_s = facts["route"]["unexplained_s"]
+    # The parts are smoothed one by one, so that they can add up to more than the whole.
+    rest = "" if rest_s is None or rest_s <= 0 else f", of which {_ms(rest_s)} are not accounted for"
+    lines.append(f"  in all {_ms(route.token_s)}{rest}")
     return lines
 
 

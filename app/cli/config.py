@@ -98,7 +98,7 @@ def _print_all(settings: list[dict[str, Any]], arguments: argparse.Namespace) ->
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "unset"
+        return "not set"
     if isinstance(value, bool):
         return "true" if value else "false"
     return ",".join(value) if isinstance(value, list | tuple) else str(value)
@@ -111,7 +111,7 @@ def _note(facts: dict[str, Any], arguments: argparse.Namespace) -> str:
 
     if facts["live"] or running_client(arguments.home) is None:
         return ""
-    return "  (takes effect at the node's next start)"
+    return "  (applies after a restart: `shoal restart`)"
 
 
 COMMANDS = (Command("config", "read and change settings", run_config, add_arguments, prints_facts=True),)

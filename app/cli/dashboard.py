@@ -75,7 +75,7 @@ class HomeConnector:
         if not status:
             return None
         if status < 0:  # killed by a signal, so the last line of its log is not the cause
-            return f"the node was killed by signal {-status}"
+            return f"the node was killed (signal {-status})"
         try:
             raw = self._log_path().read_bytes()[-_LOG_TAIL_BYTES:]
         except OSError:

@@ -126,7 +126,7 @@ def on_battery() -> bool:
     """True if the machine runs on its battery; raises `Unavailable` if it reports none."""
     probe = getattr(psutil, "sensors_battery", None)  # not on every system
     battery = probe() if probe is not None else None
-    plugged = _require(None if battery is None else battery.power_plugged, "this machine reports no battery")
+    plugged = _require(None if battery is None else battery.power_plugged, "no battery found")
     return not plugged
 
 

@@ -79,7 +79,7 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     found = coverage_of(others, n_blocks, me.tokens_per_s)
     if me.span is None:
         best = best_window(found, _windows(length, n_blocks), me)
-        return Move(best, _join_delay_s(me.peer, others), because("worst_served", "the blocks that are served worst"))
+        return Move(best, _join_delay_s(me.peer, others), because("worst_served", "the blocks with the fewest hosts"))
     with_me = found.plus(me.span, me.tokens_per_s)
     if min(with_me.holders) == 0:
         return _fill_hole(me, others, found, with_me.holders.index(0))
@@ -148,7 +148,7 @@ def _make_way(me: Candidate, found: Coverage, hole: int) -> Move | None:
     step = step if towards_end else -step
     # The hash makes one of two nodes that could shift go first.
     wait_s = HOLE_STAGGER_S * (1 + 2 * _hash_fraction(me.peer, str(hole)))
-    why = because("make_way", f"shifting towards block {hole}, which no node can take over directly")
+    why = because("make_way", f"moving: block {hole} has no host, and no node can take it over directly")
     return Move(Span(span.start + step, span.stop + step), wait_s, why)
 
 
@@ -197,7 +197,7 @@ def _even_out(me: Candidate, others: Sequence[Announcement], found: Coverage, wi
     if not possible:
         return None
     wait_s = JITTER_S * _hash_fraction(me.peer, "even")
-    why = because("gain", f"block {block} is served much worse than this node's blocks", *_holders(others, block))
+    why = because("gain", f"block {block} has far less capacity than this node's blocks", *_holders(others, block))
     return Move(best_window(found, possible, me), wait_s, why)
 
 

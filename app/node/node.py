@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 READY = ("serving", "client", "paused")
 TICK_S = 2.0  # between two updates of figures that change without an event
-NO_SWARM = because("no_swarm", "in no swarm: join one with `shoal join`, or create one with `shoal create`")
+NO_SWARM = because("no_swarm", "not in a swarm")
 
 log = logging.getLogger("shoal.node")
 

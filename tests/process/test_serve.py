@@ -205,7 +205,7 @@ def test_settings_of_a_running_node(guest: Serving) -> None:
     here = guest.place
     assert "name = cellar" in here.shoal("config", "set", "name", "cellar").out
     assert here.facts("status")["name"] == "cellar"
-    assert "next start" in here.shoal("config", "set", "device", "cpu").out
+    assert "after a restart" in here.shoal("config", "set", "device", "cpu").out
     assert "the flag overrides it" in here.shoal("config", "set", "api_port", "7000").out
     assert here.shoal("config", "set", "api_port", "x").status == 2
     deny = here.shoal("config", "set", "deny", "192.0.2.0/24,198.51.100.7")
