@@ -2,7 +2,8 @@
 
 A web page in the user's browser can send requests to loopback, and an attacker's DNS name can point there (DNS
 rebinding). So `Host` must be `localhost` or a literal IP address, which no DNS server controls: a loopback address,
-unless the API listens on others too. `Origin`, which browsers add to requests of pages, must be the API's own.
+unless the API listens on others too. `Origin`, which browsers add to requests of pages, must be the API's own or one of
+the setting `api_origins`; only for the latter a browser's question before such a request (CORS preflight) is answered.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,18 +27,31 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**20
-OPEN_PATHS = frozenset({"/healthz"})
+OPEN_PATHS = frozenset({"/", "/health", "/healthz"})
+_PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, PUT"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+    (b"access-control-max-age", b"600"),
+)
 
 
 class Guard:
     """ASGI middleware that refuses requests that are not allowed, and passes the others on.
 
-    `everywhere` accepts any IP address as `Host`, for an API that listens on more than loopback.
+    `everywhere` accepts any IP address as `Host`, for an API that listens on more than loopback. `origins` returns the
+    origins whose web pages may use the API, with the token.
     """
 
-    def __init__(self, application: Application, token: str, *, everywhere: bool = False) -> None:
-        self._application, self._everywhere = application, everywhere
-        self._expected = f"Bearer {token}".encode()
+    def __init__(
+        self,
+        application: Application,
+        token: str,
+        *,
+        everywhere: bool = False,
+        origins: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        self._application, self._everywhere, self._origins = application, everywhere, origins
+        self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection; WebSockets are refused."""
@@ -47,25 +61,50 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await _refuse(send, *refusal)
-            return
-        await self._application(scope, _bounded(receive), send)
-
-    def _refusal(self, scope: Scope) -> tuple[int, Reason] | None:
         headers = {name.lower(): value for name, value in scope["headers"]}
+        allowed = self._allowed_origin(headers)
+        send = send if allowed is None else _with_origin(send, allowed)
+        refusal = self._refusal(scope["path"], headers, allowed)
+        if allowed is not None and scope["method"] == "OPTIONS" and (refusal is None or refusal[0] == 401):
+            private = [(b"access-control-allow-private-network", b"true")]  # for a page of a public site
+            await send({"type": "http.response.start", "status": 204, "headers": [*_PREFLIGHT, *private]})
+            await send({"type": "http.response.body", "body": b""})
+        elif refusal is not None:
+            await _refuse(send, *refusal)
+        else:
+            await self._application(scope, _bounded(receive), send)
+
+    def _allowed_origin(self, headers: Mapping[bytes, bytes]) -> bytes | None:
+        """Return the request's origin if the setting `api_origins` has it."""
+        origin = headers.get(b"origin", b"")
+        return origin if origin.lower() in {one.encode() for one in self._origins()} else None
+
+    def _refusal(self, path: str, headers: Mapping[bytes, bytes], allowed: bytes | None) -> tuple[int, Reason] | None:
         host = headers.get(b"host", b"")
         if not _is_this_machine(host, everywhere=self._everywhere):
             return 403, because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
-        if b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
+        if allowed is None and b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
             return 403, because("foreign_origin", "the API refuses requests from other sites' web pages")
-        if scope["path"] in OPEN_PATHS:
+        if path in OPEN_PATHS:
             return None
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        keys = (given if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
+        if not any(hmac.compare_digest(key, self._token) for key in keys):
             text = "the token is missing or wrong: it is in the file `token` of the home folder"
             return 401, because("wrong_token", text)
         return None
+
+
+def _with_origin(send: Send, origin: bytes) -> Send:
+    """Return a `send` that lets pages of this origin read the response."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await send(message)
+
+    return sending
 
 
 def _is_this_machine(host: bytes, *, everywhere: bool) -> bool:

@@ -74,7 +74,7 @@ def invalid(errors: Sequence[Any]) -> JSONResponse:
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "unsupported":
         param = first["ctx"]["field"] if not where else where
-        text = first["msg"] if not where else f"{where}: {first['msg']}"
+        text = first["msg"] if not where or first["msg"].startswith(where) else f"{where}: {first['msg']}"
         return failure(400, because("unsupported_parameter", text), param=param)
     if first["type"] == "extra_forbidden":
         return failure(400, because("unsupported_parameter", f"{where} is not supported"), param=where)

@@ -1,7 +1,7 @@
 """The request bodies of OpenAI's endpoint: fields that take effect, fields accepted without effect, fields refused.
 
-No field is ignored silently: an unsupported field that would change a reply is refused by name, unless its value is the
-one that switches it off.
+An unsupported field that would change a reply is refused by name, unless its value is the one that switches it off.
+`IGNORED` lists the only fields without effect: extensions of other servers that programs send without being asked to.
 """
 
 from __future__ import annotations
@@ -62,6 +62,20 @@ _TEXT_UNSUPPORTED: Unsupported = {
 }
 
 
+# Ollama's, llama.cpp's, vLLM's, LM Studio's, Anthropic's and OpenRouter's.
+IGNORED = frozenset(
+    {
+        *("keep_alive", "options", "think"),
+        *("cache_prompt", "id_slot", "slot_id", "timings_per_token", "return_progress"),
+        *("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "skip_special_tokens"),
+        *("ttl", "draft_model"),
+        *("thinking", "enable_thinking"),
+        *("provider", "transforms", "usage"),
+    }
+)
+_HINTS = {"n": "n above 1 is not supported; send n=1"}
+
+
 def _without_unsupported(values: Any, unsupported: Unsupported) -> Any:
     """Return the fields without the unsupported ones; raises if one of those would change the reply."""
     if not isinstance(values, dict):
@@ -71,7 +85,8 @@ def _without_unsupported(values: Any, unsupported: Unsupported) -> Any:
         # True == 1 in Python, but not in the JSON of the client.
         same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in off_values)
         if value is not None and not any(same):
-            raise PydanticCustomError("unsupported", "{field} is not supported", {"field": name})
+            text = _HINTS.get(name, "{field} is not supported")
+            raise PydanticCustomError("unsupported", text, {"field": name})
     return {name: value for name, value in values.items() if name not in unsupported}
 
 
@@ -154,6 +169,8 @@ class _CompletionBody(_OpenAIBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_unsupported(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = {name: value for name, value in values.items() if name not in IGNORED}
         return _without_unsupported(values, cls.unsupported)
 
     @model_validator(mode="after")
@@ -216,16 +233,25 @@ class ChatCompletion(_CompletionBody):
         return ReplyRequest(messages=tuple(message.message() for message in self.messages), **self.settings())
 
 
+def _one_prompt(prompt: Any) -> Any:
+    """Refuse a list of prompts, of which a client wants one reply each."""
+    if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(item, int) for item in prompt):
+        words = "prompt must be one string or one list of token ids; a list of prompts is not supported"
+        raise PydanticCustomError("unsupported", words, {"field": "prompt"})
+    return prompt
+
+
 class TextCompletion(_CompletionBody):
     """Body of `POST /v1/completions`."""
 
     unsupported = _TEXT_UNSUPPORTED
 
-    prompt: (
+    prompt: Annotated[
         Annotated[str, Field(max_length=_MAX_TEXT)]
         | Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=_MAX_TEXT)]
-        | Annotated[list[Annotated[str, Field(max_length=_MAX_TEXT)]], Field(min_length=1, max_length=1)]
-    )
+        | Annotated[list[Annotated[str, Field(max_length=_MAX_TEXT)]], Field(min_length=1, max_length=1)],
+        BeforeValidator(_one_prompt),
+    ]
 
     @property
     def token_limit(self) -> int | None:

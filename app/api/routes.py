@@ -106,9 +106,21 @@ def build_application(control: Control, token: str, version: str, *, everywhere:
     application = FastAPI(title="Shoal", version=version, redoc_url=None)
     failures.install(application)
 
+    @application.head("/", include_in_schema=False)
+    @application.get("/")
+    async def root() -> dict[str, str]:
+        """What answers here, for programs that look; without a token."""
+        return {"name": "Shoal", "openai": openai.PREFIX, "docs": "/docs"}
+
+    @application.head("/health", include_in_schema=False)
+    @application.get("/health")
+    async def health() -> dict[str, str]:
+        """`ok` while the API answers; without a token."""
+        return {"status": "ok"}
+
     @application.get("/healthz")
     async def healthz() -> dict[str, bool]:
-        """True while the API answers; the one route without a token."""
+        """True while the API answers; without a token."""
         return {"ok": True}
 
     @application.get("/metrics", response_class=Response)
@@ -120,7 +132,7 @@ def build_application(control: Control, token: str, version: str, *, everywhere:
     application.include_router(_command_routes(control), prefix="/api")
     application.include_router(_config_routes(control), prefix="/api")
     application.include_router(openai.routes(control), prefix=openai.PREFIX)
-    return Guard(application, token, everywhere=everywhere)
+    return Guard(application, token, everywhere=everywhere, origins=lambda: control.config().settings.api_origins)
 
 
 def _read_routes(control: Control) -> APIRouter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -32,13 +33,15 @@ Kind = Literal[
     "denials",
     "programs",
     "peers",
+    "origins",
 ]
 Value = str | int | bool | tuple[str, ...] | None
 
 DISCOVERY = ("mdns", "dht", "invite", "remembered")
-LISTS = ("choices", "addresses", "denials", "programs", "peers")
+LISTS = ("choices", "addresses", "denials", "programs", "peers", "origins")
 _MAX_ITEMS = 256
 _MAX_CHARS = 512
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -115,6 +118,8 @@ class Setting:
             return str(parse_address(item))
         if self.kind == "programs":
             return program_name(item)
+        if self.kind == "origins":
+            return origin_of(item)
         if self.kind == "peers" and not is_peer_id(item):
             raise ValueError(f"{item!r} is not a peer id")
         if self.kind == "denials" and not is_peer_id(item):
@@ -135,6 +140,7 @@ class Setting:
             "addresses": "addresses like /ip4/192.0.2.1/tcp/7464",
             "peers": "peer ids, as `shoal peers` shows them",
             "denials": "peer ids and networks like 192.0.2.0/24",
+            "origins": "addresses of web pages like http://localhost:3000",
             "programs": "names of programs like blender,steam",
             "timetable": "times of the week like mon-fri 09:00-18:00, sat 22:00-02:00",
         }[self.kind]
@@ -146,6 +152,14 @@ def program_name(text: str) -> str:
     if not name or not name.isprintable():
         raise ValueError("expected a program's name as in the system's process list")
     return name
+
+
+def origin_of(text: str) -> str:
+    """Normalise the origin of web pages; raises `ValueError` if it is not a scheme, a host, and perhaps a port."""
+    found = _ORIGIN.fullmatch(text.strip().lower().removesuffix("/"))
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form http://HOST:PORT or https://HOST")
+    return found[0]
 
 
 def _setting(kind: Kind, default: Value, help: str, *, live: bool = False, **more: Any) -> Any:
@@ -200,6 +214,9 @@ class Settings:
         "text",
         "127.0.0.1",
         "IP address the control API listens on; any but loopback exposes it to other machines, protected by its token.",
+    )
+    api_origins: tuple[str, ...] = _setting(
+        "origins", (), "Web pages that may use the API, with its token, like http://localhost:3000.", live=True
     )
     cache_limit: int | None = _setting(
         "size", None, "Most disk space for weights downloaded from peers; unset: all free space."

@@ -113,7 +113,7 @@ NEXT_STEPS: dict[str, str] = {
     "failed": "do what the message says",
     "wrong_token": "use the token from the file `token` in the home folder",
     "foreign_host": "use http://127.0.0.1 or http://localhost, or set api_host",
-    "foreign_origin": "open the API from its own address",
+    "foreign_origin": "to allow a site, add it with `shoal config set api_origins`",
     "internal": _REPORT,
     # --- errors of the network and the engine
     "network": "`shoal doctor` checks the network",

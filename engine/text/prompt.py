@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from engine.errors import EngineError
 from engine.sources.base import ModelSource
-from engine.text.chat_template import ChatTemplate
+from engine.text.chat_template import ChatError, ChatTemplate
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.tokenizer import Tokenizer
 
@@ -23,8 +23,17 @@ class ModelText:
         self._end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of a conversation, up to where the assistant's reply begins; raises `ChatError`."""
-        return self.tokenizer.encode(self._template.render(messages), add_special=False)
+        """Return the token ids of a conversation, up to where the assistant's reply begins; raises `ChatError`.
+
+        If the last message is the assistant's, the reply continues it: its text follows the template's beginning of a
+        reply.
+        """
+        if not messages or messages[-1].get("role") != "assistant":
+            return self.tokenizer.encode(self._template.render(messages), add_special=False)
+        if len(messages) == 1:
+            raise ChatError("a conversation cannot begin with the reply to continue: send a message of the user first")
+        text = self._template.render(messages[:-1]) + (messages[-1].get("content") or "")
+        return self.tokenizer.encode(text, add_special=False)
 
     def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
         """Start a reply that is at most as long as the rest of the context.

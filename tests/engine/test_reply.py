@@ -13,6 +13,7 @@ from engine.errors import EngineError
 from engine.local_model import LocalModel, load_local, local_options
 from engine.sources.base import TokenizerSpec
 from engine.sources.opening import open_source
+from engine.text.chat_template import ChatError
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.sampler import Sampling
 from engine.text.tokenizer import Tokenizer
@@ -109,3 +110,15 @@ def test_a_prompt_beyond_the_context_is_refused_and_a_long_reply_ends_at_it(tiny
     reply = tiny.reply([1] * (context - 3), ReplySettings(50, GREEDY))
     "".join(reply)
     assert len(reply.writer.token_ids) <= 3
+
+
+def test_a_reply_to_continue_follows_the_beginning_of_a_reply(tiny: LocalModel) -> None:
+    """Its text stands where a reply begins, so that greedy decoding goes on as if it had been generated."""
+    question = {"role": "user", "content": "hello"}
+    plain = tiny.prompt_ids([question])
+    continued = tiny.prompt_ids([question, {"role": "assistant", "content": "once upon"}])
+    assert continued[: len(plain)] == plain
+    assert tiny._text.tokenizer.decode(continued[len(plain) :]) == "once upon"
+    assert tiny.prompt_ids([question, {"role": "assistant", "content": ""}]) == plain
+    with pytest.raises(ChatError, match="cannot begin with the reply to continue"):
+        tiny.prompt_ids([{"role": "assistant", "content": "once"}])

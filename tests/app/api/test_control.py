@@ -15,6 +15,8 @@ import trio
 from app.api.client import ApiFailure, Client, Event, WrongToken
 from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
+from app.config.file import Config
+from app.config.settings import Settings
 from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
 from app.snapshot.codec import prospects_from
 from app.snapshot.views import FitView
@@ -332,3 +334,69 @@ async def test_a_client_of_ollama_is_told_where_to_ask(method: str, path: str) -
         answer = await asker.request(method, client.url + path, json=content, headers=headers)
         assert answer.status_code in (400, 404)
         assert f"choose OpenAI's API in your program, at {client.url}/v1" in answer.json()["error"]["message"]
+
+
+async def test_probes_need_no_token() -> None:
+    async with running_api(DoubleNode()) as client, httpx.AsyncClient(base_url=client.url) as asker:
+        assert (await asker.get("/")).json() == {"name": "Shoal", "openai": "/v1", "docs": "/docs"}
+        assert (await asker.get("/health")).json() == {"status": "ok"}
+        assert [(await asker.head(path)).status_code for path in ("/", "/health")] == [200, 200]
+        assert (await asker.get("/v1/models")).status_code == 401
+        assert (await asker.get("/health", headers={"origin": "http://evil.example"})).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": TOKEN}, 200),
+        ({"authorization": f"bearer {TOKEN}"}, 200),
+        ({"authorization": f"Bearer {TOKEN}", "x-api-key": "other"}, 200),
+        ({"authorization": f"Basic {TOKEN}"}, 401),
+        ({"authorization": TOKEN}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": TOKEN[:-1]}, 401),
+    ],
+)
+async def test_the_token_may_be_an_api_key(headers: dict[str, str], status: int) -> None:
+    async with running_api(DoubleNode()) as client, httpx.AsyncClient(base_url=client.url) as asker:
+        assert (await asker.get("/v1/models", headers=headers)).status_code == status
+
+
+class OpenNode(DoubleNode):
+    """A node whose owner allows one site."""
+
+    def config(self) -> Config:
+        return Config(Settings(api_origins=("http://localhost:3000",)), {}, ())
+
+
+ASKED = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+async def test_an_allowed_origin_may_ask_and_use_the_api_with_the_token() -> None:
+    ours = {"origin": "http://localhost:3000"}
+    async with running_api(OpenNode()) as client, httpx.AsyncClient(base_url=client.url) as asker:
+        preflight = await asker.options("/v1/chat/completions", headers={**ours, **ASKED})
+        assert (preflight.status_code, preflight.content) == (204, b"")
+        assert preflight.headers["access-control-allow-origin"] == ours["origin"]
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        refused = await asker.get("/v1/models", headers=ours)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ours["origin"])
+        answer = await asker.get("/v1/models", headers={**ours, "authorization": f"Bearer {TOKEN}"})
+        assert (answer.status_code, answer.headers["vary"]) == (200, "Origin")
+        assert answer.headers["access-control-allow-origin"] == ours["origin"]
+        forged = await asker.options("/v1/models", headers={**ours, **ASKED, "host": "rebound.example"})
+        assert forged.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://localhost:3001", "http://localhost:3000.evil"]
+)
+async def test_other_origins_are_told_nothing(origin: str) -> None:
+    headers = {"origin": origin, "authorization": f"Bearer {TOKEN}"}
+    async with running_api(OpenNode()) as client, httpx.AsyncClient(base_url=client.url) as asker:
+        for answer in (
+            await asker.options("/v1/models", headers={**headers, **ASKED}),
+            await asker.get("/v1/models", headers=headers),
+        ):
+            assert answer.status_code == 403
+            assert "access-control-allow-origin" not in answer.headers

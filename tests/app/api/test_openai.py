@@ -151,7 +151,7 @@ async def test_what_is_not_served_is_refused_by_name(more: dict[str, Any], param
         ("/v1/chat/completions", {"model": "home", "messages": []}, 400, "messages", "bad_request", "messages"),
         ("/v1/chat/completions", [], 400, None, "bad_request", "wrong"),
         ("/v1/completions", {**TEXT, "echo": True}, 400, "echo", "unsupported_parameter", "echo"),
-        ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}, 400, None, "bad_request", "prompt"),
+        ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}, 400, "prompt", "unsupported_parameter", "prompt"),
         ("/v1/nothing", {}, 404, None, "not_found", "/v1/nothing"),
     ],
 )
@@ -217,3 +217,45 @@ async def _ask_and_leave(client: Client, asked: dict[str, Any], node: DoubleNode
     async with stream:
         await stream.send_all(head.encode() + body)
         await node.begun.wait()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"keep_alive": "5m", "options": {"num_ctx": 8192}, "think": False},
+        {"cache_prompt": True, "id_slot": -1},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"thinking": {"type": "disabled"}, "provider": {"sort": "price"}},
+    ],
+)
+async def test_extensions_that_programs_send_unasked_are_ignored(more: dict[str, Any]) -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        assert (await post(client, "/v1/chat/completions", {**CHAT, "seed": 1, **more})).status_code == 200
+        assert (await post(client, "/v1/chat/completions", {**CHAT, "seed": 1})).status_code == 200
+        assert (await post(client, "/v1/completions", {**TEXT, **more})).status_code == 200
+        assert (await post(client, "/v1/chat/completions", {**CHAT, "unheard_of": 1})).status_code == 400
+    assert node.asked[0] == node.asked[1]
+
+
+async def test_refusals_say_what_to_send_instead() -> None:
+    async with running_api(DoubleNode()) as client:
+        several = (await post(client, "/v1/completions", {**TEXT, "prompt": ["a", "b"]})).json()["error"]
+        assert several["message"] == (
+            "prompt must be one string or one list of token ids; a list of prompts is not supported"
+        )
+        assert (several["param"], several["code"]) == ("prompt", "unsupported_parameter")
+        assert (await post(client, "/v1/completions", {**TEXT, "prompt": ["a"]})).status_code == 200
+        assert (await post(client, "/v1/completions", {**TEXT, "prompt": [[1, 2], [3]]})).status_code == 400
+        two = (await post(client, "/v1/chat/completions", {**CHAT, "n": 2})).json()["error"]
+        assert (two["message"], two["param"]) == ("n above 1 is not supported; send n=1", "n")
+
+
+async def test_a_reply_to_continue_reaches_the_node() -> None:
+    node = DoubleNode()
+    messages = [{"role": "user", "content": "count"}, {"role": "assistant", "content": "one two"}]
+    async with running_api(node) as client:
+        assert (await post(client, "/v1/chat/completions", {**CHAT, "messages": messages})).status_code == 200
+    (_, request) = node.asked[0]
+    assert isinstance(request, ReplyRequest)
+    assert request.messages == tuple(messages)
