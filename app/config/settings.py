@@ -246,6 +246,12 @@ class Settings:
     trusted: tuple[str, ...] = _setting(
         "peers", (), "Ids of peers that may run private blocks and are never distrusted.", live=True
     )
+    prefer_here: int = _setting(
+        "integer",
+        20,
+        "Use the blocks hosted here if replies get at most this percentage slower; 0: only if fastest, 100: always.",
+        **_PERCENT,
+    )
     pause_busy: int = _setting(
         "integer",
         0,

@@ -235,7 +235,7 @@ class ActiveSwarm:
 
     def _privacy(self) -> PrivacyPreferences:
         settings = self._context.config().settings
-        return PrivacyPreferences(settings.private_blocks, frozenset(settings.trusted))
+        return PrivacyPreferences(settings.private_blocks, frozenset(settings.trusted), settings.prefer_here / 100)
 
     def _disk_room(self) -> DiskRoom:
         settings = self._context.config().settings

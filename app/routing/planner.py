@@ -6,7 +6,7 @@ The search itself is in `app.routing.search`, moving a running session in `app.r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import trio
@@ -17,6 +17,7 @@ from app.core.span import Span
 from app.routing.bans import Bans
 from app.routing.cost import believed_seconds, links_seconds
 from app.routing.estimates import MeasuredSpeeds, link_seconds
+from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
 from app.routing.search import find_route, repair_route, why_unused
@@ -28,10 +29,11 @@ Members = Callable[[], Sequence[Announcement]]
 
 @dataclass(frozen=True)
 class PrivacyPreferences:
-    """The user's limits on which peers may see the blocks that reveal text."""
+    """The user's limits on which peers may see the blocks that reveal text, and how much to use this node itself."""
 
     private_blocks: int = 0  # blocks at either end that run only here or on trusted peers
     trusted: frozenset[str] = frozenset()
+    prefer_here: float = 0.0  # share of the speed that a route through this node's own blocks may cost, 0 to 1
 
 
 class RoutePlanner:
@@ -98,7 +100,8 @@ class RoutePlanner:
         try:
             if current:
                 return repair_route(current, members, request, link_s, avoid=excluded, known=known)
-            return find_route(members, request, link_s, avoid=excluded, known=known)
+            found = find_route(members, request, link_s, avoid=excluded, known=known)
+            return self._preferring_here(found, RouteComparison(members, request, link_s, known), excluded)
         except NoRoute as error:
             raise self._explained(error, members, avoided, request) from None
 
@@ -109,10 +112,15 @@ class RoutePlanner:
         try:
             # The prompt has been processed, so only single tokens count.
             ahead = replace(request, prompt_tokens=0)
-            new = find_route(comparison.members, ahead, comparison.link_s, avoid=self.avoided(), known=comparison.known)
+            avoided = self.avoided()
+            new = find_route(comparison.members, ahead, comparison.link_s, avoid=avoided, known=comparison.known)
+            new = self._preferring_here(new, replace(comparison, request=ahead), avoided)
         except NoRoute:
             return None
         return new if is_worth_moving(standing, new, comparison) else None
+
+    def _preferring_here(self, fastest: Route, comparison: RouteComparison, avoid: Collection[str]) -> Route:
+        return prefer_here(fastest, self._network.peer_id, comparison, avoid, self._preferences().prefer_here)
 
     def _explained(
         self, error: NoRoute, members: Sequence[Announcement], avoided: dict[str, Reason], request: RouteRequest
