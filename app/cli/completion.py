@@ -6,6 +6,7 @@ Names that change, such as those of swarms, are asked from `shoal completion --n
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ _KINDS = {
     ("pull", "model"): "models",
     **{(command, "model"): "models" for command in ("create", "chat", "bench", "doctor")},
 }
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _SETTING_ACTIONS = ("get", "set", "unset")
 
 
@@ -61,8 +63,16 @@ def names_of(kind: str, home: Path) -> list[str]:
 
         client = running_client(home)
         peers = [] if client is None else client.get("/api/peers")
-        return [str(peer["name"] or peer["peer"]) for peer in peers if not set(str(peer["name"])) & set(" \t\n")]
+        return [safe_name(str(peer["name"]), str(peer["peer"])) for peer in peers]
     return list(MODELS)
+
+
+def safe_name(name: str, peer: str) -> str:
+    """Return a member's name, or its id if the name has a character that a shell could act upon.
+
+    Members choose their names, and bash expands the words that it completes: `$(…)` would be run.
+    """
+    return name if _SAFE_NAME.fullmatch(name) else peer
 
 
 def script_for(shell: str) -> str:

@@ -39,7 +39,7 @@ def run_config(arguments: argparse.Namespace) -> int:
 
     name = setting_named(arguments.name).name
     if arguments.action != "get":
-        if name == "max_vram" and arguments.action == "set":
+        if name == "max_vram" and arguments.action == "set" and _lowers_limit(arguments):
             warn_sole_holder(arguments.home)
         change_setting(arguments.home, name, arguments.value if arguments.action == "set" else None)
     facts = next(setting for setting in settings_facts(arguments.home) if setting["name"] == name)
@@ -50,6 +50,15 @@ def run_config(arguments: argparse.Namespace) -> int:
     else:
         print(f"{name} = {_shown(facts['value'])}{_note(facts, arguments)}")
     return 0
+
+
+def _lowers_limit(arguments: argparse.Namespace) -> bool:
+    """True if the new memory limit is lower than the present one, so that blocks may have to go."""
+    from app.config.settings import SETTINGS
+
+    new = SETTINGS["max_vram"].parse(arguments.value)
+    old = next(facts["value"] for facts in settings_facts(arguments.home) if facts["name"] == "max_vram")
+    return isinstance(new, int) and (old is None or new < old)
 
 
 def settings_facts(home: Path) -> list[dict[str, Any]]:

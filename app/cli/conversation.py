@@ -15,6 +15,7 @@ from app.cli.command import print_json
 from app.cli.parser import nearest
 from app.cli.reply_printer import reply_printer
 from app.core.errors import AppError, UsageError
+from app.core.terminal_text import without_controls
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -67,16 +68,13 @@ class TerminalChat:
         self._system = text or None
 
     def resume(self) -> None:
-        """Continue the conversation used last, and print its last question and reply."""
+        """Continue the conversation used last; its system message is not kept and has to be set again."""
         kept = self._store.all()
         if not kept:
             raise AppError("there is no conversation to resume: start one with `shoal chat`")
         self._id, self._title = kept[0].id, kept[0].title
-        for message in self._store.messages(kept[0].id):
-            if message.role == "system":
-                self._system = message.content
-            else:
-                self._messages.append({"role": message.role, "content": message.content})
+        stored = self._store.messages(kept[0].id)
+        self._messages = [{"role": message.role, "content": message.content} for message in stored if message.content]
         if self._messages and self._messages[-1]["role"] == "user":
             self._messages.pop()  # its reply never came
 
@@ -84,7 +82,7 @@ class TerminalChat:
         """Print where the conversation stands."""
         _note(f"Resuming {self._title!r}, {len(self._messages)} messages.")
         if len(self._messages) >= 2:
-            print(f"> {self._messages[-2]['content']}")
+            print(f"> {without_controls(self._messages[-2]['content'])}")
             printer = reply_printer()
             printer.write(self._messages[-1]["content"])
             printer.end()
@@ -175,8 +173,6 @@ class TerminalChat:
         if self._id is None:
             begun = self._store.begin(question)
             self._id, self._title = begun.id, begun.title
-            if self._system is not None:
-                self._store.add(self._id, "system", self._system)
         if replaces:
             asked = [message for message in self._store.messages(self._id) if message.role == "user"]
             self._store.cut(self._id, asked[-1].id)

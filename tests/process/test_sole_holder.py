@@ -27,6 +27,7 @@ def test_a_sole_holder_is_warned(tmp_path: Path) -> None:
                 assert here.shoal(*command).err == WARNING
                 assert here.shoal("resume").status == 0
                 wait_until(lambda: client_of(here.home).snapshot().state == "serving", "it hosts again")
+            assert here.shoal("config", "set", "max_vram", "2GB").err == ""
             assert here.shoal("config", "set", "max_vram", "1MB").err == WARNING
             assert there.shoal("pause").err == ""  # it hosts nothing
             peer = there.node_file()["peer_id"]

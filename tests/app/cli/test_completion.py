@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import app.cli
-from app.cli.completion import MODELS, script_for
+from app.cli.completion import MODELS, safe_name, script_for
 from app.cli.registry import all_commands
 from app.swarm.invite import Invite
 
@@ -121,6 +121,12 @@ def test_bash_completes_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert bash_completes("shoal", "config", "get", "max_v") == {"max_vram"}
     assert bash_completes("shoal", "config", "set", "disk") == {"disk_floor"}
     assert bash_completes("shoal", "ban", "x") == set()  # no node runs, so no peers
+
+
+@pytest.mark.parametrize("name", ["$(touch owned)", "`id`", "a b", "a;b", "-f", "", "$HOME", "x" * 33, "é", "a\nb"])
+def test_a_member_cannot_name_itself_so_that_the_shell_runs_it(name: str) -> None:
+    assert safe_name(name, "12D3peer") == "12D3peer"
+    assert safe_name("attic-2", "12D3peer") == "attic-2"
 
 
 def test_the_names_of_models_are_those_that_can_be_opened() -> None:
