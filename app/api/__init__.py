@@ -4,7 +4,7 @@ This package knows HTTP: routes, tokens, request limits, error bodies, and the c
 node only through the interface `app.api.control.Control`, which `app.node` implements; the shape of a snapshot and its
 JSON belong to `app.snapshot`, the replies to `app.asker`.
 
-    GET  /healthz           200 while the process answers; the only route without a token
+    GET  /, /health, /healthz   200 while the process answers; the only routes without a token
     GET  /metrics           for Prometheus (`app.api.metrics`)
     GET  /v1/models         OpenAI's endpoint, with POST /v1/chat/completions and /v1/completions (`app.api.openai`)
     GET  /api/snapshot      the node's whole visible state (`app.snapshot.views.Snapshot`)
@@ -13,7 +13,7 @@ JSON belong to `app.snapshot`, the replies to `app.asker`.
     GET  /api/logs          recent log records; ?after=NUMBER skips those already seen
     GET  /api/config        every setting; PUT /api/config/NAME {"value": text or null} changes one
     POST /api/create        {"name", "model", "private"}
-    POST /api/join          {"target": a name, name#hash or invite}
+    POST /api/join          {"target": a name, name#hash or invite, "force": move even if no member answers}
     POST /api/leave         {"name"}
     POST /api/invite        {"name": null for the active swarm}
     POST /api/chat          {"messages", …}: lines of JSON: the pieces of the reply, then `done` or `error`
@@ -22,6 +22,6 @@ JSON belong to `app.snapshot`, the replies to `app.asker`.
     POST /api/resume        end a pause or drain that the user asked for; courtesy rules may still keep the node paused
     POST /api/stop          drain, then end the process
 
-Every request but `/healthz` needs `Authorization: Bearer TOKEN`. A failure is `{"error": {"type", "message", …}}`; the
-message is the line that the command line prints.
+Every other request needs `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`. A failure is `{"error": {"message",
+"type", "code", …}}`, as in OpenAI's API; the message is the line that the command line prints.
 """
