@@ -13,7 +13,6 @@ from app.cli.parser import duration_argument
 
 if TYPE_CHECKING:
     from app.api.client import Client
-    from app.config.home import Home
 
 _STOP_S = 60.0
 _POLL_S = 0.1

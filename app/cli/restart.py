@@ -21,7 +21,6 @@ def run_restart(arguments: argparse.Namespace) -> int:
     A node in the background has the settings of the configuration file, not the options of an earlier `shoal serve`.
     """
     from app.api.client import running_client
-    from app.config.home import Home
     from app.system import service
 
     client = running_client(arguments.home)
