@@ -226,7 +226,7 @@ class Settings:
     )
     device: str = _setting("text", "auto", "Device to compute on: auto, cpu, cuda, cuda:1, mps, xpu, …")
     max_vram: int | None = _setting(
-        "size", None, "Most memory for hosting, KV cache included; 0 hosts nothing; unset: all free memory."
+        "size", None, "Most memory for hosting, KV cache included; 0 hosts nothing; unset: all free memory.", live=True
     )
     weights: Literal["auto", "own", "int8"] = _setting(
         "choice",

@@ -77,6 +77,11 @@ class ActiveSwarm:
         """The block host, or None while this node does not host."""
         return None if self.hosting_loop is None else self.hosting_loop.block_host
 
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """The user's limit on the memory for hosting; None: no limit."""
+        return self._context.config().settings.max_vram
+
     def members(self) -> tuple[Member, ...]:
         """Return the other known members; empty before joining."""
         return () if self.membership is None else self.membership.members()
@@ -146,10 +151,12 @@ class ActiveSwarm:
         hosted = None if self.block_host is None else self.block_host.span
         self.membership.set_neighbours(route_neighbours(hosted, hops, announcements))
 
-    def announce_name(self, name: str) -> None:
-        """Announce this node's new name to the members."""
+    def follow_settings(self) -> None:
+        """Announce this node's new name to the members, and host with the new memory limit."""
         if self.membership is not None:
-            self.membership.announce(name=name)
+            self.membership.announce(name=self._context.config().settings.name)
+        if self.hosting_loop is not None:
+            self.hosting_loop.follow_settings()
 
     async def _fail_on_wrong_secret(self, network: Network) -> None:
         self.failure = error = await self._secret_check.conclusive(network)

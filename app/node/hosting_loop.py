@@ -1,4 +1,5 @@
-"""Hosting in one swarm: runs a block host, stops it while paused, and restarts it if its blocks fail the self-test.
+"""Hosting in one swarm: runs a block host, stops it while paused, and restarts it if its memory limit is changed or if
+its blocks fail the self-test.
 
 `app.hosting.block_host` chooses, loads and serves the blocks; `app.courtesy.pause` knows when the node is paused.
 """
@@ -72,6 +73,13 @@ class HostingLoop:
         self._network, self._membership, self._weights, self._replies = network, membership, weights, replies
         self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
+        self._limit_bytes: int | None = None  # that hosting was begun with
+        self._limit_changed = trio.Event()
+
+    def follow_settings(self) -> None:
+        """Have hosting restart if the memory limit is no longer the one that it was begun with."""
+        if self._context.config().settings.max_vram != self._limit_bytes:
+            self._limit_changed.set()
 
     async def run(self) -> None:
         """Alternate between hosting and being paused; also restarts hosting after a failed self-test."""
@@ -88,15 +96,17 @@ class HostingLoop:
     async def _host_until_paused(self) -> None:
         """Host until the node is paused, then drain the sessions and free the memory; returns at once if paused.
 
-        Also returns after a failed self-test, with the blocks unloaded.
+        Also returns after a failed self-test and for another memory limit, with the blocks unloaded.
         """
         pause_control = self._context.pause_control
         if pause_control.current is not None:
             return
+        self._limit_bytes, self._limit_changed = self._context.config().settings.max_vram, trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._host)
             nursery.start_soon(self._test_blocks, nursery.cancel_scope)
             nursery.start_soon(self._withdraw_without_api)
+            nursery.start_soon(self._end_for_limit, nursery.cancel_scope)
             while pause_control.current is None:
                 await pause_control.wait_change()
             if self.block_host is not None:
@@ -120,6 +130,15 @@ class HostingLoop:
                 await block_host.unload()
                 hosting.cancel()
                 return
+
+    async def _end_for_limit(self, hosting: trio.CancelScope) -> None:
+        """Once the memory limit is changed, hand sessions over, unload the blocks and end hosting."""
+        await self._limit_changed.wait()
+        if self.block_host is not None:
+            self._observer.say("draining", because("limit_changed", "the memory limit was changed"))
+            await self.block_host.retire()
+            await self.block_host.unload()
+        hosting.cancel()
 
     async def _withdraw_without_api(self) -> None:
         """Take no new sessions while the node's API does not answer: the owner could not pause or stop the node."""

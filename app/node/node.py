@@ -340,12 +340,12 @@ class Node:
     # --- changes to follow --------------------------------------------------------------------------------------------
 
     async def _follow(self, config: Config) -> None:
-        """Apply changed settings to the network, the announced name and the courtesy rules."""
+        """Apply changed settings to the network, the announced name, hosting and the courtesy rules."""
         active_swarm, network = self._network_owner.active_swarm, self._network_owner.network
         if network is not None:
             await apply_live(network, config)
         if active_swarm is not None:
-            active_swarm.announce_name(config.settings.name)
+            active_swarm.follow_settings()
         self._upkeep.settings_changed()
 
     def _write_node_file(self) -> None:

@@ -7,7 +7,7 @@ measured is None. `app.node.rates` turns counters into rates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -42,6 +42,7 @@ class NodeViews:
         self._own = own_peer
         self._flow = RateMeter()
         self._sense_at = 0.0
+        self._device: DeviceView | None = None  # as it was when blocks were last hosted
 
     async def look(self, active_swarm: ActiveSwarm | None, network: Network | None) -> None:
         """Read the counters and, every `SENSE_S`, the device's sensors."""
@@ -69,8 +70,18 @@ class NodeViews:
             flow=flow,
             weights=None if active_swarm.weights is None else active_swarm.weights.view(),
             steps=active_swarm.steps.views(),
-            hardware=None if active_swarm.block_host is None else active_swarm.block_host.hardware(),
+            hardware=self._hardware(active_swarm),
         )
+
+    def _hardware(self, active_swarm: ActiveSwarm) -> DeviceView | None:
+        """Return the device; while nothing is hosted, the one that hosted last, with the figures of hosting removed."""
+        block_host = active_swarm.block_host
+        if block_host is not None and (device := block_host.hardware()) is not None:
+            self._device = device
+        elif self._device is not None:
+            idle = DeviceView(self._device.id, self._device.name, self._device.memory_total_bytes)
+            self._device = replace(idle, limit_bytes=active_swarm.memory_limit_bytes)
+        return self._device
 
     def _asking(self, session: AskedSession) -> SessionView:
         return SessionView(

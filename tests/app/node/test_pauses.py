@@ -116,3 +116,27 @@ async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not
             await until(b, lambda: [peer.state for peer in b.snapshot().peers] == ["serving"])
             assert (await ask(a), await ask(b)) == (3, 3)
             assert b.snapshot().peers[0].unused is None
+
+
+async def test_a_changed_memory_limit_holds_at_once_and_zero_is_no_dead_end(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, device="cpu", blocks="0:8") as a:
+        a._settings._flags.pop("max_vram")  # as if it had come from the file
+        await a.set_config("max_vram", str(10**9))
+        await until(a, lambda: a.snapshot().state == "serving")
+        blocks = hosted_runner(a)
+        await a.set_config("max_vram", "0")
+        await until(a, lambda: a.snapshot().state == "client")
+        assert blocks() is None, "the blocks are still in memory"
+        shown = a.snapshot()
+        assert (shown.start, shown.why and shown.why.code) == (None, "limit_zero")
+        assert shown.hardware is not None
+        assert (shown.hardware.id, shown.hardware.limit_bytes, shown.hardware.weights_bytes) == ("cpu", 0, 0)
+        await a.set_config("max_vram", str(2 * 10**9))
+        await until(a, lambda: a.snapshot().state == "serving")
+        hardware = a.snapshot().hardware
+        assert hardware is not None
+        assert hardware.limit_bytes == 2 * 10**9
+        await a.set_config("name", "kelp")  # another setting restarts nothing
+        await a.set_config("max_vram", str(2 * 10**9))
+        assert a.snapshot().state == "serving"
