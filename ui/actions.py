@@ -6,7 +6,7 @@ notification.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from textual.theme import Theme
 from textual.widget import Widget
 
 from app.core.terminal_text import one_line
+from ui.draw.coverage import loss_words
 from ui.draw.node import RULES
 from ui.draw.numbers import duration, plural
 from ui.draw.state_line import pill, reason
@@ -25,7 +26,9 @@ from ui.node_app import NodeApp
 from ui.state.conversations import FILE, Conversations, ConversationsError
 
 PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
-_RESTING = ("paused", "draining")
+LETTERS = frozenset(  # actions whose keys are letters and signs, which a screen with an input takes as text
+    ("pause", "resume", "drain", "invite", "join", "create", "cap", "why", "zoom", "leave", "start_node", "switch")
+)
 _IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "draining")
 
 
@@ -40,8 +43,7 @@ def allowed(app: NodeApp, action: str) -> bool:
         return known is not None and known.swarm is not None
     if action == "cap":
         typing = app.focused is not None and app.focused.check_consume_key("plus", "+")
-        device = known.hardware if known is not None and known.state not in ("draining", "stopping") else None
-        return device is not None and not typing
+        return known is not None and known.state in _IN_SWARM and known.state != "draining" and not typing
     if action in ("join", "create"):
         return known is not None and known.swarm is None
     if action in ("why", "stop_node"):
@@ -52,9 +54,32 @@ def allowed(app: NodeApp, action: str) -> bool:
 
 
 def pause(app: NodeApp, for_s: float | None = None) -> None:
-    """Hand sessions over and stop hosting, for `for_s` seconds or until resumed."""
+    """Hand sessions over and stop hosting, for `for_s` seconds or until resumed; asks first if that hurts others."""
     period = "" if for_s is None else f" for {duration(for_s)}"
-    app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{period}"))
+
+    def sure() -> None:
+        app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{period}"))
+
+    warning = loss_words(app.store, "you pause")
+    if not warning and _served_sessions(app):
+        warning = f"{plural(_served_sessions(app), 'session')} of others moves to other members."
+    _when_sure(app, f"Pause hosting{period}?", warning, "Pause", sure)
+
+
+def _served_sessions(app: NodeApp) -> int:
+    known = app.store.snapshot
+    sessions = () if known is None else known.active_sessions
+    return sum(session.role == "serving" and session.asker != known.peer_id for session in sessions) if known else 0
+
+
+def _when_sure(app: NodeApp, words: str, warning: str, yes: str, then: Callable[[], None]) -> None:
+    """Continue at once if there is nothing to warn of, else after confirmation."""
+    from ui.widgets.dialogs import Question
+
+    if warning:
+        app.push_screen(Question(f"{words} {warning}", yes), lambda sure: then() if sure else None)
+    else:
+        then()
 
 
 def resume(app: NodeApp) -> None:
@@ -75,7 +100,7 @@ def drain(app: NodeApp) -> None:
     known = app.store.snapshot
     running = plural(known.sessions, "session") if known is not None and known.sessions else "no session"
     words = f"Drain: take no new sessions, let the running ones finish ({running}), then host nothing until you resume?"
-    app.push_screen(Question(words, "Drain"), answered)
+    app.push_screen(Question(f"{words} {loss_words(app.store, 'you stop')}".strip(), "Drain"), answered)
 
 
 def join(app: NodeApp) -> None:
@@ -134,7 +159,7 @@ def leave_swarm(app: NodeApp) -> None:
     words = (
         f"Leave {one_line(name)}? Sessions move to other members; you need an invite to come back to a private swarm."
     )
-    app.push_screen(Question(words, "Leave it"), answered)
+    app.push_screen(Question(f"{words} {loss_words(app.store, 'you leave')}".strip(), "Leave it"), answered)
 
 
 def stop_node(app: NodeApp, *, leave: bool = False) -> None:
@@ -152,7 +177,8 @@ def stop_node(app: NodeApp, *, leave: bool = False) -> None:
             app.ask(lambda client: client.post("/api/stop", {}), stopping)
 
     rest = "The dashboard closes too." if leave else "The dashboard stays open."
-    app.push_screen(Question(f"Stop the node? Its sessions are handed over first. {rest}", "Stop"), answered)
+    words = f"Stop the node? Its sessions are handed over first. {rest}"
+    app.push_screen(Question(f"{words} {loss_words(app.store, 'it stops')}".strip(), "Stop"), answered)
 
 
 def why(app: NodeApp) -> None:
@@ -247,6 +273,7 @@ def commands(app: NodeApp) -> Iterable[SystemCommand]:
     if app.store.snapshot is not None:
         yield SystemCommand("Join a swarm", "By name or invite", lambda: join(app))
         yield SystemCommand("Create a swarm", "From a model on the node's machine", lambda: create(app))
+        yield SystemCommand("Memory cap", "How much memory hosting may take", lambda: cap(app, 0))
         yield SystemCommand("Unban a peer", "Speak again with one that you banned", lambda: _unban(app))
     if allowed(app, "stop_node"):
         both = "Stop the node and leave"

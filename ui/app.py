@@ -24,7 +24,7 @@ from app.snapshot.views import Snapshot
 from ui import actions
 from ui.draw.theme import NIGHT, THEMES
 from ui.node_app import NodeApp
-from ui.screens.frame import TABS
+from ui.screens.frame import TABS, MainScreen
 from ui.screens.registry import make_screen
 from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnector, RawSnapshot
 from ui.state.store import ConnectionState, LogRow, Store
@@ -61,8 +61,8 @@ class Dashboard(NodeApp):
         Binding("z", "zoom", "zoom"),
         Binding("ctrl+o", "jump", "jump", key_display="^o"),
         Binding("ctrl+t", "next_theme", "theme", show=False),
-        Binding("question_mark", "help", "help", key_display="?"),
-        Binding("q", "leave", "leave"),
+        Binding("question_mark,f1", "help", "help", key_display="?"),
+        Binding("q", "leave", "quit"),
     ]
 
     def __init__(self, door: NodeConnector | None, *, store: Store | None = None, folder: Path | None = None) -> None:
@@ -182,13 +182,16 @@ class Dashboard(NodeApp):
         """Switch to the chat and send a question."""
         from ui.widgets.ask_box import AskBox
 
-        await self.switch_mode("chat")
+        await self.action_go("chat")
         self.screen.query_one(AskBox).post_message(AskBox.Asked(question))
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """True if the action works now; the footer shows only such keys."""
+        tab = self.screen_stack[0] if self.screen_stack else None
+        if action in actions.LETTERS and isinstance(tab, MainScreen) and tab.TYPES:
+            return False
         return actions.allowed(self, action)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
@@ -199,6 +202,8 @@ class Dashboard(NodeApp):
         """Switch to the screen of a tab."""
         if self.current_mode != name:
             await self.switch_mode(name)
+        if isinstance(self.screen, MainScreen):
+            self.screen.arrive()
 
     def action_pause(self) -> None:
         """Stop hosting until resumed."""

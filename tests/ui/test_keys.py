@@ -2,118 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from textual.pilot import Pilot
 
-from app.api.client import Client
 from app.core.errors import AppError
 from app.core.reasons import Reason
-from app.snapshot.codec import to_json
 from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot
-from tests.ui.fixed import EMPTY, HEALTHY, PEERS, Clock, fill
-from tests.ui.rendering import StillDashboard, settle, text_of_screen
+from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.fixed import EMPTY, HEALTHY, PEERS
+from tests.ui.rendering import text_of_screen
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
 from ui.screens.invite import GuestList
 from ui.screens.memory_cap import cap_rows, moved
-from ui.state.store import Store
 from ui.widgets.footer import FooterKey, fitting
 
-GB = 10**9
-PATIENCE_S = 20.0
 NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
-STARTER = OfferView("starter", "small", FitView(30, 30), 93 * 10**6, alone_tokens_per_s=25.0)
-
-
-class ScriptedNode(Client):
-    """A node that keeps its settings and does what it is asked at once."""
-
-    def __init__(self) -> None:
-        super().__init__("http://127.0.0.1:1", "token")
-        self.config: dict[str, Any] = {"deny": ["10.0.0.0/8"], "max_vram": 7 * GB, "pause_on_battery": True}
-        self.state = "serving"
-        self.asked: list[str] = []
-        self.prospects: ProspectsView | AppError = ProspectsView((STARTER,), None, 9 * GB, 14.0 * GB)
-
-    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        if path == "/api/prospects":
-            if isinstance(self.prospects, AppError):
-                raise self.prospects
-            return to_json(self.prospects)
-        assert path == "/api/config"
-        return [{"name": name, "value": value} for name, value in self.config.items()]
-
-    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
-        self.asked.append(f"{path} {body.get('target') or body.get('model') or ''}".strip())
-        self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
-        return {}
-
-    def set_config(self, name: str, value: str | None) -> Any:
-        self.config[name] = value.split(",") if name == "deny" and value else value
-        return value
-
-    def snapshot(self) -> Snapshot:
-        return replace(HEALTHY, state=cast(Any, self.state))
-
-
-class ScriptedDoor:
-    """Leads to the scripted node."""
-
-    def __init__(self, node: ScriptedNode) -> None:
-        self.node = node
-
-    def client(self) -> Client:
-        return self.node
-
-    def coming_up(self) -> bool:
-        return False
-
-    def ended(self) -> str | None:
-        return None
-
-    def start(self) -> None:
-        raise AssertionError("it runs already")
-
-
-class DrivenDashboard(StillDashboard):
-    """A dashboard with a door, but without the line of events."""
-
-    def __init__(self, node: ScriptedNode, folder: Path | None = None) -> None:
-        store = Store(Clock())
-        fill(store, "healthy")
-        super().__init__(None, store=store, folder=folder)
-        self.door = ScriptedDoor(node)
-        self.asked_first_run = True
-
-
-Drive = Callable[[DrivenDashboard, Pilot[None]], Awaitable[None]]
-
-
-def driven(node: ScriptedNode, drive: Drive, folder: Path | None = None) -> None:
-    """Let keys be pressed in a dashboard of this node."""
-
-    async def live() -> None:
-        app = DrivenDashboard(node, folder)
-        async with app.run_test(size=(120, 40)) as pilot:
-            await settle(app, pilot)
-            await drive(app, pilot)
-
-    asyncio.run(live())
-
-
-async def until(app: DrivenDashboard, pilot: Pilot[None], holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, text_of_screen(app)
-        await pilot.pause(0.01)
 
 
 def test_a_peer_is_banned_and_comes_back() -> None:
@@ -143,8 +52,8 @@ def test_the_cap_is_moved_and_holds_at_once() -> None:
         await pilot.press("minus")
         await until(app, pilot, lambda: "6.5 of 12.0 GB" in text_of_screen(app))
         await pilot.press("minus", "minus", "plus", "enter")
-        await until(app, pilot, lambda: node.asked == ["/api/pause", "/api/resume"])
-        assert node.config["max_vram"] == str(6 * GB)
+        await until(app, pilot, lambda: node.config["max_vram"] == str(6 * GB))
+        assert node.asked == []  # the node applies it by itself
 
     driven(node, drive)
 
@@ -167,7 +76,72 @@ def test_a_cap_moves_by_half_gigabytes(cap_bytes: int, steps: int, expected: int
 def test_a_cap_says_what_it_means() -> None:
     device = DeviceView("cuda:0", "", 12 * GB, 4 * GB, weights_bytes=GB)
     told = [text_of(cap_rows(cap, device)[1]) for cap in (None, 0, 9 * GB)]
-    assert told == ["1.0 GB are in use now", "this node would host nothing", "more than is free now"]
+    assert told == ["1.0 GB are reserved now", "this node would host nothing", "more than is free now"]
+
+
+def test_a_node_that_hosts_nothing_is_given_memory_again_by_the_same_key() -> None:
+    node = ScriptedNode()
+    node.prospects = ProspectsView((), DeviceView("cuda:0", "", 12 * GB, 9 * GB, 0))
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("minus", "0")
+        await until(app, pilot, lambda: "this node would host nothing" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.config["max_vram"] == "0")
+        app.store.take(replace(HEALTHY, state="client", start=None, stop=None, hardware=None))
+        app.show_now()
+        await pilot.pause()
+        assert "+/- cap" in text_of_screen(app)
+        await pilot.press("plus")
+        await until(app, pilot, lambda: "0.5 of 12.0 GB" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.config["max_vram"] == str(GB // 2))
+        await pilot.press("plus", "n")
+        await until(app, pilot, lambda: "no limit: what is free" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.config["max_vram"] is None)
+
+    driven(node, drive)
+
+
+def test_the_sole_host_of_blocks_is_warned_before_it_takes_them_away() -> None:
+    node = ScriptedNode()
+    alone = tuple(peer for peer in PEERS if peer.name not in ("puffin", "skua"))
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, peers=alone, active_sessions=()))
+        warning = "36:46 have no other host"
+        await pilot.press("p")
+        await until(app, pilot, lambda: warning in " ".join(text_of_screen(app).split()))
+        await pilot.press("escape")
+        assert node.asked == []
+        for opening in (("d",), ("minus", "0"), ("ctrl+p", *"leave the swarm"), ("ctrl+p", *"stop the node")):
+            await pilot.press(*opening)
+            if opening[0] == "ctrl+p":
+                await until(
+                    app, pilot, lambda: "And forget it" in text_of_screen(app) or "Drain and" in text_of_screen(app)
+                )
+                await pilot.press("enter")
+            await until(app, pilot, lambda: "36:46 have no other" in " ".join(text_of_screen(app).split()))
+            await pilot.press("escape")
+            await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await pilot.press("p")
+        await until(app, pilot, lambda: warning in " ".join(text_of_screen(app).split()))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.asked == ["/api/pause"])
+
+    driven(node, drive)
+
+
+def test_a_pause_that_takes_nothing_away_is_not_asked_about() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, active_sessions=()))
+        await pilot.press("p")
+        await until(app, pilot, lambda: node.asked == ["/api/pause"])
+
+    driven(node, drive)
 
 
 def test_a_theme_is_worn_while_it_is_looked_at_and_kept_when_chosen(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import sqlite3
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
@@ -143,8 +144,8 @@ def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:
 def test_conversations_are_kept_in_a_private_file(tmp_path: Path) -> None:
     kept = Conversations(tmp_path)
     first = kept.begin("Why   do fish\nswim in shoals? " + "x" * 80)
-    question = kept.add(first.id, "user", "Why?")
-    kept.add(first.id, "assistant", "Because.", {"tokens_per_s": 4.5})
+    question = kept.add(first.id, None, "user", "Why?")
+    kept.add(first.id, question.id, "assistant", "Because.", {"tokens_per_s": 4.5})
     kept.choose("sampling", {"temperature": 0.5})
     kept.close()
     again = Conversations(tmp_path)
@@ -154,12 +155,69 @@ def test_conversations_are_kept_in_a_private_file(tmp_path: Path) -> None:
     assert again.messages(known.id)[1].figures == {"tokens_per_s": 4.5}
     assert again.choice("sampling") == {"temperature": 0.5}
     assert "**You**" in as_markdown(known.title, again.messages(known.id))
-    again.cut(known.id, question.id)
-    assert again.messages(known.id) == []
     again.delete(known.id)
     assert again.all() == []
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     again.close()
+
+
+def test_another_version_of_a_question_is_a_branch_beside_the_old_one() -> None:
+    kept = Conversations(None, lambda: 7)
+    talk = kept.begin("Why?")
+    first = kept.add(talk.id, None, "user", "Why?")
+    reply = kept.add(talk.id, first.id, "assistant", "Because.")
+    second = kept.add(talk.id, reply.id, "user", "Really?")
+    kept.add(talk.id, second.id, "assistant", "Yes.")
+    other = kept.add(talk.id, reply.id, "user", "Honestly?")
+    assert [message.content for message in kept.messages(talk.id)] == ["Why?", "Because.", "Honestly?"]
+    assert (other.version, other.versions, other.parent) == (2, 2, reply.id)
+    branches = kept.branches(talk.id)
+    assert [(branch.words, branch.is_shown) for branch in branches] == [("Really?", False), ("Honestly?", True)]
+    kept.show_branch(talk.id, branches[0].leaf)
+    assert [message.content for message in kept.messages(talk.id)] == ["Why?", "Because.", "Really?", "Yes."]
+    kept.add(talk.id, None, "user", "How?")  # another first question
+    assert [message.content for message in kept.messages(talk.id)] == ["How?"]
+    assert [branch.words for branch in kept.branches(talk.id)] == ["Really?", "Honestly?", "How?"]
+
+
+def test_conversations_are_found_by_title_and_by_what_was_said() -> None:
+    kept = Conversations(None)
+    fish, birds = kept.begin("Fish"), kept.begin("Birds")
+    kept.add(birds.id, None, "user", "Do GULLS eat them? 50% of Ünder-fed ones")
+    assert [found.title for found in kept.all("gulls")] == ["Birds"]
+    assert [found.title for found in kept.all("ünder")] == ["Birds"]
+    assert [found.title for found in kept.all("FISH")] == ["Fish"]
+    assert kept.all("%o%") == []
+    kept.rename(fish.id, "  Of   fish ")
+    kept.set_draft(fish.id, "half a")
+    kept.set_system(fish.id, "be brief")
+    known = kept.get(fish.id)
+    assert known is not None
+    assert (known.title, known.draft, known.system) == ("Of fish", "half a", "be brief")
+
+
+def test_conversations_of_an_older_version_are_kept(tmp_path: Path) -> None:
+    old = sqlite3.connect(tmp_path / FILE)
+    old.executescript(
+        """
+        create table conversation (id integer primary key, title text not null, used_ms integer not null);
+        create table message (id integer primary key, conversation integer not null references conversation(id),
+            role text not null, content text not null, at_ms integer not null, figures text not null);
+        create table choice (name text primary key, value text not null);
+        insert into conversation values (1, 'One', 5), (2, 'Two', 6);
+        insert into message values (1, 1, 'user', 'a', 1, '{}'), (2, 2, 'user', 'x', 2, '{}'),
+            (3, 1, 'assistant', 'b', 3, '{"tokens_per_s": 2}');
+        insert into choice values ('sampling', '{"temperature": 0.1, "system": "be kind"}');
+        pragma user_version = 1;
+        """
+    )
+    old.close()
+    kept = Conversations(tmp_path)
+    assert [message.content for message in kept.messages(1)] == ["a", "b"]
+    assert [message.content for message in kept.messages(2)] == ["x"]
+    assert [known.system for known in kept.all()] == ["be kind", "be kind"]
+    kept.close()
+    Conversations(tmp_path).close()  # once is enough
 
 
 def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ui.draw.bars import EIGHTHS
 from ui.draw.numbers import plural, rate
 from ui.draw.rows import Row, fit, row
 from ui.state.coverage import Coverage
+from ui.state.store import Store
 
 _GUTTER = 9
 _WIDEST = 4  # most cells for one block
@@ -159,6 +160,28 @@ def weak_note(cover: Coverage) -> Row:
         return row((weak.label, "b error"), " has no holder")
     names = f", {weak.names[0]} only" if weak.holders == 1 and len(weak.names) == 1 else ""
     return row((weak.label, "warning"), f" {rate(weak.tokens_per_s)} tok/s{names}")
+
+
+def loss_words(store: Store, event: str) -> str:
+    """Warning that blocks lose their only host if `event` happens ("you pause"); empty if others host them too.
+
+    A node that is alone in its swarm takes nothing away from anybody.
+    """
+    known, cover = store.snapshot, store.cover()
+    if known is None or cover is None or cover.own is None or not known.peers:
+        return ""
+    alone = [block for block in range(*cover.own) if cover.holders[block] == 1]
+    if not alone:
+        return ""
+    spans = ", ".join(f"{start}:{stop}" for start, stop in _spans(alone)[:4])
+    return f"Blocks {spans} have no other host: if {event}, replies wait until another member has loaded them."
+
+
+def _spans(blocks: list[int]) -> list[tuple[int, int]]:
+    """Neighbouring block numbers as spans."""
+    groups = groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0])
+    found = [[block for _, block in group] for _, group in groups]
+    return [(group[0], group[-1] + 1) for group in found]
 
 
 def weak_sentence(cover: Coverage, width: int) -> Row:

@@ -6,10 +6,11 @@ The reply is read by a thread of `ui.state.reply_stream`; conversations are stor
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
@@ -32,11 +33,14 @@ class Chat(MainScreen):
 
     TAB = "chat"
     AUTO_FOCUS = "AskBox"
+    TYPES = True
     HELP_TEXT = (
-        "⏎ sends, ctrl+j is a new line. esc stops a reply, then leaves the input, so that digits switch screens again."
+        "⏎ sends, ctrl+j is a new line. esc stops a reply, then leaves the input, so that digits switch screens again; "
+        "any other letter goes back to the input. ^e and ^r keep the old version: ^b goes back to it."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", key_display="esc"),
+        Binding("escape", "keep_question", "keep the old", key_display="esc"),
         Binding("escape", "leave_box", "keys", key_display="esc"),
         Binding("ctrl+r", "again", "again", key_display="^r", priority=True),
         Binding("ctrl+e", "edit", "edit", key_display="^e", priority=True),
@@ -44,6 +48,7 @@ class Chat(MainScreen):
         Binding("ctrl+n", "new", "new", key_display="^n", priority=True),
         Binding("ctrl+l", "list", "list", key_display="^l", priority=True),
         Binding("ctrl+s", "sampling", "sampling", key_display="^s", priority=True),
+        Binding("ctrl+b", "branches", "versions", key_display="^b", priority=True),
         Binding("ctrl+x", "export", "export", show=False, priority=True),
     ]
 
@@ -51,7 +56,12 @@ class Chat(MainScreen):
         super().__init__(store)
         self._thread: ReplyThread | None = None
         self._conversation: Conversation | None = None
-        self._messages: list[Message] = []
+        self._messages: list[Message] = []  # of the branch that is shown
+        self._asked: Message | None = None  # the question that the reply being received is for
+        self._edited: Message | None = None  # the question that the next one replaces
+        self._typed = ""
+        self._draft_before = ""  # typed before the edit began
+        self._new_draft = ""  # typed for a conversation that has not begun
         self._text = ""
         self._route: list[dict[str, Any]] = []
         self.sampling = Sampling()
@@ -78,25 +88,67 @@ class Chat(MainScreen):
             self._kept = Conversations(None)
         self.sampling = Sampling.chosen(self._kept.choice("sampling"))
         known_all = self._kept.all()
-        await self._open(known_all[0] if known_all else None)
+        await self._open(known_all[0].id if known_all else None)
         self.set_interval(0.25, self._tick)
 
     def on_unmount(self) -> None:
         """Stop the reply, since nothing will show it, and close the file."""
         if self._thread is not None:
             self._thread.stop()
+        self._keep_draft(self._typed)  # the input is already gone
         self._kept.close()
+
+    def arrive(self) -> None:
+        """Focus the input: whoever comes to the chat types."""
+        self.query_one(AskBox).focus()
+
+    def on_key(self, event: events.Key) -> None:
+        """Type a letter into the input even if that has no focus: it must not be taken as a command to the node."""
+        known = self.focused._bindings.key_to_bindings if self.focused is not None else {}
+        if not event.is_printable or event.character is None or event.key in known:
+            return
+        if event.character.isdecimal() or event.character == "?" or isinstance(self.focused, AskBox):
+            return
+        event.stop()
+        box = self.query_one(AskBox)
+        box.focus()
+        box.insert(event.character)
 
     # --- conversations -----------------------------------------------------------------------------------------------
 
-    async def _open(self, conversation: Conversation | None) -> None:
+    async def _open(self, conversation: int | None) -> None:
         if self._thread is not None:
             self._thread.stop()
             await self._reply_ended({"stopped": True})
-        self._conversation = conversation
-        self._messages = [] if conversation is None else self._kept.messages(conversation.id)
+        self._keep_draft(self.query_one(AskBox).text)
+        self._conversation = None if conversation is None else self._kept.get(conversation)
+        self._type(self._new_draft if self._conversation is None else self._conversation.draft)
+        await self._show_messages()
+
+    async def _show_messages(self) -> None:
+        """Show the messages of the open conversation's branch."""
+        self._messages = [] if self._conversation is None else self._kept.messages(self._conversation.id)
         await self.query_one(Transcript).show_messages(self._messages)
         self._show_sides()
+        self.refresh_bindings()
+
+    def _keep_draft(self, typed: str) -> None:
+        """Keep what was typed with the conversation that it was typed in; the text of an edit is dropped."""
+        text = typed if self._edited is None else self._draft_before
+        self._edited = None
+        if self._conversation is None:
+            self._new_draft = text
+        else:
+            self._kept.set_draft(self._conversation.id, text)
+
+    def on_text_area_changed(self, event: AskBox.Changed) -> None:
+        """Remember what is typed."""
+        self._typed = event.text_area.text
+
+    def _type(self, text: str) -> None:
+        box = self.query_one(AskBox)
+        box.text = self._typed = text
+        box.move_cursor(box.document.end)
 
     def _show_sides(self) -> None:
         listed = self.query_one(ConversationList)
@@ -108,6 +160,8 @@ class Chat(MainScreen):
         side.show()
         transcript = self.query_one(Transcript)
         title = one_line(self._conversation.title) if self._conversation is not None else "new conversation"
+        box = self.query_one(AskBox)
+        box.border_title = "a new version of this question · esc keeps the old" if self._edited is not None else ""
         transcript.border_title = title_of(self.app.theme, row(title))
         last = self._messages[-1].figures if self._messages else {}
         transcript.border_subtitle = title_of(self.app.theme, self._route_row(last))
@@ -119,8 +173,7 @@ class Chat(MainScreen):
 
     async def on_conversation_list_chosen(self, message: ConversationList.Chosen) -> None:
         """Open the chosen conversation."""
-        found = next((c for c in self._kept.all() if c.id == message.conversation), None)
-        await self._open(found)
+        await self._open(message.conversation)
 
     async def on_conversation_list_deleted(self, message: ConversationList.Deleted) -> None:
         """Delete a conversation; if it is open, start a new one."""
@@ -140,7 +193,7 @@ class Chat(MainScreen):
 
         async def chosen(conversation: int | None) -> None:
             if conversation is not None:
-                await self._open(next((c for c in self._kept.all() if c.id == conversation), None))
+                await self._open(conversation)
 
         self.app.push_screen(ConversationPicker(self._kept.all()), chosen)
 
@@ -159,31 +212,47 @@ class Chat(MainScreen):
     async def on_ask_box_asked(self, message: AskBox.Asked) -> None:
         """Send a typed question; while a reply is received, put it back into the input."""
         if self._thread is not None:
-            self.query_one(AskBox).text = message.text
+            self._type(message.text)
             self.dashboard.say("a reply is on its way: esc stops it")
             return
         await self.ask(message.text)
 
     async def ask(self, text: str) -> None:
-        """Send a question with the conversation so far, and show the reply as it arrives."""
+        """Send a question after the last message, or as a new version of the edited one."""
         if self._conversation is None:
-            self._conversation = self._kept.begin(text)
-        question = self._kept.add(self._conversation.id, "user", text)
+            self._conversation = self._kept.begin(text, self.sampling.system)
+            self._new_draft = ""
+        if (edited := self._edited) is not None:
+            self._edited = None
+            self._type(self._draft_before)
+            self._messages = [message for message in self._messages if message.id < edited.id]
+            await self.query_one(Transcript).show_messages(self._messages)
+        parent = self._messages[-1].id if self._messages else None
+        question = self._kept.add(self._conversation.id, parent, "user", text)
         self._messages.append(question)
+        await self._request_reply(question)
+
+    async def _request_reply(self, question: Message) -> None:
+        """Ask the node to reply to the last message, and show the reply as it arrives."""
         await self.query_one(Transcript).ask(question)
+        self._asked = question
         messages = [{"role": m.role, "content": m.content} for m in self._messages if m.content]
         door = self.dashboard.door
         if door is None:
             await self.query_one(Transcript).finish({}, "not connected to a node")
             return
         self._text, self._route = "", []
-        request = self.sampling.request(messages)
+        request = self._sampling_here().request(messages)
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
         self.query_one(LiveLine).progress = ReplyProgress(self.store.now())
         self._show_sides()
         self.refresh_bindings()
         thread.start()
+
+    def _sampling_here(self) -> Sampling:
+        """The sampling settings with the open conversation's own system prompt."""
+        return self.sampling if self._conversation is None else replace(self.sampling, system=self._conversation.system)
 
     def _post_piece(self, thread: ReplyThread, piece: dict[str, Any]) -> None:
         self.post_message(ReplyPiece(thread, piece))
@@ -216,13 +285,18 @@ class Chat(MainScreen):
         tokens = live.progress.tokens if live.progress is not None else 0
         live.progress = None
         live.show()
-        if thread is None or self._conversation is None:
+        question = self._asked
+        if thread is None or self._conversation is None or question is None:
             return
         figures = {name: value for name, value in piece.get("done", {}).items() if name != "text"}
         error = str(piece.get("error", ""))
         if error or piece.get("stopped"):
             figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
-        self._messages.append(self._kept.add(self._conversation.id, "assistant", self._text, figures))
+        if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
+            await self._show_messages()  # nothing came: the reply that was to be replaced stays
+            await self.query_one(Transcript).note(f"× {error}" if error else "stopped", "error" if error else "figures")
+            return
+        self._messages.append(self._kept.add(self._conversation.id, question.id, "assistant", self._text, figures))
         await self.query_one(Transcript).finish(figures, error)
         self._show_sides()
         self.refresh_bindings()
@@ -240,9 +314,13 @@ class Chat(MainScreen):
         if action == "stop":
             return self._thread is not None
         if action == "leave_box":
-            return self._thread is None and isinstance(self.focused, AskBox)
+            return self._thread is None and self._edited is None and isinstance(self.focused, AskBox)
+        if action == "keep_question":
+            return self._thread is None and self._edited is not None
         if action in ("again", "edit"):
             return self._thread is None and bool(self._messages)
+        if action == "branches":
+            return self._thread is None and any(message.versions > 1 for message in self._messages)
         if action in ("copy", "export"):
             return bool(self._messages)
         return True
@@ -258,29 +336,47 @@ class Chat(MainScreen):
         self.query_one(Transcript).focus()
 
     async def action_again(self) -> None:
-        """Ask the last question again; its old reply is deleted."""
-        text = await self._pop_question()
-        if text is not None:
-            await self.ask(text)
-
-    async def action_edit(self) -> None:
-        """Move the last question back into the input; its reply is deleted."""
-        text = await self._pop_question()
-        if text is not None:
-            box = self.query_one(AskBox)
-            box.text = text
-            box.focus()
-            box.move_cursor(box.document.end)
-
-    async def _pop_question(self) -> str | None:
-        """Delete the last question and all after it, and return its text."""
+        """Ask the last question again; the old reply stays as another version."""
         asked = next((m for m in reversed(self._messages) if m.role == "user"), None)
-        if asked is None or self._conversation is None:
-            return None
-        self._kept.cut(self._conversation.id, asked.id)
-        self._messages = self._kept.messages(self._conversation.id)
-        await self.query_one(Transcript).show_messages(self._messages)
-        return asked.content
+        if asked is not None:
+            self._messages = [message for message in self._messages if message.id <= asked.id]
+            await self.query_one(Transcript).show_messages(self._messages[:-1])
+            await self._request_reply(asked)
+
+    def action_edit(self) -> None:
+        """Copy the last question into the input, or the one before the edited one; sending it makes a new version."""
+        before = self._edited.id if self._edited is not None else None
+        asked = [m for m in self._messages if m.role == "user" and (before is None or m.id < before)]
+        if asked:
+            if self._edited is None:
+                self._draft_before = self.query_one(AskBox).text
+            self._edited = asked[-1]
+            self._type(asked[-1].content)
+            self.query_one(AskBox).focus()
+            self._show_sides()
+            self.refresh_bindings()
+
+    def action_keep_question(self) -> None:
+        """End the edit and leave the question as it was."""
+        self._edited = None
+        self._type(self._draft_before)
+        self._show_sides()
+        self.refresh_bindings()
+
+    def action_branches(self) -> None:
+        """Let the user choose among the versions of this conversation."""
+        from ui.widgets.chat_side import BranchPicker
+
+        conversation = self._conversation
+        if conversation is None:
+            return
+
+        async def chosen(leaf: int | None) -> None:
+            if leaf is not None:
+                self._kept.show_branch(conversation.id, leaf)
+                await self._show_messages()
+
+        self.app.push_screen(BranchPicker(self._kept.branches(conversation.id)), chosen)
 
     def action_copy(self) -> None:
         """Copy the last reply to the terminal's clipboard."""
@@ -294,9 +390,14 @@ class Chat(MainScreen):
         from ui.widgets.chat_side import SamplingForm
 
         def chosen(sampling: Sampling | None) -> None:
-            if sampling is not None:
-                self.sampling = sampling
-                self._kept.choose("sampling", asdict(sampling))
-                self._show_sides()
+            if sampling is None:
+                return
+            if self._conversation is not None:  # its system prompt is its own
+                self._kept.set_system(self._conversation.id, sampling.system)
+                self._conversation = replace(self._conversation, system=sampling.system)
+                sampling = replace(sampling, system=self.sampling.system)
+            self.sampling = sampling
+            self._kept.choose("sampling", asdict(sampling))
+            self._show_sides()
 
-        self.app.push_screen(SamplingForm(self.sampling), chosen)
+        self.app.push_screen(SamplingForm(self._sampling_here(), is_new=self._conversation is None), chosen)

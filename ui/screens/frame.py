@@ -98,6 +98,7 @@ class MainScreen(Screen[None]):
     """The screen of a tab; subclasses compose what is between the state line and the footer."""
 
     TAB: ClassVar[str] = ""
+    TYPES: ClassVar[bool] = False  # letters are text here, not commands to the node
     HELP_TEXT: ClassVar[str] = ""
     ALLOW_IN_MAXIMIZED_VIEW = "#keys"
 
@@ -120,6 +121,9 @@ class MainScreen(Screen[None]):
     def body(self) -> Iterable[Widget]:
         """The tab's own widgets."""
         return ()
+
+    def arrive(self) -> None:
+        """Called whenever the tab is chosen."""
 
     def show(self) -> None:
         """Redraw every widget from the store; unchanged lines are not repainted."""

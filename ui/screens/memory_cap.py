@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -11,20 +10,19 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Static
 
-from app.api.client import Client
-from app.core.errors import AppError
+from app.api.client import PATIENT_S, Client
+from app.snapshot.codec import prospects_from
 from app.snapshot.views import DeviceView, Snapshot
 from ui.draw.bars import bar
+from ui.draw.coverage import loss_words
 from ui.draw.numbers import gigabytes
-from ui.draw.rows import Row, row
+from ui.draw.rows import Row, row, wrap
 from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog
 from ui.widgets.panel import RowWidget
 
 STEP_BYTES = 500 * 10**6
-_DRAINED_S = 60.0  # the node hands sessions over within half of that
-_POLL_S = 0.5
 _BAR = 40
 
 
@@ -44,7 +42,7 @@ def moved(cap_bytes: int | None, device: DeviceView, steps: int) -> int:
 def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     """The cap as a gauge, and its meaning."""
     total = device.memory_total_bytes or 0
-    words = "no cap: what is free" if cap_bytes is None else f"{gigabytes(cap_bytes)} of {gigabytes(total)} GB"
+    words = "no limit: what is free" if cap_bytes is None else f"{gigabytes(cap_bytes)} of {gigabytes(total)} GB"
     share = None if cap_bytes is None or not total else cap_bytes / total
     held = device.weights_bytes + device.cache_bytes
     free = device.memory_free_bytes
@@ -53,48 +51,52 @@ def cap_rows(cap_bytes: int | None, device: DeviceView) -> list[Row]:
     elif cap_bytes is not None and free is not None and cap_bytes > free + held:
         meaning = row(("more than is free now", "warning"))
     else:
-        meaning = row((f"{gigabytes(held)} GB are in use now", "dim"))
+        meaning = row((f"{gigabytes(held)} GB are reserved now", "dim"))
     return [[*bar(share, _BAR, "mine"), (f"  {words}", "b")], meaning]
 
 
-def change_cap(client: Client, cap_bytes: int | None) -> bool:
-    """Write the cap and, if the node hosts, pause and resume it so that it loads blocks under the new cap.
-
-    Returns True if hosting was restarted. Raises `AppError` if hosting does not pause within `_DRAINED_S`.
-    """
-    client.set_config("max_vram", None if cap_bytes is None else str(cap_bytes))
-    if client.snapshot().state not in ("serving", "client", "loading"):
-        return False
-    client.post("/api/pause", {"for_s": None})
-    deadline = time.monotonic() + _DRAINED_S
-    while client.snapshot().state != "paused":
-        if time.monotonic() > deadline:
-            raise AppError("the cap is saved, but hosting did not pause in time: restart the node to apply it")
-        time.sleep(_POLL_S)
-    client.post("/api/resume", {})
-    return True
+def change_cap(client: Client, cap_bytes: int | None) -> int | None:
+    """Write the cap, which the node applies at once, and return the one in force: a flag of the node overrides it."""
+    answer = client.set_config("max_vram", None if cap_bytes is None else str(cap_bytes))
+    in_force = answer.get("value")
+    return in_force if isinstance(in_force, int) else None
 
 
 def offer_cap(app: NodeApp, known: Snapshot, steps: int) -> None:
-    """Open the dialog with the cap already moved by `steps`, and apply what is chosen."""
-    device = known.hardware
-    if device is None or not device.memory_total_bytes:
-        app.complain("the device is not known yet; the setting max_vram caps its memory")
-        return
+    """Open the dialog with the cap already moved by `steps`, and apply what is chosen.
+
+    A node that has hosted nothing since its start does not know its device yet: it is asked for it.
+    """
+
+    def opened(device: DeviceView | None) -> None:
+        if device is None or not device.memory_total_bytes:
+            app.complain("the device's memory is not known; the setting max_vram caps it")
+            return
+        start = device.limit_bytes if steps == 0 else moved(device.limit_bytes, device, steps)
+        app.push_screen(CapDialog(app.store, device, start), chosen)
 
     def chosen(cap: tuple[int | None] | None) -> None:
         if cap is not None:
-            app.say("changing the cap: sessions move to other members, then hosting restarts")
             app.ask(
-                lambda client: change_cap(client, cap[0]), lambda restarted: app.say(_result_words(cap[0], restarted))
+                lambda client: change_cap(client, cap[0]), lambda in_force: app.say(_result_words(cap[0], in_force))
             )
 
-    app.push_screen(CapDialog(app.store, device, moved(device.limit_bytes, device, steps)), chosen)
+    if known.hardware is not None:
+        opened(known.hardware)
+    else:
+        path = "/api/prospects"
+        app.say("examining the device")
+        app.ask(
+            lambda client: client.get(path, timeout_s=PATIENT_S), lambda answer: opened(prospects_from(answer).device)
+        )
 
 
-def _result_words(cap_bytes: int | None, restarted: bool) -> str:
-    words = "the cap is removed" if cap_bytes is None else f"the cap is {gigabytes(cap_bytes)} GB"
-    return f"{words}; hosting restarts" if restarted else f"{words}; this applies as soon as the node hosts"
+def _result_words(cap_bytes: int | None, in_force: int | None) -> str:
+    if in_force != cap_bytes:
+        return "the cap is saved; the running node was started with --max-vram, which still applies"
+    if cap_bytes == 0:
+        return "this node hosts nothing now; + raises the cap again"
+    return "the cap is removed" if cap_bytes is None else f"the cap is {gigabytes(cap_bytes)} GB"
 
 
 class CapGauge(RowWidget):
@@ -105,8 +107,11 @@ class CapGauge(RowWidget):
         self.device, self.cap_bytes = device, cap_bytes
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """The gauge and its meaning."""
-        return cap_rows(self.cap_bytes, self.device)
+        """The gauge and its meaning, with a warning if blocks may lose their only host."""
+        rows = cap_rows(self.cap_bytes, self.device)
+        lowered = self.cap_bytes is not None and self.cap_bytes < self.device.weights_bytes + self.device.cache_bytes
+        warning = loss_words(self.store, "they no longer fit") if lowered else ""
+        return [*rows, *wrap(warning, width, "warning")]
 
 
 class CapDialog(Dialog[tuple[int | None] | None]):
@@ -115,7 +120,8 @@ class CapDialog(Dialog[tuple[int | None] | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("plus,equals_sign,right", "move(1)", "more"),
         Binding("minus,left", "move(-1)", "less"),
-        Binding("0", "none", "no cap"),
+        Binding("n", "set(None)", "no limit"),
+        Binding("0", "set(0)", "host nothing"),
         Binding("enter", "take", "apply"),
         Binding("escape", "cancel", "back"),
     ]
@@ -129,17 +135,18 @@ class CapDialog(Dialog[tuple[int | None] | None]):
         with Vertical(classes="dialog") as box:
             box.border_title = "memory cap"
             yield self._gauge
-            keys = (("+ -", "bold $mine"), " move   ", ("0", "bold $mine"), " no cap   ", ("⏎", "bold $mine"))
-            yield Static(Content.assemble(*keys, " apply   ", ("esc", "bold $mine"), " back"))
+            keys = (("+ -", "move"), ("n", "no limit"), ("0", "host nothing"), ("⏎", "apply"), ("esc", "back"))
+            parts = [part for key, words in keys for part in ((key, "bold $mine"), f" {words}   ")]
+            yield Static(Content.assemble(*parts))
 
     def action_move(self, steps: int) -> None:
         """Move the cap by some steps."""
         self._gauge.cap_bytes = moved(self._gauge.cap_bytes, self._gauge.device, steps)
         self._gauge.show()
 
-    def action_none(self) -> None:
-        """Remove the cap: use what is free."""
-        self._gauge.cap_bytes = None
+    def action_set(self, cap_bytes: int | None) -> None:
+        """Set the cap: None uses what is free, 0 hosts nothing."""
+        self._gauge.cap_bytes = cap_bytes
         self._gauge.show()
 
     def action_take(self) -> None:

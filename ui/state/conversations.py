@@ -1,4 +1,8 @@
-"""Conversations and the user's choices (sampling, theme), in one SQLite file that only its owner can read."""
+"""Conversations and the user's choices (sampling, theme), in one SQLite file that only its owner can read.
+
+A conversation is a tree: each message names the one before it, and an edited question or another reply to the same
+question is a new branch beside the old one. `leaf` is the last message of the branch that is shown.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -13,17 +18,44 @@ from pathlib import Path
 from typing import Any
 
 FILE = "conversations.db"
-VERSION = 1
+VERSION = 2
 _TITLE_CHARS = 60
 _SCHEMA = """
-create table conversation (id integer primary key, title text not null, used_ms integer not null);
+create table conversation (
+    id integer primary key, title text not null, used_ms integer not null,
+    leaf integer, system text not null default '', draft text not null default ''
+);
 create table message (
     id integer primary key,
     conversation integer not null references conversation(id) on delete cascade,
-    role text not null, content text not null, at_ms integer not null, figures text not null
+    role text not null, content text not null, at_ms integer not null, figures text not null, parent integer
 );
 create index message_of on message(conversation, id);
 create table choice (name text primary key, value text not null);
+"""
+_FROM_VERSION_1 = """
+alter table conversation add column leaf integer;
+alter table conversation add column system text not null default '';
+alter table conversation add column draft text not null default '';
+alter table message add column parent integer;
+update message set parent =
+    (select max(id) from message as earlier
+        where earlier.conversation = message.conversation and earlier.id < message.id);
+update conversation set leaf = (select max(id) from message where message.conversation = conversation.id);
+update conversation set system =
+    coalesce((select json_extract(value, '$.system') from choice where name = 'sampling'), '');
+"""
+_PATH = """
+with recursive path(id) as (
+    select leaf from conversation where conversation.id = ?
+    union select parent from message join path using (id) where parent is not null
+)
+select id, role, content, at_ms, figures, parent,
+    (select count(*) from message as twin where twin.conversation = message.conversation
+        and twin.parent is message.parent and twin.id <= message.id),
+    (select count(*) from message as twin where twin.conversation = message.conversation
+        and twin.parent is message.parent)
+from message where id in (select id from path) order by id
 """
 
 
@@ -38,6 +70,8 @@ class Conversation:
     id: int
     title: str
     used_ms: int
+    system: str = ""  # system prompt
+    draft: str = ""  # typed and not sent
 
 
 @dataclass(frozen=True)
@@ -49,6 +83,19 @@ class Message:
     content: str
     at_ms: int
     figures: dict[str, Any]
+    parent: int | None = None  # the message before it
+    version: int = 1  # place among the messages that follow the same one
+    versions: int = 1  # number of these
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch of a conversation: its last message, and the first words that are in no other branch."""
+
+    leaf: int
+    words: str
+    at_ms: int
+    is_shown: bool
 
 
 class Conversations:
@@ -59,57 +106,111 @@ class Conversations:
         self._path = None if folder is None else folder / FILE
         try:
             self._db = _open(self._path)
+            self._db.create_function("fold", 1, str.casefold, deterministic=True)
             version = int(self._db.execute("pragma user_version").fetchone()[0])
         except (sqlite3.Error, OSError) as error:
             raise ConversationsError(f"{self._path} cannot be used ({error}): move it away to start afresh") from error
         if version > VERSION:
             raise ConversationsError(f"{self._path} was written by a newer Shoal: update this one")
-        if version == 0:
-            with self._db:
-                self._db.executescript(_SCHEMA)
-                self._db.execute(f"pragma user_version = {VERSION}")
+        if version < VERSION:
+            script = _SCHEMA if version == 0 else _FROM_VERSION_1
+            self._db.executescript(f"begin;{script}pragma user_version = {VERSION};commit;")
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
-    def all(self) -> list[Conversation]:
-        """Every conversation, the most recently used first."""
-        rows = self._db.execute("select id, title, used_ms from conversation order by used_ms desc, id desc")
+    def all(self, wanted: str = "") -> list[Conversation]:
+        """Every conversation whose title or messages contain a text, the most recently used first."""
+        query = (
+            "select id, title, used_ms, system, draft from conversation where instr(fold(title), ?) or exists"
+            " (select 1 from message where message.conversation = conversation.id and instr(fold(content), ?))"
+            if wanted
+            else "select id, title, used_ms, system, draft from conversation"
+        )
+        values = (wanted.casefold(), wanted.casefold()) if wanted else ()
+        rows = self._db.execute(f"{query} order by used_ms desc, conversation.id desc", values)
         return [Conversation(*row) for row in rows]
 
-    def begin(self, question: str) -> Conversation:
+    def get(self, conversation: int) -> Conversation | None:
+        """One conversation; None if it was deleted."""
+        query = "select id, title, used_ms, system, draft from conversation where id = ?"
+        found = self._db.execute(query, (conversation,)).fetchone()
+        return None if found is None else Conversation(*found)
+
+    def begin(self, question: str, system: str = "") -> Conversation:
         """Create a conversation, with its first question as title."""
-        words = " ".join(question.split())
-        title = words if len(words) <= _TITLE_CHARS else words[: _TITLE_CHARS - 1] + "…"
-        now_ms = self._now_ms()
+        title, now_ms = _title_of(question), self._now_ms()
         with self._db:
-            done = self._db.execute("insert into conversation (title, used_ms) values (?, ?)", (title, now_ms))
+            done = self._db.execute(
+                "insert into conversation (title, used_ms, system) values (?, ?, ?)", (title, now_ms, system)
+            )
         assert done.lastrowid is not None
-        return Conversation(done.lastrowid, title, now_ms)
+        return Conversation(done.lastrowid, title, now_ms, system)
+
+    def rename(self, conversation: int, title: str) -> None:
+        """Give a conversation another title."""
+        self._update(conversation, "title", _title_of(title))
+
+    def set_system(self, conversation: int, system: str) -> None:
+        """Give a conversation another system prompt."""
+        self._update(conversation, "system", system)
+
+    def set_draft(self, conversation: int, draft: str) -> None:
+        """Keep what was typed in a conversation and not sent."""
+        self._update(conversation, "draft", draft)
+
+    def _update(self, conversation: int, column: str, value: str | int) -> None:
+        with self._db:
+            self._db.execute(f"update conversation set {column} = ? where id = ?", (value, conversation))
 
     def messages(self, conversation: int) -> list[Message]:
-        """Messages of a conversation, the oldest first."""
-        query = "select id, role, content, at_ms, figures from message where conversation = ? order by id"
-        rows = self._db.execute(query, (conversation,))
-        return [Message(key, role, content, at_ms, json.loads(figures)) for key, role, content, at_ms, figures in rows]
+        """Messages of the branch that is shown, the oldest first."""
+        rows = self._db.execute(_PATH, (conversation,))
+        return [Message(*row[:4], json.loads(row[4]), *row[5:]) for row in rows]
 
-    def add(self, conversation: int, role: str, content: str, figures: dict[str, Any] | None = None) -> Message:
-        """Append a message and mark the conversation as just used."""
+    def add(
+        self,
+        conversation: int,
+        parent: int | None,
+        role: str,
+        content: str,
+        figures: dict[str, Any] | None = None,
+    ) -> Message:
+        """Add a message after `parent`, show its branch, and mark the conversation as just used."""
         now_ms = self._now_ms()
         with self._db:
             done = self._db.execute(
-                "insert into message (conversation, role, content, at_ms, figures) values (?, ?, ?, ?, ?)",
-                (conversation, role, content, now_ms, json.dumps(figures or {})),
+                "insert into message (conversation, parent, role, content, at_ms, figures) values (?, ?, ?, ?, ?, ?)",
+                (conversation, parent, role, content, now_ms, json.dumps(figures or {})),
             )
-            self._db.execute("update conversation set used_ms = ? where id = ?", (now_ms, conversation))
-        assert done.lastrowid is not None
-        return Message(done.lastrowid, role, content, now_ms, figures or {})
+            self._db.execute(
+                "update conversation set used_ms = ?, leaf = ? where id = ?", (now_ms, done.lastrowid, conversation)
+            )
+        return self.messages(conversation)[-1]
 
-    def cut(self, conversation: int, message: int) -> None:
-        """Delete a message and all messages after it."""
-        with self._db:
-            self._db.execute("delete from message where conversation = ? and id >= ?", (conversation, message))
+    def branches(self, conversation: int) -> list[Branch]:
+        """The branches of a conversation, the oldest first."""
+        rows = self._db.execute(
+            "select id, parent, content, at_ms from message where conversation = ? order by id", (conversation,)
+        ).fetchall()
+        parents = {key: parent for key, parent, _, _ in rows}
+        contents = {key: content for key, _, content, _ in rows}
+        children = Counter(parents.values())
+        shown = self._db.execute("select leaf from conversation where id = ?", (conversation,)).fetchone()
+        found = []
+        for leaf, _, _, at_ms in rows:
+            if children[leaf]:
+                continue
+            own = at = leaf  # climb to the first message that no other branch has
+            while parents[at] is not None and children[parents[at]] == 1:
+                own = at = parents[at]
+            found.append(Branch(leaf, " ".join(contents[own].split()), at_ms, shown is not None and shown[0] == leaf))
+        return found
+
+    def show_branch(self, conversation: int, leaf: int) -> None:
+        """Show the branch that ends in this message."""
+        self._update(conversation, "leaf", leaf)
 
     def delete(self, conversation: int) -> None:
         """Delete a conversation with its messages."""
@@ -125,6 +226,11 @@ class Conversations:
         """Remember a value that JSON can hold under a name."""
         with self._db:
             self._db.execute("insert or replace into choice (name, value) values (?, ?)", (name, json.dumps(value)))
+
+
+def _title_of(text: str) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= _TITLE_CHARS else words[: _TITLE_CHARS - 1] + "…"
 
 
 def _open(path: Path | None) -> sqlite3.Connection:

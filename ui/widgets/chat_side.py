@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.widgets import Input, OptionList, Static
@@ -18,7 +18,7 @@ from app.core.terminal_text import one_line
 from ui.draw.node import now_ms
 from ui.draw.numbers import count, day_or_time
 from ui.draw.rows import Row, cell, row, wrap
-from ui.state.conversations import Conversation
+from ui.state.conversations import Branch, Conversation
 from ui.state.reply_stream import BOUNDS, Sampling, sampling_value
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, Question
@@ -161,28 +161,73 @@ class ConversationPicker(Dialog[int | None]):
         self.close(None)
 
 
+class BranchPicker(Dialog[int | None]):
+    """Dialog that lists the versions of a conversation; returns the last message of the chosen one, or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
+
+    def __init__(self, branches: list[Branch]) -> None:
+        super().__init__()
+        self._branches = branches
+
+    def compose(self) -> ComposeResult:
+        """One option for each version: its time, and the first words that only it has."""
+        with Vertical(classes="dialog") as box:
+            box.border_title = "versions of this conversation"
+            yield OptionList(*(Option(self._words(branch), id=str(branch.leaf)) for branch in self._branches))
+            yield Static(Content.assemble(("⏎", "bold $mine"), " show it   ", ("esc", "bold $mine"), " back"))
+
+    def on_mount(self) -> None:
+        """Begin at the version that is shown."""
+        self.query_one(OptionList).highlighted = next(
+            (index for index, branch in enumerate(self._branches) if branch.is_shown), 0
+        )
+
+    def _words(self, branch: Branch) -> Content:
+        mark = "▌" if branch.is_shown else " "
+        when = day_or_time(branch.at_ms, now_ms())
+        return Content.assemble((mark, "$mine"), one_line(branch.words) or "(empty)", (f"  {when}", "$dim"))
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Close with the chosen version."""
+        self.close(int(event.option_id or 0))
+
+    def action_cancel(self) -> None:
+        """Close without a choice."""
+        self.close(None)
+
+
 class SamplingForm(Dialog[Sampling | None]):
     """Form with every sampling setting and its help; an invalid value is reported and keeps the form open."""
 
+    AUTO_FOCUS = "Input"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "cancel", "back"),
         Binding("enter", "save", "save", priority=True),
     ]
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, *, is_new: bool) -> None:
         super().__init__()
         self._sampling = sampling
+        whose = "new conversations" if is_new else "this conversation"
+        self._about = {name: words for name, (_, _, words) in BOUNDS.items()}
+        self._about["system"] = f"system prompt of {whose}, sent before everything else"
 
     def compose(self) -> ComposeResult:
-        """A field for each setting."""
-        with VerticalScroll(classes="dialog", id="sampling-form") as box:
+        """A field for each setting, and the help of the focused one: all fit into 80x24."""
+        with VerticalScroll(classes="dialog", id="sampling-form", can_focus=False) as box:
             box.border_title = "sampling"
             for name, value in asdict(self._sampling).items():
-                about = BOUNDS[name][2] if name in BOUNDS else "system prompt, sent to the model before everything else"
-                yield Static(Content.assemble((name.replace("_", " "), "bold"), (f"  {about}", "$dim")))
-                yield Input("" if value is None else str(value), id=f"field-{name}", compact=True)
+                field = Input("" if value is None else str(value), id=f"field-{name}", compact=True)
+                yield Horizontal(Static(Content.styled(name.replace("_", " "), "bold")), field)
+            yield Static("", id="about")
             yield Static("", id="wrong")
             yield Static(Content.assemble(("⏎", "bold $mine"), " save   ", ("esc", "bold $mine"), " back"))
+
+    def on_descendant_focus(self, event: events.DescendantFocus) -> None:
+        """Show the help of the focused field."""
+        name = (event.widget.id or "").removeprefix("field-")
+        self.query_one("#about", Static).update(Content.styled(self._about.get(name, ""), "$dim"))
 
     def action_save(self) -> None:
         """Close with the typed settings, if all are valid."""

@@ -22,8 +22,8 @@ class Transcript(VerticalScroll, can_focus=True):
 
     DEFAULT_CLASSES = "panel"
     HELP = (
-        "Replies come through the hops named below the frame. ^r asks again, ^e edits your last question, ^y copies "
-        "the last reply. Whoever hosts a hop can read what passes through it."
+        "Replies come through the hops named below the frame. ^r asks again, ^e edits your last question, ^b goes back "
+        "to an earlier version, ^y copies the last reply. Whoever hosts a hop can read what passes through it."
     )
 
     def __init__(self, *, id: str | None = None) -> None:
@@ -91,14 +91,21 @@ class Transcript(VerticalScroll, can_focus=True):
     def _parts(self, message: Message) -> list[Widget]:
         if message.role == "user":
             when = time.strftime("%H:%M", time.localtime(message.at_ms / 1000))
-            words = Content.assemble(("you", "bold $mine"), (f" {when}  ", "$dim"), message.content)
+            words = Content.assemble(
+                ("you", "bold $mine"), (f" {when}  {_version_words(message)}", "$dim"), message.content
+            )
             return [Static(words, classes="ask")]
         parts: list[Widget] = [Markdown(message.content, classes="say", open_links=False)]
         for text, kind in (
             (recovery_words(message.figures), "warning"),
-            (done_words(message.figures) if message.figures else "", "figures"),
+            (_version_words(message) + (done_words(message.figures) if message.figures else ""), "figures"),
             (f"× {message.figures['error']}" if message.figures.get("error") else "", "error"),
         ):
             if text:
                 parts.append(Static(Content(text), classes=f"meta -{kind}"))
         return parts
+
+
+def _version_words(message: Message) -> str:
+    """Which of several versions a message is; empty for the only one."""
+    return f"version {message.version} of {message.versions} · " if message.versions > 1 else ""

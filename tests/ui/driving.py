@@ -1,0 +1,121 @@
+"""A dashboard driven by keys against a scripted node, for the tests of what keys do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from textual.pilot import Pilot
+
+from app.api.client import Client, Hangup
+from app.core.errors import AppError
+from app.snapshot.codec import to_json
+from app.snapshot.views import FitView, OfferView, ProspectsView, Snapshot
+from tests.ui.fixed import HEALTHY, Clock, fill
+from tests.ui.rendering import StillDashboard, settle, text_of_screen
+from ui.state.store import Store
+
+GB = 10**9
+PATIENCE_S = 20.0
+STARTER = OfferView("starter", "small", FitView(30, 30), 93 * 10**6, alone_tokens_per_s=25.0)
+
+
+class ScriptedNode(Client):
+    """A node that keeps its settings and does what it is asked at once."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", "token")
+        self.config: dict[str, Any] = {"deny": ["10.0.0.0/8"], "max_vram": 7 * GB, "pause_on_battery": True}
+        self.state = "serving"
+        self.asked: list[str] = []
+        self.prospects: ProspectsView | AppError = ProspectsView((STARTER,), None, 9 * GB, 14.0 * GB)
+        self.chats: list[dict[str, Any]] = []
+        self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
+
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        if path == "/api/prospects":
+            if isinstance(self.prospects, AppError):
+                raise self.prospects
+            return to_json(self.prospects)
+        assert path == "/api/config"
+        return [{"name": name, "value": value} for name, value in self.config.items()]
+
+    def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+        self.asked.append(f"{path} {body.get('target') or body.get('model') or ''}".strip())
+        self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
+        return {}
+
+    def set_config(self, name: str, value: str | None) -> Any:
+        self.config[name] = value.split(",") if name == "deny" and value else value
+        shown = int(value) if name == "max_vram" and value is not None else self.config[name]
+        return {"name": name, "value": shown}
+
+    def chat(
+        self, request: dict[str, Any], *, silence_s: float = 1.0, hangup: Hangup | None = None
+    ) -> Iterator[dict[str, Any]]:
+        self.chats.append(request)
+        for piece in self.reply:
+            if isinstance(piece, AppError):
+                raise piece
+            yield piece
+        yield {"done": {"text": "", "token_ids": [1] * len(self.reply), "ttft_s": 0.5, "prompt_tokens": 12}}
+
+    def snapshot(self) -> Snapshot:
+        return replace(HEALTHY, state=cast(Any, self.state))
+
+
+class ScriptedDoor:
+    """Leads to the scripted node."""
+
+    def __init__(self, node: ScriptedNode) -> None:
+        self.node = node
+
+    def client(self) -> Client:
+        return self.node
+
+    def coming_up(self) -> bool:
+        return False
+
+    def ended(self) -> str | None:
+        return None
+
+    def start(self) -> None:
+        raise AssertionError("it runs already")
+
+
+class DrivenDashboard(StillDashboard):
+    """A dashboard with a door, but without the line of events."""
+
+    def __init__(self, node: ScriptedNode, folder: Path | None = None) -> None:
+        store = Store(Clock())
+        fill(store, "healthy")
+        super().__init__(None, store=store, folder=folder)
+        self.door = ScriptedDoor(node)
+        self.asked_first_run = True
+
+
+Drive = Callable[[DrivenDashboard, Pilot[None]], Awaitable[None]]
+
+
+def driven(node: ScriptedNode, drive: Drive, folder: Path | None = None, size: tuple[int, int] = (120, 40)) -> None:
+    """Let keys be pressed in a dashboard of this node."""
+
+    async def live() -> None:
+        app = DrivenDashboard(node, folder)
+        async with app.run_test(size=size) as pilot:
+            await settle(app, pilot)
+            await drive(app, pilot)
+
+    asyncio.run(live())
+
+
+async def until(app: DrivenDashboard, pilot: Pilot[None], holds: Callable[[], object]) -> None:
+    """Let the dashboard work until something holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, text_of_screen(app)
+        await pilot.pause(0.01)

@@ -1,0 +1,179 @@
+"""The chat, driven by keys against a scripted node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+
+from app.core.errors import AppError
+from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.rendering import text_of_screen
+from ui.screens.chat import Chat
+from ui.state.conversations import Conversations
+from ui.widgets.ask_box import AskBox
+
+
+def box_of(app: DrivenDashboard) -> AskBox:
+    return app.screen.query_one(AskBox)
+
+
+def is_idle(app: DrivenDashboard) -> bool:
+    return isinstance(app.screen, Chat) and app.screen._thread is None
+
+
+async def say(app: DrivenDashboard, pilot: Pilot[None], node: ScriptedNode, *keys: str) -> None:
+    """Type something, send it, and wait for the reply's end."""
+    before = len(node.chats)
+    await pilot.press(*keys, "enter")
+    await until(app, pilot, lambda: len(node.chats) > before and is_idle(app))
+
+
+def test_typing_in_the_chat_never_reaches_the_node() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "escape", "1", "3", *"pond")
+        assert box_of(app).text == "pond"
+        await pilot.press("escape", *"quid +-wzjci")
+        assert box_of(app).text == "pondquid +-wzjci"
+        await pilot.press("escape", "ctrl+o", "escape", "p")
+        assert (len(app.screen_stack), node.asked, app.is_running) == (1, [], True)
+        assert box_of(app).text.endswith("cip")
+        await pilot.press("escape", "1", "p")  # elsewhere it is a command
+        await until(app, pilot, lambda: "Pause hosting?" in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_keys_that_do_nothing_in_the_chat_are_not_offered_there() -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "escape")
+        await pilot.pause()
+        footer = text_of_screen(app).splitlines()[-1]
+        assert "pause" not in footer
+        assert "q quit" not in footer
+
+    driven(ScriptedNode(), drive, size=(200, 40))
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_the_sampling_form_shows_its_values_and_what_is_typed(size: tuple[int, int]) -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "ctrl+s")
+        await until(app, pilot, lambda: "always takes the likeliest" in text_of_screen(app))
+        lines = [line for line in text_of_screen(app).splitlines() if "  temperature  " in line]
+        assert len(lines) == 1
+        assert "0.7" in lines[0]
+        assert all(name in text_of_screen(app) for name in ("max tokens", "seed", "system", "⏎ save"))
+        await pilot.press("end", "backspace", "5", "3")
+        await until(app, pilot, lambda: "0.53" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: isinstance(app.screen, Chat) and app.screen.sampling.temperature == 0.53)
+
+    driven(ScriptedNode(), drive, size=size)
+
+
+def test_an_edit_that_is_given_up_changes_nothing(tmp_path: Path) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        await pilot.press(*"draft", "ctrl+e")
+        assert box_of(app).text == "why"
+        await pilot.press("escape")
+        assert box_of(app).text == "draft"
+        await pilot.press("ctrl+e", "ctrl+n")
+        await until(app, pilot, lambda: box_of(app).text == "")  # an edit follows nobody into another conversation
+
+    driven(node, drive, tmp_path)
+    kept = Conversations(tmp_path)
+    (talk,) = kept.all()
+    assert [message.content for message in kept.messages(talk.id)] == ["why", "Because."]
+    assert talk.draft == "draft"
+    kept.close()
+
+
+def test_an_edited_question_is_a_new_version_and_the_old_one_can_be_gone_back_to(tmp_path: Path) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        node.reply = [{"text": "So."}]
+        await say(app, pilot, node, "ctrl+e", *" not")
+        assert [m["content"] for m in node.chats[-1]["messages"]] == ["why not"]
+        assert "version 2 of 2" in text_of_screen(app)
+        await pilot.press("ctrl+b")
+        await until(app, pilot, lambda: "versions of this conversation" in text_of_screen(app))
+        await pilot.press("up", "enter")
+        await until(app, pilot, lambda: "Because." in text_of_screen(app) and "version 1 of 2" in text_of_screen(app))
+        assert "why not" not in text_of_screen(app)
+
+    driven(node, drive, tmp_path)
+
+
+def test_another_reply_is_kept_beside_the_first() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        node.reply = [{"text": "Otherwise."}]
+        await pilot.press("ctrl+r")
+        await until(app, pilot, lambda: len(node.chats) == 2 and is_idle(app))
+        await until(app, pilot, lambda: "Otherwise." in text_of_screen(app))
+        assert [m["content"] for m in node.chats[-1]["messages"]] == ["why"]
+        node.reply = [AppError("no route")]
+        await pilot.press("ctrl+r")
+        await until(app, pilot, lambda: len(node.chats) == 3 and is_idle(app))
+        await until(app, pilot, lambda: "× no route" in text_of_screen(app))
+        assert "Otherwise." in text_of_screen(app)  # a reply that never came replaces none
+        await pilot.press("ctrl+b", "up", "enter")
+        await until(app, pilot, lambda: "Because." in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_a_draft_belongs_to_its_conversation(tmp_path: Path) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"one")
+        await pilot.press("ctrl+n")
+        await say(app, pilot, node, *"two")
+        await pilot.press(*"of two", "ctrl+l")
+        await until(app, pilot, lambda: len(app.screen_stack) == 2)
+        await pilot.press("down", "enter")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1 and box_of(app).text == "")
+        await pilot.press(*"of one", "ctrl+n", *"of new", "ctrl+l")
+        await until(app, pilot, lambda: len(app.screen_stack) == 2)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: box_of(app).text == "of two")
+        await pilot.press("ctrl+n")
+        await until(app, pilot, lambda: box_of(app).text == "of new")
+
+    driven(node, drive, tmp_path)
+    kept = Conversations(tmp_path)
+    assert {talk.title: talk.draft for talk in kept.all()} == {"one": "of one", "two": "of two"}
+    kept.close()
+
+
+def test_a_system_prompt_belongs_to_its_conversation() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"one")
+        await pilot.press("ctrl+s", "shift+tab", *"be brief", "enter")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await say(app, pilot, node, *"more")
+        assert node.chats[-1]["messages"][0] == {"role": "system", "content": "be brief"}
+        await pilot.press("ctrl+n")
+        await say(app, pilot, node, *"two")
+        assert node.chats[-1]["messages"] == [{"role": "user", "content": "two"}]
+
+    driven(node, drive)
