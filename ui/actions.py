@@ -49,7 +49,7 @@ def allowed(app: NodeApp, action: str) -> bool:
     if action in ("why", "stop_node"):
         return known is not None or action == "why"
     if action == "start_node":
-        return app.store.link.kind == "away" and app.door is not None
+        return app.store.link.kind == "away" and app.door is not None and app.door.can_start
     return True
 
 
@@ -188,6 +188,7 @@ def why(app: NodeApp) -> None:
     store = app.store
     words, _ = pill(store.link, store.snapshot, store.now())
     facts = [("state", words), ("reason", reason(store.link, store.snapshot))]
+    facts += [("you can", store.link.next_step)] if store.link.next_step else []
     known = store.snapshot
     if known is not None:
         if known.why is not None:
@@ -261,7 +262,7 @@ def commands(app: NodeApp) -> Iterable[SystemCommand]:
         "invite": ("Invite", "A line and a QR code for others", app.action_invite),
         "leave_swarm": ("Leave the swarm", "And forget it", lambda: leave_swarm(app)),
         "stop_node": ("Stop the node", "Drain and stop it; the dashboard stays open", lambda: stop_node(app)),
-        "start_node": ("Start a node", "In this home folder", app.action_start_node),
+        "start_node": ("Start the node again", "In this home folder", app.action_start_node),
         "why": ("Why?", "The state with its reason and rules", lambda: why(app)),
     }
     for action, (title, words, run) in able.items():

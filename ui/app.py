@@ -19,6 +19,7 @@ from textual.command import CommandPalette
 from textual.message import Message
 from textual.screen import Screen
 
+from app.core.errors import AppError
 from app.snapshot.codec import snapshot_from
 from app.snapshot.views import Snapshot
 from ui import actions
@@ -49,6 +50,7 @@ class Dashboard(NodeApp):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-medium"), (44, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"go('{name}')", name, show=False) for number, name in enumerate(TABS, 1)),
+        Binding("s", "start_node", "start again"),
         Binding("p", "pause", "pause"),
         Binding("p", "resume", "resume"),
         Binding("d", "drain", "drain", show=False),
@@ -241,9 +243,13 @@ class Dashboard(NodeApp):
 
     def action_start_node(self) -> None:
         """Start a node if none runs, and connect without waiting for the next retry."""
-        if self.door is not None and self._follower is not None:
+        if self.door is None or self._follower is None:
+            return
+        try:
             self.door.start()
-            self._follower.hurry()
+        except AppError as error:
+            self.complain(str(error))
+        self._follower.hurry()
 
     def action_zoom(self) -> None:
         """Show the focused panel alone, or all panels again."""

@@ -64,21 +64,57 @@ class NodeApp(App[None]):
 
         If `work` raises an `AppError` or a `ValueError`, `failed` gets its text; by default it is shown as an error.
         """
-        tell_failure = failed or self.complain
         door = self.door
+
+        def with_client() -> Any:
+            if door is None:
+                raise AppError("not connected to a node")
+            return work(door.client())
+
+        self._run(with_client, then, failed or self.complain)
+
+    def _run(self, work: Callable[[], Any], then: Callable[[Any], None], failed: Callable[[str], None]) -> None:
+        """Run `work` in a thread, then `then` or `failed` in the app's thread."""
 
         def run() -> None:
             try:
-                if door is None:
-                    raise AppError("not connected to a node")
-                answer = work(door.client())
+                answer = work()
             except (AppError, ValueError) as error:
                 text = str(error)
-                self.post_message(Answer(lambda: tell_failure(text)))
+                self.post_message(Answer(lambda: failed(text)))
             else:
                 self.post_message(Answer(lambda: then(answer)))
 
         threading.Thread(target=run, name="ask", daemon=True).start()
+
+    def ask_settings(
+        self,
+        change: tuple[str, str | None] | None,
+        then: Callable[[Any], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Change a setting if one is given, then pass all settings to `then`: the node's, or its file's if it is away.
+
+        A text of None resets a setting to its default.
+        """
+        door, is_live = self.door, self.store.link.kind == "live"
+
+        def work(client: Client) -> Any:
+            if change is not None:
+                client.set_config(*change)
+            return client.get("/api/config")
+
+        def from_file() -> Any:
+            if door is None:
+                raise AppError("not connected to a node")
+            if change is not None:
+                door.set_setting(*change)
+            return door.settings()
+
+        if is_live:
+            self.ask(work, then, failed)
+        else:
+            self._run(from_file, then, failed)
 
     def on_answer(self, message: Answer) -> None:
         """Run the continuation of a request in the app's thread, where widgets may be touched."""

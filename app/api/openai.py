@@ -70,7 +70,14 @@ def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: R
 
 def _model(snapshot: Snapshot) -> dict[str, Any]:
     joined = next((swarm.joined_at_ms for swarm in snapshot.swarms if swarm.active), 0)
-    return {"id": snapshot.swarm, "object": "model", "created": joined // 1000, "owned_by": "shoal"}
+    return {
+        "id": snapshot.swarm,
+        "object": "model",
+        "created": joined // 1000,
+        "owned_by": "shoal",
+        "name": snapshot.model,
+        "context_length": snapshot.context_length,
+    }
 
 
 def _check_model(snapshot: Snapshot, wanted: str) -> None:

@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from app.core.errors import HomeError, UsageError
+from app.core.errors import HomeError, NotRunning, UsageError
 
 if TYPE_CHECKING:
     from app.api.client import Client
@@ -52,6 +52,8 @@ def _serve(home: Path) -> int:
 class HomeConnector:
     """Connects to the node of a home folder, and can start it; satisfies `ui.state.follower.NodeConnector`."""
 
+    can_start = True
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.process: subprocess.Popen[bytes] | None = None
@@ -81,7 +83,28 @@ class HomeConnector:
         except OSError:
             raw = b""
         lines = [line for line in raw.decode("utf-8", "replace").splitlines() if line.strip()]
-        return f"the node ended with status {status}: {lines[-1] if lines else 'it printed nothing'}"
+        cause = lines[-1].removeprefix("shoal: ") if lines else "it printed nothing"
+        return f"the node {'ended' if self._was_reached else 'did not start'}: {cause}"
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return all settings of the home folder's file, as `/api/config` does; raises `ConfigError`."""
+        from app.config.file import load_config
+        from app.config.home import Home
+        from app.config.settings import SETTINGS
+
+        config = load_config(Home(self.folder).config_file, os.environ)
+        return [config.facts(name) for name in SETTINGS]
+
+    def set_setting(self, name: str, text: str | None) -> None:
+        """Write one setting to the file, or reset it; raises `ConfigError`."""
+        from app.config.file import set_value, unset
+        from app.config.home import Home
+
+        path = Home.open(self.folder).config_file
+        if text is None:
+            unset(path, name)
+        else:
+            set_value(path, name, text)
 
     def start(self) -> None:
         """Start a node unless one runs; raises `HomeError` if that fails."""
@@ -113,6 +136,8 @@ class HomeConnector:
 class UrlConnector:
     """Connects to a node by URL, and never starts one; satisfies `ui.state.follower.NodeConnector`."""
 
+    can_start = False
+
     def __init__(self, url: str, home: Path) -> None:
         self._url, self._home = url, home
 
@@ -130,6 +155,14 @@ class UrlConnector:
     def ended(self) -> str | None:
         """Return None: this class does not watch the node's process."""
         return None
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Raise `NotRunning`: the settings file of a node given by URL is not here."""
+        raise NotRunning("the settings of a node elsewhere are known only while it answers")
+
+    def set_setting(self, name: str, text: str | None) -> None:
+        """Raise `NotRunning`, as `settings` does."""
+        self.settings()
 
     def start(self) -> None:
         """Do nothing: a node given by URL is started by its own user."""

@@ -100,7 +100,10 @@ def describe_session(session: dict[str, Any]) -> str:
     span = "" if session["start"] is None else f", blocks {session['start']}:{session['stop']}"
     recovered = f", {session['recoveries']} recoveries" if session["recoveries"] else ""
     speed = f", {session['tokens_per_s']:.1f} tokens/s" if session["tokens_per_s"] else ""
-    tokens = f"{session['tokens']} tokens in {session['age_s']:.0f} s"
+    prompt = session.get("prompt_tokens")
+    total = session["tokens"]
+    passed = f"{total} tokens" if prompt is None else f"{prompt} tokens read, {total - prompt} written"
+    tokens = f"{passed} in {session['age_s']:.0f} s"
     return f"{session['id'][:8]}  {whose}{span}, {tokens}{speed}{recovered}"
 
 

@@ -271,6 +271,13 @@ class Settings:
     pause_programs: tuple[str, ...] = _setting(
         "programs", (), "Pause while one of these programs runs, like blender,steam.", live=True
     )
+    pause_full_screen: bool = _setting("flag", False, "Pause while a program fills the screen, as games do.", live=True)
+    pause_unused: int = _setting(
+        "integer",
+        0,
+        "Unload the blocks after this many minutes without use, until you ask or others need them; 0: never.",
+        **_MINUTES,
+    )
     pause_times: str = _setting(
         "timetable", "", "Times to pause, in local time, like mon-fri 09:00-18:00, sat 22:00-02:00.", live=True
     )

@@ -34,6 +34,7 @@ NEXT_STEPS: dict[str, str] = {
     "no_room": "close other programs, or raise the limit with `shoal config set max_vram SIZE`",
     "asked_for": "start without --blocks to let the node choose by itself",
     "worst_served": _HOSTING,
+    "growing": "nothing: the other blocks follow by themselves",
     "hole": _HOSTING,
     "make_way": _HOSTING,
     "lone_holder": _HOSTING,
@@ -47,6 +48,8 @@ NEXT_STEPS: dict[str, str] = {
     "pause_battery": "`shoal config set pause_on_battery false` turns this rule off",
     "pause_heat": "`shoal config set pause_above 0` turns this rule off",
     "pause_program": '`shoal config set pause_programs ""` turns this rule off',
+    "pause_full_screen": "`shoal config set pause_full_screen false` turns this rule off",
+    "pause_unused": "ask something and they are loaded again; `shoal config set pause_unused 0` turns this rule off",
     "pause_schedule": '`shoal config set pause_times ""` turns this rule off',
     # --- members that sessions are not routed through
     "peer_suspect": "nothing: it is probed again at once, and used again if it answers",

@@ -33,6 +33,8 @@ class Readings:
     temperature_c: float | None = None
     programs: frozenset[str] | None = None  # names of all running programs, in lower case
     disk_free_bytes: int | None = None
+    full_screen: bool | None = None  # a program fills the screen
+    unused_s: float | None = None  # since a session used this node's blocks; 0 while other members need them
 
 
 # Range of a working sensor; anything else counts as unknown.
@@ -42,14 +44,14 @@ _BOUNDS = {
     "idle_s": (0.0, 1e10),
     "temperature_c": (1.0, 150.0),
     "disk_free_bytes": (0, 2**62),
+    "unused_s": (0.0, 1e10),
 }
 
 
 def believable(readings: Readings) -> Readings:
     """Return the readings with impossible values replaced by None."""
     nonsense = [name for name, (low, high) in _BOUNDS.items() if not _is_within(getattr(readings, name), low, high)]
-    if not isinstance(readings.on_battery, bool):
-        nonsense.append("on_battery")
+    nonsense += [name for name in ("on_battery", "full_screen") if not isinstance(getattr(readings, name), bool)]
     if not isinstance(readings.programs, frozenset):
         nonsense.append("programs")
     unknown: dict[str, Any] = dict.fromkeys(nonsense)
@@ -133,6 +135,17 @@ def _program(settings: Settings, readings: Readings, applies: bool) -> RuleReadi
     return RuleReading(bool(running), f"{named} is running", detail)
 
 
+def _full_screen(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
+    fills = bool(readings.full_screen)
+    return RuleReading(fills, "a program fills the screen", "one does" if fills else "none does")
+
+
+def _unused(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
+    unused_s, limit_s = readings.unused_s or 0.0, settings.pause_unused * 60
+    detail = f"unused for {unused_s / 60:.0f} min; the limit is {settings.pause_unused} min"
+    return RuleReading(unused_s >= limit_s, "nobody uses its blocks, so they are unloaded", detail)
+
+
 def _scheduled(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     schedule = parse_schedule(settings.pause_times)
     if schedule.covers(readings.now):
@@ -155,6 +168,8 @@ RULES = (
     Rule("pause_battery", "on battery", "pause_on_battery", "on_battery", _battery, 4, 20),
     Rule("pause_heat", "too hot", "pause_above", "temperature_c", _hot, 4, 60),
     Rule("pause_program", "a program of the list is running", "pause_programs", "programs", _program, 0, 10),
+    Rule("pause_full_screen", "a program fills the screen", "pause_full_screen", "full_screen", _full_screen, 4, 10),
+    Rule("pause_unused", "nobody uses its blocks", "pause_unused", "unused_s", _unused, 0, 0),
     Rule("pause_schedule", "by timetable", "pause_times", "now", _scheduled, 0, 0),
     Rule("disk_floor", "the disk is nearly full", "disk_floor", "disk_free_bytes", _disk, 0, 10, pauses=False),
 )

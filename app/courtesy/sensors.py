@@ -17,6 +17,7 @@ import psutil
 import trio
 
 from app.config.settings import program_name
+from app.courtesy.full_screen import full_screen
 from app.courtesy.idle import idle_s
 from app.courtesy.rules import Readings
 from engine.device import sensors
@@ -90,8 +91,13 @@ class Sensors:
 # --- sensors of this machine ------------------------------------------------------------------------------------------
 
 
-def machine_sources(device: Callable[[], str | None], disk: Path) -> dict[str, Source]:
-    """Return the sensors of this machine, for the device that computes and the disk that stores."""
+def machine_sources(
+    device: Callable[[], str | None], disk: Path, unused_s: Callable[[], float | None] = lambda: None
+) -> dict[str, Source]:
+    """Return the sensors of this machine, for the device that computes and the disk that stores.
+
+    `unused_s` gives the seconds since the blocks were used; None outside of a node.
+    """
     processor = sensors.ProcessorShare()
 
     def others_load() -> float:
@@ -119,6 +125,8 @@ def machine_sources(device: Callable[[], str | None], disk: Path) -> dict[str, S
         "temperature_c": temperature_c,
         "programs": running_programs,
         "disk_free_bytes": lambda: sensors.disk_free_bytes(disk),
+        "full_screen": full_screen,
+        "unused_s": lambda: _require(unused_s(), "only a running node knows"),
     }
 
 

@@ -323,7 +323,7 @@ class BlockHost:
         """Serve the loaded part of a span while the rest is downloaded."""
         await self._serve(hosted, part, span)
         text = f"blocks {part} of {span}, the rest is downloading: {move.why.text}"
-        self._say("serving", replace(move.why, text=text))
+        self._say("serving", because("growing", text))
 
     async def _serve(self, hosted: Hosted, span: Span, growing: Span | None) -> None:
         is_new = self._hosted is None

@@ -15,7 +15,7 @@ from app.core.errors import AppError, UsageError
 from app.manifest.importing import hash_source, in_order, tokenizer_bytes
 from app.swarm.invite import new_secret
 from app.swarm.names import SwarmName
-from app.swarm.records import sign_record
+from app.swarm.records import MAX_MODEL_NAME_CHARS, MODEL_NAME, sign_record
 from app.swarm.saved import SavedSwarm, load
 from app.weights.library import remember_source
 from app.weights.manifest_store import ManifestStore
@@ -58,7 +58,10 @@ def create_swarm(home: Home, cache: Path, spec: SwarmSpec, fetching: Progress, r
     remember_source(cache, surveyed.manifest, source, tokenizer_bytes(source))
     now_ms = time.time_ns() // 10**6
     identity = load_or_create(home.key_file)
-    record = sign_record(identity, name, surveyed.manifest.hash, now_ms=now_ms, private=spec.private)
+    named = "".join(c for c in source.label if c.isprintable())[:MAX_MODEL_NAME_CHARS]
+    record = sign_record(
+        identity, name, surveyed.manifest.hash, now_ms=now_ms, private=spec.private, settings={MODEL_NAME: named}
+    )
     return SavedSwarm.from_record(record, now_ms=now_ms, secret=new_secret() if spec.private else None)
 
 

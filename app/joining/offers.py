@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from app.joining.nearby import NearbySwarm
 from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
-from app.swarm.saved import SavedSwarm
+from app.swarm.saved import SavedSwarm, record_of
 from app.weights.library import Library
 from app.weights.manifest_store import ManifestStore, model_name
 from engine.budget import Precision, block_bytes, ends_bytes, fit, unquantised
@@ -81,7 +81,9 @@ def look_around(
     offers += [_nearby_offer(machine, store, swarm) for swarm in nearby]
     for known in swarms:
         if known.id not in nearby_ids:
-            offers.append(_swarm_offer(machine, store, str(known), store.load(known.model_hash)))
+            record, manifest = record_of(known), store.load(known.model_hash)
+            named = "" if record is None else record.model_name
+            offers.append(_swarm_offer(machine, store, str(known), manifest, named))
     free = shutil.disk_usage(_existing(cache)).free
     return ProspectsView(tuple(offers), machine.view(), free, machine.reading_bytes_per_s)
 
@@ -92,17 +94,19 @@ def _offer(machine: Machine, target: str, model: str, config: ModelConfig, fetch
     return OfferView(target, model, fit, fetch_bytes, alone_tokens_per_s=alone)
 
 
-def _swarm_offer(machine: Machine, store: ManifestStore, target: str, manifest: Manifest | None) -> OfferView:
+def _swarm_offer(
+    machine: Machine, store: ManifestStore, target: str, manifest: Manifest | None, name: str = ""
+) -> OfferView:
     if manifest is None:
-        return OfferView(target)
+        return OfferView(target, name)
     held = Library(store.cache, manifest).held()
     missing = sum(part.size_bytes for part in manifest.parts if part.name not in held)
-    name = model_name(store.source(manifest.hash)) or _shape_words(manifest.config)
+    name = name or model_name(store.source(manifest.hash)) or shape_words(manifest.config)
     return _offer(machine, target, name, manifest.config, missing)
 
 
 def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) -> OfferView:
-    offer = _swarm_offer(machine, store, str(swarm.record), swarm.manifest)
+    offer = _swarm_offer(machine, store, str(swarm.record), swarm.manifest, swarm.record.model_name)
     token_s = swarm.expectation.token_s
     if token_s is not None and swarm.manifest is not None:
         token_s += machine.head_s(swarm.manifest.config)
@@ -115,7 +119,7 @@ def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) ->
     )
 
 
-def _shape_words(config: ModelConfig) -> str:
+def shape_words(config: ModelConfig) -> str:
     """Describe a model without a known name by its family and number of weights."""
     one = unquantised(1)
     weights = config.n_blocks * block_bytes(config, one) + ends_bytes(config, one, embedding=True, head=True)

@@ -21,6 +21,7 @@ from app.hosting.block_host import BlockHost, HostedView
 from app.hosting.loader import fetching_text, obtain_ends
 from app.joining.name_lookup import no_member_text
 from app.joining.network_setup import named_peers
+from app.joining.offers import shape_words
 from app.joining.wrong_secret import SecretCheck
 from app.manifest.manifest import Manifest
 from app.membership import Change, Member, Membership, MembershipSetup, QueryService, fetch_manifest, resolve_swarm
@@ -37,6 +38,7 @@ from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.weights.disk_space import DiskRoom
 from app.weights.extents import WeightsError
+from app.weights.manifest_store import model_name
 from app.weights.model_weights import ENDS, ModelWeights
 from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
@@ -65,7 +67,8 @@ class ActiveSwarm:
         self.hosting_loop: HostingLoop | None = None
         self.replies: ReplyService | None = None
         self.weights: ModelWeights | None = None
-        self.source_name: str | None = None  # name of the model's files on this machine
+        self._record: SwarmRecord | None = None
+        self._source_name: str | None = None  # name of the model's files on this machine
         self.steps = StartupSteps(context.changed)
         self.steps.done("identity", context.identity.peer_id)
         self._secret_check = SecretCheck(self._named_peers)
@@ -76,6 +79,13 @@ class ActiveSwarm:
     def block_host(self) -> BlockHost | None:
         """The block host, or None while this node does not host."""
         return None if self.hosting_loop is None else self.hosting_loop.block_host
+
+    @property
+    def model_name(self) -> str:
+        """The model's name: from the swarm's record, else from its files here, else its shape in words."""
+        record = "" if self._record is None else self._record.model_name
+        shape = "" if self.manifest is None else shape_words(self.manifest.config)
+        return record or model_name(self._source_name) or shape
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -171,7 +181,7 @@ class ActiveSwarm:
         store, model_hash = self._context.manifests, self.swarm.model_hash
         record = record_of(self.swarm)
         manifest = await trio.to_thread.run_sync(store.load, model_hash)
-        self.source_name = await trio.to_thread.run_sync(self._source)
+        self._source_name = await trio.to_thread.run_sync(self._source)
         peers = tuple(self._named_peers)
         wanted = SwarmName(self.swarm.name, model_hash)
         while record is None or manifest is None:
@@ -193,7 +203,7 @@ class ActiveSwarm:
                 await trio.sleep(LOOK_AGAIN_S)
         self.steps.done("peers")
         self.steps.done("manifest", model_hash[:8])
-        self.swarm = replace(self.swarm, record=record.raw)
+        self.swarm, self._record = replace(self.swarm, record=record.raw), record
         return record, manifest, peers
 
     async def _take_part(
@@ -263,6 +273,10 @@ class ActiveSwarm:
         self.settled.set()
 
     def say(self, state: State, why: Reason) -> None:
-        """Set the state and its reason, and record the event."""
+        """Set the state and its reason, and record the event; blocks that load one by one are one event."""
+        goes_on = (state, why.code) == (self.state, self.why.code) and why.code == "growing"
         self.state, self.why = state, why
-        self._context.note("state", f"{state}: {why.text}")
+        if goes_on:
+            self._context.changed()
+        else:
+            self._context.note("state", f"{state}: {why.text}")

@@ -240,6 +240,7 @@ class Node:
             tokens_per_s=hosted.tokens_per_s,
             sessions=hosted.sessions,
             model=work.model,
+            context_length=work.context_length,
             active_sessions=work.active_sessions,
             route=work.route,
             flow=work.flow,
@@ -308,6 +309,7 @@ class Node:
         if active_swarm is None or active_swarm.replies is None:
             text = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
             raise AppError(text, code="no_swarm")
+        self._upkeep.use()
         return active_swarm.replies.reply(request)
 
     def config(self) -> Config:

@@ -42,7 +42,9 @@ class Upkeep:
     def __init__(self, context: NodeContext, network_owner: NetworkOwner) -> None:
         self._context, self._network_owner = context, network_owner
         self._statistics = Statistics(context.home.statistics_file)
-        sensors = Sensors(machine_sources(self._device, context.manifests.cache))
+        self._used_at: float | None = None  # when a session last used the blocks; None until the first look
+        self._unused_s = 0.0
+        sensors = Sensors(machine_sources(self._device, context.manifests.cache, lambda: self._unused_s))
         self._watch = CourtesyWatch(self, lambda: context.config().settings, sensors)
         self._seen_server: BlockServer | None = None
         self._seen_served: Mapping[str, int] = {}
@@ -60,6 +62,7 @@ class Upkeep:
                 while True:
                     await trio.sleep(LOOK_S)
                     self._count()
+                    self._look_at_use()
                     await self._reload_if_changed()
             finally:
                 self._count()
@@ -79,6 +82,11 @@ class Upkeep:
         self._seen_file = _stamp(self._context.home.config_file)
         self._watch.nudge()
 
+    def use(self) -> None:
+        """Load the blocks again if they were unloaded because nobody used them: this node's user asks something."""
+        self._used_at, self._unused_s = trio.current_time(), 0.0
+        self._watch.nudge()
+
     def count_reply(self, tokens: int, peers: Iterable[str]) -> None:
         """Count tokens that this node's user received through these peers."""
         own = self._peer_id
@@ -95,14 +103,33 @@ class Upkeep:
         self._context.pause_control.rule_over()
 
     def is_only_holder(self) -> bool:
-        """True if this node hosts a block that no other present member serves."""
+        """True if there are other members and this node hosts a block that none of them serves."""
         active_swarm = self._network_owner.active_swarm
         span = None if active_swarm is None or active_swarm.block_host is None else active_swarm.block_host.span
         if active_swarm is None or span is None:
             return False
         announced = [member.announcement for member in active_swarm.members() if member.present]
         others = [one.span for one in announced if one.state == "serving" and one.span is not None]
-        return any(all(block not in other for other in others) for block in span.blocks())
+        return bool(announced) and any(all(block not in other for other in others) for block in span.blocks())
+
+    def _look_at_use(self) -> None:
+        """Measure how long the blocks have been unused; 0 while other members need blocks that nobody else hosts."""
+        active_swarm, now = self._network_owner.active_swarm, trio.current_time()
+        replies = None if active_swarm is None else active_swarm.replies
+        sessions = 0 if active_swarm is None else active_swarm.hosted().sessions + (replies.active if replies else 0)
+        if self._used_at is None or sessions or self._is_needed():
+            self._used_at = now
+        self._unused_s = now - self._used_at
+
+    def _is_needed(self) -> bool:
+        """True if there are other members, and they lack a host for some block without this node."""
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is None or active_swarm.manifest is None:
+            return False
+        present = [member.announcement for member in active_swarm.members() if member.present]
+        spans = [one.span for one in present if one.state == "serving" and one.span is not None]
+        blocks = range(active_swarm.manifest.config.n_blocks)
+        return bool(present) and any(all(block not in span for span in spans) for block in blocks)
 
     def set_limits(self, upload: int | None, download: int | None) -> None:
         """Limit upload and download to these bytes per second; None: no limit."""

@@ -17,7 +17,6 @@ from app.node.active_swarm import ActiveSwarm
 from app.node.rates import Counters, RateMeter, RateReading
 from app.serving.stats import ServerStats
 from app.snapshot.views import DeviceView, FlowView, HopView, RouteView, SessionView, StepView, WeightsView
-from app.weights.manifest_store import model_name
 
 SENSE_S = 10.0  # between two readings of the device's sensors
 
@@ -28,6 +27,7 @@ class WorkView:
 
     flow: FlowView
     model: str = ""
+    context_length: int | None = None
     active_sessions: tuple[SessionView, ...] = ()
     route: RouteView | None = None
     weights: WeightsView | None = None
@@ -64,7 +64,8 @@ class NodeViews:
         latest = asked.sessions[-1] if asked.sessions else asked.latest
         kinds = {link.peer: link.kind for link in network.links()} if network is not None else {}
         return WorkView(
-            model=model_name(active_swarm.source_name),
+            model=active_swarm.model_name,
+            context_length=active_swarm.manifest.config.context_length if active_swarm.manifest is not None else None,
             active_sessions=(*asking, *self._serving(served)),
             route=None if latest is None else route_view(latest, kinds),
             flow=flow,
@@ -89,6 +90,7 @@ class NodeViews:
             role="asking",
             asker=self._own,
             tokens=session.prompt_tokens + session.tokens,
+            prompt_tokens=session.prompt_tokens,
             prompt_done=session.prompt_done,
             age_s=session.age_s,
             tokens_per_s=session.tokens_per_s,
@@ -121,13 +123,19 @@ def reading_of(own_peer: str, served: ServerStats, asked: AskerStats, links: dic
 
 
 def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:
-    """Return the session's route with the usual times of a token at each hop; `kinds` maps peers to kinds of link."""
+    """Return the session's route with the usual times of a token at each hop; `kinds` maps peers to kinds of link.
+
+    The parts are averages over other times than the whole, so they may add up to more: then the whole is their sum.
+    """
     hops = tuple(
         HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s)
         for hop in session.route
     )
     known = None if session.route_s is None or session.ends_s is None else session.route_s + session.ends_s
-    return RouteView(session.id, hops, session.return_s, session.ends_s, known)
+    parts = [part for hop in session.route for part in (hop.link_s, hop.compute_s, hop.queue_s)]
+    parts += [session.return_s, session.ends_s]
+    token_s = None if known is None else max(known, sum(part for part in parts if part is not None))
+    return RouteView(session.id, hops, session.return_s, session.ends_s, token_s)
 
 
 def _stats(active_swarm: ActiveSwarm | None) -> tuple[ServerStats, AskerStats]:

@@ -97,6 +97,7 @@ class SessionView:
     stop: int | None = None
     recoveries: int = 0
     prompt_done: int | None = None  # prompt tokens that have passed all blocks, before the first new token
+    prompt_tokens: int | None = None  # of `tokens`; None: not known, as for the sessions of others
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,7 @@ class Snapshot:
     peers: tuple[PeerView, ...] = ()
     swarms: tuple[SwarmView, ...] = ()
     model: str = ""  # the model's name
+    context_length: int | None = None  # most tokens of a conversation
     why: Reason | None = None  # reason for the state; `reason` is its text
     hardware: DeviceView | None = None
     active_sessions: tuple[SessionView, ...] = ()

@@ -4,7 +4,7 @@ Each is a payload of compact canonical JSON inside a `p2p.envelope`. `v` is the 
 rejected. Unknown fields are ignored, and survive because envelopes are stored and forwarded unchanged. The signer and
 the time are in the envelope only.
 
-    shoal/swarm         v, name, model (hash in hex), private, settings
+    shoal/swarm         v, name, model (hash in hex), private, settings (model_name: the model's name for people)
     shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
                         dtype, device, name, addrs, rtt, app
                         (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
@@ -38,6 +38,9 @@ MAX_LIFETIME_MS = 60 * 60 * 1000
 SUSPICION_LIFETIME_MS = 2 * 60 * 1000
 MAX_ADDRESSES = 6
 MAX_RTTS = 12
+
+MODEL_NAME = "model_name"  # key of `SwarmRecord.settings`
+MAX_MODEL_NAME_CHARS = 64
 
 _TAIL_CHARS = 8
 _RTT_UNITS_PER_S = 10_000
@@ -73,6 +76,12 @@ class SwarmRecord:
     private: bool = False
     settings: Mapping[str, Setting] = field(default_factory=dict)
     raw: bytes = field(default=b"", repr=False, compare=False)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for people, as the creator gave it; empty if it gave none that can be shown."""
+        name = self.settings.get(MODEL_NAME, "")
+        return name if isinstance(name, str) and name.isprintable() and len(name) <= MAX_MODEL_NAME_CHARS else ""
 
     @property
     def id(self) -> str:

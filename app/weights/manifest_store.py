@@ -21,6 +21,7 @@ from app.manifest.manifest import MAX_MANIFEST_BYTES, Manifest
 from app.manifest.merkle import HASH_BYTES, chunk_count, leaves_from
 from app.swarm.names import is_model_hash
 from app.weights.source_index import MAX_INDEX_BYTES, SourceIndex
+from engine.sources import starter
 from p2p.platform import write_private
 
 _MAX_CHUNK_LIST_BYTES = 64 * 2**20
@@ -113,4 +114,6 @@ class ManifestStore:
 
 def model_name(source: str | None) -> str:
     """Return the model's display name, from the path or name it was imported from; empty if it was not imported."""
+    if source == starter.NAME:
+        return starter.LABEL
     return "" if source is None else PurePath(source).name.removesuffix(".gguf")

@@ -48,7 +48,7 @@ async def _bind(wanted: Sequence[Address]) -> list[trio.SocketListener]:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise PortTaken(
-                        f"{address} is in use; choose another --listen port, or 0 for a free one"
+                        f"{address} is in use: choose another port with --listen or the setting `listen`; 0 takes any"
                     ) from error
                 if address.ip.version == 6 and listeners:
                     log.info("not listening on IPv6 address %s: %s", address, error)

@@ -71,8 +71,12 @@ class ScriptedNode(Client):
 class ScriptedDoor:
     """Leads to the scripted node."""
 
+    can_start = True
+
     def __init__(self, node: ScriptedNode) -> None:
         self.node = node
+        self.started = 0
+        self.file = {"listen": {"name": "listen", "value": "7464", "default": "7464", "expected": "addresses"}}
 
     def client(self) -> Client:
         return self.node
@@ -84,7 +88,15 @@ class ScriptedDoor:
         return None
 
     def start(self) -> None:
-        raise AssertionError("it runs already")
+        self.started += 1
+
+    def settings(self) -> list[dict[str, Any]]:
+        return list(self.file.values())
+
+    def set_setting(self, name: str, text: str | None) -> None:
+        if text == "nonsense":
+            raise AppError(f"the setting {name} cannot be {text!r}")
+        self.file[name] = {**self.file[name], "value": text or self.file[name]["default"]}
 
 
 class DrivenDashboard(StillDashboard):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.terminal_text import one_line
-from app.snapshot.views import HopView, PeerView, RouteView, Snapshot, StepView
+from app.snapshot.views import DeviceView, HopView, PeerView, RouteView, SessionView, Snapshot, StepView
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
 from ui.draw.coverage import strip_rows, weak_sentence
@@ -145,7 +145,11 @@ def test_a_peer_takes_one_row_of_any_width(width: int) -> None:
 def test_the_route_says_where_the_time_goes() -> None:
     assert text_of(title_row(ROUTE)) == "route  6 hops · 224 ms a token · 4.5 tok/s"
     said = text_of(sentence(ROUTE, name_of))
-    assert said == "79 of 224 ms are relayed links. Without them: 6.9 tok/s at most."
+    assert said == "Relayed links take 79 of 224 ms. Without them: 6.9 tok/s at most."
+    quick = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.012, 0.0),), 0.0, 0.0, 0.0098)
+    assert text_of(sentence(quick, lambda peer: "you")) == "Your blocks take 12 of 12 ms."
+    slow = RouteView("s", (HopView("me", 0, 8, None, 0.0, 0.01, 0.0),), 0.0, 0.041, 0.192)
+    assert text_of(sentence(slow, lambda peer: "you")) == "Sampling takes 41 of 192 ms."
 
 
 def test_a_route_of_which_nothing_was_measured_invents_nothing() -> None:
@@ -183,6 +187,25 @@ def test_nothing_known_of_a_device_is_no_figure() -> None:
     bare = replace(HEALTHY, hardware=None, start=None, stop=None)
     text = "\n".join(text_of(line) for line in gauge_rows(bare, 60, 10))
     assert not any(character.isdigit() for character in text.partition("pauses")[0])
+
+
+def test_memory_that_is_only_reserved_is_not_shown_as_used() -> None:
+    device = DeviceView("cpu", "", 25 * 10**9, 20 * 10**9, None, 2 * 10**6, 5 * 10**9, 0)
+    shown = [text_of(line) for line in gauge_rows(replace(HEALTHY, hardware=device), 70, 10)]
+    assert "0.00 of 25.0 GB" in shown[0]
+    assert "reserved 5.0" in shown[1]
+    assert "others 5.0 free 20" in shown[1]
+
+
+def test_own_sessions_count_what_was_written_and_not_the_prompt() -> None:
+    own = SessionView("a", "asking", ME, 86, prompt_tokens=49)
+    rows = session_rows(replace(HEALTHY, active_sessions=(own,)), {}, name_of, 60, 4)
+    assert "37" in text_of(rows[1])
+
+
+def test_a_step_that_is_done_but_not_over_names_no_time_left() -> None:
+    step = StepView("load", "load", "running", "", 30, 30, 0.0)
+    assert "left" not in text_of(step_rows((step,), 80)[0])
 
 
 def test_more_sessions_than_rows_are_counted() -> None:

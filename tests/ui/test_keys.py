@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from textual.pilot import Pilot
@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from app.core.errors import AppError
 from app.core.reasons import Reason
 from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot
-from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import text_of_screen
 from ui.draw.first_run_offers import choice_rows, ordered
@@ -20,6 +20,8 @@ from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
 from ui.screens.invite import GuestList
 from ui.screens.memory_cap import cap_rows, moved
+from ui.state.follower import START_AGAIN, Follower
+from ui.state.store import ConnectionState
 from ui.widgets.footer import FooterKey, fitting
 
 NEAR = OfferView("pond#1a2b3c4d", "a llama", FitView(8, 8), 5, nearby="lan", members=2, tokens_per_s=40.0)
@@ -167,6 +169,37 @@ def test_a_stray_print_is_a_row_of_the_log() -> None:
         assert (app.store.logs[-1].source, app.store.logs[-1].text) == ("dashboard", "a stray word")
 
     driven(ScriptedNode(), drive)
+
+
+def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_changed() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        door = cast(ScriptedDoor, app.door)
+        app._follower = Follower(door, lambda heard: None)
+        app.store.connected(ConnectionState("away", "the node did not start: 7464 is in use", next_step=START_AGAIN))
+        app.show_now()
+        await pilot.pause()
+        screen = text_of_screen(app)
+        assert "7464 is in use" in screen
+        assert "press s to start it" in screen
+        assert "s start again" in screen
+        await pilot.press("5")
+        await until(app, pilot, lambda: "from the file" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "⏎ save" in text_of_screen(app) and "esc back" in text_of_screen(app))
+        await pilot.press("end", *["backspace"] * 4, *"nonsense", "enter")
+        await until(app, pilot, lambda: "cannot be 'nonsense'" in text_of_screen(app))
+        await pilot.press(*["backspace"] * 8, *"7000", "enter")
+        await until(app, pilot, lambda: door.file["listen"]["value"] == "7000")
+        await until(app, pilot, lambda: "edit" in text_of_screen(app).splitlines()[-1])
+        await pilot.press("s")
+        assert door.started == 1
+        await pilot.press("2", "s")  # where s sorts while peers are known
+        assert door.started == 2
+        assert node.asked == []
+
+    driven(node, drive)
 
 
 # --- the first run ---------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ class ScriptedClient(Client):
 class ScriptedDoor:
     """Each try has its outcome; the last one stays."""
 
+    can_start = True
+
     def __init__(self, *outcomes: Any) -> None:
         self.outcomes = list(outcomes)
         self.started = 0
@@ -119,6 +121,12 @@ class ScriptedDoor:
 
     def start(self) -> None:
         self.started += 1
+
+    def settings(self) -> list[dict[str, Any]]:
+        return []
+
+    def set_setting(self, name: str, text: str | None) -> None:
+        """Nothing is kept."""
 
 
 def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:

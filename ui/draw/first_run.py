@@ -29,6 +29,7 @@ PAUSES = (
     ("pause_on_battery", "on battery", "true", "false"),
     ("pause_above", "above 83 °C", "83", "0"),
     ("pause_active", "I am at the keyboard", "10", "0"),
+    ("pause_full_screen", "a program fills the screen, like a game", "true", "false"),
 )
 
 
@@ -195,7 +196,8 @@ def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -
     step = running_step(known) if known is not None else None
     if step is not None and step.done is not None and step.total:
         far = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
-        left = f" · {duration(step.seconds_left)} left" if step.seconds_left is not None else ""
+        is_timed = step.seconds_left is not None and step.done != step.total
+        left = f" · {duration(step.seconds_left)} left" if is_timed else ""
         gauge = bar(step.done / step.total, 30, "primary")
         rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {far}", (left, "dim")))
     elif known is not None:

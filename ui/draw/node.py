@@ -20,7 +20,9 @@ RULES = {
     "pause_heat": "heat",
     "pause_program": "program",
     "pause_schedule": "schedule",
-    "disk_floor": "disk",
+    "pause_full_screen": "full screen",
+    "pause_unused": "unused",
+    "disk_floor": "disk nearly full",
 }
 _STEP_SIGNS = {"pending": ("○", "dim"), "running": ("◐", "primary"), "done": ("✓", "success"), "failed": ("×", "error")}
 
@@ -59,12 +61,12 @@ def _memory(device: DeviceView | None, room: int) -> Row:
     if device is None or not device.memory_total_bytes:
         return labelled("memory", *bar(None, room, "mine"), ("  —", "dim"))
     total, scale = device.memory_total_bytes, room / device.memory_total_bytes
-    own = device.weights_bytes + device.cache_bytes
-    others = max(0, total - own - device.memory_free_bytes) if device.memory_free_bytes is not None else 0
+    used, others = _used(device), _others(device) or 0
     parts, at = [], 0
     for amount, mark, style in (
         (device.weights_bytes, "█", "mine"),
-        (device.cache_bytes, "▓", "mine"),
+        (device.cache_used_bytes, "▓", "mine"),
+        (device.cache_bytes - device.cache_used_bytes, "░", "mine"),
         (others, "▒", "dim"),
     ):
         cells = min(room - at, max(1, round(amount * scale)) if amount > 0.002 * total else 0)
@@ -76,25 +78,35 @@ def _memory(device: DeviceView | None, room: int) -> Row:
             parts += [(" " * (cap - at), "on trackbg"), ("┃", "b mine on trackbg")]
             at = cap + 1
     parts.append((" " * (room - at), "on trackbg"))
-    used = (f"  {gigabytes(own)}", "b")
+    figure = (f"  {gigabytes(used)}", "b")
     if device.limit_bytes is not None:
-        return labelled("memory", *parts, used, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
-    return labelled("memory", *parts, used, (f" of {gigabytes(total)} GB", "dim"))
+        return labelled("memory", *parts, figure, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
+    return labelled("memory", *parts, figure, (f" of {gigabytes(total)} GB", "dim"))
+
+
+def _used(device: DeviceView) -> int:
+    """Bytes of weights and of the cache that sessions fill; the rest of the cache is only reserved."""
+    return device.weights_bytes + device.cache_used_bytes
+
+
+def _others(device: DeviceView) -> int | None:
+    """Bytes that other programs hold. A processor's cache takes memory only as it fills, a card's at once."""
+    if device.memory_free_bytes is None or device.memory_total_bytes is None:
+        return None
+    own = _used(device) if device.id.startswith("cpu") else device.weights_bytes + device.cache_bytes
+    return max(0, device.memory_total_bytes - own - device.memory_free_bytes)
 
 
 def _memory_legend(device: DeviceView | None) -> Row:
     if device is None or not device.memory_total_bytes:
         return []
-    free = device.memory_free_bytes
-    own = device.weights_bytes + device.cache_bytes
-    others = None if free is None else max(0, device.memory_total_bytes - own - free)
     return labelled(
         "",
         ("█", "mine"),
         (f" weights {_short(device.weights_bytes)} ", "dim"),
-        ("▓", "mine"),
-        (f" cache {_short(device.cache_bytes)} ", "dim"),
-        (f"▒ others {_short(others)} free {_short(free)}", "dim"),
+        ("░", "mine"),
+        (f" reserved {_short(device.cache_bytes)} ", "dim"),
+        (f"▒ others {_short(_others(device))} free {_short(device.memory_free_bytes)}", "dim"),
     )
 
 
@@ -137,7 +149,7 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
     rules = [rule for rule in courtesy.rules if rule.enabled and rule.available]
     if not rules:
         return [labelled("pauses", ("only by hand" if courtesy.rules else UNKNOWN, "dim"))]
-    line = labelled("pauses", ("if", "dim"))
+    line = labelled("pauses", ("when", "dim"))
     for number, rule in enumerate(rules):
         sign = ("●", "warning") if rule.applies else ("○", "success")
         part = row(" ", sign, f" {RULES.get(rule.code, one_line(rule.label))}")
@@ -147,7 +159,7 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
             break
         line += part
     applies = [one_line(rule.text or rule.label) for rule in rules if rule.applies]
-    words = ", ".join(applies) if applies else "none applies now"
+    words = ", ".join(applies) if applies else "now: no"
     status = labelled("", (words, "warning" if applies else "dim"))
     after = row((f" · {one_line(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
     return [line, [*status, *after] if width_of(status) + width_of(after) <= width else status]
@@ -176,7 +188,8 @@ def session_rows(
     for session in shown:
         is_own = session.role == "asking" or session.asker == snapshot.peer_id
         name = "you" if is_own else one_line(name_of(session.asker))
-        figures = f" {count(session.tokens):>7} {clock(session.age_s):>7} {rate(session.tokens_per_s or None):>5}"
+        written = session.tokens - (session.prompt_tokens or 0)
+        figures = f" {count(written):>7} {clock(session.age_s):>7} {rate(session.tokens_per_s or None):>5}"
         line = row((cell(name, name_width), "mine" if is_own else ""), figures)
         line += row((f" ↻{session.recoveries}" if session.recoveries else "   ", "warning"))
         if width >= name_width + 30:
@@ -193,11 +206,10 @@ def given_rows(snapshot: Snapshot | None, now_ms: int, width: int, height: int) 
         return [row((UNKNOWN, "dim"))]
     today = snapshot.today
     uptime_s = (now_ms - snapshot.started_at_ms) / 1000 if snapshot.started_at_ms else None
-    balance = today.served_tokens - today.asked_tokens
     peers = (f" for {plural(today.peers, 'peer')}", "dim") if today.peers else ("", "")
     rows = [
-        labelled("served", (f"{many(today.served_tokens)}", "b"), " tokens", peers),
-        labelled("taken", many(today.asked_tokens), (" · balance ", "dim"), _signed(balance)),
+        labelled("gave", (f"{many(today.served_tokens)}", "b"), " tokens", peers),
+        labelled("used", many(today.asked_tokens), " tokens"),
         labelled("sent", size(today.up_bytes), (" · received ", "dim"), size(today.down_bytes)),
         labelled("uptime", duration(uptime_s)),
     ]
@@ -205,10 +217,6 @@ def given_rows(snapshot: Snapshot | None, now_ms: int, width: int, height: int) 
         style = "" if today.audits == today.audits_passed else "warning"
         rows.append(labelled("audits", (f"{count(today.audits_passed)} of {count(today.audits)} passed", style)))
     return [fit(line, width) for line in [*rows, *weight_rows(snapshot, width)]][:height]
-
-
-def _signed(value: int) -> tuple[str, str]:
-    return (f"+{many(value)}", "success") if value >= 0 else (f"-{many(-value)}", "")
 
 
 def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
@@ -258,7 +266,7 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
         line = row((f"{sign} ", style), name)
         if step.state == "running" and step.done is not None and step.total:
             line += row(" ", *bar(step.done / step.total, max(8, min(30, width - 62)), "primary"), " ", _amount(step))
-        if step.seconds_left is not None and step.state == "running":
+        if step.seconds_left is not None and step.state == "running" and step.done != step.total:
             line += row((f" · {duration(step.seconds_left)} left", "dim"))
         if step.detail:
             line += row((f" {one_line(step.detail)}", "error" if step.state == "failed" else "dim"))

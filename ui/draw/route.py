@@ -24,10 +24,8 @@ class Share:
 
 
 def token_seconds(route: RouteView) -> float | None:
-    """Seconds per token: as measured, else the sum of the known parts; None if nothing is known."""
-    if route.token_s is not None:
-        return route.token_s
-    return sum(share.seconds for share in shares_of(route, str)) or None
+    """Seconds per token: as measured, but not less than its known parts together; None if nothing is known."""
+    return max(route.token_s or 0.0, sum(share.seconds for share in shares_of(route, str))) or None
 
 
 def shares_of(route: RouteView, name_of: NameOf) -> list[Share]:
@@ -167,9 +165,10 @@ def sentence(route: RouteView, name_of: NameOf) -> Row:
         "link": "the link back" if name == "you" else f"the link to {name}",
         "queue": f"waiting for {name}",
         "compute": f"{whose} blocks",
-        "ends": "choosing the token here",
+        "ends": "sampling",
     }[kind]
-    words = f"{milliseconds(worst_s)} of {milliseconds(total)} ms are {what}."
+    verb = "take" if kind in ("relay", "compute") else "takes"
+    words = f"{what[0].upper()}{what[1:]} {verb} {milliseconds(worst_s)} of {milliseconds(total)} ms."
     style = "warning" if kind in ("relay", "queue") else ""
     rest = total - worst_s
     if kind in ("relay", "queue") and rest > _OVERHEAD * total:

@@ -63,7 +63,7 @@ def running_step(snapshot: Snapshot) -> StepView | None:
 def step_figures(step: StepView) -> str:
     """Progress of a step: ` 5/12, 41 s`."""
     far = f" {step.done}/{step.total}" if step.done is not None and step.total and step.total < 10_000 else ""
-    left = f", {duration(step.seconds_left)}" if step.seconds_left is not None else ""
+    left = f", {duration(step.seconds_left)}" if step.seconds_left is not None and step.done != step.total else ""
     return far + left
 
 
@@ -81,6 +81,8 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     """The whole line: state, reason, next step and, if `wide`, sessions and the next pause."""
     words, style = pill(link, snapshot, now)
     line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", reason(link, snapshot))
+    if link.next_step:
+        line.append((f" · {link.next_step}", "secondary"))
     if snapshot is None or link.kind != "live":
         return line
     if snapshot.why is not None and snapshot.why.next_step:

@@ -25,6 +25,7 @@ from ui.widgets.panel import RowWidget
 
 TABS = ("overview", "swarm", "chat", "logs", "settings")
 NARROW = 100
+_LABEL = 28  # cells for the swarm's name that the tabs leave free
 
 
 class Head(RowWidget):
@@ -35,15 +36,21 @@ class Head(RowWidget):
         self._active = active
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line; where it is narrow, the other tabs shrink to their digits."""
+        """One line; where the names of all tabs do not fit beside the swarm, the other tabs shrink to their digits."""
         narrow = width < NARROW
-        left = row(" ", ("≋" if narrow else "≋ shoal", "b primary"), " " if narrow else "  ")
+        right = self._right(narrow)
+        left = self._tabs(narrow, named=True)
+        if width_of(left) + min(width_of(right), _LABEL) + 1 > width:
+            left = self._tabs(narrow, named=False)
+        return [spread(left, fit(right, max(8, width - width_of(left) - 2)), width)]
+
+    def _tabs(self, narrow: bool, *, named: bool) -> Row:
+        tabs = row(" ", ("≋" if narrow else "≋ shoal", "b primary"), " " if narrow else "  ")
         for number, name in enumerate(TABS, 1):
-            if name == self._active:
-                left.append((f" {number} {name} ", "b background on primary"))
-            else:
-                left.append((f" {number} " if narrow else f" {number} {name} ", "dim"))
-        return [spread(left, fit(self._right(narrow), max(8, width - width_of(left) - 2)), width)]
+            active = name == self._active
+            words = f" {number} {name} " if named or active else f" {number} "
+            tabs.append((words, "b background on primary" if active else "dim"))
+        return tabs
 
     def _right(self, narrow: bool) -> Row:
         known = self.store.snapshot

@@ -27,8 +27,9 @@ class NodePanel(Panel):
     """Gauges of the device, speed and pause rules."""
 
     HELP = (
-        "Memory is gold where this node uses it: solid for weights, hatched for sessions' caches; the mark is your "
-        "cap. A dash means that this machine has no such sensor, or that nothing was measured yet."
+        "Memory is gold where it is this node's: solid for weights, hatched for sessions' caches, light for what is "
+        "reserved for sessions to come; the mark is your cap. A dash means that this machine has no such sensor, or "
+        "that nothing was measured yet."
     )
 
     def title(self) -> Row:

@@ -81,11 +81,11 @@ def _size_text(value: int) -> str:
 def setting_row(setting: SettingView, width: int) -> Row:
     """Row of one setting: name, value, origin, and `restart` if a change needs one."""
     changed = setting.origin != "default"
-    shown = value_text(setting, setting.value) or "unset"
+    shown = value_text(setting, setting.value) or "not set"
     value = cell(one_line(shown), max(8, min(44, width - _NAME - 24)))
     note = setting.origin if changed else ""
     later = "" if setting.live else "restart"
-    style = "mine" if changed else "dim" if shown == "unset" else ""
+    style = "mine" if changed else "dim" if shown == "not set" else ""
     return row(
         (cell(setting.name, _NAME), "b"), " ", (value, style), " ", (cell(note, 12), "secondary"), (later, "dim")
     )
@@ -110,6 +110,7 @@ class SettingsList(ScrollView, can_focus=True):
         super().__init__(id=id)
         self.settings: list[SettingView] = []
         self.problem = ""
+        self.from_file = False  # no node runs: they apply at its next start
         self.cursor = 0
 
     @property
@@ -122,7 +123,8 @@ class SettingsList(ScrollView, can_focus=True):
         self.virtual_size = Size(0, len(self.settings))
         changed = sum(setting.origin != "default" for setting in self.settings)
         figures = f"{len(self.settings)} · {changed} changed" if self.settings else "—"
-        self.border_title = title_of(self.app.theme, row("settings  ", (figures, "b")))
+        where = " · from the file, for the next start" if self.from_file and self.settings else ""
+        self.border_title = title_of(self.app.theme, row("settings  ", (figures, "b"), where))
         self.refresh()
 
     def on_mount(self) -> None:
@@ -174,6 +176,15 @@ class SettingsList(ScrollView, can_focus=True):
             self.screen.load()
 
 
+class ValueField(Input):
+    """The field for a new value; its keys are in the footer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "submit", "save", key_display="⏎"),
+        Binding("escape", "screen.give_up", "back", key_display="esc"),
+    ]
+
+
 class SettingHelp(Panel):
     """Help for the setting under the cursor."""
 
@@ -190,12 +201,13 @@ class SettingHelp(Panel):
         chosen = self.screen.query_one(SettingsList).chosen
         if chosen is None:
             return []
-        default = value_text(chosen, chosen.default) or "unset"
-        when = "at once" if chosen.live else "after a node restart"
+        default = value_text(chosen, chosen.default) or "not set"
+        away = self.store.link.kind != "live"
+        when = "at the node's next start" if away else "at once" if chosen.live else "after a restart"
         rows = wrap(one_line(chosen.help), width)
         rows += [row(("expects ", "dim"), shorten(one_line(chosen.expected), width - 8))]
         rows += [
-            row(("default ", "dim"), shorten(one_line(default), max(4, width - 36)), (f" · applies {when}", "dim"))
+            row(("default: ", "dim"), shorten(one_line(default), max(4, width - 36)), (f" · applies {when}", "dim"))
         ]
         if self.problem:
             rows += wrap(one_line(self.problem), width, "error")
@@ -216,7 +228,7 @@ class SettingsScreen(MainScreen):
     def body(self) -> Iterable[Widget]:
         """The list, the field for a new value, and the help."""
         yield SettingsList(id="settings")
-        yield Input(id="value", compact=True)
+        yield ValueField(id="value", compact=True)
         yield SettingHelp(self.store, id="setting-help")
 
     def on_mount(self) -> None:
@@ -224,22 +236,24 @@ class SettingsScreen(MainScreen):
         self.load()
 
     def show(self) -> None:
-        """Redraw from the store; load the settings again if the node was restarted or reconnected."""
+        """Redraw from the store; load the settings again if the node was restarted, has ended or is back."""
         super().show()
-        key = f"{self.store.link.kind} {self.store.snapshot.pid if self.store.snapshot else ''}"
-        if self.store.snapshot is not None and key != self._loaded_for:
+        known = self.store.snapshot
+        key = f"{known.pid}" if known is not None else "file" if self.store.link.kind == "away" else self._loaded_for
+        if key != self._loaded_for:
             self._loaded_for = key
             self.load()
 
     def load(self) -> None:
-        """Ask the node for its settings."""
+        """Ask the node for its settings; while it is away, read its file."""
         if self.dashboard.door is not None:
-            self.dashboard.ask(lambda client: client.get("/api/config"), self.take, self._failed)
+            self.dashboard.ask_settings(None, self.take, self._failed)
 
     def take(self, answer: Any) -> None:
         """Show the settings in the node's answer."""
         listed = self.query_one(SettingsList)
         listed.settings, listed.problem = settings_in(answer), ""
+        listed.from_file = self.store.link.kind != "live"
         listed.cursor = max(0, min(listed.cursor, len(listed.settings) - 1))
         listed.show()
         self.query_one(SettingHelp).show()
@@ -257,28 +271,25 @@ class SettingsScreen(MainScreen):
             self.write(chosen.name, event.value)
 
     def write(self, name: str, value: str | None) -> None:
-        """Ask the node to change a setting; None resets it to its default."""
-        self.dashboard.ask(
-            lambda client: client.set_config(name, value), lambda _: self._written(name), self._show_problem
-        )
+        """Change a setting; None resets it to its default."""
 
-    def _written(self, name: str) -> None:
-        self._show_problem("")
-        self._close()
-        self.dashboard.say(f"{name} is set")
-        self.load()
+        def written(answer: Any) -> None:
+            self._show_problem("")
+            self._close()
+            self.dashboard.say(f"{name} is back at its default" if value is None else f"{name} is set")
+            self.take(answer)
+
+        self.dashboard.ask_settings((name, value), written, self._show_problem)
 
     def _show_problem(self, text: str) -> None:
         shown = self.query_one(SettingHelp)
         shown.problem = text
         shown.show()
 
-    def on_key(self, event: events.Key) -> None:
-        """Close the field without a change on escape."""
-        if event.key == "escape" and self.query_one("#value", Input).has_focus:
-            event.stop()
-            self._show_problem("")
-            self._close()
+    def action_give_up(self) -> None:
+        """Close the field without a change."""
+        self._show_problem("")
+        self._close()
 
     def _close(self) -> None:
         self.query_one("#value", Input).remove_class("-open")

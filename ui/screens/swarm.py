@@ -198,6 +198,10 @@ class PeersTable(ScrollView, can_focus=True):
         else:
             self.action_move(offset.y - 1 + round(self.scroll_y) - self.cursor)
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """True unless the key would sort peers while none are known: then it starts the node again."""
+        return self.store.snapshot is not None if action == "sort" else True
+
     def action_sort(self) -> None:
         """Sort by the next column."""
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]

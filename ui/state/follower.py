@@ -18,11 +18,14 @@ from ui.state.store import ConnectionState
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
 NOT_OURS = "the program that answers there is not a Shoal node of this version"
+START_AGAIN = "press s to start it"
 COMING_UP_S = 0.15  # between two attempts to reach a node that was just started
 
 
 class NodeConnector(Protocol):
     """Reaches one node, and can start it if it belongs on this machine."""
+
+    can_start: bool
 
     def client(self) -> Client:
         """Return the node's client; raises `NotRunning` if the node cannot be reached."""
@@ -35,6 +38,12 @@ class NodeConnector(Protocol):
 
     def start(self) -> None:
         """Start a node if none runs; do nothing for a node elsewhere."""
+
+    def settings(self) -> list[dict[str, Any]]:
+        """All settings of a node that does not run, from its file; raises `AppError`."""
+
+    def set_setting(self, name: str, text: str | None) -> None:
+        """Write a setting of a node that does not run, or reset it; raises `AppError`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,8 @@ class Follower:
                 self._tell(ConnectionState("starting", "the node is starting: its program is being loaded"))
                 self._pause(COMING_UP_S)
                 continue
-            self._tell(ConnectionState(link.kind, link.text, self._now() + wait_s))
+            cure = START_AGAIN if link.kind == "away" and self._door.can_start else ""
+            self._tell(ConnectionState(link.kind, link.text, self._now() + wait_s, next_step=cure))
             self._pause(wait_s)
             wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
 
@@ -109,7 +119,7 @@ class Follower:
         try:
             self._door.start()
         except AppError as error:
-            self._tell(ConnectionState("away", str(error), self._now()))
+            self._tell(ConnectionState("away", str(error), self._now(), next_step=START_AGAIN))
 
     def _pause(self, seconds: float) -> None:
         self._hurry.wait(seconds)

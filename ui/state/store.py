@@ -32,6 +32,7 @@ class ConnectionState:
     text: str = ""
     retry_at: float = 0.0  # on the store's clock
     url: str = ""
+    next_step: str = ""  # what the user can do about it
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,12 @@ CYCLES = {
         {"programs": frozenset({"sh"})},
         "blender is running",
     ),
+    "pause_full_screen": Cycle(
+        {"pause_full_screen": True}, {"full_screen": True}, {"full_screen": False}, "a program fills the screen"
+    ),
+    "pause_unused": Cycle(
+        {"pause_unused": 30}, {"unused_s": 1800.0}, {"unused_s": 0.0}, "nobody uses its blocks, so they are unloaded"
+    ),
 }
 
 

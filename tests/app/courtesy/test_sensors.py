@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.config.settings import Settings
+from app.courtesy.full_screen import active_window, fills_screen
 from app.courtesy.idle import parse_gnome, parse_ioreg, parse_logind
 from app.courtesy.rules import RULES
 from app.courtesy.sensors import machine_sources, running_programs
@@ -53,6 +54,16 @@ def test_every_rule_has_its_sensor_and_each_says_something_or_why_not(tmp_path: 
     views = look_once(Settings(), tmp_path)
     assert [rule.code for rule, _ in views] == [rule.code for rule in RULES]
     assert all(view.available or view.text for _, view in views)
+
+
+def test_what_xprop_says_of_the_active_window() -> None:
+    assert active_window("_NET_ACTIVE_WINDOW(WINDOW): window id # 0x3a00007\n") == "0x3a00007"
+    assert active_window("_NET_ACTIVE_WINDOW(WINDOW): window id # 0x0\n") is None
+    assert active_window("_NET_ACTIVE_WINDOW:  not found.\n") is None
+    assert active_window("window id # 0x" + "f" * 40) is None
+    assert fills_screen("_NET_WM_STATE(ATOM) = _NET_WM_STATE_FULLSCREEN, _NET_WM_STATE_FOCUSED\n")
+    assert not fills_screen("_NET_WM_STATE(ATOM) = _NET_WM_STATE_MAXIMIZED_VERT\n")
+    assert not fills_screen("")
 
 
 def test_this_very_program_is_among_those_that_run() -> None:

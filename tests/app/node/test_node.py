@@ -85,6 +85,18 @@ async def test_a_new_name_reaches_the_others(tmp_path: Path, cache: Path) -> Non
         await until(a, lambda: a.snapshot().peers == ())  # b said goodbye
 
 
+async def test_members_know_the_models_name_and_the_length_of_its_context(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().model == "tiny-random")
+        async with living(tmp_path / "b", tmp_path / "cache", str(await a.invite(None))) as b:
+            await until(b, lambda: b.snapshot().blocks_total == 8)
+            told = [(node.snapshot().model, node.snapshot().context_length) for node in (a, b)]
+            assert told[0] == told[1]
+            assert told[1][0] == "tiny-random"
+            assert told[1][1]
+
+
 async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> None:
     found_swarm(tmp_path / "a", cache, "home")
     async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache, str(await a.invite(None))) as b:

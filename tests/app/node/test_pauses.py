@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from app.cli.serve import say_ready
 from app.config.file import load_config
 from app.config.home import Home
 from app.config.settings import Value
-from app.core.reasons import Reason
+from app.core.reasons import Reason, because
 from app.courtesy.pause import PauseControl
 from app.node.node import Node
 from app.routing.route import NoRoute
@@ -140,3 +141,41 @@ async def test_a_changed_memory_limit_holds_at_once_and_zero_is_no_dead_end(tmp_
         await a.set_config("name", "kelp")  # another setting restarts nothing
         await a.set_config("max_vram", str(2 * 10**9))
         assert a.snapshot().state == "serving"
+
+
+async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().state == "client")
+        swarm = a._network_owner.active_swarm
+        assert swarm is not None
+        for part in range(1, 30):
+            swarm.say("serving", because("growing", f"blocks 0:{part} of 0:30, the rest is downloading"))
+        swarm.say("serving", because("worst_served", "the blocks with the fewest hosts"))
+        told = [note.text for note in a.event_log.notes_after(0) if "serving" in note.text]
+        assert told == [
+            "serving: blocks 0:1 of 0:30, the rest is downloading",
+            "serving: the blocks with the fewest hosts",
+        ]
+        assert a.snapshot().reason == "the blocks with the fewest hosts"
+
+
+async def test_blocks_that_nobody_uses_are_unloaded_until_somebody_asks(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=10**9, device="cpu", blocks="0:8", pause_unused=30) as a:
+        await until(a, lambda: a.snapshot().state == "serving")
+        blocks = hosted_runner(a)
+        upkeep = a._upkeep
+        upkeep._look_at_use()
+        assert upkeep._used_at is not None
+        upkeep._used_at -= 1800
+        upkeep._look_at_use()
+        upkeep.settings_changed()  # look now
+        await until(a, lambda: a.snapshot().state == "paused")
+        assert blocks() is None, "the blocks are still in memory"
+        assert a.snapshot().reason == "nobody uses its blocks, so they are unloaded"
+        reply = a.reply(ReplyRequest(messages=({"role": "user", "content": "hi"},)))
+        with contextlib.suppress(NoRoute):  # there may be none yet
+            await anext(reply)
+        await reply.aclose()
+        await until(a, lambda: a.snapshot().state == "serving")

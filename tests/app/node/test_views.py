@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.asker.stats import AskedSession, AskerStats, HopStats
+from app.cli.bench import unexplained_s
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import reading_of, route_view
 from app.serving.stats import ServerStats
@@ -50,11 +51,15 @@ def test_a_route_tells_where_a_tokens_time_goes() -> None:
     assert [hop.link for hop in view.hops] == ["lan", None]
     assert view.token_s == pytest.approx(0.025)
     assert route_view(AskedSession("s"), {}).token_s is None
+    busy = (HopStats("me", 0, 8, 0.0, 0.012, 0.001),)
+    more = route_view(AskedSession("s", route=busy, return_s=0.0, route_s=0.0098, ends_s=0.0), {})
+    assert more.token_s == pytest.approx(0.013), "no part is more than the whole"
+    assert unexplained_s(more) == pytest.approx(0)
 
 
 def test_a_models_name_is_what_its_files_are_called() -> None:
     assert [model_name(name) for name in ("starter", "/models/Llama-8B/", "/m/x.gguf", None)] == [
-        "starter",
+        "SmolLM2-135M-Instruct",
         "Llama-8B",
         "x",
         "",
