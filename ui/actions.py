@@ -17,7 +17,9 @@ from textual.theme import Theme
 from textual.widget import Widget
 
 from app.core.terminal_text import one_line
+from app.snapshot.views import OfferView
 from ui.draw.coverage import loss_words
+from ui.draw.first_run_offers import target_words
 from ui.draw.node import RULES
 from ui.draw.numbers import duration, plural
 from ui.draw.state_line import pill, reason
@@ -46,6 +48,8 @@ def allowed(app: NodeApp, action: str) -> bool:
         return known is not None and known.state in _IN_SWARM and known.state != "draining" and not typing
     if action in ("join", "create"):
         return known is not None and known.swarm is None
+    if action == "switch":
+        return known is not None and len(known.swarms) > (1 if known.swarm is not None else 0)
     if action in ("why", "stop_node"):
         return known is not None or action == "why"
     if action == "start_node":
@@ -104,38 +108,68 @@ def drain(app: NodeApp) -> None:
 
 
 def join(app: NodeApp) -> None:
-    """Ask for a swarm name or an invite, then join that swarm."""
-    from ui.widgets.dialogs import TextDialog
+    """Ask for a swarm name or an invite, show where it leads, then join that swarm."""
+    from ui.widgets.dialogs import Question, TextDialog
+
+    found: list[OfferView] = []
 
     def answered(target: str | None) -> None:
         if target:
-            app.say(f"joining {one_line(target)[:60]}")
-            app.ask(lambda client: client.post("/api/join", {"target": target}), lambda answer: _joined(app, answer))
+            about = " · ".join(target_words(found[-1])) if found else one_line(target)[:60]
+            app.push_screen(Question(f"Join {about}?", "Join"), lambda sure: go(target) if sure else None)
+
+    def go(target: str) -> None:
+        app.say("joining")
+        app.ask(lambda client: client.post("/api/join", {"target": target}), lambda answer: _joined(app, answer))
 
     words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
-    app.push_screen(TextDialog(words, hint="reading-club, reading-club#1a2b3c4d or shoal:…"), answered)
+    hint = "reading-club, reading-club#1a2b3c4d or shoal:…"
+    app.push_screen(TextDialog(words, hint=hint, check=app.check("target", found.append)), answered)
 
 
 def create(app: NodeApp) -> None:
-    """Ask for a name and a model, then create a swarm."""
+    """Ask for a model and a name, then create a swarm."""
+    from ui.screens.model_browser import ModelBrowser
     from ui.widgets.dialogs import TextDialog
-
-    def named(name: str | None) -> None:
-        if name:
-            app.push_screen(
-                TextDialog(words, value="starter", hint="starter, tiny-random, a folder or a GGUF file"), modelled
-            )
-            made["name"] = name
 
     def modelled(model: str | None) -> None:
         if model:
-            app.say(f"creating {made['name']}: the model is read first, which may take a while")
-            body = {"name": made["name"], "model": model, "private": False}
-            app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda it: _joined(app, it))
+            app.push_screen(
+                TextDialog("Name the swarm", value="home", check=app.check("name")),
+                lambda name: named(name, model) if name else None,
+            )
 
-    made: dict[str, str] = {}
-    words = "Which model? `starter` is a small one; or name a folder or file on the node's machine."
-    app.push_screen(TextDialog("What should the swarm be called?", hint="reading-club"), named)
+    def named(name: str, model: str) -> None:
+        app.say(f"creating {name}: the model is read first, which may take a while")
+        body = {"name": name, "model": model, "private": False}
+        app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda it: _joined(app, it))
+
+    app.push_screen(ModelBrowser(), modelled)
+
+
+def switch(app: NodeApp) -> None:
+    """Let the user choose among the saved swarms, and join the chosen one."""
+    from ui.widgets.dialogs import Choice
+
+    known = app.store.snapshot
+    if known is None:
+        return
+
+    def chosen(target: str | None) -> None:
+        if target is None or any(swarm.active and swarm.pinned == target for swarm in known.swarms):
+            return
+        warning = loss_words(app.store, "you leave")
+        _when_sure(app, f"Go to {one_line(target)}?", warning, "Go there", lambda: go(target))
+
+    def go(target: str) -> None:
+        app.say(f"going to {one_line(target)}")
+        app.ask(lambda client: client.post("/api/join", {"target": target}), lambda answer: _joined(app, answer))
+
+    options = [
+        (swarm.pinned, f"{'▌' if swarm.active else ' '}{one_line(swarm.pinned)}{' · private' if swarm.private else ''}")
+        for swarm in sorted(known.swarms, key=lambda swarm: (swarm.active, -swarm.joined_at_ms))
+    ]
+    app.push_screen(Choice("switch to which swarm?", options, "go there"), chosen)
 
 
 def _joined(app: NodeApp, answer: Any) -> None:
@@ -260,6 +294,7 @@ def commands(app: NodeApp) -> Iterable[SystemCommand]:
         "resume": ("Resume hosting", "Unless a pause rule applies", lambda: resume(app)),
         "drain": ("Drain", "Let sessions finish, then host nothing", lambda: drain(app)),
         "invite": ("Invite", "A line and a QR code for others", app.action_invite),
+        "switch": ("Switch to another swarm", "Among those saved", lambda: switch(app)),
         "leave_swarm": ("Leave the swarm", "And forget it", lambda: leave_swarm(app)),
         "stop_node": ("Stop the node", "Drain and stop it; the dashboard stays open", lambda: stop_node(app)),
         "start_node": ("Start the node again", "In this home folder", app.action_start_node),

@@ -57,6 +57,7 @@ class Dashboard(NodeApp):
         Binding("i", "invite", "invite"),
         Binding("j", "join", "join"),
         Binding("c", "create", "create"),
+        Binding("g", "switch", "swarms", show=False),
         Binding("plus,equals_sign", "cap(1)", "cap", key_display="+/-"),
         Binding("minus", "cap(-1)", "cap", show=False),
         Binding("w", "why", "why"),
@@ -226,6 +227,10 @@ class Dashboard(NodeApp):
     def action_create(self) -> None:
         """Create a swarm."""
         actions.create(self)
+
+    def action_switch(self) -> None:
+        """Go to another of the saved swarms."""
+        actions.switch(self)
 
     def action_why(self) -> None:
         """Show the reason for the node's state."""

@@ -13,6 +13,8 @@ from textual.message import Message
 
 from app.api.client import Client
 from app.core.errors import AppError
+from app.snapshot.codec import offer_from
+from app.snapshot.views import OfferView
 from ui.state.follower import NodeConnector
 from ui.state.store import Store
 
@@ -86,6 +88,20 @@ class NodeApp(App[None]):
                 self.post_message(Answer(lambda: then(answer)))
 
         threading.Thread(target=run, name="ask", daemon=True).start()
+
+    def check(
+        self, field: str, found: Callable[[OfferView], None] = lambda offer: None
+    ) -> Callable[[str, Callable[[], None], Callable[[str], None]], None]:
+        """A check of a `TextDialog` by the node: `field` is `target`, `name` or `model` of `/api/preview`."""
+
+        def check(text: str, right: Callable[[], None], wrong: Callable[[str], None]) -> None:
+            def answered(answer: Any) -> None:
+                found(offer_from(answer))
+                right()
+
+            self.ask(lambda client: client.post("/api/preview", {field: text}), answered, wrong)
+
+        return check
 
     def ask_settings(
         self,

@@ -11,7 +11,7 @@ from app.asker.reply import ReplyEvent
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Value
-from app.snapshot.views import CourtesyView, ProspectsView, Snapshot, SwarmView
+from app.snapshot.views import CourtesyView, ModelView, OfferView, ProspectsView, Snapshot, SwarmView
 from app.swarm.invite import Invite
 from app.system.doctor import Check
 
@@ -61,6 +61,18 @@ class Control(Protocol):
 
     async def prospects(self) -> ProspectsView:
         """List the swarms that this node could join, and how much of each model fits on this machine."""
+
+    async def preview(self, target: str | None, name: str | None, model: str | None) -> OfferView:
+        """Check an invite or a swarm's name, the name of a new swarm, or its model, and return what is known of it."""
+
+    async def models(self, folder: str | None) -> list[ModelView]:
+        """List the models on this machine, or those below one folder."""
+
+    async def search_models(self, words: str) -> list[ModelView]:
+        """List the models of the Hugging Face Hub that match some words."""
+
+    async def pull(self, model: str) -> ModelView:
+        """Download a model of the hub unless it is here, and return it."""
 
     def network_checks(self) -> Sequence[Check]:
         """Return the checks of `shoal doctor` that only a running node can make."""

@@ -49,6 +49,20 @@ class JoinRequest(_Body):
     force: bool = False
 
 
+class PreviewRequest(_Body):
+    """What to check before joining or creating: an invite or a name; a new swarm's name; its model."""
+
+    target: str | None = Field(default=None, max_length=_MAX_TEXT)
+    name: str | None = Field(default=None, max_length=_MAX_TEXT)
+    model: str | None = Field(default=None, max_length=_MAX_TEXT)
+
+
+class PullRequest(_Body):
+    """The model of the Hugging Face Hub to download."""
+
+    model: str = Field(max_length=_MAX_TEXT)
+
+
 class LeaveRequest(_Body):
     """The swarm to leave."""
 
@@ -178,6 +192,16 @@ def _read_routes(control: Control) -> APIRouter:
         """Swarms nearby and models on this machine, with the speed to expect."""
         return to_json(await control.prospects())
 
+    @router.get("/models")
+    async def models(folder: Annotated[str | None, Query(max_length=_MAX_TEXT)] = None) -> list[dict[str, Any]]:
+        """Models on this machine that a swarm could be created of, or those below one folder."""
+        return [to_json(model) for model in await control.models(folder)]
+
+    @router.get("/models/search")
+    async def search_models(words: Annotated[str, Query(min_length=1, max_length=200)]) -> list[dict[str, Any]]:
+        """Models of the Hugging Face Hub that match some words."""
+        return [to_json(model) for model in await control.search_models(words)]
+
     @router.get("/id")
     async def identity() -> dict[str, str]:
         """The node's peer id."""
@@ -203,6 +227,16 @@ def _command_routes(control: Control) -> APIRouter:
     async def create(request: CreateRequest) -> dict[str, Any]:
         """Create a swarm of a model on this machine and join it."""
         return to_json(await control.create(request.name, request.model, private=request.private))
+
+    @router.post("/preview")
+    async def preview(request: PreviewRequest) -> dict[str, Any]:
+        """Check an invite, a name or a model before joining or creating, and tell what is known of it."""
+        return to_json(await control.preview(request.target, request.name, request.model))
+
+    @router.post("/pull")
+    async def pull(request: PullRequest) -> dict[str, Any]:
+        """Download a model of the Hugging Face Hub."""
+        return to_json(await control.pull(request.model))
 
     @router.post("/join")
     async def join(request: JoinRequest) -> dict[str, Any]:

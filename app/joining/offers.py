@@ -102,7 +102,21 @@ def _swarm_offer(
     held = Library(store.cache, manifest).held()
     missing = sum(part.size_bytes for part in manifest.parts if part.name not in held)
     name = name or model_name(store.source(manifest.hash)) or shape_words(manifest.config)
-    return _offer(machine, target, name, manifest.config, missing)
+    offer = _offer(machine, target, name, manifest.config, missing)
+    return replace(offer, size_bytes=manifest.size_bytes, context_length=manifest.config.context_length)
+
+
+def saved_offer(machine: Machine, cache: Path, swarm: SavedSwarm) -> OfferView:
+    """Return what this machine alone knows of the swarm of an invite or of a saved one. Reads the disk."""
+    store, record = ManifestStore(cache), record_of(swarm)
+    named = "" if record is None else record.model_name
+    offer = _swarm_offer(machine, store, str(swarm), store.load(swarm.model_hash), named)
+    return replace(offer, private=swarm.secret is not None)
+
+
+def nearby_offer(machine: Machine, cache: Path, swarm: NearbySwarm) -> OfferView:
+    """Return what a linked peer told of its swarm, as an offer. Reads the disk."""
+    return _nearby_offer(machine, ManifestStore(cache), swarm)
 
 
 def _nearby_offer(machine: Machine, store: ManifestStore, swarm: NearbySwarm) -> OfferView:

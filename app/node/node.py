@@ -33,16 +33,20 @@ from app.core.errors import AppError
 from app.core.reasons import Reason, because
 from app.courtesy.pause import PauseControl
 from app.hosting.block_host import HostedView
-from app.joining.nearby import NearbySwarms
-from app.joining.network_setup import apply_live, network_view
+from app.joining.create import new_name
+from app.joining.nearby import NearbySwarm, NearbySwarms
+from app.joining.network_setup import apply_live, named_peers, network_view
+from app.joining.targets import target_swarm
 from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
 from app.node.swarm_switcher import SwarmSwitcher
 from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
 from app.routing.trust import TrustBook
-from app.snapshot.views import CourtesyView, ProspectsView, Snapshot, State, SwarmView
+from app.snapshot.views import CourtesyView, ModelView, OfferView, ProspectsView, Snapshot, State, SwarmView
 from app.swarm.invite import Invite
+from app.swarm.names import SwarmName
+from app.swarm.saved import SavedSwarm
 from app.system.doctor import Check, running_checks
 from app.weights.manifest_store import ManifestStore
 from p2p import envelope
@@ -53,7 +57,11 @@ from p2p.supervise import supervise
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
+    from app.joining.offers import Machine
+
 READY = ("serving", "client", "paused")
+MEET_S = 5.0  # to reach a member that an invite names, before its swarm is described without it
+MEET_AGAIN_S = 0.3
 TICK_S = 2.0  # between two updates of figures that change without an event
 NO_SWARM = because("no_swarm", "not in a swarm")
 
@@ -261,13 +269,76 @@ class Node:
     async def prospects(self) -> ProspectsView:
         """List the swarms and models that this node could join or start, and how much of each fits here."""
         # Imported here because it loads the engine, which an idle node does without.
-        from app.joining.offers import look_around, look_at_machine
+        from app.joining.offers import look_around
 
-        settings, network = self.config().settings, self._network_owner.network_of(None)
-        device = None if settings.device == "auto" else settings.device
-        machine = await trio.to_thread.run_sync(look_at_machine, device, settings.max_vram)
+        network = self._network_owner.network_of(None)
+        machine = await trio.to_thread.run_sync(self._machine)
         nearby = [] if network is None else await self._nearby.look(network)
         return await trio.to_thread.run_sync(look_around, machine, self._cache, self._swarms.known.swarms, nearby)
+
+    async def preview(self, target: str | None, name: str | None, model: str | None) -> OfferView:
+        """Check an invite or a swarm's name, the name of a new swarm, or its model, and return what is known of it."""
+        from app.joining.model_list import check_new_name, preview_model
+        from app.joining.offers import nearby_offer, saved_offer
+
+        if name is not None:
+            check_new_name(name)
+            await trio.to_thread.run_sync(new_name, self._home, name)
+        swarm = None if target is None else target_swarm(self._swarms.known, target)
+        if isinstance(swarm, SwarmName):
+            swarm = await self._swarms.resolve(swarm)
+        if swarm is None and model is None:
+            return OfferView(name or "")
+        machine = await trio.to_thread.run_sync(self._machine)
+        if swarm is None:
+            return await trio.to_thread.run_sync(preview_model, machine, self._cache, model)
+        near = None if swarm.secret is not None else await self._meet(swarm)
+        if near is not None:
+            return await trio.to_thread.run_sync(nearby_offer, machine, self._cache, near)
+        return await trio.to_thread.run_sync(saved_offer, machine, self._cache, swarm)
+
+    async def _meet(self, swarm: SavedSwarm) -> NearbySwarm | None:
+        """Connect to the members that an invite names and ask them about the swarm; None if none answers in time."""
+        network = self._network_owner.network_of(None)
+        if network is None:
+            return None
+        for peer, addresses in named_peers(self.config(), swarm).items():
+            network.learn(peer, addresses)
+            for address in addresses:
+                network.seek(address)
+        with trio.move_on_after(MEET_S):
+            while True:
+                found = await self._nearby.look(network)
+                near = next((one for one in found if one.record.id == swarm.id), None)
+                if near is not None and near.manifest is not None:
+                    return near
+                await trio.sleep(MEET_AGAIN_S)
+        return None
+
+    def _machine(self) -> Machine:
+        from app.joining.offers import look_at_machine
+
+        settings = self.config().settings
+        return look_at_machine(None if settings.device == "auto" else settings.device, settings.max_vram)
+
+    async def models(self, folder: str | None) -> list[ModelView]:
+        """List the models on this machine, or those below one folder."""
+        from app.joining.model_list import list_models
+
+        return await trio.to_thread.run_sync(list_models, self._cache, folder)
+
+    async def search_models(self, words: str) -> list[ModelView]:
+        """List the models of the Hugging Face Hub that match some words."""
+        from app.joining.model_list import search_models
+
+        return await trio.to_thread.run_sync(search_models, words)
+
+    async def pull(self, model: str) -> ModelView:
+        """Download a model of the hub unless it is here, and return it."""
+        from engine.sources.opening import fetch_source
+
+        await trio.to_thread.run_sync(fetch_source, model, self._cache)
+        return ModelView(model, model, here=True)
 
     def network_checks(self) -> Sequence[Check]:
         """Return the checks of `shoal doctor` that only a running node can make."""

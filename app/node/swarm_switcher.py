@@ -68,7 +68,7 @@ class SwarmSwitcher:
             known = await trio.to_thread.run_sync(load, self._home)
             swarm = target_swarm(known, target)
             if isinstance(swarm, SwarmName):
-                swarm = await self._resolve(swarm)
+                swarm = await self.resolve(swarm)
             before = self.network_owner.active_swarm
             merged = known.joined(swarm).active
             assert merged is not None
@@ -115,7 +115,7 @@ class SwarmSwitcher:
             self.known = self.known.joined(swarm)
             self._note("problem", f"a restart will not know of {swarm}, which could not be saved: {error}")
 
-    async def _resolve(self, wanted: SwarmName) -> SavedSwarm:
+    async def resolve(self, wanted: SwarmName) -> SavedSwarm:
         """Ask reachable peers for a swarm by name; from a private swarm, over a temporary public network."""
         network = self.network_owner.network_of(None)
         if network is None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from app.snapshot.views import PeerView, ProspectsView, Snapshot
+from app.snapshot.views import ModelView, OfferView, PeerView, ProspectsView, Snapshot
 
 _T = TypeVar("_T")
 STATUS_FIELDS = (
@@ -79,6 +79,16 @@ def snapshot_from(values: Mapping[str, Any]) -> Snapshot:
 def prospects_from(values: Mapping[str, Any]) -> ProspectsView:
     """Build the prospects from the JSON that a node sent."""
     return _read(ProspectsView, values)
+
+
+def offer_from(values: Mapping[str, Any]) -> OfferView:
+    """Build an offer from the JSON that a node sent."""
+    return _read(OfferView, values)
+
+
+def models_from(values: Sequence[Mapping[str, Any]]) -> list[ModelView]:
+    """Build a list of models from the JSON that a node sent."""
+    return [_read(ModelView, value) for value in values]
 
 
 @cache

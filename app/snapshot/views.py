@@ -226,6 +226,20 @@ class OfferView:
     tokens_per_s: float | None = None  # estimated for a reply through its present members
     missing_block: int | None = None  # a block that none of its members serves
     alone_tokens_per_s: float | None = None  # estimated on this machine alone; None: it does not fit
+    private: bool = False
+    size_bytes: int | None = None  # of the whole model
+    context_length: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """A model that a swarm could be created of."""
+
+    name: str  # as `create` takes it: a built-in name, a path, or a name of the Hugging Face Hub
+    title: str
+    size_bytes: int | None = None
+    format: str = ""  # GGUF, safetensors; empty: not known
+    here: bool = False  # on this machine
 
 
 @dataclass(frozen=True)

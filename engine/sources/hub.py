@@ -95,6 +95,15 @@ def fetch_hub(name: str, cache_dir: Path, progress: Progress | None = None) -> M
     return source
 
 
+def search_hub(words: str, most: int = 20) -> list[str]:
+    """Names of text models on the hub that match some words, the most downloaded first; raises `SourceError`."""
+    from huggingface_hub import HfApi
+
+    with _translated_errors(words, Path()):
+        found = HfApi().list_models(search=words, filter="text-generation", sort="downloads", limit=most)
+        return [model.id for model in found if is_hub_name(model.id)]
+
+
 def _choose(name: str) -> HubFiles:
     """Ask the hub which files the repository has and select those of the model."""
     from huggingface_hub import HfApi

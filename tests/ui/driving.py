@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from app.api.client import Client, Hangup
 from app.core.errors import AppError
 from app.snapshot.codec import to_json
-from app.snapshot.views import FitView, OfferView, ProspectsView, Snapshot
+from app.snapshot.views import FitView, ModelView, OfferView, ProspectsView, Snapshot
 from tests.ui.fixed import HEALTHY, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
 from ui.state.store import Store
@@ -41,13 +41,31 @@ class ScriptedNode(Client):
             if isinstance(self.prospects, AppError):
                 raise self.prospects
             return to_json(self.prospects)
+        if path.startswith("/api/models"):
+            self.asked.append(path)
+            here = ModelView("/m/llama.gguf", "llama", 16 * GB, "GGUF", True)
+            there = ModelView("org/qwen", "org/qwen")
+            return [to_json(there if "search" in path else here)]
         assert path == "/api/config"
         return [{"name": name, "value": value} for name, value in self.config.items()]
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
+        if path == "/api/preview":
+            return to_json(self._preview(**body))
         self.asked.append(f"{path} {body.get('target') or body.get('model') or ''}".strip())
+        if path in ("/api/join", "/api/create"):
+            return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
         self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
         return {}
+
+    def _preview(self, target: str = "", name: str = "", model: str = "") -> OfferView:
+        if target.startswith("shoal:not") or " " in name or model.endswith("broken.gguf"):
+            raise AppError(
+                "the invite is mistyped or cut off; copy the whole line again" if target else "no such thing"
+            )
+        if target:
+            return OfferView("reef#1a2b3c4d", "Llama-8B", FitView(8, 32), 5, members=3, size_bytes=16 * GB)
+        return OfferView(name or model, "Llama-8B", FitView(8, 32), 0, size_bytes=16 * GB, context_length=8192)
 
     def set_config(self, name: str, value: str | None) -> Any:
         self.config[name] = value.split(",") if name == "deny" and value else value

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
 
 from app.core.errors import AppError
 from app.core.reasons import Reason
-from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot
+from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import text_of_screen
@@ -238,6 +239,101 @@ def test_a_node_that_cannot_look_around_still_begins() -> None:
         await until(app, pilot, lambda: "the device is broken" in text_of_screen(app))
         await pilot.press("enter")
         assert first.state.create == ("home", "starter")
+
+    driven(node, drive)
+
+
+def test_a_bad_invite_is_told_where_it_was_pasted_and_gets_no_tick() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        first.post_message(events.Paste("shoal:notaninvite"))
+        await until(app, pilot, lambda: "the invite is mistyped" in text_of_screen(app))
+        assert first.state.step == 0
+        assert "✓ 1" not in text_of_screen(app)
+        first.post_message(events.Paste("shoal:good"))
+        await until(app, pilot, lambda: first.state.step == 1)
+        assert "✓ 1  reef#1a2b3c4d · Llama-8B · 16 GB · 3 members" in text_of_screen(app)
+        assert node.asked == []  # nothing is joined yet
+        await pilot.press("enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        assert node.asked == ["/api/join shoal:good"]
+
+    driven(node, drive)
+
+
+def test_a_swarm_is_created_from_a_listed_model_under_a_checked_name() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await pilot.press("c")
+        await until(app, pilot, lambda: "8 of 32 blocks fit: needs 3" in text_of_screen(app))
+        assert "more machines like this one" in text_of_screen(app)
+        assert "context 8 192 tokens" in text_of_screen(app)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))
+        await pilot.press(*["backspace"] * 4, "enter")
+        await until(app, pilot, lambda: "type something" in text_of_screen(app))
+        await pilot.press(*"Bad Name", "enter")
+        await until(app, pilot, lambda: "no such thing" in text_of_screen(app))
+        await pilot.press(*["backspace"] * 8, *"pond", "enter")
+        await until(app, pilot, lambda: first.state.create == ("pond", "/m/llama.gguf"))
+
+    driven(node, drive)
+
+
+def test_models_of_a_folder_and_of_the_hub_are_listed() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        await pilot.press("c")
+        await until(app, pilot, lambda: "llama" in text_of_screen(app))
+        await pilot.press(*"/big", "enter")
+        await until(app, pilot, lambda: "/api/models?folder=/big" in node.asked)
+        await pilot.press(*["backspace"] * 4, *"qwen")
+        await until(app, pilot, lambda: "search the Hugging Face Hub for “qwen”" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "org/qwen" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))
+        assert node.asked[-1] == "/api/pull org/qwen"
+
+    driven(node, drive)
+
+
+def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
+    node = ScriptedNode()
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", private=True, joined_at_ms=1)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("g")
+        assert len(app.screen_stack) == 1  # there is no other
+        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
+        await pilot.press("g")
+        await until(app, pilot, lambda: "birds#ffffffff · private" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: node.asked == ["/api/join birds#ffffffff"])
+
+    driven(node, drive)
+
+
+def test_the_first_run_proposes_memory_with_headroom() -> None:
+    node = ScriptedNode()
+    node.config["max_vram"] = None
+    node.prospects = ProspectsView((STARTER,), DeviceView("cuda:0", "", 12 * GB, 10 * GB))
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(EMPTY, hardware=None))
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: first.state.memory_bytes == 8 * GB)
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "leaves 2.0 GB free for you" in text_of_screen(app))
 
     driven(node, drive)
 

@@ -13,13 +13,14 @@ from typing import Any
 from app.core.terminal_text import one_line
 from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
 from ui.draw.bars import bar
-from ui.draw.first_run_offers import STARTER, choice_rows, ordered
+from ui.draw.first_run_offers import STARTER, choice_rows, ordered, target_words
 from ui.draw.numbers import count, duration, gigabytes, size
 from ui.draw.rows import Row, fit, row
 from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
 
 STEP_BYTES = 500 * 10**6
+SHARE = 0.8  # of the free memory that is proposed for hosting
 _FRAME_ROWS = 12  # rows of the page besides those of the open step
 HELLO = "Why do fish swim in shoals?"
 
@@ -39,6 +40,7 @@ class FirstState:
 
     step: int = 0
     target: str = ""  # name or invite of the swarm to join
+    preview: OfferView | None = None  # what the node found out about `target`
     create: tuple[str, str] | None = None  # name and model of the swarm to create
     typed: str = ""
     memory_bytes: int | None = None  # None: as much as is free
@@ -71,7 +73,16 @@ class FirstState:
         if self.create is not None:
             name, model = self.create
             return f"{name}, a swarm of {model}"
-        return one_line(self.target if not self.target.startswith("shoal:") else "by invite")
+        if self.preview is not None:
+            return " · ".join(target_words(self.preview))
+        return one_line(self.target if not self.target.startswith("shoal:") else "the swarm of an invite")
+
+
+def proposed_bytes(device: DeviceView | None) -> int | None:
+    """Memory to propose for hosting: a share of what is free, so that other programs keep some; None if not known."""
+    if device is None or not device.memory_free_bytes:
+        return None
+    return max(STEP_BYTES, int(SHARE * device.memory_free_bytes) // STEP_BYTES * STEP_BYTES)
 
 
 def pauses_from(config: Mapping[str, Any]) -> dict[str, bool]:
@@ -152,7 +163,7 @@ def _where(state: FirstState, known: Snapshot | None, width: int, height: int) -
             break
         rows += added
     speed = state.prospects.reading_bytes_per_s
-    about = f"about: estimated from members' reports and {size(round(speed))}/s measured here" if speed else ""
+    about = f"estimates, from peers' figures and {size(round(speed))}/s measured here" if speed else ""
     if about and len(rows) + 2 <= room:
         rows += [[], row("       ", (about, "dim"))]
     return [*rows, [], *keys]

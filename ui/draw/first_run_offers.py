@@ -69,6 +69,16 @@ def _about(offer: OfferView, width: int) -> list[Row]:
     ]
 
 
+def target_words(offer: OfferView) -> list[str]:
+    """Where an invite or a name leads: the swarm, private or not, its model, its size and its members."""
+    parts = [one_line(offer.target) + (" (private)" if offer.private else "")]
+    parts += [one_line(offer.model)] if offer.model else []
+    parts += [size(offer.size_bytes)] if offer.size_bytes else []
+    if offer.members is not None:
+        return [*parts, plural(offer.members, "member")]
+    return [*parts, "members answer only those with the secret" if offer.private else "no member answers now"]
+
+
 def _there(offer: OfferView) -> Row:
     if offer.tokens_per_s is not None:
         return row(" · about ", (f"{rate(offer.tokens_per_s)} tok/s", "b"), " for you")

@@ -14,10 +14,12 @@ from textual.containers import Container
 
 from app.api.client import PATIENT_S, Client
 from app.snapshot.codec import prospects_from
-from ui.draw.first_run import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from
+from app.snapshot.views import OfferView
+from ui.draw.first_run import HELLO, PAUSES, STEP_BYTES, FirstState, first_rows, pauses_from, proposed_bytes
 from ui.draw.first_run_offers import STARTER
 from ui.draw.rows import Row
 from ui.node_app import NodeApp
+from ui.screens.model_browser import ModelBrowser
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, TextDialog
 from ui.widgets.panel import RowWidget
@@ -51,6 +53,8 @@ class FirstRun(Dialog[None]):
         self.store = store
         self.state = FirstState()
         self._loading_offers = False
+        self._preview: OfferView | None = None
+        self._configured_memory = True  # until the settings have arrived
 
     @property
     def dashboard(self) -> NodeApp:
@@ -79,11 +83,19 @@ class FirstRun(Dialog[None]):
         config = {entry["name"]: entry["value"] for entry in answer}
         self.state.pauses = pauses_from(config)
         self.state.memory_bytes = config.get("max_vram")
+        self._configured_memory = self.state.memory_bytes is not None
+        self._propose_memory()
         self.show()
+
+    def _propose_memory(self) -> None:
+        """Begin with a share of the free memory, unless the user has a cap already or has moved it."""
+        if not self._configured_memory and self.state.memory_bytes is None:
+            self.state.memory_bytes = proposed_bytes(self.state.device(self.store.snapshot))
 
     def _offered(self, answer: Any) -> None:
         self._loading_offers = False
         self.state.take(prospects_from(answer))
+        self._propose_memory()
         self.show()
 
     def _offers_failed(self, text: str) -> None:
@@ -101,7 +113,7 @@ class FirstRun(Dialog[None]):
         """Take pasted text as an invite in the first step, as part of the question in the third."""
         event.stop()
         if self.state.step == 0 and event.text.strip():
-            self._go_to(event.text.strip())
+            self._look_at(event.text.strip())
         elif self.state.step == 2:
             self.state.typed += " ".join(event.text.split())
             self.show()
@@ -117,9 +129,11 @@ class FirstRun(Dialog[None]):
         if event.key == "q":
             self.app.exit()
         elif event.key == "j":
-            self._ask_line("A swarm's name, or an invite", "reading-club or shoal:…", self._go_to)
+            check = self.dashboard.check("target", self._found)
+            dialog = TextDialog("A swarm's name, or an invite", hint="reading-club or shoal:…", check=check)
+            self.app.push_screen(dialog, lambda target: self._go_to(target, self._preview) if target else None)
         elif event.key == "c":
-            self._ask_line("Which model?", "a folder, a GGUF file, starter or tiny-random", self._create)
+            self.app.push_screen(ModelBrowser(), self._create)
         elif event.key == "l":
             self.close()
         elif event.key.isdecimal() and int(event.key) > 0 and int(event.key) in self.state.choices:
@@ -128,19 +142,39 @@ class FirstRun(Dialog[None]):
             return False
         return True
 
-    def _ask_line(self, words: str, hint: str, then: Any) -> None:
-        self.app.push_screen(TextDialog(words, hint=hint), lambda text: then(text) if text else None)
+    def _found(self, offer: OfferView) -> None:
+        self._preview = offer
 
-    def _go_to(self, target: str) -> None:
-        self.state.target, self.state.create = target, None
+    def _look_at(self, target: str) -> None:
+        """Ask the node where a pasted invite leads before it is taken."""
+        if self.state.busy:
+            return
+        self.state.busy, self.state.problem = "looking where this leads", ""
+
+        def right() -> None:
+            self.state.busy = ""
+            self._go_to(target, self._preview)
+
+        def wrong(text: str) -> None:
+            self.state.busy, self.state.problem = "", text
+            self.show()
+
+        self.dashboard.check("target", self._found)(target, right, wrong)
+        self.show()
+
+    def _go_to(self, target: str, preview: OfferView | None) -> None:
+        self.state.target, self.state.preview, self.state.create = target, preview, None
         self._advance()
 
-    def _create(self, model: str) -> None:
-        def named(name: str) -> None:
-            self.state.target, self.state.create = "", (name, model)
-            self._advance()
+    def _create(self, model: str | None) -> None:
+        def named(name: str | None) -> None:
+            if name and model:
+                self.state.target, self.state.preview, self.state.create = "", None, (name, model)
+                self._advance()
 
-        self._ask_line("What should the swarm be called?", "reading-club", named)
+        if model:
+            check = self.dashboard.check("name")
+            self.app.push_screen(TextDialog("Name the swarm", value="home", check=check), named)
 
     def _memory_key(self, event: events.Key) -> bool:
         state = self.state
@@ -194,9 +228,9 @@ class FirstRun(Dialog[None]):
         """Take an offer; if the offers could not be loaded, take the starter model."""
         chosen = self.state.choices.get(index)
         if chosen is not None and chosen.target != STARTER:
-            self._go_to(chosen.target)
+            self._go_to(chosen.target, None)
         elif chosen is not None or self.state.trouble:
-            self.state.target, self.state.create = "", ("home", STARTER)
+            self.state.target, self.state.preview, self.state.create = "", None, ("home", STARTER)
             self._advance()
 
     def _advance(self) -> None:
@@ -212,7 +246,8 @@ class FirstRun(Dialog[None]):
     def _enter(self) -> None:
         """Write the changed settings, then join or create the swarm."""
         state = self.state
-        state.busy, state.problem = f"writing settings and joining: {state.where}", ""
+        verb = "creating" if state.create is not None else "joining"
+        state.busy, state.problem = f"{verb} {state.where}", ""
         changes = {name: on if state.pauses[name] else off for name, _, on, off in PAUSES if name in state.pauses}
         memory, target, create = state.memory_bytes, state.target, state.create
 
@@ -236,7 +271,8 @@ class FirstRun(Dialog[None]):
         self.show()
 
     def _enter_failed(self, text: str) -> None:
-        self.state.busy, self.state.problem = "", text
+        """Go back to the first step: the reason is nearly always there."""
+        self.state.busy, self.state.problem, self.state.step = "", text, 0
         self.show()
 
     async def _hello(self) -> None:

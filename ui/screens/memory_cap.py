@@ -7,7 +7,6 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.content import Content
 from textual.widgets import Static
 
 from app.api.client import PATIENT_S, Client
@@ -19,7 +18,7 @@ from ui.draw.numbers import gigabytes
 from ui.draw.rows import Row, row, wrap
 from ui.node_app import NodeApp
 from ui.state.store import Store
-from ui.widgets.dialogs import Dialog
+from ui.widgets.dialogs import Dialog, key_line
 from ui.widgets.panel import RowWidget
 
 STEP_BYTES = 500 * 10**6
@@ -136,8 +135,7 @@ class CapDialog(Dialog[tuple[int | None] | None]):
             box.border_title = "memory cap"
             yield self._gauge
             keys = (("+ -", "move"), ("n", "no limit"), ("0", "host nothing"), ("⏎", "apply"), ("esc", "back"))
-            parts = [part for key, words in keys for part in ((key, "bold $mine"), f" {words}   ")]
-            yield Static(Content.assemble(*parts))
+            yield Static(key_line(*keys))
 
     def action_move(self, steps: int) -> None:
         """Move the cap by some steps."""

@@ -167,7 +167,10 @@ class Conversations:
     def messages(self, conversation: int) -> list[Message]:
         """Messages of the branch that is shown, the oldest first."""
         rows = self._db.execute(_PATH, (conversation,))
-        return [Message(*row[:4], json.loads(row[4]), *row[5:]) for row in rows]
+        return [
+            Message(key, role, content, at_ms, json.loads(figures), parent, version, versions)
+            for key, role, content, at_ms, figures, parent, version, versions in rows
+        ]
 
     def add(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 from textual import on
@@ -14,18 +14,25 @@ from textual.content import Content
 from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widget import Widget
-from textual.widgets import Input, Label, Static
+from textual.widgets import Input, Label, OptionList, Static
+from textual.widgets.option_list import Option
 
 from app.core.terminal_text import one_line
 
 JUMP_KEYS = "asdfghjkl"
 _DIALOG, _DIALOG_FRAME = 76, 8  # width of a dialog, and the part of it that frame, padding and scrollbar take
 Result = TypeVar("Result")
+Check = Callable[[str, Callable[[], None], Callable[[str], None]], None]
 
 
 def plain(text: str) -> Content:
     """Text that is never parsed as markup."""
     return Content(text)
+
+
+def key_line(*keys: tuple[str, str]) -> Content:
+    """The keys of a dialog with their words, for its last line."""
+    return Content.assemble(*(part for key, words in keys for part in ((key, "bold $mine"), f" {words}   ")))
 
 
 class Dialog(ModalScreen[Result]):
@@ -64,30 +71,75 @@ class Question(Dialog[bool]):
 
 
 class TextDialog(Dialog[str | None]):
-    """Asks for one line of text; returns it without surrounding spaces, or None if cancelled."""
+    """Asks for one line of text; returns it without surrounding spaces, or None if cancelled.
+
+    `check` gets the text and two functions: one to call if it is right, and one with what is wrong with it, which is
+    shown and keeps the dialog open.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
 
-    def __init__(self, words: str, *, value: str = "", hint: str = "") -> None:
+    def __init__(self, words: str, *, value: str = "", hint: str = "", check: Check | None = None) -> None:
         super().__init__()
-        self._words, self._value, self._hint = words, value, hint
+        self._words, self._value, self._hint, self._check = words, value, hint, check
 
     def compose(self) -> ComposeResult:
-        """The prompt, the input and its keys."""
+        """The prompt, the input, what is wrong with it, and its keys."""
         with Vertical(classes="dialog"):
             yield Static(plain(self._words))
             yield Input(self._value, placeholder=self._hint, id="line")
+            yield Static("", id="wrong")
             yield Static(Content.assemble(("⏎", "bold $mine"), " continue   ", ("esc", "bold $mine"), " back"))
 
     @on(Input.Submitted)
     def submitted(self, event: Input.Submitted) -> None:
-        """Close with the typed text, unless it is empty."""
+        """Close with the typed text, if there is some and it is right."""
         event.stop()
-        if event.value.strip():
-            self.close(event.value.strip())
+        text = event.value.strip()
+        if not text:
+            self._complain("type something, or press esc")
+        elif self._check is None:
+            self.close(text)
+        else:
+            self.query_one("#wrong", Static).update(Content.styled("checking…", "$dim"))
+            self._check(text, lambda: self.close(text), self._complain)
+
+    def _complain(self, text: str) -> None:
+        if self.is_attached:
+            self.query_one("#wrong", Static).update(Content.styled(one_line(text), "$error"))
 
     def action_cancel(self) -> None:
         """Close without a text."""
+        self.close(None)
+
+
+class Choice(Dialog[str | None]):
+    """A list of options, each an id and its words; returns the id of the chosen one, or None."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
+
+    def __init__(self, title: str, options: Sequence[tuple[str, str]], yes: str) -> None:
+        super().__init__()
+        self._title, self._options, self._yes = title, options, yes
+
+    def compose(self) -> ComposeResult:
+        """The options and their keys."""
+        with Vertical(classes="dialog") as box:
+            box.border_title = plain(self._title).markup
+            yield OptionList(*(Option(plain(words), id=key) for key, words in self._options))
+            yield Static(Content.assemble(("⏎", "bold $mine"), f" {self._yes}   ", ("esc", "bold $mine"), " back"))
+
+    def on_mount(self) -> None:
+        """Begin at the first option."""
+        self.query_one(OptionList).highlighted = 0
+
+    @on(OptionList.OptionSelected)
+    def chosen(self, event: OptionList.OptionSelected) -> None:
+        """Close with the chosen option."""
+        self.close(event.option_id)
+
+    def action_cancel(self) -> None:
+        """Close without a choice."""
         self.close(None)
 
 

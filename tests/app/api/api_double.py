@@ -19,7 +19,7 @@ from app.config.file import Config
 from app.config.settings import Settings, Value
 from app.core.errors import AppError, UnknownSwarm
 from app.routing.route import NoRoute
-from app.snapshot.views import CourtesyView, FitView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
+from app.snapshot.views import CourtesyView, FitView, ModelView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
 from app.swarm.invite import Invite
 from app.system.doctor import Check
 
@@ -106,6 +106,18 @@ class DoubleNode:
 
     async def prospects(self) -> ProspectsView:
         return ProspectsView((OfferView("starter", "small", FitView(3, 3), 12),), None, 34)
+
+    async def preview(self, target: str | None, name: str | None, model: str | None) -> OfferView:
+        return OfferView(target or name or model or "", "small", FitView(3, 3), 12)
+
+    async def models(self, folder: str | None) -> list[ModelView]:
+        return [ModelView("starter", "small", 12, "GGUF", folder is None)]
+
+    async def search_models(self, words: str) -> list[ModelView]:
+        return [ModelView(words, words)]
+
+    async def pull(self, model: str) -> ModelView:
+        return ModelView(model, model, here=True)
 
     def network_checks(self) -> Sequence[Check]:
         return [Check("clock", "ok", "fine")]

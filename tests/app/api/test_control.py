@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +19,7 @@ from app.api.server import PortInUse, open_socket, url_of
 from app.config.file import Config
 from app.config.settings import Settings
 from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
-from app.snapshot.codec import prospects_from
+from app.snapshot.codec import models_from, offer_from, prospects_from
 from app.snapshot.views import FitView
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
@@ -105,6 +106,10 @@ async def test_looking() -> None:
         assert {"peer", "name", "start", "stop", "rtt_s", "link", "score", "state"} <= peer.keys()
         assert await threaded(client.get, "/api/id") == {"peer_id": "12D3me"}
         assert (await threaded(client.get, "/api/swarms"))[0]["pinned"] == "home#abababab"
+        models = models_from(await threaded(client.get, "/api/models?folder=%2Fm"))
+        assert [(model.title, model.here) for model in models] == [("small", False)]
+        preview = offer_from(await threaded(partial(client.post, "/api/preview", {"target": "pond"})))
+        assert (preview.target, preview.model) == ("pond", "small")
         prospects = prospects_from(await threaded(client.get, "/api/prospects"))
         assert (prospects.offers[0].fit, prospects.disk_free_bytes) == (FitView(3, 3), 34)
         assert (await threaded(client.get, "/api/doctor"))[0]["name"] == "clock"

@@ -22,7 +22,7 @@ import app.swarm.saved
 from app.config.file import load_config
 from app.config.home import Home, find_node, hold
 from app.config.settings import Value
-from app.core.errors import NameConflict, UnknownSwarm
+from app.core.errors import NameConflict, RecordError, UnknownSwarm, UsageError
 from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
 from app.node.node import Node
@@ -95,6 +95,30 @@ async def test_members_know_the_models_name_and_the_length_of_its_context(tmp_pa
             assert told[0] == told[1]
             assert told[1][0] == "tiny-random"
             assert told[1][1]
+
+
+async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    found_swarm(tmp_path / "c", cache, "attic", private=True)
+    async with (
+        living(tmp_path / "a", cache) as a,
+        living(tmp_path / "b", tmp_path / "cache") as b,
+        living(tmp_path / "c", cache) as c,
+    ):
+        await until(a, lambda: a.snapshot().model != "")
+        told = await b.preview(str(await a.invite(None)), None, None)
+        assert (told.target.partition("#")[0], told.model, told.private) == ("home", "tiny-random", False)
+        assert told.members
+        assert told.size_bytes
+        assert told.fit is not None
+        await until(c, lambda: c.snapshot().model != "")
+        hidden = await b.preview(str(await c.invite(None)), None, None)
+        assert (hidden.private, hidden.members) == (True, None)
+        assert b.snapshot().swarm is None
+        with pytest.raises(RecordError, match="mistyped"):
+            await b.preview("shoal:notaninvite", None, None)
+        with pytest.raises(UsageError):
+            await b.preview(None, "Bad Name", None)
 
 
 async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> None:
