@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import OptionList
 
 from app.core.errors import AppError
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
@@ -175,5 +176,83 @@ def test_a_system_prompt_belongs_to_its_conversation() -> None:
         await pilot.press("ctrl+n")
         await say(app, pilot, node, *"two")
         assert node.chats[-1]["messages"] == [{"role": "user", "content": "two"}]
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_conversations_are_searched_renamed_and_forgotten(size: tuple[int, int]) -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"gulls")
+        await pilot.press("ctrl+n")
+        await say(app, pilot, node, *"terns")
+        await pilot.press("ctrl+l", *"GULL")
+        await until(app, pilot, lambda: app.screen.query_one(OptionList).option_count == 1)
+        await pilot.press("f2")
+        await until(app, pilot, lambda: "Rename this conversation" in text_of_screen(app))
+        await pilot.press(*["backspace"] * 5, *"of birds", "enter")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await pilot.press("ctrl+l", *"birds", "enter")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1 and "of birds" in text_of_screen(app))
+        assert app.focused is box_of(app)
+        await pilot.press("ctrl+l", *"terns", "f8")
+        await until(app, pilot, lambda: "Forget the conversation" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        assert isinstance(app.screen, Chat)
+        assert [talk.title for talk in app.screen._kept.all()] == ["of birds"]
+
+    driven(node, drive, size=size)
+
+
+def test_a_text_file_is_sent_with_the_question(tmp_path: Path) -> None:
+    node = ScriptedNode()
+    (tmp_path / "notes.txt").write_text("herring")
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3", "ctrl+f", *str(tmp_path / "gone"), "enter")
+        await until(app, pilot, lambda: "no such file" in text_of_screen(app))
+        await pilot.press("escape", "ctrl+f", *str(tmp_path / "notes.txt"), "enter")
+        await until(app, pilot, lambda: "with notes.txt" in text_of_screen(app))
+        await say(app, pilot, node, *"which fish")
+        (sent,) = node.chats[-1]["messages"]
+        assert "herring" in sent["content"]
+        assert sent["content"].endswith("which fish")
+        assert "+ notes.txt" in text_of_screen(app)
+        assert "herring" not in text_of_screen(app)
+        await say(app, pilot, node, *"more")
+        assert "herring" in node.chats[-1]["messages"][0]["content"]
+        assert node.chats[-1]["messages"][-1]["content"] == "more"
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize("pieces", [["<th", "ink>I won", "der</think>", "Yes."], ["I won", "der</think>Yes", "."]])
+def test_thinking_is_folded_and_not_sent_again(pieces: list[str]) -> None:
+    node = ScriptedNode()
+    node.reply = [{"text": piece} for piece in pieces]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        await until(app, pilot, lambda: "thinking · 2 words" in text_of_screen(app) and "Yes." in text_of_screen(app))
+        assert "wonder" not in text_of_screen(app)
+        await say(app, pilot, node, *"more")
+        assert node.chats[-1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+
+    driven(node, drive)
+
+
+def test_a_reply_says_what_it_waits_for_and_what_it_cost() -> None:
+    node = ScriptedNode()
+    node.reply = [{"waiting": "nobody serves block 15 now"}, {"text": "So"}]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        await say(app, pilot, node, *"why")
+        await until(app, pilot, lambda: "read 12 tokens in 0.5 s" in text_of_screen(app))
 
     driven(node, drive)

@@ -19,12 +19,12 @@ from app.core.terminal_text import without_controls
 from app.snapshot.codec import to_json
 from app.snapshot.views import SessionView
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
-from ui.draw.reply import done_words, live_row, lost_hops, prompt_of
+from ui.draw.reply import done_words, live_row, lost_hops, prompt_of, readers_words
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
 from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
 from ui.state.follower import EventNote, Follower, Heard, RawSnapshot
-from ui.state.reply_stream import ReplyProgress, Sampling, sampling_value
+from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value, split_thinking
 from ui.state.store import GLOW_S, ConnectionState, LogRow, Store
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -257,13 +257,72 @@ def test_a_reply_counts_its_tokens() -> None:
 def test_a_hop_that_left_the_way_is_named() -> None:
     before = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "b", "start": 4, "stop": 8}]
     after = [{"peer": "a", "start": 0, "stop": 4}, {"peer": "c", "start": 4, "stop": 8}]
-    assert lost_hops(before, after, str.upper) == "B left the route · C took 4:8"
+    assert lost_hops(before, after, str.upper) == "B dropped out · C took 4:8"
     assert (lost_hops([], after, str), lost_hops(before, before, str)) == ("", "")
 
 
 def test_a_reply_that_ended_says_how_it_went() -> None:
     done = {"token_ids": [1, 2], "ttft_s": 1.94, "tokens_per_s": 4.6, "route": [{}, {}], "finish_reason": "length"}
-    assert done_words(done) == ("2 tokens · first after 1.9 s · 4.6 tok/s · 2 hops · cut off: max tokens reached")
+    assert done_words(done) == ("first after 1.9 s · 2 tokens · 4.6 tok/s · 2 hops · cut off: max tokens reached")
+    assert done_words({**done, "prompt_tokens": 393}).startswith("read 393 tokens in 1.9 s · 2 tokens · ")
+
+
+def test_a_reply_that_waits_says_for_what() -> None:
+    progress = ReplyProgress(10.0)
+    assert "waiting for the first token" in text_of(live_row(progress, None, 11.0, ""))
+    progress.take({"waiting": "nobody serves block 12 now"}, 11.0)
+    assert "nobody serves block 12 now · 2 s" in text_of(live_row(progress, None, 12.0, ""))
+    progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)
+    assert " [2Jblock 13 · 2 s" in text_of(live_row(progress, None, 12.0, ""))
+    progress.take({"text": "So"}, 13.0)
+    assert "tok/s" in text_of(live_row(progress, None, 14.0, ""))
+    assert "waiting for the next token" in text_of(live_row(progress, None, 16.0, ""))
+    hole = text_of(live_row(progress, None, 16.0, "", ((12, 13),)))
+    assert "waiting for block 12, which nobody hosts now" in hole
+
+
+def test_who_can_read_a_chat_is_said_by_its_route() -> None:
+    def hops(*peers: str) -> list[dict[str, str]]:
+        return [{"peer": peer} for peer in peers]
+
+    def name_of(peer: str) -> str:
+        return {seen.peer: seen.name for seen in PEERS}.get(peer, "you")
+
+    assert readers_words(hops(ME, ME), HEALTHY, name_of) == "This chat stays on this machine."
+    assert readers_words(hops(ME, PEERS[0].peer, ME), HEALTHY, name_of) == "tern can read this chat."
+    many = hops(*(peer.peer for peer in PEERS[:5]))
+    assert readers_words(many, HEALTHY, name_of) == "tern, petrel, gannet and 2 more can read this chat."
+    assert readers_words((), HEALTHY, name_of) == "Hops can read this chat."
+    assert readers_words((), None, name_of) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "rest"),
+    [
+        ("<think>\nhm\n</think>\n\nYes.", "hm", "Yes."),
+        ("hm</think>Yes.", "hm", "Yes."),
+        ("<think>still", "still", ""),
+        ("Yes.", "", "Yes."),
+        ("a <think> tag", "", "a <think> tag"),
+        ("<think></think>Yes", "", "Yes"),
+    ],
+)
+def test_thinking_is_told_from_the_reply(text: str, thought: str, rest: str) -> None:
+    assert split_thinking(text) == (thought, rest)
+
+
+def test_only_small_text_files_are_attached(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("fish")
+    assert read_text_file(path) == {"name": "notes.txt", "text": "fish"}
+    for raw, words in ((b"\xff\xfe", "UTF-8"), (b"a\0b", "not a text file"), (b"x" * 300_000, "larger than")):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=words):
+            read_text_file(path)
+    with pytest.raises(ValueError, match="no such file"):
+        read_text_file(tmp_path / "gone")
+    with pytest.raises(ValueError, match="is a folder"):
+        read_text_file(tmp_path)
 
 
 @pytest.mark.parametrize(

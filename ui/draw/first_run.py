@@ -110,7 +110,7 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
             rows += [
                 row(("▸", "b mine"), (f" {index + 1}  {title}", "b")),
                 [],
-                *parts[index](state, known, width, height - _FRAME_ROWS),
+                *parts[index](state, known, width, height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)),
                 [],
             ]
     if state.problem:
@@ -118,7 +118,7 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
     if state.busy:
         rows += [row(("◐ ", "primary"), one_line(state.busy)), []]
     rows += [[]] if rows[-1] else []
-    keys = "q leave, the node stays" if state.step == 0 else "esc back · q leave, the node stays"
+    keys = "q quit, the node keeps running" if state.step == 0 else "esc back · q quit, the node keeps running"
     return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
 
 

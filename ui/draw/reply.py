@@ -21,9 +21,33 @@ def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
     return found[0] if len(found) == 1 else None
 
 
-def live_row(progress: ReplyProgress, prompt: tuple[int, int] | None, now: float, spark: str) -> Row:
+_SILENT_S = 2.0  # without a token before the line says what the reply waits for
+
+
+def waiting_words(progress: ReplyProgress, holes: Sequence[tuple[int, int]], now: float) -> str:
+    """What a reply without tokens waits for: as the node says, else blocks that nobody hosts; empty while it flows."""
+    if progress.waiting:
+        return one_line(progress.waiting)
+    if progress.silent_s(now) < _SILENT_S:
+        return ""
+    if holes:
+        start, stop = holes[0]
+        return f"waiting for block {start}" if stop == start + 1 else f"waiting for blocks {start}:{stop}"
+    return "waiting for the next token" if progress.tokens else ""
+
+
+def live_row(
+    progress: ReplyProgress,
+    prompt: tuple[int, int] | None,
+    now: float,
+    spark: str,
+    holes: Sequence[tuple[int, int]] = (),
+) -> Row:
     """The line under the transcript while a reply is received."""
     waited = now - progress.began_at
+    if words := waiting_words(progress, holes, now):
+        why = ", which nobody hosts now" if holes and not progress.waiting else ""
+        return row(" ", ("◌", "warning"), (f" {words}{why}", "warning"), (f" · {duration(waited)}", "dim"))
     if progress.tokens == 0:
         if prompt is not None:
             read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
@@ -32,6 +56,20 @@ def live_row(progress: ReplyProgress, prompt: tuple[int, int] | None, now: float
     speed = progress.speed(now)
     tail = f" {plural(progress.tokens, 'token')} · {duration(waited)}"
     return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
+
+
+def readers_words(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> str:
+    """Who can read the chat: the peers of the latest route, nobody else, or those of the route to come."""
+    if snapshot is None:
+        return ""
+    others = list(dict.fromkeys(str(hop["peer"]) for hop in route if hop["peer"] != snapshot.peer_id))
+    if route and not others:
+        return "This chat stays on this machine."
+    if others:
+        names = ", ".join(one_line(name_of(peer)) for peer in others[:3])
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        return f"{names}{more} can read this chat."
+    return "Members that host a hop can read this chat." if snapshot.private else "Hops can read this chat."
 
 
 def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:
@@ -48,10 +86,12 @@ def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_
 
 
 def done_words(figures: dict[str, Any]) -> str:
-    """Figures of a reply that has ended: tokens, time to the first, speed, hops, why it ended early."""
-    parts = [plural(len(figures.get("token_ids") or ()), "token")]
+    """Figures of a reply that has ended: tokens read and written, times, hops, why it ended early."""
+    parts = []
     if figures.get("ttft_s") is not None:
-        parts.append(f"first after {figures['ttft_s']:.1f} s")
+        read = f"read {plural(figures['prompt_tokens'], 'token')} in" if figures.get("prompt_tokens") else "first after"
+        parts.append(f"{read} {figures['ttft_s']:.1f} s")
+    parts.append(plural(len(figures.get("token_ids") or ()), "token"))
     if figures.get("tokens_per_s") is not None:
         parts.append(f"{rate(figures['tokens_per_s'])} tok/s")
     if figures.get("route"):
@@ -82,4 +122,4 @@ def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, 
     lost = ", ".join(one_line(name_of(str(hop["peer"]))) for hop in gone)
     took = [hop for hop in after if hop["peer"] not in old]
     replacements = ", ".join(f"{one_line(name_of(str(hop['peer'])))} took {hop['start']}:{hop['stop']}" for hop in took)
-    return f"{lost} left the route · {replacements or 'the other hops took over'}"
+    return f"{lost} dropped out · {replacements or 'the other hops took over'}"

@@ -5,25 +5,44 @@ The reply is read by a thread of `ui.state.reply_stream`; conversations are stor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
+from textual.content import Content
 from textual.widget import Widget
 
 from app.core.terminal_text import one_line
 from ui.draw.reply import lost_hops, way_row
-from ui.draw.rows import Row, row
+from ui.draw.rows import row
 from ui.screens.frame import MainScreen
-from ui.state.conversations import Conversation, Conversations, ConversationsError, Message, export_to
-from ui.state.reply_stream import ReplyPiece, ReplyProgress, ReplyThread, Sampling
+from ui.state.conversations import (
+    Conversation,
+    Conversations,
+    ConversationsError,
+    Message,
+    export_folder,
+    export_to,
+    files_of,
+)
+from ui.state.reply_stream import (
+    ReplyPiece,
+    ReplyProgress,
+    ReplyThread,
+    Sampling,
+    read_text_file,
+    split_thinking,
+    with_files,
+)
 from ui.state.store import Store
 from ui.widgets.ask_box import AskBox, LiveLine
 from ui.widgets.chat_side import ConversationList, SamplingPanel
+from ui.widgets.dialogs import Question, TextDialog
 from ui.widgets.panel import title_of
 from ui.widgets.transcript import Transcript
 
@@ -49,6 +68,7 @@ class Chat(MainScreen):
         Binding("ctrl+l", "list", "list", key_display="^l", priority=True),
         Binding("ctrl+s", "sampling", "sampling", key_display="^s", priority=True),
         Binding("ctrl+b", "branches", "versions", key_display="^b", priority=True),
+        Binding("ctrl+f", "attach", "file", key_display="^f", priority=True),
         Binding("ctrl+x", "export", "export", show=False, priority=True),
     ]
 
@@ -59,6 +79,7 @@ class Chat(MainScreen):
         self._messages: list[Message] = []  # of the branch that is shown
         self._asked: Message | None = None  # the question that the reply being received is for
         self._edited: Message | None = None  # the question that the next one replaces
+        self._files: list[dict[str, str]] = []  # attached to the next question
         self._typed = ""
         self._draft_before = ""  # typed before the edit began
         self._new_draft = ""  # typed for a conversation that has not begun
@@ -121,6 +142,7 @@ class Chat(MainScreen):
             self._thread.stop()
             await self._reply_ended({"stopped": True})
         self._keep_draft(self.query_one(AskBox).text)
+        self._files = []
         self._conversation = None if conversation is None else self._kept.get(conversation)
         self._type(self._new_draft if self._conversation is None else self._conversation.draft)
         await self._show_messages()
@@ -157,28 +179,34 @@ class Chat(MainScreen):
         listed.show()
         side = self.query_one(SamplingPanel)
         side.sampling = self.sampling
+        last = self._messages[-1].figures if self._messages else {}
+        route = self._route if self._thread is not None else last.get("route") or ()
+        live = self.query_one(LiveLine)
+        side.route = live.route = route
         side.show()
+        live.show()
         transcript = self.query_one(Transcript)
         title = one_line(self._conversation.title) if self._conversation is not None else "new conversation"
         box = self.query_one(AskBox)
         box.border_title = "a new version of this question · esc keeps the old" if self._edited is not None else ""
+        names = ", ".join(one_line(file["name"]) for file in self._files)
+        box.border_subtitle = Content(f"with {names} · ^f removes" if names else "")
         transcript.border_title = title_of(self.app.theme, row(title))
-        last = self._messages[-1].figures if self._messages else {}
-        transcript.border_subtitle = title_of(self.app.theme, self._route_row(last))
-
-    def _route_row(self, figures: dict[str, Any]) -> Row:
-        """Route of the reply being received, else of the latest one."""
-        route = self._route if self._thread is not None else figures.get("route") or ()
-        return way_row(route, self.store.snapshot, self.store.peer_name)
+        way = way_row(route, self.store.snapshot, self.store.peer_name)
+        transcript.border_subtitle = title_of(self.app.theme, way)
 
     async def on_conversation_list_chosen(self, message: ConversationList.Chosen) -> None:
         """Open the chosen conversation."""
         await self._open(message.conversation)
 
     async def on_conversation_list_deleted(self, message: ConversationList.Deleted) -> None:
+        """Delete a conversation."""
+        await self._forget(message.conversation)
+
+    async def _forget(self, conversation: int) -> None:
         """Delete a conversation; if it is open, start a new one."""
-        self._kept.delete(message.conversation)
-        if self._conversation is not None and self._conversation.id == message.conversation:
+        self._kept.delete(conversation)
+        if self._conversation is not None and self._conversation.id == conversation:
             await self._open(None)
         self._show_sides()
 
@@ -187,25 +215,72 @@ class Chat(MainScreen):
         await self._open(None)
         self.query_one(AskBox).focus()
 
+    async def on_conversation_list_renamed(self, message: ConversationList.Renamed) -> None:
+        """Ask for another title."""
+        self._rename(message.conversation)
+
+    def _rename(self, conversation: int) -> None:
+        known = self._kept.get(conversation)
+        if known is None:
+            return
+
+        def named(title: str | None) -> None:
+            if title:
+                self._kept.rename(conversation, title)
+                if self._conversation is not None and self._conversation.id == conversation:
+                    self._conversation = self._kept.get(conversation)
+                self._show_sides()
+
+        self.app.push_screen(TextDialog("Rename this conversation", value=known.title), named)
+
     def action_list(self) -> None:
-        """Show the conversations in a dialog, for windows too narrow for the side column."""
+        """Search, open, rename or forget conversations in a dialog."""
         from ui.widgets.chat_side import ConversationPicker
 
-        async def chosen(conversation: int | None) -> None:
-            if conversation is not None:
+        async def chosen(choice: tuple[str, int] | None) -> None:
+            what, conversation = choice or ("", 0)
+            if what == "open":
                 await self._open(conversation)
+                self.query_one(AskBox).focus()
+            elif what == "rename":
+                self._rename(conversation)
+            elif what == "forget" and (known := self._kept.get(conversation)) is not None:
+                words = f"Forget the conversation “{one_line(known.title)}”?"
+                self.app.push_screen(Question(words, "Forget it"), partial(forgotten, conversation))
 
-        self.app.push_screen(ConversationPicker(self._kept.all()), chosen)
+        async def forgotten(conversation: int, sure: bool | None) -> None:
+            if sure:
+                await self._forget(conversation)
+
+        self.app.push_screen(ConversationPicker(self._kept.all), chosen)
+
+    def action_attach(self) -> None:
+        """Attach a text file to the next question, or remove the attached ones."""
+        if self._files:
+            self._files = []
+            self._show_sides()
+            return
+
+        def check(text: str, right: Callable[[], None], wrong: Callable[[str], None]) -> None:
+            try:
+                self._files = [read_text_file(Path(text).expanduser())]
+            except ValueError as error:
+                wrong(str(error))
+            else:
+                right()
+
+        words = "A text file to send with the question"
+        self.app.push_screen(TextDialog(words, hint="~/notes.txt", check=check), lambda _: self._show_sides())
 
     def action_export(self) -> None:
-        """Write the conversation to a Markdown file in the home folder."""
+        """Write the conversation to a Markdown file in the user's documents."""
         if self._conversation is None:
             return
         try:
-            path = export_to(self.dashboard.folder or Path.cwd(), self._conversation.title, self._messages)
+            path = export_to(export_folder(), self._conversation.title, self._messages)
             self.dashboard.say(f"conversation written to {path}")
         except OSError as error:
-            self.dashboard.complain(f"the conversation cannot be written: {error}")
+            self.dashboard.complain(f"the conversation cannot be written: {error.strerror or error}")
 
     # --- questions and replies ---------------------------------------------------------------------------------------
 
@@ -228,7 +303,8 @@ class Chat(MainScreen):
             self._messages = [message for message in self._messages if message.id < edited.id]
             await self.query_one(Transcript).show_messages(self._messages)
         parent = self._messages[-1].id if self._messages else None
-        question = self._kept.add(self._conversation.id, parent, "user", text)
+        files, self._files = self._files, []
+        question = self._kept.add(self._conversation.id, parent, "user", text, {"files": files} if files else None)
         self._messages.append(question)
         await self._request_reply(question)
 
@@ -236,7 +312,7 @@ class Chat(MainScreen):
         """Ask the node to reply to the last message, and show the reply as it arrives."""
         await self.query_one(Transcript).ask(question)
         self._asked = question
-        messages = [{"role": m.role, "content": m.content} for m in self._messages if m.content]
+        messages = [{"role": m.role, "content": _sent(m)} for m in self._messages if _sent(m)]
         door = self.dashboard.door
         if door is None:
             await self.query_one(Transcript).finish({}, "not connected to a node")
@@ -350,7 +426,7 @@ class Chat(MainScreen):
         if asked:
             if self._edited is None:
                 self._draft_before = self.query_one(AskBox).text
-            self._edited = asked[-1]
+            self._edited, self._files = asked[-1], files_of(asked[-1])
             self._type(asked[-1].content)
             self.query_one(AskBox).focus()
             self._show_sides()
@@ -358,7 +434,7 @@ class Chat(MainScreen):
 
     def action_keep_question(self) -> None:
         """End the edit and leave the question as it was."""
-        self._edited = None
+        self._edited, self._files = None, []
         self._type(self._draft_before)
         self._show_sides()
         self.refresh_bindings()
@@ -382,7 +458,7 @@ class Chat(MainScreen):
         """Copy the last reply to the terminal's clipboard."""
         last = next((m for m in reversed(self._messages) if m.role == "assistant"), None)
         if last is not None:
-            self.app.copy_to_clipboard(last.content)
+            self.app.copy_to_clipboard(split_thinking(last.content)[1] or last.content)
             self.dashboard.say("the reply is in the clipboard")
 
     def action_sampling(self) -> None:
@@ -401,3 +477,10 @@ class Chat(MainScreen):
             self._show_sides()
 
         self.app.push_screen(SamplingForm(self._sampling_here(), is_new=self._conversation is None), chosen)
+
+
+def _sent(message: Message) -> str:
+    """A message as the model gets it: a question with its files, a reply without its thinking."""
+    if message.role == "user":
+        return with_files(message.content, files_of(message))
+    return split_thinking(message.content)[1]

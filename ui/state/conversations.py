@@ -98,6 +98,11 @@ class Branch:
     is_shown: bool
 
 
+def files_of(message: Message) -> list[dict[str, str]]:
+    """The text files attached to a question, each with its name and text."""
+    return [file for file in message.figures.get("files") or () if isinstance(file, dict)]
+
+
 class Conversations:
     """All conversations of a home folder; without a folder they are kept in memory only."""
 
@@ -253,6 +258,12 @@ def as_markdown(title: str, messages: list[Message]) -> str:
         who = {"user": "You", "assistant": "The swarm"}.get(message.role, message.role)
         parts.append(f"**{who}** · {when}\n\n{message.content}")
     return "\n\n".join(parts) + "\n"
+
+
+def export_folder() -> Path:
+    """Folder for exported conversations: the user's documents, downloads or home, the first that exists."""
+    home = Path.home()
+    return next((place for place in (home / "Documents", home / "Downloads") if place.is_dir()), home)
 
 
 def export_to(folder: Path, title: str, messages: list[Message]) -> Path:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from textual.message import Message
@@ -77,22 +78,73 @@ def sampling_value(name: str, text: str) -> float | int | str | None:
     return value
 
 
+def split_thinking(text: str) -> tuple[str, str]:
+    """A model's thinking (`<think>…</think>` at the start of its reply) and the rest; the end may be missing so far.
+
+    Some chat templates write the opening tag into the prompt, so that a reply has only the closing one.
+    """
+    head, closed, rest = text.partition("</think>")
+    start = head.lstrip()
+    if closed:
+        return start.removeprefix("<think>").strip(), rest.lstrip()
+    if start.startswith("<think>"):
+        return start.removeprefix("<think>").strip(), ""
+    return "", text
+
+
+def with_files(text: str, files: Sequence[Mapping[str, str]]) -> str:
+    """A question with its attached text files before it, as the model gets it."""
+    parts = [f"File {file['name']}:\n```\n{file['text']}\n```" for file in files]
+    return "\n\n".join([*parts, text])
+
+
+MAX_FILE_BYTES = 200_000
+
+
+def read_text_file(path: Path) -> dict[str, str]:
+    """Read a file to attach; raises `ValueError` with a text for the user if it cannot be one."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        text = raw.decode("utf-8")
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder: name one file") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {(error.strerror or 'unknown error').lower()}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path.name} is not a text file in UTF-8") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise ValueError(f"{path.name} is larger than {MAX_FILE_BYTES // 1000} kB")
+    if "\0" in text:
+        raise ValueError(f"{path.name} is not a text file")
+    return {"name": path.name, "text": text}
+
+
 @dataclass
 class ReplyProgress:
     """Progress of a reply: tokens so far and when they arrived."""
 
     began_at: float
     tokens: int = 0
+    waiting: str = ""  # what the node says the reply waits for
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=400))
     speeds: deque[float | None] = field(default_factory=lambda: deque(maxlen=24))
 
     def take(self, piece: dict[str, Any], now: float) -> str:
         """Count a piece of the reply and return the text that it adds, without control characters."""
+        if "waiting" in piece:
+            said = piece["waiting"]
+            self.waiting = str(said.get("text", "") if isinstance(said, dict) else said)
         if "text" not in piece:
             return ""
         self.tokens += 1
+        self.waiting = ""
         self.arrivals.append(now)
         return without_controls(str(piece["text"]))
+
+    def silent_s(self, now: float) -> float:
+        """Seconds since the last token, or since the question was sent."""
+        return now - (self.arrivals[-1] if self.arrivals else self.began_at)
 
     def speed(self, now: float) -> float | None:
         """Tokens per second over the last 2 seconds; None before the second token."""

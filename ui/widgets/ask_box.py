@@ -1,8 +1,9 @@
-"""The input of the chat, and the line above it that shows the progress of the reply."""
+"""The input of the chat, and the line above it: the progress of the reply, or who can read the chat."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from textual import events
 from textual.binding import Binding, BindingType
@@ -10,8 +11,8 @@ from textual.message import Message as TextualMessage
 from textual.widgets import TextArea
 
 from ui.draw.bars import spark
-from ui.draw.reply import live_row, prompt_of
-from ui.draw.rows import Row
+from ui.draw.reply import live_row, prompt_of, readers_words
+from ui.draw.rows import Row, row
 from ui.state.reply_stream import ReplyProgress
 from ui.widgets.panel import RowWidget
 
@@ -44,13 +45,16 @@ class AskBox(TextArea):
 
 
 class LiveLine(RowWidget):
-    """Progress of the reply being received."""
+    """Progress of the reply being received; while there is none, who can read the chat."""
 
     progress: ReplyProgress | None = None
+    route: Sequence[Mapping[str, Any]] = ()  # of the latest reply
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line while a reply is received, else none."""
+        """One line: the progress of a reply, else who can read the chat."""
+        known = self.store.snapshot
         if self.progress is None:
-            return []
-        now = self.store.now()
-        return [live_row(self.progress, prompt_of(self.store.snapshot), now, spark(list(self.progress.speeds), 12))]
+            return [row(" ", (readers_words(self.route, known, self.store.peer_name), "dim"))]
+        now, cover = self.store.now(), self.store.cover()
+        holes = cover.holes if cover is not None else ()
+        return [live_row(self.progress, prompt_of(known), now, spark(list(self.progress.speeds), 12), holes)]

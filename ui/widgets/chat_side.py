@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import events
 from textual.app import ComposeResult
@@ -17,22 +18,25 @@ from textual.widgets.option_list import Option
 from app.core.terminal_text import one_line
 from ui.draw.node import now_ms
 from ui.draw.numbers import count, day_or_time
+from ui.draw.reply import readers_words
 from ui.draw.rows import Row, cell, row, wrap
 from ui.state.conversations import Branch, Conversation
 from ui.state.reply_stream import BOUNDS, Sampling, sampling_value
 from ui.state.store import Store
-from ui.widgets.dialogs import Dialog, Question
+from ui.widgets.dialogs import Dialog, Question, key_line
 from ui.widgets.panel import Panel
 
 
 class ConversationList(Panel):
     """The conversations, the most recently used first."""
 
-    HELP = "Kept in the home folder, readable by you alone. Enter opens one, delete forgets it."
+    HELP = "Kept in the home folder, readable by you alone. ⏎ opens one, r renames it, / searches, delete forgets it."
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "move(-1)", show=False),
         Binding("down", "move(1)", show=False),
         Binding("enter", "open", "open", show=False),
+        Binding("r", "rename", "rename"),
+        Binding("slash", "screen.list", "search", key_display="/"),
         Binding("delete,backspace", "forget", "forget", show=False),
     ]
 
@@ -42,6 +46,9 @@ class ConversationList(Panel):
         def __init__(self, conversation: int) -> None:
             super().__init__()
             self.conversation = conversation
+
+    class Renamed(Chosen):
+        """The user wants to give a conversation another title."""
 
     class Deleted(Chosen):
         """The user has confirmed that a conversation is to be deleted."""
@@ -87,6 +94,11 @@ class ConversationList(Panel):
         if self.conversations:
             self.post_message(self.Chosen(self.conversations[self._cursor].id))
 
+    def action_rename(self) -> None:
+        """Rename the conversation under the cursor."""
+        if self.conversations:
+            self.post_message(self.Renamed(self.conversations[self._cursor].id))
+
     def action_forget(self) -> None:
         """Delete the conversation under the cursor, after confirmation."""
         if not self.conversations:
@@ -109,10 +121,11 @@ class ConversationList(Panel):
 
 
 class SamplingPanel(Panel):
-    """The sampling settings, the model, and a reminder that hops can read the chat."""
+    """The sampling settings, the model, and who can read the chat."""
 
     HELP = "Change these with ^s. Hops of the route can read the chat: use a private swarm for private chats."
     sampling = Sampling()
+    route: Sequence[Mapping[str, Any]] = ()  # of the latest reply
 
     def title(self) -> Row:
         """A fixed title."""
@@ -124,37 +137,75 @@ class SamplingPanel(Panel):
         known = self.store.snapshot
         facts = [
             ("model", one_line(known.model) if known is not None and known.model else "—"),
+            ("context", f"{count(known.context_length)} tokens" if known is not None and known.context_length else "—"),
             ("temp", f"{s.temperature:g}"),
             ("top-p", f"{s.top_p:g}"),
             ("max", f"{count(s.max_tokens)} tokens"),
             ("seed", "random" if s.seed is None else str(s.seed)),
             ("API", f"{known.api_url.removeprefix('http://')}" if known is not None else "—"),
         ]
-        rows = [row((name.ljust(7), "dim"), cell(value, max(1, width - 7))) for name, value in facts]
-        private = known is not None and known.private
-        words = "Members that host a hop can read this chat." if private else "Hops can read this chat."
-        return [*rows, [], *wrap(words, width, "dim")][:height]
+        rows = [row((name.ljust(8), "dim"), cell(value, max(1, width - 8))) for name, value in facts]
+        return [*rows, [], *wrap(readers_words(self.route, known, self.store.peer_name), width, "dim")][:height]
 
 
-class ConversationPicker(Dialog[int | None]):
-    """Dialog that lists the conversations; returns the id of the chosen one, or None."""
+class ConversationPicker(Dialog[tuple[str, int] | None]):
+    """Dialog that searches the conversations; returns `open`, `rename` or `forget` and the id of the chosen one."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "back")]
+    AUTO_FOCUS = "Input"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "cancel", "back"),
+        Binding("up", "move(-1)", show=False),
+        Binding("down", "move(1)", show=False),
+        Binding("f2", "choose('rename')", "rename"),
+        Binding("f8", "choose('forget')", "forget"),
+    ]
 
-    def __init__(self, conversations: list[Conversation]) -> None:
+    def __init__(self, search: Callable[[str], list[Conversation]]) -> None:
         super().__init__()
-        self._conversations = conversations
+        self._search = search
 
     def compose(self) -> ComposeResult:
-        """One option for each conversation."""
-        with Vertical(classes="dialog") as box:
+        """A field to search in titles and messages, and the conversations."""
+        with Vertical(classes="dialog", id="talks") as box:
             box.border_title = "conversations"
-            options = [Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in self._conversations]
-            yield OptionList(*options) if options else Static("None yet.")
+            yield Input(placeholder="search titles and messages", compact=True)
+            yield OptionList()
+            yield Static(key_line(("⏎", "open"), ("f2", "rename"), ("f8", "forget"), ("esc", "back")))
+
+    def on_mount(self) -> None:
+        """List all."""
+        self.query_one(OptionList).can_focus = False
+        self._show("")
+
+    def _show(self, wanted: str) -> None:
+        found = self.query_one(OptionList)
+        found.clear_options()
+        found.add_options(Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in self._search(wanted))
+        found.highlighted = 0 if found.option_count else None
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Search while typing."""
+        self._show(event.value.strip())
+
+    def on_input_submitted(self) -> None:
+        """Open the highlighted conversation."""
+        self.action_choose("open")
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Close with the chosen conversation."""
-        self.close(int(event.option_id or 0))
+        """Open the clicked conversation."""
+        self.action_choose("open")
+
+    def action_choose(self, what: str) -> None:
+        """Close with the highlighted conversation."""
+        found = self.query_one(OptionList)
+        if found.highlighted is not None:
+            self.close((what, int(found.get_option_at_index(found.highlighted).id or 0)))
+
+    def action_move(self, rows: int) -> None:
+        """Move the highlight while the field keeps the focus."""
+        found = self.query_one(OptionList)
+        if found.option_count:
+            found.highlighted = max(0, min(found.option_count - 1, (found.highlighted or 0) + rows))
 
     def action_cancel(self) -> None:
         """Close without a choice."""

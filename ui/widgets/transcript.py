@@ -8,13 +8,31 @@ from typing import Any
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widget import Widget
-from textual.widgets import Markdown, Static
+from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
+from ui.draw.numbers import plural
 from ui.draw.reply import done_words, recovery_words
-from ui.state.conversations import Message
+from ui.state.conversations import Message, files_of
+from ui.state.reply_stream import split_thinking
 
 _EMPTY = "Ask something. Every hop of the route can read your words; only embedding, head and sampling run here."
+
+
+class Thought(Collapsible):
+    """A model's thinking, folded; a click or enter opens it."""
+
+    def __init__(self, text: str = "") -> None:
+        self._body = Static(Content(text))
+        super().__init__(self._body, title=self._words(text), classes="thought")
+
+    def show(self, text: str) -> None:
+        """Replace the text."""
+        self.title = self._words(text)
+        self._body.update(Content(text))
+
+    def _words(self, text: str) -> str:
+        return f"thinking · {plural(len(text.split()), 'word')}"
 
 
 class Transcript(VerticalScroll, can_focus=True):
@@ -30,6 +48,9 @@ class Transcript(VerticalScroll, can_focus=True):
         super().__init__(id=id)
         self._stream: MarkdownStream | None = None
         self._reply: Markdown | None = None
+        self._thought: Thought | None = None
+        self._text = ""  # of the reply so far
+        self._written = ""  # the part of it that is in `_reply`
 
     async def show_messages(self, messages: list[Message]) -> None:
         """Replace the transcript by these messages."""
@@ -47,15 +68,32 @@ class Transcript(VerticalScroll, can_focus=True):
         self._reply = Markdown("", classes="say", open_links=False)
         await self.mount(self._reply)
         self._stream = Markdown.get_stream(self._reply)
+        self._thought, self._text, self._written = None, "", ""
         self._follow()
 
     async def add(self, text: str) -> None:
         """Append text to the reply."""
-        if self._stream is not None and text:
-            at_end = self._is_at_end
-            await self._stream.write(text)
-            if at_end:
-                self._follow()
+        if self._stream is None or self._reply is None or not text:
+            return
+        at_end = self._is_at_end
+        self._text += text
+        thought, rest = split_thinking(self._text)
+        if thought and self._thought is None:
+            self._thought = Thought()
+            await self.mount(self._thought, before=self._reply)
+        if self._thought is not None:
+            self._thought.show(thought)
+        if "<think>".startswith(rest.lstrip()):
+            rest = ""  # it may become the tag
+        if rest.startswith(self._written):
+            await self._stream.write(rest[len(self._written) :])
+        else:  # what was taken for the reply was thinking: its opening tag was in the prompt
+            await self._stream.stop()
+            await self._reply.update(rest)
+            self._stream = Markdown.get_stream(self._reply)
+        self._written = rest
+        if at_end:
+            self._follow()
 
     async def note(self, text: str, kind: str = "warning") -> None:
         """Append a line about the reply; `kind` is its CSS class (warning, figures or error)."""
@@ -94,8 +132,11 @@ class Transcript(VerticalScroll, can_focus=True):
             words = Content.assemble(
                 ("you", "bold $mine"), (f" {when}  {_version_words(message)}", "$dim"), message.content
             )
+            words += Content.styled("".join(f"\n  + {file['name']}" for file in files_of(message)), "$dim")
             return [Static(words, classes="ask")]
-        parts: list[Widget] = [Markdown(message.content, classes="say", open_links=False)]
+        thought, content = split_thinking(message.content)
+        parts: list[Widget] = [Thought(thought)] if thought else []
+        parts.append(Markdown(content, classes="say", open_links=False))
         for text, kind in (
             (recovery_words(message.figures), "warning"),
             (_version_words(message) + (done_words(message.figures) if message.figures else ""), "figures"),
