@@ -239,7 +239,7 @@ def why(app: NodeApp) -> None:
 
 def _rule(enabled: bool, available: bool, text: str) -> str:
     if not available:
-        return "this machine has no such sensor"
+        return f"not available: {text or 'no such sensor'}"
     return text or ("on" if enabled else "off")
 
 
@@ -283,6 +283,34 @@ def help_for(app: NodeApp) -> None:
     app.push_screen(Help(title.plain if title else "", "\n\n".join(part for part in about if part), keys))
 
 
+_CHAT = (  # actions of the chat's keys, for the palette
+    ("new", "new conversation", "Begin afresh"),
+    ("list", "conversations", "Search, open, rename, forget"),
+    ("again", "another reply", "Ask the last question again"),
+    ("edit", "edit the question", "As a new version; the old one stays"),
+    ("branches", "versions", "Go back to another version"),
+    ("attach", "attach a text file", "It is sent with the next question"),
+    ("copy", "copy the reply", "To the clipboard"),
+    ("export", "export", "As a Markdown file"),
+    ("sampling", "sampling", "Temperature, system prompt and more"),
+)
+
+
+async def _in_chat(app: NodeApp, action: str) -> None:
+    """Go to the chat and do what one of its keys does, if that works now."""
+    await app.action_go("chat")
+    await app.screen.run_action(action)
+
+
+async def _edit_setting(app: NodeApp, name: str) -> None:
+    """Go to the settings and open the field of one."""
+    from ui.screens.settings import SettingsScreen
+
+    await app.action_go("settings")
+    if isinstance(app.screen, SettingsScreen):
+        app.screen.edit(name)
+
+
 def commands(app: NodeApp) -> Iterable[SystemCommand]:
     """Entries of the command palette that make sense in the current state."""
     from ui.screens.frame import TABS
@@ -311,6 +339,10 @@ def commands(app: NodeApp) -> Iterable[SystemCommand]:
         yield SystemCommand("Create a swarm", "From a model on the node's machine", lambda: create(app))
         yield SystemCommand("Memory cap", "How much memory hosting may take", lambda: cap(app, 0))
         yield SystemCommand("Unban a peer", "Speak again with one that you banned", lambda: _unban(app))
+    for action, title, words in _CHAT:
+        yield SystemCommand(f"Chat: {title}", words, lambda action=action: _in_chat(app, action))
+    for name, words in app.store.settings:
+        yield SystemCommand(f"Setting: {name}", words, lambda name=name: _edit_setting(app, name))
     if allowed(app, "stop_node"):
         both = "Stop the node and leave"
         yield SystemCommand(both, "Drain and stop it; the dashboard closes too", lambda: stop_node(app, leave=True))

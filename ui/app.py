@@ -64,7 +64,8 @@ class Dashboard(NodeApp):
         Binding("z", "zoom", "zoom"),
         Binding("ctrl+o", "jump", "jump", key_display="^o"),
         Binding("ctrl+t", "next_theme", "theme", show=False),
-        Binding("question_mark,f1", "help", "help", key_display="?"),
+        Binding("question_mark", "help", "help", key_display="?"),
+        Binding("f1", "help", "help", show=False),
         Binding("q", "leave", "quit"),
     ]
 
@@ -126,6 +127,8 @@ class Dashboard(NodeApp):
             case ConnectionState() as link:
                 self._latest = None
                 self.store.connected(link)
+                if link.kind == "live":
+                    self.ask_settings(None, self._settings_listed, lambda text: None)
                 self.show_now()  # at once and completely: no figure of a lost node may stay on the screen
                 return
             case RawSnapshot() as raw:
@@ -133,6 +136,9 @@ class Dashboard(NodeApp):
             case EventNote() as note:
                 self.store.note(note.data)
         self.show_soon()
+
+    def _settings_listed(self, answer: Any) -> None:
+        self.store.settings = tuple((str(entry["name"]), str(entry.get("help", ""))) for entry in answer)
 
     def show_soon(self) -> None:
         """Schedule a repaint, so that two of them are at least `APART_S` apart."""

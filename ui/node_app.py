@@ -15,6 +15,7 @@ from app.api.client import Client
 from app.core.errors import AppError
 from app.snapshot.codec import offer_from
 from app.snapshot.views import OfferView
+from ui.draw.rows import tidy
 from ui.state.follower import NodeConnector
 from ui.state.store import Store
 
@@ -139,7 +140,7 @@ class NodeApp(App[None]):
 
     def complain(self, text: str) -> None:
         """Show an error for 12 seconds."""
-        self.notify(text, severity="error", timeout=12, markup=False)
+        self.notify(tidy(text), severity="error", timeout=12, markup=False)
 
     def say(self, text: str) -> None:
         """Confirm an action for 4 seconds."""

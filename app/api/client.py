@@ -185,7 +185,8 @@ class Client:
     def _unreachable(self, error: Exception) -> AppError:
         if isinstance(error, TimeoutError):
             return NotRunning(f"the node at {self.url} did not answer in time: look at its log")
-        return NotRunning(f"the node at {self.url} cannot be reached ({error or type(error).__name__}): is it running?")
+        why = error.strerror if isinstance(error, OSError) and error.strerror else "the connection broke"
+        return NotRunning(f"the node at {self.url} cannot be reached ({why.lower()}): is it running?")
 
 
 def client_of(home_folder: Path) -> Client:

@@ -66,7 +66,7 @@ class Sensors:
             except Unavailable as error:
                 self.troubles[name] = str(error)
             except Exception as error:  # sensors raise different errors on every system
-                self._record_trouble(name, f"its sensor failed: {type(error).__name__}: {error}")
+                self._record_trouble(name, f"its sensor failed: {error}")
         if deadline.cancelled_caught:
             self._record_trouble(name, f"its sensor did not answer within {TIMEOUT_S:.0f} s")
 

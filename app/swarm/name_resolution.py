@@ -40,7 +40,7 @@ class Resolution:
             return self.candidates[0].record
         if not self.candidates:
             raise UnknownSwarm(
-                f"no reachable peer knows the swarm {self.wanted}: "
+                f"no reachable peer knows the swarm {_shown(self.wanted)}: "
                 "check the name, or ask a member for an invite (`shoal invite`)"
             )
         hashes = tuple(candidate.record.model_hash for candidate in self.candidates)
@@ -51,7 +51,12 @@ class Resolution:
         ]
         more = len(self.candidates) - len(shown)
         tail = f", and {more} more" if more else ""
-        raise NameConflict(f"several swarms are called {self.wanted}; join one of: {', '.join(shown)}{tail}")
+        raise NameConflict(f"several swarms are called {_shown(self.wanted)}; join one of: {', '.join(shown)}{tail}")
+
+
+def _shown(wanted: SwarmName) -> str:
+    """A name as a person reads it: with 8 digits of its pin."""
+    return wanted.name if wanted.pin is None else f"{wanted.name}#{wanted.pin[:8]}"
 
 
 def resolve(wanted: SwarmName, records_by_peer: Mapping[str, Iterable[SwarmRecord]]) -> Resolution:

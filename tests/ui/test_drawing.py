@@ -20,9 +20,10 @@ from ui.draw.route import route_rows, sentence, title_row
 from ui.draw.rows import cell, fit, shorten, text_of, width_of, wrap
 from ui.draw.state_line import pill, state_row
 from ui.screens.invite import qr_rows
+from ui.screens.logs import log_rows
 from ui.screens.settings import SettingView, value_text
 from ui.state.coverage import coverage_of
-from ui.state.store import ConnectionState
+from ui.state.store import ConnectionState, LogRow
 
 NAMES = {peer.peer: peer.name for peer in PEERS}
 
@@ -206,6 +207,19 @@ def test_own_sessions_count_what_was_written_and_not_the_prompt() -> None:
 def test_a_step_that_is_done_but_not_over_names_no_time_left() -> None:
     step = StepView("load", "load", "running", "", 30, 30, 0.0)
     assert "left" not in text_of(step_rows((step,), 80)[0])
+
+
+def test_a_long_entry_of_the_log_is_shown_whole() -> None:
+    words = " ".join(f"word{number}" for number in range(60))
+    rows = log_rows(LogRow(0, "info", "shoal.node", words), 60, "word33")
+    assert len(rows) > 5
+    assert all(width_of(line) <= 60 for line in rows)
+    assert words in " ".join(" ".join(text_of(line) for line in rows).split())
+    assert any(text == "word33" and "mine" in style for line in rows for text, style in line)
+    wide = log_rows(LogRow(0, "info", "x", "鳥" * 100), 40)
+    assert all(width_of(line) <= 40 for line in wide)
+    assert sum(text_of(line).count("鳥") for line in wide) == 100
+    assert len(log_rows(LogRow(0, "info", "x", words), 10)) == 1  # too narrow to wrap
 
 
 def test_more_sessions_than_rows_are_counted() -> None:

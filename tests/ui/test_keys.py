@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 from textual import events
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from app.core.errors import AppError
 from app.core.reasons import Reason
@@ -143,6 +144,25 @@ def test_a_pause_that_takes_nothing_away_is_not_asked_about() -> None:
         app.store.take(replace(HEALTHY, active_sessions=()))
         await pilot.press("p")
         await until(app, pilot, lambda: node.asked == ["/api/pause"])
+
+    driven(node, drive)
+
+
+def test_the_palette_knows_the_chats_actions_and_settings_by_name() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.settings = (("pause_busy", "Pause while others use it."), ("max_vram", "Most memory."))
+        await pilot.press("ctrl+p", *"setting: max")
+        await until(app, pilot, lambda: "Setting: max_vram" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "⏎ save" in text_of_screen(app) and app.screen.focused is not None)
+        field = app.screen.query_one("#value", Input)
+        await until(app, pilot, lambda: field.has_focus and field.value == str(7 * GB))
+        await pilot.press("escape", "ctrl+p", *"chat: sampling")
+        await until(app, pilot, lambda: "Chat: sampling" in text_of_screen(app))
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "repetition penalty" in text_of_screen(app))
 
     driven(node, drive)
 

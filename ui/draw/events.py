@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from app.core.terminal_text import one_line
 from ui.draw.numbers import time_of_day
-from ui.draw.rows import Row, row
+from ui.draw.rows import Row, row, tidy
 from ui.state.store import Event
 
 _PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
@@ -24,5 +24,5 @@ _SIGNS = {
 def happening_row(event: Event, name_of: Callable[[str], str]) -> Row:
     """Row of one event: time, sign of its kind, and text with peer ids replaced by names."""
     sign, style = _SIGNS.get(event.kind, ("·", "dim"))
-    text = _PEER_ID.sub(lambda found: name_of(found.group()), event.text)
+    text = tidy(_PEER_ID.sub(lambda found: name_of(found.group()), event.text))
     return row((time_of_day(event.at_ms), "dim"), " ", (sign, style), " ", one_line(text))

@@ -9,7 +9,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.views import CourtesyView, DeviceView, Snapshot, StepView
 from ui.draw.bars import Samples, bar, spark
 from ui.draw.numbers import clock, count, duration, gigabytes, many, milliseconds, plural, rate, size
-from ui.draw.rows import UNKNOWN, Row, cell, fit, row, width_of, wrap
+from ui.draw.rows import UNKNOWN, Row, cell, fit, row, tidy, width_of, wrap
 
 _LABEL = 8
 RULES = {
@@ -269,7 +269,8 @@ def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
         if step.seconds_left is not None and step.state == "running" and step.done != step.total:
             line += row((f" · {duration(step.seconds_left)} left", "dim"))
         if step.detail:
-            line += row((f" {one_line(step.detail)}", "error" if step.state == "failed" else "dim"))
+            detail = tidy(one_line(step.detail))
+            line += row((f" {detail}", "error" if step.state == "failed" else "dim"))
         rows.append(fit(line, width))
     return rows
 

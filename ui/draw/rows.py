@@ -6,13 +6,17 @@ peers, models and files must pass through `one_line` first, which removes contro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from itertools import accumulate
 
 from rich.cells import cell_len, set_cell_size
 
 Span = tuple[str, str]
 Row = list[Span]
 UNKNOWN = "—"
+_HASH = re.compile(r"(?<![0-9A-Za-z])(?=[0-9]*[a-f])[0-9a-f]{13,}(?![0-9A-Za-z])")
+_PROGRAMMERS = re.compile(r"\[Errno -?\d+\] |\b[A-Z][A-Za-z]+(?:Error|Exception|Failure): |\btorch\.(?=\w)")
 
 
 def span(text: object, style: str = "") -> Span:
@@ -23,6 +27,11 @@ def span(text: object, style: str = "") -> Span:
 def row(*parts: Span | str) -> Row:
     """A row from spans and unstyled texts."""
     return [part if isinstance(part, tuple) else (part, "") for part in parts]
+
+
+def tidy(text: str) -> str:
+    """A text of the node without what only programmers read: long hashes, error numbers and names of classes."""
+    return _PROGRAMMERS.sub("", _HASH.sub(lambda found: found.group()[:8], text))
 
 
 def width_of(line: Iterable[Span]) -> int:
@@ -60,6 +69,25 @@ def fit(line: Row, width: int) -> Row:
         fitted.append((text, style))
         room -= size
     return fitted
+
+
+def cut(line: Row, width: int) -> tuple[Row, Row]:
+    """The row in two parts, the first of at most `width` cells; it is cut after a space if one is near."""
+    text = text_of(line)
+    ends = accumulate(cell_len(character) for character in text)
+    end = next((index for index, cells in enumerate(ends) if cells > width), None)
+    if end is None:
+        return line, []
+    space = text.rfind(" ", end - width // 3, end)
+    end = space + 1 if space > 0 else end
+    first: Row = []
+    for index, (part, style) in enumerate(line):
+        if len(part) >= end:
+            rest = [(part[end:], style), *line[index + 1 :]]
+            return [*first, (part[:end], style)], rest
+        first.append((part, style))
+        end -= len(part)
+    return first, []
 
 
 def spread(left: Row, right: Row, width: int) -> Row:

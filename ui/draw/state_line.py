@@ -7,7 +7,7 @@ from math import ceil
 from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot, StepView
 from ui.draw.numbers import duration, plural
-from ui.draw.rows import Row, row
+from ui.draw.rows import Row, row, tidy
 from ui.state.store import ConnectionState
 
 _SIGNS = {
@@ -73,8 +73,15 @@ def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
         return one_line(link.text)
     if snapshot is None:
         return "waiting for the first snapshot"
+    if _is_without_swarm(snapshot):
+        return "Not in a swarm. Press j to join, c to create"
     words = snapshot.why.text if snapshot.why is not None else snapshot.reason
-    return one_line(words) or _REASONS[snapshot.state]
+    return tidy(one_line(words)) or _REASONS[snapshot.state]
+
+
+def _is_without_swarm(snapshot: Snapshot) -> bool:
+    """True if the reason is that the node is in no swarm, which the dashboard's own keys change."""
+    return snapshot.swarm is None and snapshot.why is not None and snapshot.why.code == "no_swarm"
 
 
 def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
@@ -85,7 +92,7 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
         line.append((f" · {link.next_step}", "secondary"))
     if snapshot is None or link.kind != "live":
         return line
-    if snapshot.why is not None and snapshot.why.next_step:
+    if snapshot.why is not None and snapshot.why.next_step and not _is_without_swarm(snapshot):
         line.append((f" · {one_line(snapshot.why.next_step)}", "secondary"))
     extra = []
     if snapshot.sessions:

@@ -69,6 +69,7 @@ class Chat(MainScreen):
         Binding("ctrl+s", "sampling", "sampling", key_display="^s", priority=True),
         Binding("ctrl+b", "branches", "versions", key_display="^b", priority=True),
         Binding("ctrl+f", "attach", "file", key_display="^f", priority=True),
+        Binding("f1", "app.help", "help", key_display="F1"),
         Binding("ctrl+x", "export", "export", show=False, priority=True),
     ]
 

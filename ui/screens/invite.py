@@ -106,7 +106,7 @@ class GuestPanel(RowWidget):
         rows = self.guests.rows(known)
         refused = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
         rows += [row(("×", "error"), f" {one_line(refused[-1].text)}")] if refused else []
-        return (rows or [row(("Nobody has joined since you opened this.", "dim"))])[-height:]
+        return (rows or [row(("No one has joined with it yet.", "dim"))])[-height:]
 
 
 class InviteScreen(Dialog[None]):

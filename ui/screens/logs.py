@@ -12,7 +12,7 @@ from textual.widgets import Input
 
 from app.core.terminal_text import one_line
 from ui.draw.numbers import plural, time_of_day
-from ui.draw.rows import Row, row
+from ui.draw.rows import Row, cut, row, width_of
 from ui.screens.frame import MainScreen
 from ui.state.store import LogRow, Store
 from ui.widgets.following_list import FollowingList
@@ -20,6 +20,7 @@ from ui.widgets.following_list import FollowingList
 LEVELS = ("debug", "info", "warning", "error")
 _STYLES = {"warning": "warning", "error": "error", "critical": "error", "debug": "dim"}
 _POLL_S = 1.0
+_INDENT = 9  # of the further rows of an entry: under its level
 
 
 def log_row(kept: LogRow, wanted: str = "") -> Row:
@@ -35,6 +36,18 @@ def log_row(kept: LogRow, wanted: str = "") -> Row:
         return [*line, (text, style)]
     end = at + len(wanted)
     return [*line, (text[:at], style), (text[at:end], "b background on mine"), (text[end:], style)]
+
+
+def log_rows(kept: LogRow, width: int, wanted: str = "") -> list[Row]:
+    """One entry of the log in rows of at most `width` cells, the further ones indented."""
+    line = log_row(kept, wanted)
+    rows: list[Row] = []
+    indent: Row = [(" " * _INDENT, "")]
+    while width_of(line) > width > 2 * _INDENT:
+        head, line = cut(line, width)
+        rows.append(head)
+        line = [*indent, *line]
+    return [*rows, line]
 
 
 def matching(rows: Iterable[LogRow], level: str, wanted: str) -> list[LogRow]:
@@ -67,8 +80,8 @@ class LogList(FollowingList):
         self._found = 0
 
     def key(self) -> object:
-        """Number of rows, level and search: the list is rebuilt when one of them changes."""
-        return (self.store.logs_seen, self.level, self.wanted)
+        """Number of rows, level, search and width: the list is rebuilt when one of them changes."""
+        return (self.store.logs_seen, self.level, self.wanted, self.size.width)
 
     def lines(self) -> list[Row]:
         """The rows that match, or a line that says that none do."""
@@ -76,7 +89,7 @@ class LogList(FollowingList):
         self._found = len(found)
         if not found:
             return [row(("Nothing of this level yet." if not self.wanted else "Nothing matches.", "dim"))]
-        return [log_row(kept, self.wanted) for kept in found]
+        return [line for kept in found for line in log_rows(kept, self.size.width, self.wanted)]
 
     def title(self) -> Row:
         """Number of rows, and the lowest level shown."""

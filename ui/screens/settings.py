@@ -223,6 +223,7 @@ class SettingsScreen(MainScreen):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
+        self._wanted = ""  # to be edited once the settings have arrived
         self._loaded_for = ""  # connection and process that the settings are of
 
     def body(self) -> Iterable[Widget]:
@@ -244,6 +245,15 @@ class SettingsScreen(MainScreen):
             self._loaded_for = key
             self.load()
 
+    def edit(self, name: str) -> None:
+        """Open the field of a setting, once the settings have arrived."""
+        listed = self.query_one(SettingsList)
+        self._wanted = "" if listed.settings else name
+        at = next((index for index, setting in enumerate(listed.settings) if setting.name == name), None)
+        if at is not None:
+            listed.action_move(at - listed.cursor)
+            listed.action_change()
+
     def load(self) -> None:
         """Ask the node for its settings; while it is away, read its file."""
         if self.dashboard.door is not None:
@@ -257,6 +267,8 @@ class SettingsScreen(MainScreen):
         listed.cursor = max(0, min(listed.cursor, len(listed.settings) - 1))
         listed.show()
         self.query_one(SettingHelp).show()
+        if self._wanted:
+            self.edit(self._wanted)
 
     def _failed(self, text: str) -> None:
         listed = self.query_one(SettingsList)

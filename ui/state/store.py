@@ -79,6 +79,7 @@ class Store:
         self.changes: dict[str, PeerChange] = {}
         self.logs: deque[LogRow] = deque(maxlen=KEPT_ROWS)
         self.logs_seen = 0
+        self.settings: tuple[tuple[str, str], ...] = ()  # name and help of each of the node's settings
         self.version = 0
         self._seen_notes: deque[tuple[int, int]] = deque(maxlen=KEPT_NOTES)
         self._coverage_cache: tuple[Snapshot | None, Coverage | None] = (None, None)
