@@ -59,11 +59,9 @@ def reasons_in(path: Path) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "because":
             for argument in node.args[1:2]:
-                yield from ((part.lineno, part.value) for part in ast.walk(argument) if _is_text(part))
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+                for part in ast.walk(argument):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.lineno, part.value
 
 
 def test_the_patterns_find_what_they_are_for() -> None:

@@ -262,7 +262,11 @@ class ActiveSwarm:
         return self._context.manifests.source(self.swarm.model_hash)
 
     def _on_change(self, change: Change) -> None:
-        if text := describe(change):
+        before = None if change.before is None else change.before.announcement
+        grows_on = change.kind == "moved" and before is not None and before.growing is not None
+        if grows_on and change.member.announcement.growing is not None:
+            self._context.changed()  # its blocks load one by one: the first and the last are events
+        elif text := describe(change):
             self._context.note("peer", text)
         else:
             self._context.changed()

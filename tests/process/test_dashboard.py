@@ -81,7 +81,11 @@ def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HomeConnec
 
 
 @pytest.mark.timeout(400)
-def test_from_the_first_run_to_leaving(door: HomeConnector, two_nodes: Pond, tmp_path: Path) -> None:
+def test_from_the_first_run_to_leaving(
+    door: HomeConnector, two_nodes: Pond, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "user").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
     inherited = os.open(tmp_path / "inherited", os.O_RDWR | os.O_CREAT)
     os.set_inheritable(inherited, True)
 
@@ -131,7 +135,8 @@ async def _chat(app: Dashboard, pilot: Pilot[None]) -> None:
     assert (reply.figures["finish_reason"], len(reply.figures["token_ids"])) == ("length", 16)
     assert not reply.figures.get("error")
     await pilot.pause()
-    assert "16 tokens · first after" in text_of_screen(app)
+    assert " s · 16 tokens · " in text_of_screen(app)
+    assert "read " in text_of_screen(app)
     await pilot.press("escape", "escape", "2")
     await until(pilot, lambda: "peers  2" in text_of_screen(app), "both peers are shown")
     assert "you 2:6" in text_of_screen(app)
@@ -169,11 +174,14 @@ async def _second_thoughts(app: Dashboard, pilot: Pilot[None]) -> None:
     box = chat.query_one(AskBox)
     await until(pilot, lambda: box.text == "more", "the question is in the input")
     await pilot.press(*" fish", "enter")
-    await until(pilot, lambda: len(chat._messages) == 4, "the edited question is answered")
-    assert chat._messages[2].content == "more fish"
+
+    def is_answered() -> bool:
+        return len(chat._messages) == 4 and chat._messages[2].content == "more fish"
+
+    await until(pilot, is_answered, "the edited question is answered")
+    assert len(chat._kept.branches(1)) == 3  # the first reply, the second, and the edited question
     await pilot.press("ctrl+x", "ctrl+x")
-    assert app.folder is not None
-    first, second = sorted(app.folder.glob("*.md"))
+    first, second = sorted(Path.home().glob("*.md"))
     assert first.read_text() == second.read_text()
     assert "more fish" in first.read_text()
     await pilot.press("escape", "escape")

@@ -23,7 +23,7 @@ from ui.draw.reply import done_words, live_row, lost_hops, prompt_of, readers_wo
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
 from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
-from ui.state.follower import EventNote, Follower, Heard, RawSnapshot
+from ui.state.follower import START_AGAIN, EventNote, Follower, Heard, RawSnapshot
 from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value, split_thinking
 from ui.state.store import GLOW_S, ConnectionState, LogRow, Store
 
@@ -143,7 +143,8 @@ def test_the_follower_tells_that_the_node_is_away_and_finds_it_again() -> None:
     assert [type(item) for item in told] == [ConnectionState, ConnectionState, EventNote, RawSnapshot, ConnectionState]
     links = [item for item in told if isinstance(item, ConnectionState)]
     assert [link.kind for link in links] == ["away", "live", "away"]
-    assert (links[0].text, links[2].text) == ("no node runs", "the node has ended")
+    assert (links[0].text, links[2].text) == ("no node runs here", "the node has ended")
+    assert [link.next_step for link in links] == [START_AGAIN, "", START_AGAIN]
 
 
 # --- conversations ---------------------------------------------------------------------------------------------------

@@ -21,8 +21,13 @@ _SIGNS = {
 }
 
 
+def with_names(text: str, name_of: Callable[[str], str]) -> str:
+    """A text with peer ids replaced by the names of the peers."""
+    return _PEER_ID.sub(lambda found: name_of(found.group()), text)
+
+
 def happening_row(event: Event, name_of: Callable[[str], str]) -> Row:
     """Row of one event: time, sign of its kind, and text with peer ids replaced by names."""
     sign, style = _SIGNS.get(event.kind, ("·", "dim"))
-    text = tidy(_PEER_ID.sub(lambda found: name_of(found.group()), event.text))
+    text = tidy(with_names(event.text, name_of))
     return row((time_of_day(event.at_ms), "dim"), " ", (sign, style), " ", one_line(text))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from app.core.terminal_text import one_line
@@ -15,7 +16,7 @@ from app.snapshot.views import DeviceView, OfferView, ProspectsView, Snapshot
 from ui.draw.bars import bar
 from ui.draw.first_run_offers import STARTER, choice_rows, ordered, target_words
 from ui.draw.numbers import count, duration, gigabytes, size
-from ui.draw.rows import Row, fit, row
+from ui.draw.rows import Row, fit, row, tidy
 from ui.draw.state_line import pill, running_step
 from ui.state.store import ConnectionState
 
@@ -72,7 +73,8 @@ class FirstState:
         """The choice of the first step in words."""
         if self.create is not None:
             name, model = self.create
-            return f"{name}, a swarm of {model}"
+            offer = next((offer for offer in self.prospects.offers if offer.target == model), None)
+            return one_line(f"{name}, a swarm of {offer.model if offer is not None else PurePath(model).name}")
         if self.preview is not None:
             return " · ".join(target_words(self.preview))
         return one_line(self.target if not self.target.startswith("shoal:") else "the swarm of an invite")
@@ -113,10 +115,8 @@ def first_rows(state: FirstState, known: Snapshot | None, width: int, height: in
                 *parts[index](state, known, width, height - _FRAME_ROWS - (2 if state.problem or state.busy else 0)),
                 [],
             ]
-    if state.problem:
-        rows += [row((f"× {one_line(state.problem)}", "error")), []]
-    if state.busy:
-        rows += [row(("◐ ", "primary"), one_line(state.busy)), []]
+            rows += [row((f"   × {tidy(one_line(state.problem))}", "error")), []] if state.problem else []
+            rows += [row(("   ◐ ", "primary"), one_line(state.busy)), []] if state.busy else []
     rows += [[]] if rows[-1] else []
     keys = "q quit, the node keeps running" if state.step == 0 else "esc back · q quit, the node keeps running"
     return [fit(line, width) for line in [*rows, row((keys if state.step < 2 else "esc back", "dim"))]]
@@ -209,7 +209,7 @@ def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -
         far = f"{size(step.done)} of {size(step.total)}" if step.total > 100_000 else f"{step.done} of {step.total}"
         is_timed = step.seconds_left is not None and step.done != step.total
         left = f" · {duration(step.seconds_left)} left" if is_timed else ""
-        gauge = bar(step.done / step.total, 30, "primary")
+        gauge = bar(step.done / step.total, max(8, min(30, width - 60)), "primary")
         rows.append(row(f"   {one_line(step.title):<9} ", *gauge, f"  {far}", (left, "dim")))
     elif known is not None:
         words = pill(ConnectionState("live"), known, 0.0)[0]

@@ -12,6 +12,7 @@ from ui.draw.numbers import clock, count, duration, gigabytes, many, millisecond
 from ui.draw.rows import UNKNOWN, Row, cell, fit, row, tidy, width_of, wrap
 
 _LABEL = 8
+_STEP = 29  # cells for the title of a start-up step
 RULES = {
     "pause_busy": "device busy",
     "pause_memory": "memory",
@@ -38,11 +39,11 @@ def labelled(label: str, *parts: tuple[str, str] | str) -> Row:
 def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
     """Gauges of the device, speed and pause rules; where rows are few, the most important ones."""
     device = snapshot.hardware if snapshot is not None else None
-    room = max(8, min(60, width - 31))
+    room = max(8, min(60, width - 33))
     heat = next((rule for rule in (snapshot.courtesy.rules if snapshot else ()) if rule.code.endswith("heat")), None)
     rows = [
         _memory(device, room),
-        _memory_legend(device),
+        _memory_legend(device, width),
         _compute(device, snapshot, room),
         _gauge(
             "heat", device.temperature_c if device else None, 100.0, "°C", one_line(heat.text) if heat else "", room
@@ -97,7 +98,7 @@ def _others(device: DeviceView) -> int | None:
     return max(0, device.memory_total_bytes - own - device.memory_free_bytes)
 
 
-def _memory_legend(device: DeviceView | None) -> Row:
+def _memory_legend(device: DeviceView | None, width: int) -> Row:
     if device is None or not device.memory_total_bytes:
         return []
     return labelled(
@@ -105,7 +106,7 @@ def _memory_legend(device: DeviceView | None) -> Row:
         ("█", "mine"),
         (f" weights {_short(device.weights_bytes)} ", "dim"),
         ("░", "mine"),
-        (f" reserved {_short(device.cache_bytes)} ", "dim"),
+        (f" {'reserved' if width >= 62 else 'cache'} {_short(device.cache_bytes)} ", "dim"),
         (f"▒ others {_short(_others(device))} free {_short(device.memory_free_bytes)}", "dim"),
     )
 
@@ -257,15 +258,17 @@ def is_coming_up(steps: Sequence[StepView]) -> bool:
 def step_rows(steps: Sequence[StepView], width: int) -> list[Row]:
     """One row for each start-up step: sign, progress, time left, detail."""
     rows: list[Row] = []
+    room = _STEP if width >= 2 * _STEP else 18
     for step in steps:
         sign, style = _STEP_SIGNS.get(step.state, ("?", "dim"))
         name = (
-            cell(one_line(step.title), 18),
+            cell(one_line(step.title), room),
             "b" if step.state == "running" else "dim" if step.state == "pending" else "",
         )
         line = row((f"{sign} ", style), name)
         if step.state == "running" and step.done is not None and step.total:
-            line += row(" ", *bar(step.done / step.total, max(8, min(30, width - 62)), "primary"), " ", _amount(step))
+            gauge = bar(step.done / step.total, max(8, min(30, width - 44 - room)), "primary")
+            line += row(" ", *gauge, " ", _amount(step))
         if step.seconds_left is not None and step.state == "running" and step.done != step.total:
             line += row((f" · {duration(step.seconds_left)} left", "dim"))
         if step.detail:

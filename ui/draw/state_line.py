@@ -18,6 +18,8 @@ _SIGNS = {
     "draining": ("⇣", "warning"),
     "stopping": ("⇣", "warning"),
 }
+# Reasons for the choice of blocks: nothing has to be done, and the swarm tab shows who hosts what.
+_CHOSEN = ("asked_for", "worst_served", "growing", "hole", "make_way", "lone_holder", "gain")
 _REASONS = {
     "starting": "the node is starting",
     "idle": "in no swarm yet",
@@ -92,8 +94,9 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
         line.append((f" · {link.next_step}", "secondary"))
     if snapshot is None or link.kind != "live":
         return line
-    if snapshot.why is not None and snapshot.why.next_step and not _is_without_swarm(snapshot):
-        line.append((f" · {one_line(snapshot.why.next_step)}", "secondary"))
+    why = snapshot.why
+    if why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
+        line.append((f" · {one_line(why.next_step)}", "secondary"))
     extra = []
     if snapshot.sessions:
         extra.append(plural(snapshot.sessions, "session"))

@@ -369,6 +369,7 @@ class Chat(MainScreen):
         error = str(piece.get("error", ""))
         if error or piece.get("stopped"):
             figures = {"token_ids": [0] * tokens, "stopped": bool(piece.get("stopped")), "error": error}
+            figures |= {"route": self._route} if self._route else {}
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
             await self.query_one(Transcript).note(f"× {error}" if error else "stopped", "error" if error else "figures")

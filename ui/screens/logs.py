@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from textual import events, on
@@ -11,6 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Input
 
 from app.core.terminal_text import one_line
+from ui.draw.events import with_names
 from ui.draw.numbers import plural, time_of_day
 from ui.draw.rows import Row, cut, row, width_of
 from ui.screens.frame import MainScreen
@@ -80,8 +82,8 @@ class LogList(FollowingList):
         self._found = 0
 
     def key(self) -> object:
-        """Number of rows, level, search and width: the list is rebuilt when one of them changes."""
-        return (self.store.logs_seen, self.level, self.wanted, self.size.width)
+        """Number of rows, level, search, width and names of peers: the list is rebuilt when one of them changes."""
+        return (self.store.logs_seen, self.level, self.wanted, self._room, self.store.names())
 
     def lines(self) -> list[Row]:
         """The rows that match, or a line that says that none do."""
@@ -89,7 +91,13 @@ class LogList(FollowingList):
         self._found = len(found)
         if not found:
             return [row(("Nothing of this level yet." if not self.wanted else "Nothing matches.", "dim"))]
-        return [line for kept in found for line in log_rows(kept, self.size.width, self.wanted)]
+        named = (replace(kept, text=with_names(kept.text, self.store.peer_name)) for kept in found)
+        return [line for kept in named for line in log_rows(kept, self._room, self.wanted)]
+
+    @property
+    def _room(self) -> int:
+        """Cells of a row beside the scrollbar."""
+        return self.scrollable_content_region.width
 
     def title(self) -> Row:
         """Number of rows, and the lowest level shown."""

@@ -71,6 +71,7 @@ class Follower:
     ) -> None:
         self._door, self._tell, self._now = door, tell, now
         self._closed, self._hurry = threading.Event(), threading.Event()
+        self._was_live = False
         self._hangup = Hangup()
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
 
@@ -99,7 +100,8 @@ class Follower:
             except WrongToken as error:
                 link = ConnectionState("refused", str(error))
             except NotRunning as error:
-                link = ConnectionState("away", self._door.ended() or str(error))
+                ended = "the node has ended" if self._was_live else "no node runs here"
+                link = ConnectionState("away", self._door.ended() or (ended if self._door.can_start else str(error)))
             except AppError as error:
                 link = ConnectionState("away", str(error))
             except ValueError:
@@ -135,7 +137,7 @@ class Follower:
                 return received
             if not received:
                 self._tell(ConnectionState("live", url=client.url))
-                received = True
+                received = self._was_live = True
             if event.name == "snapshot":
                 self._tell(RawSnapshot(event.text))
             elif event.name == "note":

@@ -137,6 +137,10 @@ class Store:
         found = (self._peers or {}).get(peer)
         return (found.name if found is not None else "") or peer[-6:]
 
+    def names(self) -> frozenset[tuple[str, str]]:
+        """The known peers with their names."""
+        return frozenset((peer.peer, peer.name) for peer in (self._peers or {}).values())
+
     def cover(self) -> Coverage | None:
         """Coverage of the current snapshot, computed once per snapshot."""
         if self._coverage_cache[0] is not self.snapshot:

@@ -102,8 +102,8 @@ class EventsPanel(FollowingList):
         return [happening_row(note, self.store.peer_name) for note in self.store.notes]
 
     def key(self) -> object:
-        """The newest event."""
-        return self.store.notes[-1] if self.store.notes else None
+        """The newest event, and the names of peers, which may become known after their events."""
+        return (self.store.notes[-1] if self.store.notes else None, self.store.names())
 
     def title(self) -> Row:
         """A fixed title."""

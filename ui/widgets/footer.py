@@ -48,7 +48,7 @@ class FooterKeys(RowWidget):
         for _, binding, enabled, _ in active.values():
             if binding.show and enabled:
                 key = FooterKey(binding.key, self.app.get_key_display(binding), binding.description)
-                shown.setdefault(f"{binding.action} {binding.description}", key)
+                shown.setdefault(binding.description, key)
         self._keys = list(shown.values())
         palette = active.get(self.app.COMMAND_PALETTE_BINDING)
         self._palette = None if palette is None else FooterKey(palette.binding.key, "^p", "palette")

@@ -16,9 +16,12 @@ from app.config.file import load_config
 from app.config.home import Home
 from app.config.settings import Value
 from app.core.reasons import Reason, because
+from app.core.span import Span
 from app.courtesy.pause import PauseControl
+from app.membership.member import Change, Member
 from app.node.node import Node
 from app.routing.route import NoRoute
+from app.swarm.records import Announcement
 from tests.app.node.test_node import QUIET, cache, found_swarm, living, until
 
 __all__ = ["cache"]
@@ -143,6 +146,13 @@ async def test_a_changed_memory_limit_holds_at_once_and_zero_is_no_dead_end(tmp_
         assert a.snapshot().state == "serving"
 
 
+def _member(blocks: int, growing: Span | None) -> Member:
+    """A member that serves its first blocks."""
+    span = Span(0, blocks) if blocks else None
+    said = Announcement("friend", blocks, 2**50, "swarm", "serving", span, growing=growing)
+    return Member("friend", said, "alive", 0.0, None, b"")
+
+
 async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: Path) -> None:
     found_swarm(tmp_path / "a", cache, "home")
     async with living(tmp_path / "a", cache) as a:
@@ -152,6 +162,10 @@ async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: 
         for part in range(1, 30):
             swarm.say("serving", because("growing", f"blocks 0:{part} of 0:30, the rest is downloading"))
         swarm.say("serving", because("worst_served", "the blocks with the fewest hosts"))
+        for start, growing in ((1, Span(0, 8)), (2, Span(0, 8)), (3, Span(0, 8)), (8, None)):
+            swarm._on_change(Change("moved", _member(start, growing), _member(start - 1, Span(0, 8))))
+        others = [note.text for note in a.event_log.notes_after(0) if "serves" in note.text]
+        assert others == ["friend serves blocks 0:8"]
         told = [note.text for note in a.event_log.notes_after(0) if "serving" in note.text]
         assert told == [
             "serving: blocks 0:1 of 0:30, the rest is downloading",
