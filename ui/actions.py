@@ -65,15 +65,16 @@ def pause(app: NodeApp, for_s: float | None = None) -> None:
         app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{period}"))
 
     warning = loss_words(app.store, "you pause")
-    if not warning and _served_sessions(app):
-        warning = f"{plural(_served_sessions(app), 'session')} of others moves to other members."
+    if not warning and (served := _served_sessions(app)):
+        warning = f"{plural(served, 'session')} of others will move to other members."
     _when_sure(app, f"Pause hosting{period}?", warning, "Pause", sure)
 
 
 def _served_sessions(app: NodeApp) -> int:
     known = app.store.snapshot
-    sessions = () if known is None else known.active_sessions
-    return sum(session.role == "serving" and session.asker != known.peer_id for session in sessions) if known else 0
+    if known is None:
+        return 0
+    return sum(session.role == "serving" and session.asker != known.peer_id for session in known.active_sessions)
 
 
 def _when_sure(app: NodeApp, words: str, warning: str, yes: str, then: Callable[[], None]) -> None:

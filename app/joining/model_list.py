@@ -13,7 +13,6 @@ from pathlib import Path
 from app.core.errors import UsageError
 from app.joining.offers import Machine, shape_words
 from app.snapshot.views import ModelView, OfferView
-from app.swarm.names import SwarmName
 from engine.sources import hub, starter
 from engine.sources.base import ModelSource
 from engine.sources.opening import list_cached, open_source
@@ -67,12 +66,6 @@ def preview_model(machine: Machine, cache: Path, model: str) -> OfferView:
         size_bytes=_size_of(source),
         context_length=source.config.context_length,
     )
-
-
-def check_new_name(name: str) -> None:
-    """Raise `UsageError` unless a new swarm may have this name."""
-    if SwarmName.parse(name).pin is not None:
-        raise UsageError(f"the name of a new swarm has no '#': write {name.partition('#')[0]}")
 
 
 def _size_of(source: ModelSource) -> int:

@@ -278,11 +278,10 @@ class Node:
 
     async def preview(self, target: str | None, name: str | None, model: str | None) -> OfferView:
         """Check an invite or a swarm's name, the name of a new swarm, or its model, and return what is known of it."""
-        from app.joining.model_list import check_new_name, preview_model
+        from app.joining.model_list import preview_model
         from app.joining.offers import nearby_offer, saved_offer
 
         if name is not None:
-            check_new_name(name)
             await trio.to_thread.run_sync(new_name, self._home, name)
         swarm = None if target is None else target_swarm(self._swarms.known, target)
         if isinstance(swarm, SwarmName):

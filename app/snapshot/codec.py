@@ -18,6 +18,8 @@ STATUS_FIELDS = (
     "swarm",
     "manifest",
     "private",
+    "model",
+    "context_length",
     "blocks_total",
     "start",
     "stop",

@@ -33,6 +33,7 @@ class ScriptedNode(Client):
         self.state = "serving"
         self.asked: list[str] = []
         self.prospects: ProspectsView | AppError = ProspectsView((STARTER,), None, 9 * GB, 14.0 * GB)
+        self.done: dict[str, Any] = {}  # further figures of a reply
         self.chats: list[dict[str, Any]] = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
@@ -80,7 +81,8 @@ class ScriptedNode(Client):
             if isinstance(piece, AppError):
                 raise piece
             yield piece
-        yield {"done": {"text": "", "token_ids": [1] * len(self.reply), "ttft_s": 0.5, "prompt_tokens": 12}}
+        figures = {"text": "", "token_ids": [1] * len(self.reply), "ttft_s": 0.5, "prompt_tokens": 12, **self.done}
+        yield {"done": figures}
 
     def snapshot(self) -> Snapshot:
         return replace(HEALTHY, state=cast(Any, self.state))

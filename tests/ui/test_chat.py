@@ -10,6 +10,7 @@ from textual.widgets import OptionList
 
 from app.core.errors import AppError
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.fixed import ME, PEERS
 from tests.ui.rendering import text_of_screen
 from ui.screens.chat import Chat
 from ui.state.conversations import Conversations
@@ -242,6 +243,26 @@ def test_thinking_is_folded_and_not_sent_again(pieces: list[str]) -> None:
         assert "wonder" not in text_of_screen(app)
         await say(app, pilot, node, *"more")
         assert node.chats[-1]["messages"][1] == {"role": "assistant", "content": "Yes."}
+
+    driven(node, drive)
+
+
+def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        node.reply = [{"text": "So.", "route": [{"peer": ME, "start": 0, "stop": 80}]}]
+        node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
+        node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, *"two")
+        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
+        await say(app, pilot, node, *"three")
+        await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
+        assert "stays on this machine" not in text_of_screen(app)
 
     driven(node, drive)
 

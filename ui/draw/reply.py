@@ -58,12 +58,12 @@ def live_row(
     return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
 
 
-def readers_words(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> str:
-    """Who can read the chat: the peers of the latest route, nobody else, or those of the route to come."""
+def readers_words(hops: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> str:
+    """Who could read the chat: the peers among the hops of all its replies; before the first, those to come."""
     if snapshot is None:
         return ""
-    others = list(dict.fromkeys(str(hop["peer"]) for hop in route if hop["peer"] != snapshot.peer_id))
-    if route and not others:
+    others = list(dict.fromkeys(str(hop["peer"]) for hop in hops if hop["peer"] != snapshot.peer_id))
+    if hops and not others:
         return "This chat stays on this machine."
     if others:
         names = ", ".join(one_line(name_of(peer)) for peer in others[:3])

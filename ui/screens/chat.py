@@ -183,7 +183,7 @@ class Chat(MainScreen):
         last = self._messages[-1].figures if self._messages else {}
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
-        side.route = live.route = route
+        side.hops = live.hops = [*(hop for m in self._messages for hop in m.figures.get("route") or ()), *route]
         side.show()
         live.show()
         transcript = self.query_one(Transcript)

@@ -48,13 +48,13 @@ class LiveLine(RowWidget):
     """Progress of the reply being received; while there is none, who can read the chat."""
 
     progress: ReplyProgress | None = None
-    route: Sequence[Mapping[str, Any]] = ()  # of the latest reply
+    hops: Sequence[Mapping[str, Any]] = ()  # of all replies of the conversation
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One line: the progress of a reply, else who can read the chat."""
         known = self.store.snapshot
         if self.progress is None:
-            return [row(" ", (readers_words(self.route, known, self.store.peer_name), "dim"))]
+            return [row(" ", (readers_words(self.hops, known, self.store.peer_name), "dim"))]
         now, cover = self.store.now(), self.store.cover()
         holes = cover.holes if cover is not None else ()
         return [live_row(self.progress, prompt_of(known), now, spark(list(self.progress.speeds), 12), holes)]

@@ -125,7 +125,7 @@ class SamplingPanel(Panel):
 
     HELP = "Change these with ^s. Hops of the route can read the chat: use a private swarm for private chats."
     sampling = Sampling()
-    route: Sequence[Mapping[str, Any]] = ()  # of the latest reply
+    hops: Sequence[Mapping[str, Any]] = ()  # of all replies of the conversation
 
     def title(self) -> Row:
         """A fixed title."""
@@ -145,7 +145,7 @@ class SamplingPanel(Panel):
             ("API", f"{known.api_url.removeprefix('http://')}" if known is not None else "—"),
         ]
         rows = [row((name.ljust(8), "dim"), cell(value, max(1, width - 8))) for name, value in facts]
-        return [*rows, [], *wrap(readers_words(self.route, known, self.store.peer_name), width, "dim")][:height]
+        return [*rows, [], *wrap(readers_words(self.hops, known, self.store.peer_name), width, "dim")][:height]
 
 
 class ConversationPicker(Dialog[tuple[str, int] | None]):

@@ -8,7 +8,7 @@ import pytest
 
 from app.core.errors import UsageError
 from app.joining import model_list
-from app.joining.model_list import check_new_name, list_models, preview_model
+from app.joining.model_list import list_models, preview_model
 from app.joining.offers import look_at_machine
 from engine.errors import SourceError
 from engine.sources import hub, starter
@@ -61,12 +61,6 @@ def test_a_look_at_a_model_tells_what_it_needs_and_fetches_nothing(tmp_path: Pat
     assert tiny.fit.blocks_total == 8
     with pytest.raises(SourceError, match="unknown model"):
         preview_model(machine, tmp_path, "no-such-model-at-all")
-
-
-@pytest.mark.parametrize("name", ["Bad Name", "", "a#1a2b3c4d", "x" * 80])
-def test_a_name_that_no_swarm_may_have_is_refused(name: str) -> None:
-    with pytest.raises(UsageError):
-        check_new_name(name)
 
 
 def test_the_hub_is_searched_and_its_failure_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,8 +117,9 @@ async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, 
         assert b.snapshot().swarm is None
         with pytest.raises(RecordError, match="mistyped"):
             await b.preview("shoal:notaninvite", None, None)
-        with pytest.raises(UsageError):
-            await b.preview(None, "Bad Name", None)
+        for name in ("Bad Name", "", "a#1a2b3c4d", "x" * 80):
+            with pytest.raises(UsageError):
+                await b.preview(None, name, None)
 
 
 async def test_a_denied_peer_is_dropped_at_once(tmp_path: Path, cache: Path) -> None:
