@@ -209,7 +209,8 @@ def test_conversations_are_searched_renamed_and_forgotten(size: tuple[int, int])
     driven(node, drive, size=size)
 
 
-def test_a_text_file_is_sent_with_the_question(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+def test_a_text_file_is_sent_with_the_question(tmp_path: Path, size: tuple[int, int]) -> None:
     node = ScriptedNode()
     (tmp_path / "notes.txt").write_text("herring")
 
@@ -228,7 +229,7 @@ def test_a_text_file_is_sent_with_the_question(tmp_path: Path) -> None:
         assert "herring" in node.chats[-1]["messages"][0]["content"]
         assert node.chats[-1]["messages"][-1]["content"] == "more"
 
-    driven(node, drive)
+    driven(node, drive, size=size)
 
 
 @pytest.mark.parametrize("pieces", [["<th", "ink>I won", "der</think>", "Yes."], ["I won", "der</think>Yes", "."]])

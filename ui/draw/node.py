@@ -233,7 +233,7 @@ def weight_rows(snapshot: Snapshot, width: int) -> list[Row]:
     rows = [held]
     if weights.bytes_total:
         share = weights.bytes_held / weights.bytes_total
-        tail = f" {gigabytes(weights.bytes_held)} of {gigabytes(weights.bytes_total)} GB"
+        tail = f" {size(weights.bytes_held)} of {size(weights.bytes_total)}"
         rows.append(labelled("held", *bar(share, max(6, min(24, width - 26)), "primary"), (tail, "")))
     if weights.from_peers_bytes:
         rows.append(labelled("fetched", size(weights.from_peers_bytes), (" from peers", "dim")))

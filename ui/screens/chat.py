@@ -189,9 +189,9 @@ class Chat(MainScreen):
         transcript = self.query_one(Transcript)
         title = one_line(self._conversation.title) if self._conversation is not None else "new conversation"
         box = self.query_one(AskBox)
-        box.border_title = "a new version of this question · esc keeps the old" if self._edited is not None else ""
+        edited = ["a new version of this question · esc keeps the old"] if self._edited is not None else []
         names = ", ".join(one_line(file["name"]) for file in self._files)
-        box.border_subtitle = Content(f"with {names} · ^f removes" if names else "")
+        box.border_title = Content(" · ".join([*edited, *([f"with {names}, ^f removes"] if names else [])]))
         transcript.border_title = title_of(self.app.theme, row(title))
         way = way_row(route, self.store.snapshot, self.store.peer_name)
         transcript.border_subtitle = title_of(self.app.theme, way)

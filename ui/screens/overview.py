@@ -228,7 +228,9 @@ class Overview(MainScreen):
     TAB = "overview"
     AUTO_FOCUS = "#node"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "dismiss_start", "dismiss")]
-    HELP_TEXT = "p pauses hosting or resumes it; d drains; i makes an invite; w shows why the node is in its state."
+    HELP_TEXT = (
+        "p pauses hosting or resumes it; d drains; i makes an invite; g goes to another saved swarm; w says why."
+    )
 
     def body(self) -> Iterable[Widget]:
         """Panels in three bands, and the events."""
