@@ -173,11 +173,12 @@ class TerminalChat:
         if self._id is None:
             begun = self._store.begin(question)
             self._id, self._title = begun.id, begun.title
+        stored = self._store.messages(self._id)
         if replaces:
-            asked = [message for message in self._store.messages(self._id) if message.role == "user"]
-            self._store.cut(self._id, asked[-1].id)
-        self._store.add(self._id, "user", question)
-        self._store.add(self._id, "assistant", reply, facts)
+            asked = next(message for message in reversed(stored) if message.role == "user")
+        else:
+            asked = self._store.add(self._id, stored[-1].id if stored else None, "user", question)
+        self._store.add(self._id, asked.id, "assistant", reply, facts)
 
     # --- commands -----------------------------------------------------------------------------------------------------
 

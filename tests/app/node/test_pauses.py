@@ -150,7 +150,7 @@ def _member(blocks: int, growing: Span | None) -> Member:
     """A member that serves its first blocks."""
     span = Span(0, blocks) if blocks else None
     said = Announcement("friend", blocks, 2**50, "swarm", "serving", span, growing=growing)
-    return Member("friend", said, "alive", 0.0, None, b"")
+    return Member("friend", said, "alive", 0.0, None)
 
 
 async def test_blocks_that_load_one_by_one_are_one_event(tmp_path: Path, cache: Path) -> None:
