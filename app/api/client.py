@@ -118,7 +118,10 @@ class Client:
     def chat(
         self, request: dict[str, Any], *, silence_s: float = PATIENT_S, hangup: Hangup | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the pieces of a reply, `{"text": …}`, then `{"done": …}`; raises if the reply fails on the way."""
+        """Yield the pieces of a reply, `{"text": …}`, then `{"done": …}`; raises if the reply fails on the way.
+
+        Before the first piece, `{"waiting": …}` says for which block the reply waits.
+        """
         for line in self._lines("POST", "/api/chat", request, silence_s, hangup):
             piece: dict[str, Any] = json.loads(line)
             if "error" in piece:

@@ -21,7 +21,7 @@ from app.api.control import Control
 from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
 from app.api.openai_fields import ChatCompletion, TextCompletion
 from app.api.streaming import OUR_ERRORS, EventStream
-from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot
 
@@ -158,23 +158,30 @@ async def _whole(events: Events, form: _ReplyFormat) -> AsyncGenerator[bytes, No
 
 
 async def _events(events: Events, form: _ReplyFormat, *, usage: bool) -> AsyncGenerator[bytes, None]:
-    """Yield the reply as server-sent events; an error after the first piece is the last event."""
+    """Yield the reply as server-sent events; an error after the first one is the last.
+
+    A wait for a block is a comment, which clients skip.
+    """
     head = {**form.head, "object": form.chunk_kind, **({"usage": None} if usage else {})}
-    began = False
+    began = told = False  # the first piece was sent; anything was
     async with aclosing(events):
         try:
             async for event in events:
+                if isinstance(event, ReplyWaiting):
+                    yield f": {event.text}\n\n".encode()
+                    told = True
+                    continue
                 if isinstance(event, ReplyText):
                     if event.text or not began:
                         yield _event({**head, "choices": [form.piece(event.text, first=not began)]})
-                    began = True
+                    began = told = True
                     continue
                 yield _event({**head, "choices": [form.piece(None, event.stats.finish_reason)]})
                 if usage:
                     yield _event({**head, "choices": [], "usage": _usage(event.stats)})
                 yield b"data: [DONE]\n\n"
         except OUR_ERRORS as error:
-            if not began:
+            if not told:
                 raise
             yield _event(status_and_body(error)[1])
 

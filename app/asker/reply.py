@@ -51,6 +51,23 @@ class ReplyText:
 
 
 @dataclass(frozen=True)
+class ReplyWaiting:
+    """The reply cannot begin yet: a block has no member that can be used."""
+
+    block: int
+    wait_s: float  # at most, from the beginning of the reply
+
+    @property
+    def text(self) -> str:
+        """The sentence for the user."""
+        return f"waiting up to {self.wait_s:g} s for a member that serves block {self.block}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The wait as the API sends it."""
+        return {"waiting": {"block": self.block, "text": self.text}}
+
+
+@dataclass(frozen=True)
 class ReplyDone:
     """The end of a reply: its whole text and its figures."""
 
@@ -62,7 +79,7 @@ class ReplyDone:
         return {"done": {"text": self.text, **asdict(self.stats), "route": _hops(self.stats.route)}}
 
 
-ReplyEvent = ReplyText | ReplyDone
+ReplyEvent = ReplyText | ReplyWaiting | ReplyDone
 
 
 def _hops(route: Route) -> list[dict[str, Any]]:
@@ -111,6 +128,11 @@ class Reply:
             self._ends_s.add(now - answered)
         self._note(piece, now)
         return piece
+
+    async def waiting(self) -> ReplyWaiting | None:
+        """Return what the reply waits for before its first token; None once it can begin, or will fail."""
+        missing = await self._session.missing_block()
+        return None if missing is None else ReplyWaiting(missing.block, self._session.first_route_s)
 
     @property
     def tokens(self) -> tuple[int, ...]:

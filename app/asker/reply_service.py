@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -24,6 +24,8 @@ from app.membership import Membership
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import Route
 from app.routing.trust import TrustBook
+from app.swarm.coverage import coverage_of
+from app.swarm.records import Announcement
 from app.weights.extents import WeightsError
 from engine.errors import EngineError
 
@@ -81,6 +83,7 @@ class ReplyService:
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
     ) -> None:
         self._options = AskerOptions(preferences=preferences, book=book or TrustBook())
+        self._members = UsableMembers(membership)
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
         self._source: ModelSource | None = None
         self._problem = ""
@@ -106,7 +109,7 @@ class ReplyService:
     def unused(self) -> dict[str, Reason]:
         """Members that routes do not use now, each with the reason."""
         options = self._options
-        planner = RoutePlanner(self._network, self._announcements, options.preferences, options.book)
+        planner = RoutePlanner(self._network, self._members, options.preferences, options.book)
         return (planner if self._asker is None else self._asker.planner).unused(self._membership.n_blocks)
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -170,6 +173,8 @@ class ReplyService:
         asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
         try:
             async with asked as reply:
+                while (waiting := await reply.waiting()) is not None:
+                    yield waiting
                 async for piece in reply:
                     pieces.append(piece.text)
                     before, route = route, reply.stats.route
@@ -193,7 +198,7 @@ class ReplyService:
                     self._network,
                     await self._loaded_ends(),
                     self._thread,
-                    self._announcements,
+                    self._members,
                     own_server=self._own_server,
                     options=self._options,
                 )
@@ -202,8 +207,29 @@ class ReplyService:
             assert self._ends is not None, "an asker has its ends"
             return self._ends, self._asker
 
-    def _announcements(self) -> Sequence[Any]:
-        return [*self._membership.announcements(), self._membership.own]
+
+class UsableMembers:
+    """The announcements that routes may use: those of present members and this node and, at need, of suspect members.
+
+    A member is suspect after one failed probe. On a busy machine that happens to healthy members, so they are used if
+    the others leave a block without a node that serves it.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._seen: tuple[Sequence[Announcement], Announcement] | None = None
+        self._usable: Sequence[Announcement] = ()
+
+    def __call__(self) -> Sequence[Announcement]:
+        """Return the announcements; computed again only if a member has changed."""
+        membership = self._membership
+        present, own = membership.announcements(), membership.own
+        if self._seen is None or self._seen[0] is not present or self._seen[1] is not own:
+            self._seen, self._usable = (present, own), [*present, own]
+            if 0 in coverage_of(self._usable, membership.n_blocks).serving:
+                suspects = [member.announcement for member in membership.members() if member.state == "suspect"]
+                self._usable = [*self._usable, *suspects]
+        return self._usable
 
 
 def _load_ends(source: ModelSource, options: WeightOptions) -> SwarmEnds:

@@ -217,7 +217,7 @@ class SessionSettings:
     ready_s: float = 5.0  # for a hop to begin an epoch
     probe_s: float = 1.0  # for a hop to say how far it is
     stuck_s: float = 30.0  # for a hop that answers probes but does not advance
-    first_route_s: float = 3.0  # to wait for a route at the beginning
+    first_route_s: float = 15.0  # to wait for a route at the beginning: a member may be joining or slow to answer
     new_route_s: float = 60.0  # and in the middle of a reply
     repair_s: float = 60.0  # to try routes whose hops fail one after another
     attempts_without_progress: int = 64
@@ -465,6 +465,7 @@ _SMOOTHING = 0.2
 LOOK_AGAIN_S = 1.0
 PACE_EVERY = 16  # tokens between two questions to the hops about their speed
 WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing block
+REPORT_AFTER_S = 1.0  # a shorter wait for a missing block is not worth a message
 MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
 OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
 _ROUNDS = 3  # epochs until hops and plan agree
@@ -500,6 +501,9 @@ class RouteSession:
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
         self._history: list[int] = []
         self._settled: Route = ()  # the last one that worked
+        self._first: Route = ()  # found by `missing_block` and not used yet
+        self._begun_at = trio.current_time()
+        self._reported: int | None = None  # the missing block that `missing_block` returned last
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
         self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
@@ -521,6 +525,11 @@ class RouteSession:
         return self._hops.id
 
     @property
+    def first_route_s(self) -> float:
+        """Seconds that this session waits for its first route, at most."""
+        return self._settings.first_route_s
+
+    @property
     def route(self) -> Route:
         """The hops in use."""
         return self._hops.route
@@ -529,6 +538,24 @@ class RouteSession:
     def paces(self) -> Mapping[str, tuple[float, float]]:
         """For each hop that reported it: seconds of an average step there, and of the wait before it."""
         return self._hops.paces
+
+    async def missing_block(self) -> NoRoute | None:
+        """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.
+
+        Call it until it returns None: there is a route then, or `first_route_s` are over and `advance` will raise. A
+        block is returned once, and only if it has been missing for `REPORT_AFTER_S`.
+        """
+        while not self._settled and trio.current_time() - self._begun_at <= self._settings.first_route_s:
+            try:
+                self._first = self._guide.route((), [])
+                return None
+            except NoRoute as error:
+                waited_s = trio.current_time() - self._begun_at
+                if waited_s >= REPORT_AFTER_S and error.block != self._reported:
+                    self._reported = error.block
+                    return error
+            await trio.sleep(WAIT_FOR_HOLDER_S)
+        return None
 
     async def advance(self, token_ids: Sequence[int], embedded: bytes | None = None) -> Frame:
         """Feed the next tokens and return the frame with the last block's output for the last of them.
@@ -632,7 +659,8 @@ class RouteSession:
 
         Raises `NoRoute` or `SessionLost` after `first_route_s` or `new_route_s`.
         """
-        begin, hops = trio.current_time(), self._hops
+        hops = self._hops
+        begin = trio.current_time() if self._settled else self._begun_at
         wait_s = self._settings.new_route_s if self._settled else self._settings.first_route_s
         self.recoveries += bool(self._settled) and hops.trouble is not None
         self._better = ()
@@ -653,6 +681,9 @@ class RouteSession:
 
     def _next_route(self) -> Route:
         """Return a route without the hops that are leaving, or with them if there is no other yet."""
+        first, self._first = self._first, ()
+        if first:
+            return first
         leaving = self._hops.leaving
         try:
             return self._guide.route(self._settled, sorted(leaving))

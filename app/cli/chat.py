@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from app.cli.command import Command
 from app.cli.models import progress_on_stderr
 from app.cli.parser import number_argument
 from app.core.errors import AppError, NotRunning, UsageError
+from app.core.terminal_text import without_controls
 from app.routing.route import MAX_PRIVATE_BLOCKS
 
 if TYPE_CHECKING:
@@ -204,7 +206,9 @@ class SwarmAnswers:
             for piece in self._client.chat(request, hangup=hangup):
                 if "done" in piece:
                     self.facts = piece["done"]
-                else:
+                elif "waiting" in piece:
+                    print(f"shoal: {without_controls(piece['waiting']['text'])}", file=sys.stderr, flush=True)
+                elif "text" in piece:
                     yield piece["text"]
         finally:
             hangup.hang_up()

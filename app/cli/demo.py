@@ -96,7 +96,8 @@ def perform(swarm: DemoSwarm, asker: int, prompt: str, max_tokens: int, output: 
     route_before: list[dict[str, Any]] = []
     victim: int | None = None
     numbers = {node.peer: node.number for node in swarm.nodes}
-    for count, piece in enumerate(swarm.ask(asker, prompt, max_tokens), 1):
+    pieces = (piece for piece in swarm.ask(asker, prompt, max_tokens) if "waiting" not in piece)
+    for count, piece in enumerate(pieces, 1):
         if "done" in piece:
             break
         output.stream(piece["text"])

@@ -247,6 +247,14 @@ def test_a_prompt_is_shown_where_it_can_only_be_this_one() -> None:
     assert "prompt 128 of 512 tokens" in text_of(live_row(ReplyProgress(10.0), prompt_of(alone), 12.0, ""))
 
 
+def test_what_a_reply_waits_for_is_shown_until_its_first_token() -> None:
+    progress = ReplyProgress(10.0)
+    progress.take({"waiting": {"block": 3, "text": "waiting for a member\x1b[2J"}}, 11.0)
+    assert "waiting for a member[2J" in text_of(live_row(progress, (0, 64), 12.0, ""))
+    progress.take({"text": "a"}, 13.0)
+    assert "waiting" not in text_of(live_row(progress, None, 14.0, ""))
+
+
 def test_a_reply_counts_its_tokens() -> None:
     progress = ReplyProgress(10.0)
     for tick in range(5):

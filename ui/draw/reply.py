@@ -49,10 +49,11 @@ def live_row(
         why = ", which nobody hosts now" if holes and not progress.waiting else ""
         return row(" ", ("◌", "warning"), (f" {words}{why}", "warning"), (f" · {duration(waited)}", "dim"))
     if progress.tokens == 0:
-        if prompt is not None:
+        if prompt is not None and not progress.waiting:
             read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
             return row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))
-        return row(" ", ("◌", "success"), " waiting for the first token", (f" · {duration(waited)}", "dim"))
+        words = progress.waiting or "waiting for the first token"
+        return row(" ", ("◌", "success"), f" {words}", (f" · {duration(waited)}", "dim"))
     speed = progress.speed(now)
     tail = f" {plural(progress.tokens, 'token')} · {duration(waited)}"
     return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))

@@ -126,16 +126,15 @@ class ReplyProgress:
 
     began_at: float
     tokens: int = 0
-    waiting: str = ""  # what the node says the reply waits for
+    waiting: str = ""  # what the reply waits for before its first token
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=400))
     speeds: deque[float | None] = field(default_factory=lambda: deque(maxlen=24))
 
     def take(self, piece: dict[str, Any], now: float) -> str:
         """Count a piece of the reply and return the text that it adds, without control characters."""
-        if "waiting" in piece:
-            said = piece["waiting"]
-            self.waiting = str(said.get("text", "") if isinstance(said, dict) else said)
         if "text" not in piece:
+            said = piece.get("waiting")
+            self.waiting = without_controls(str(said.get("text", ""))) if isinstance(said, dict) else ""
             return ""
         self.tokens += 1
         self.waiting = ""

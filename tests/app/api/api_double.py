@@ -13,7 +13,7 @@ from app.api.event_log import EventLog
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
 from app.asker.asker import PromptTooLong
-from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Settings, Value
@@ -86,6 +86,11 @@ class DoubleNode:
         self.begun.set()
         try:
             for word in words:
+                if word == "late":
+                    yield ReplyWaiting(3, 15.0)
+                    continue
+                if word == "never":
+                    raise NoRoute(3)
                 if word == "wait" and word is words[0]:
                     await trio.sleep_forever()
                 yield ReplyText(word)

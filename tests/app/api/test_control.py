@@ -16,6 +16,7 @@ import trio
 from app.api.client import ApiFailure, Client, Event, WrongToken
 from app.api.guard import MAX_BODY_BYTES
 from app.api.server import PortInUse, open_socket, url_of
+from app.cli.chat import SwarmAnswers
 from app.config.file import Config
 from app.config.settings import Settings
 from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
@@ -196,6 +197,17 @@ async def test_a_reply_comes_piece_by_piece() -> None:
         assert pieces == [{"text": "a"}, {"text": "b"}]
         assert last["done"]["finish_reason"] == "stop"
     assert node.freed.is_set()
+
+
+async def test_what_a_reply_waits_for_is_said_before_it_begins_or_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "waiting up to 15 s for a member that serves block 3"
+    async with running_api(DoubleNode()) as client:
+        assert (await chat(client, "late a"))[:2] == [{"waiting": {"block": 3, "text": words}}, {"text": "a"}]
+        with pytest.raises(AppError, match="nobody serves block 3"):
+            await chat(client, "late never")
+        answers = SwarmAnswers(client, {"max_tokens": 8})
+        pieces = await threaded(lambda: list(answers.answer([{"role": "user", "content": "late a"}])))
+        assert ("".join(pieces), capsys.readouterr().err) == ("a", f"shoal: {words}\n")
 
 
 async def test_a_reply_that_cannot_begin_or_breaks_off_is_said() -> None:

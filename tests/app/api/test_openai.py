@@ -72,6 +72,21 @@ async def test_a_reply_at_once_and_in_pieces() -> None:
         assert [piece["choices"][0]["text"] for piece in told[:-1]] == ["a", "b", ""]
 
 
+async def test_what_a_reply_waits_for_is_a_comment_of_the_stream() -> None:
+    async with running_api(DoubleNode()) as client:
+        late = {**CHAT, "messages": [{"role": "user", "content": "late a"}]}
+        assert (await post(client, "/v1/chat/completions", late)).json()["choices"][0]["message"]["content"] == "latea"
+        answer = await post(client, "/v1/chat/completions", {**late, "stream": True})
+        comment, rest = answer.text.split("\n\n", 1)
+        assert comment == ": waiting up to 15 s for a member that serves block 3"
+        assert json.loads(rest.splitlines()[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+        never = {**CHAT, "messages": [{"role": "user", "content": "late never"}]}
+        assert (await post(client, "/v1/chat/completions", never)).status_code == 503
+        answer = await post(client, "/v1/chat/completions", {**never, "stream": True})
+        assert answer.status_code == 200
+        assert json.loads(answer.text.splitlines()[-2].removeprefix("data: "))["error"]["code"] == "no_route"
+
+
 async def test_what_is_asked_reaches_the_node() -> None:
     node = DoubleNode()
     parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]

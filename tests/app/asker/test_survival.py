@@ -277,5 +277,5 @@ async def test_an_only_holder_that_vanishes_in_the_handshake_is_named(
         begin = trio.current_time()
         with pytest.raises(NoRoute, match=rf"block 4.*{name} \(.*{why}"):
             await ask(await swarm.asker(), PROMPT, 6)
-        assert trio.current_time() - begin < 10
+        assert trio.current_time() - begin < 22  # the wait for a first route, and one more try of 5 s
         await no_leaks(swarm)

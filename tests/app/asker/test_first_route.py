@@ -1,0 +1,144 @@
+"""The first route of a reply: it is waited for, with a message, and a holder that is slow to answer is still used."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.asker.asker import Asker, AskerOptions
+from app.asker.reply_service import UsableMembers
+from app.asker.route_session import REPORT_AFTER_S, SessionSettings
+from app.core.span import Span
+from app.routing.route import NoRoute, RouteRequest
+from app.serving.block_server import BlockServer
+from p2p.memory.fabric import LinkProfile
+from tests.app.hash_model import HashEnds, HashRunner, InlineDevice, greedy
+from tests.app.session_swarm import PROMPT, STEP_S, SessionSwarm, ask, no_leaks, open_swarm
+from tests.app.swarms import N_BLOCKS, Sim, SimNode, open_sim
+
+SLOW = LinkProfile(delay_s=4.0)
+QUICK = LinkProfile()
+
+
+async def waits_of(asker: Asker) -> tuple[list[int], list[int]]:
+    """The blocks that a reply said it waits for, and its tokens."""
+    async with asker.reply(PROMPT, 12, max_tokens=12) as reply:
+        blocks = []
+        while (waiting := await reply.waiting()) is not None:
+            blocks.append(waiting.block)
+            assert f"block {waiting.block}" in waiting.text
+        async for _ in reply:
+            pass
+    return blocks, reply.stats.token_ids
+
+
+def serves_after(swarm: SessionSwarm, name: str, after_s: float) -> None:
+    """Hide a node until it has been waited for."""
+    said = swarm.announcements.pop(name)
+
+    async def appear() -> None:
+        await trio.sleep(after_s)
+        swarm.announcements[name] = said
+
+    swarm.nursery.start_soon(appear)
+
+
+async def test_a_block_whose_holder_comes_late_is_waited_for_and_named(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 3), (3, 6), (6, 8)) as swarm:
+        asker = await swarm.asker()
+        serves_after(swarm, "n2", 9.0)
+        serves_after(swarm, "n1", 14.0)
+        assert await waits_of(asker) == ([3], greedy(PROMPT, 12))
+        assert 14 <= trio.current_time() < 15
+        await no_leaks(swarm)
+
+
+async def test_each_missing_block_is_named_once(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 3), (3, 6), (6, 8)) as swarm:
+        asker = await swarm.asker()
+        serves_after(swarm, "n0", 5.0)
+        serves_after(swarm, "n2", 11.0)
+        assert await waits_of(asker) == ([0, 6], greedy(PROMPT, 12))
+
+
+async def test_a_short_wait_is_not_mentioned(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 8)) as swarm:
+        asker = await swarm.asker()
+        serves_after(swarm, "n0", REPORT_AFTER_S / 2)
+        assert await waits_of(asker) == ([], greedy(PROMPT, 12))
+
+
+async def test_a_reply_fails_after_the_wait_and_not_after_twice_the_wait(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 3)) as swarm:
+        asker = await swarm.asker()
+        with pytest.raises(NoRoute, match="nobody serves block 3 now"):
+            await waits_of(asker)
+        assert SessionSettings().first_route_s == 15.0
+        assert 15 <= trio.current_time() <= 16
+
+
+async def test_a_wait_that_is_cancelled_leaves_nothing(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 3)) as swarm:
+        asker = await swarm.asker()
+        with trio.move_on_after(5) as scope:
+            await waits_of(asker)
+        assert scope.cancelled_caught
+        assert asker.active == 0
+        await no_leaks(swarm)
+
+
+# --- a full holder that a newcomer has just met -----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def holder_and_newcomer() -> AsyncIterator[tuple[Sim, SimNode, SimNode, Asker]]:
+    """A node that serves every block, and one that has just joined and asks."""
+    async with open_sim() as sim, trio.open_nursery() as nursery:
+        holder, newcomer = await sim.grow(2)
+        server = BlockServer(holder.network, HashRunner(0, N_BLOCKS), InlineDevice(STEP_S))
+        await nursery.start(server.run)
+        holder.swarm.announce(state="serving", span=Span(0, N_BLOCKS), decode_tokens_per_s=10.0, kv_free_tokens=1 << 20)
+        await sim.until(lambda: any(one.serves for one in newcomer.swarm.announcements()), 5)
+        options = AskerOptions(rng=random.Random(1))
+        members = UsableMembers(newcomer.swarm)
+        ends = HashEnds(n_blocks=N_BLOCKS)
+        asker = Asker(newcomer.network, ends, InlineDevice(), members, options=options)
+        await nursery.start(asker.run)
+        yield sim, holder, newcomer, asker
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_holder_that_missed_one_probe_is_still_used(autojump_clock: MockClock) -> None:
+    """Two machines that load torch are silent for seconds: the only holder is suspect, and the swarm has no hole."""
+    async with holder_and_newcomer() as (sim, holder, newcomer, asker):
+        sim.fabric.set_link(newcomer.peer, holder.peer, SLOW)
+        await sim.until(lambda: newcomer.state_of(holder.peer) == "suspect", 30)
+        sim.fabric.set_link(newcomer.peer, holder.peer, QUICK)
+        began_at = trio.current_time()
+        route = asker.planner.find((), RouteRequest(Span(0, N_BLOCKS), 64), ())
+        assert [hop.peer for hop in route] == [holder.peer]
+        stats = await ask(asker, PROMPT, 12)
+        assert stats.token_ids == greedy(PROMPT, 12, N_BLOCKS)
+        assert trio.current_time() - began_at < 2
+
+
+async def test_a_suspect_member_is_not_used_where_others_serve_its_blocks(autojump_clock: MockClock) -> None:
+    async with holder_and_newcomer() as (sim, holder, newcomer, asker):
+        sim.fabric.set_link(newcomer.peer, holder.peer, SLOW)
+        await sim.until(lambda: newcomer.state_of(holder.peer) == "suspect", 30)
+        assert holder.peer in {one.peer for one in asker.planner.members()}
+        newcomer.swarm.announce(state="serving", span=Span(0, N_BLOCKS), kv_free_tokens=1 << 20)
+        assert {one.peer for one in asker.planner.members()} == {newcomer.peer}
+
+
+async def test_a_dead_member_is_not_used(autojump_clock: MockClock) -> None:
+    async with holder_and_newcomer() as (sim, holder, newcomer, asker):
+        sim.fabric.kill(holder.peer)
+        await sim.until(lambda: newcomer.state_of(holder.peer) == "dead", 30)
+        assert holder.peer not in {one.peer for one in asker.planner.members()}
+        assert newcomer.swarm.own in asker.planner.members()
