@@ -23,7 +23,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({**status, **_history(arguments.home)})
         return 0
-    for label, value in _lines(status):
+    for label, value in status_lines(status):
         print(f"{label:<8} {value}")
     return 0
 
@@ -119,12 +119,16 @@ def describe_peer(peer: dict[str, Any]) -> str:
     return f"{who}  {peer['state']}, {span}, {link}{rtt}{trust}{excluded}"
 
 
-def _lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
+def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return what `shoal status` prints, as labels and values."""
     reason = f" ({status['reason']})" if status["reason"] else ""
     lines = [("state", status["state"] + reason)]
     if status.get("why") is not None:
         lines += [("about", ", ".join(status["why"]["peers"]))] if status["why"]["peers"] else []
         lines.append(("", f"→ {status['why']['next_step']}"))
+    warning = status.get("warning")
+    if warning is not None:
+        lines += [("warning", warning["text"]), ("", f"→ {warning['next_step']}")]
     lines.append(("peer", status["peer_id"]))
     if status["swarm"] is not None:
         private = ", private" if status["private"] else ""

@@ -1,7 +1,7 @@
-"""Decides that this node's swarm secret is wrong.
+"""Decides that this node's swarm secret is wrong, and says which named peers have another one.
 
-It is, if one of the peers named in the invite or the settings rejected it and none of them is linked `SECOND_OPINION_S`
-later.
+It is wrong if one of the peers named in the invite or the settings rejected it and none of them is linked
+`SECOND_OPINION_S` later. A node that serves in a swarm of its own goes on then, but its user must be told.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ class SecretCheck:
 
     def __init__(self, named: Iterable[str]) -> None:
         self._named = frozenset(named)
-        self._error: WrongSecret | None = None
+        self._errors: dict[str, WrongSecret] = {}  # by peer, the latest last
         self._rejected = Signal()
 
     def hear(self, error: WrongSecret) -> None:
         """Record that a peer that this node dialled rejected the secret."""
         if error.peer in self._named:
-            self._error = error
+            self._errors.pop(error.peer, None)
+            self._errors[error.peer] = error
             self._rejected.notify()
+
+    def refusal(self, network: Network) -> WrongSecret | None:
+        """Return the latest rejection by a named peer that is not linked now; None if there is none."""
+        for link in network.links():
+            self._errors.pop(link.peer, None)  # it has accepted this node since
+        return next(reversed(self._errors.values()), None)
 
     async def conclusive(self, network: Network) -> WrongSecret:
         """Wait until the secret is certainly wrong, and return the error; never returns while it may be right."""
@@ -38,7 +45,7 @@ class SecretCheck:
         while True:
             await self._rejected.wait_beyond(seen)
             await trio.sleep(SECOND_OPINION_S)
-            assert self._error is not None
-            if not any(link.peer in self._named for link in network.links()):
-                return self._error
+            error = self.refusal(network)
+            if error is not None and not any(link.peer in self._named for link in network.links()):
+                return error
             seen = self._rejected.version

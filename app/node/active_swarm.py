@@ -151,6 +151,11 @@ class ActiveSwarm:
         """Record that a dialled peer has another secret; it counts only for peers named in the invite or settings."""
         self._secret_check.hear(error)
 
+    def warning(self, network: Network) -> Reason | None:
+        """Return what is wrong though this node takes part: a peer named in the invite or settings rejects it."""
+        error = self._secret_check.refusal(network)
+        return None if error is None else reason_of(error)
+
     def watch_routes(self) -> None:
         """Have the failure detector probe the members on this node's routes most often."""
         if self.membership is None:

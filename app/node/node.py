@@ -233,6 +233,7 @@ class Node:
             state=state,
             reason=why.text,
             why=why,
+            warning=active_swarm.warning(network) if active_swarm is not None and network is not None else None,
             courtesy=upkeep.courtesy,
             today=upkeep.today,
             ever=upkeep.ever,

@@ -40,8 +40,8 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return what `shoal status` prints: the snapshot without the lists that have their own commands."""
-    why = None if snapshot.why is None else to_json(snapshot.why)
-    given = {"why": why, "today": to_json(snapshot.today), "ever": to_json(snapshot.ever)}
+    reasons = {name: value and to_json(value) for name, value in (("why", snapshot.why), ("warning", snapshot.warning))}
+    given = {**reasons, "today": to_json(snapshot.today), "ever": to_json(snapshot.ever)}
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 

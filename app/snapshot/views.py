@@ -280,6 +280,7 @@ class Snapshot:
     model: str = ""  # the model's name
     context_length: int | None = None  # most tokens of a conversation
     why: Reason | None = None  # reason for the state; `reason` is its text
+    warning: Reason | None = None  # something that is wrong, whatever the state
     hardware: DeviceView | None = None
     active_sessions: tuple[SessionView, ...] = ()
     route: RouteView | None = None

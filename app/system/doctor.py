@@ -260,6 +260,8 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     network = snapshot.network
     relayed = any("/p2p-circuit" in address for address in network.advertised)
     yield check_state(snapshot)
+    if snapshot.warning is not None:
+        yield Check("warning", "warn", snapshot.warning.text, snapshot.warning.next_step)
     yield check_listening(snapshot.listen_addrs)
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)

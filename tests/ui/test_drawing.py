@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.core.reasons import because
 from app.core.terminal_text import one_line
 from app.snapshot.views import DeviceView, HopView, PeerView, RouteView, SessionView, Snapshot, StepView
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
@@ -170,6 +171,13 @@ def test_the_state_is_never_without_its_reason() -> None:
         words, _ = pill(ConnectionState("live"), bare, 0.0)
         line = text_of(state_row(ConnectionState("live"), bare, 0.0, wide=True))
         assert len(line.replace(words, "").strip()) > 5, state
+
+
+def test_a_warning_is_shown_whatever_the_state() -> None:
+    wrong = because("wrong_secret", "mallory has another\x1b[2J swarm secret", "mallory")
+    line = text_of(state_row(ConnectionState("live"), replace(HEALTHY, warning=wrong), 0.0, wide=False))
+    assert "▲ mallory has another[2J swarm secret" in line
+    assert "▲" not in text_of(state_row(ConnectionState("live"), HEALTHY, 0.0, wide=False))
 
 
 def test_a_node_that_is_away_is_said_to_be_tried_again() -> None:

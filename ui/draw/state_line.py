@@ -87,7 +87,7 @@ def _is_without_swarm(snapshot: Snapshot) -> bool:
 
 
 def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, wide: bool) -> Row:
-    """The whole line: state, reason, next step and, if `wide`, sessions and the next pause."""
+    """The whole line: state, reason, a warning or else the next step and, if `wide`, sessions and the next pause."""
     words, style = pill(link, snapshot, now)
     line = row(" ", (f" {words} ", f"b background on {style}"), "  " if wide else " ", reason(link, snapshot))
     if link.next_step:
@@ -95,7 +95,9 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     if snapshot is None or link.kind != "live":
         return line
     why = snapshot.why
-    if why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
+    if snapshot.warning is not None:
+        line.append((f" · ▲ {one_line(snapshot.warning.text)}", "warning"))
+    elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
         line.append((f" · {one_line(why.next_step)}", "secondary"))
     extra = []
     if snapshot.sessions:

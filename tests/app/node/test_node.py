@@ -19,17 +19,21 @@ import app.node.node
 import app.node.self_check
 import app.node.swarm_switcher
 import app.swarm.saved
+from app.cli.status import status_lines
 from app.config.file import load_config
 from app.config.home import Home, find_node, hold
 from app.config.settings import Value
 from app.core.errors import NameConflict, RecordError, UnknownSwarm, UsageError
 from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
+from app.joining.wrong_secret import SecretCheck
 from app.node.node import Node
+from app.snapshot.codec import snapshot_from, status_facts, to_json
 from app.swarm.invite import Invite, new_secret
 from app.swarm.saved import SavedSwarm, load, update
 from p2p.errors import WrongSecret
 from p2p.identity import Identity
+from p2p.memory.fabric import open_fabric
 
 QUIET: dict[str, Value] = {"listen": ("/ip4/127.0.0.1/tcp/0",), "api_port": 0, "discovery": ("invite",), "max_vram": 0}
 
@@ -206,6 +210,51 @@ async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: P
         await b.set_config("peers", address)
         with pytest.raises(WrongSecret, match="has another swarm secret"):
             await b.join("den")
+
+
+async def test_a_node_in_a_swarm_of_its_own_says_that_a_named_peer_has_another_secret(
+    tmp_path: Path, cache: Path
+) -> None:
+    """`serve --peer` of a member whose secret differs: the node serves alone, and tells why nobody comes."""
+    found_swarm(tmp_path / "a", cache, "den", private=True)
+    found_swarm(tmp_path / "b", cache, "den", private=True)
+    async with living(tmp_path / "a", cache) as a:
+        await until(a, lambda: a.snapshot().listen_addrs != ())
+        async with living(tmp_path / "b", cache, peers=a.snapshot().listen_addrs[:1]) as b:
+            await until(b, lambda: b.snapshot().state == "client" and b.snapshot().warning is not None)
+            warning = b.snapshot().warning
+            assert warning is not None
+            assert (warning.code, warning.peers) == ("wrong_secret", (a.snapshot().peer_id,))
+            assert snapshot_from(to_json(b.snapshot())).warning == warning
+            lines = status_lines(status_facts(b.snapshot()))
+            assert ("warning", warning.text) in lines
+            assert ("", f"→ {warning.next_step}") in lines[lines.index(("warning", warning.text)) :]
+            check = next(check for check in b.network_checks() if check.name == "warning")
+            assert (check.status, check.detail, check.mend) == ("warn", warning.text, warning.next_step)
+            assert a.snapshot().warning is None, "anybody can knock at a node's door"
+
+
+async def test_a_peer_that_accepts_this_node_later_is_no_longer_warned_of() -> None:
+    async with open_fabric() as fabric:
+        network, founder, stranger = fabric.node("n"), fabric.node("founder"), fabric.node("stranger")
+        check = SecretCheck(["founder"])
+        for peer in ("stranger", "founder"):
+            error = WrongSecret("it has another secret")
+            error.peer = peer
+            check.hear(error)
+        refusal = check.refusal(network)
+        assert refusal is not None
+        assert refusal.peer == "founder"
+        stranger.serve("hello", _hello)
+        founder.serve("hello", _hello)
+        await network.call("stranger", "hello", b"", timeout_s=1)
+        assert check.refusal(network) is refusal
+        await network.call("founder", "hello", b"", timeout_s=1)
+        assert check.refusal(network) is None
+
+
+async def _hello(peer: str, body: bytes) -> bytes:
+    return body
 
 
 async def test_two_swarms_of_one_name_are_a_conflict(tmp_path: Path, cache: Path) -> None:
