@@ -182,10 +182,13 @@ def _others_load(nvml: Any, handle: Any) -> float:
 
 
 class ProcessorShare:
-    """Measures the share of the machine's CPU time that other processes use between two calls."""
+    """Measures the share of the machine's CPU time that other processes use between two calls.
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
+    `cpu_seconds` returns CPU seconds since some moment: in all, busy, and of this process.
+    """
+
+    def __init__(self, cpu_seconds: Callable[[], tuple[float, float, float]] | None = None) -> None:
+        self._cpu_seconds = cpu_seconds or machine_cpu_seconds
         self._last = self._cpu_seconds()
 
     def others_share(self) -> float:
@@ -194,15 +197,16 @@ class ProcessorShare:
         all_s, busy_s, own_s = (now - then for now, then in zip(self._last, before, strict=True))
         return min(1.0, max(0.0, (busy_s - own_s) / all_s)) if all_s > 0 else 0.0
 
-    def _cpu_seconds(self) -> tuple[float, float, float]:
-        """Return CPU seconds since boot: in all, busy, and of this process."""
-        times, own = psutil.cpu_times(), self._process.cpu_times()
-        parts = times._asdict()
-        # Guest time is already part of user time, and stolen time was spent by the hypervisor on other machines.
-        uncounted = sum(parts.get(name, 0.0) for name in ("guest", "guest_nice", "steal"))
-        total = sum(times) - uncounted
-        idle = times.idle + parts.get("iowait", 0.0)
-        return total, total - idle, own.user + own.system
+
+def machine_cpu_seconds() -> tuple[float, float, float]:
+    """Return CPU seconds of this machine since boot: in all, busy, and of this process."""
+    times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    parts = times._asdict()
+    # Guest time is already part of user time, and stolen time was spent by the hypervisor on other machines.
+    uncounted = sum(parts.get(name, 0.0) for name in ("guest", "guest_nice", "steal"))
+    total = sum(times) - uncounted
+    idle = times.idle + parts.get("iowait", 0.0)
+    return total, total - idle, own.user + own.system
 
 
 def disk_free_bytes(folder: Path) -> int:
