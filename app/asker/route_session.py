@@ -284,6 +284,7 @@ class RouteHops:
         if frame.kind == Kind.STATE:
             self.states[peer] = frame
         elif frame.epoch != self.epoch:
+            self._on_late_frame(peer, frame)
             return
         elif frame.kind == Kind.DATA:
             is_last = bool(self.route) and peer == self.route[-1].peer
@@ -302,6 +303,11 @@ class RouteHops:
             self._on_error(peer, decode_hop_error(frame))
         self._heard.notify()
 
+    def _on_late_frame(self, peer: str, frame: Frame) -> None:
+        """Heed of another epoch's frames only that a hop is leaving: that is true whatever the route is by now."""
+        if frame.kind == Kind.TROUBLE and decode_hop_error(frame).code == "draining":
+            self.leaving.add(peer)
+
     def on_stream_end(self, peer: str) -> None:
         """Note that the stream to a hop broke."""
         if any(hop.peer == peer for hop in self.route):
@@ -319,6 +325,8 @@ class RouteHops:
             self.trouble = HopFailed(peer, why, busy=error.code == "busy")
             return
         if error.code == "draining":
+            if peer in self.leaving and peer in self._ready:
+                return  # it says so in each epoch, and carries the session on for want of another hop
             self.leaving.add(peer)
         elif error.code == "link":
             self.note_bad_link(peer)

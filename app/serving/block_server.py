@@ -187,6 +187,7 @@ IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is clos
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
+_LEAVES = "this node is about to leave; move to another one"
 
 Action = Callable[[], Awaitable[None]]
 
@@ -353,7 +354,7 @@ class BlockServer:
         """Admit no new session and ask the askers to move theirs; True if all have left within `within_s`."""
         self.draining = True
         for session in list(self._sessions.values()):
-            await self._sender.report_error(session, "draining", "this node is about to leave; move to another one")
+            await self._sender.report_error(session, "draining", _LEAVES)
         with trio.move_on_after(within_s):
             await self._emptied.wait_for(lambda: not self._sessions)
         return not self._sessions
@@ -506,6 +507,8 @@ class BlockServer:
         session.heard_at = trio.current_time()
         ready = plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)
         await answers.push(control_frame(ready))
+        if self.draining:  # an asker that began this epoch at that moment has missed it
+            await self._sender.report_error(session, "draining", _LEAVES)
         if session.send_from is not None:
             await self._sender.resend(session, session.send_from, session.length)
 

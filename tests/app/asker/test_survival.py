@@ -279,3 +279,39 @@ async def test_an_only_holder_that_vanishes_in_the_handshake_is_named(
             await ask(await swarm.asker(), PROMPT, 6)
         assert trio.current_time() - begin < 22  # the wait for a first route, and one more try of 5 s
         await no_leaks(swarm)
+
+
+async def test_a_hop_that_says_it_leaves_while_an_epoch_begins_is_heard(autojump_clock: MockClock) -> None:
+    """The word is under way, under the old epoch, when the asker begins a new one."""
+    async with open_swarm((0, 4), (4, 8), (4, 8), delay_s=0.05) as swarm:
+        swarm.announcements["n1"] = replace(swarm.announcements["n1"], decode_tokens_per_s=10_000.0)
+        asker = await swarm.asker()
+        async with asker.session(64) as session:
+            await session.advance(PROMPT)
+            assert [hop.peer for hop in session.route] == ["n0", "n1"]
+            swarm.nursery.start_soon(swarm.servers["n1"].drain, 60.0)
+            session.cut(10)
+            await session.advance([7])
+            assert swarm.servers["n1"].draining
+            for token in range(3):
+                await session.advance([token])
+            assert [hop.peer for hop in session.route] == ["n0", "n2"]
+        await no_leaks(swarm)
+
+
+async def test_a_hop_that_leaves_says_so_in_each_epoch(autojump_clock: MockClock) -> None:
+    """The word was lost with a stream: the order of the next epoch is answered with it again, and no other is taken."""
+    async with open_swarm((0, 4), (4, 8), delay_s=0.05) as swarm:
+        asker = await swarm.asker()
+        async with asker.session(64) as session:
+            await session.advance(PROMPT)
+            swarm.servers["n1"].draining = True  # and nobody was told
+            begin = trio.current_time()
+            for length in (30, 20, 10):
+                session.cut(length)
+                await session.advance([7])
+                assert session._hops.leaving == {"n1"}
+            assert session.recoveries <= 3
+            assert trio.current_time() - begin < 3
+            assert not asker.bans.active(trio.current_time())
+        await no_leaks(swarm)
