@@ -237,13 +237,14 @@ class Libp2pNetwork:
                 task_status.started()
         finally:
             self._nursery = None
-            self._memory.save()
+            with trio.CancelScope(shield=True):
+                await self._memory.save()
             self._stopped.set()
 
     async def stop(self) -> None:
         """Say goodbye to every peer and end `run`; takes at most a second, even if peers do not respond."""
         if self._scope is not None:
-            self._memory.save()  # before `goodbye` closes the connections, which are part of what is saved
+            await self._memory.save()  # before `goodbye` closes the connections, which are part of what is saved
             await self.host.goodbye()
             self._scope.cancel()
             await self._stopped.wait()

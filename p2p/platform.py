@@ -32,6 +32,8 @@ _msvcrt = _optional("msvcrt")  # Windows only
 _windows = os.name == "nt"
 
 _RETRY_S = 0.02
+_LONGEST_RETRY_S = 0.2
+_REPLACE_TRIES = 9  # with the pauses above, about a second
 
 
 # --- private files ---------------------------------------------------------------------------------------------------
@@ -52,7 +54,23 @@ def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
     that are verified on reading and can be fetched again.
     """
     with _temporary(path, data, durable=durable) as temporary:
-        os.replace(temporary, path)
+        replace_file(temporary, path)
+
+
+def replace_file(source: str | Path, target: Path) -> None:
+    """Rename a file over another one.
+
+    Windows refuses that while any process has one of them open, as a virus scanner or a thread that reads it does for
+    a moment; it is tried again for about a second there. May block for as long: call it in a thread.
+    """
+    for attempt in range(_REPLACE_TRIES if _windows else 1):
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            if not _windows or attempt == _REPLACE_TRIES - 1:
+                raise
+            time.sleep(min(_RETRY_S * 2**attempt, _LONGEST_RETRY_S))
 
 
 def create_private(path: Path, data: bytes) -> bool:
@@ -77,7 +95,7 @@ def _create_without_links(path: Path, temporary: str) -> bool:
     with FileLock.acquire(path.with_name(path.name + ".lock"), timeout_s=10.0):
         if path.exists():
             return False
-        os.replace(temporary, path)
+        replace_file(temporary, path)
         return True
 
 

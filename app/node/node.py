@@ -133,7 +133,7 @@ class Node:
                 await nursery.start(self._handle_signals, nursery.cancel_scope)
                 await nursery.start(self._own_network)
                 await nursery.start(api.run)
-                self._write_node_file()
+                await self._write_node_file()
                 self._is_reachable = True
                 self._report_ready()
                 for name, part in (
@@ -185,7 +185,7 @@ class Node:
             if self._network_owner.active_swarm is not None:
                 self._network_owner.active_swarm.watch_routes()
             self.event_log.touch()
-            self._write_node_file()
+            await self._write_node_file()
 
     async def _join_first_swarm(self, target: str | None) -> None:
         if (pause := self._pause_control.current) is not None:
@@ -421,13 +421,17 @@ class Node:
             active_swarm.follow_settings()
         self._upkeep.settings_changed()
 
-    def _write_node_file(self) -> None:
-        """Write the node file again if the listening addresses changed, as they do with the machine's networks."""
+    async def _write_node_file(self) -> None:
+        """Write the node file again if the listening addresses changed, as they do with the machine's networks.
+
+        In a thread: a disk may be slow, and the event loop must not wait for it.
+        """
         addresses = self._network_owner.listen_addrs()
         if not addresses or addresses == self._written_addresses:
             return
         try:
-            write_node_file(self._home, NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, addresses))
+            info = NodeInfo(os.getpid(), self._api_url, self._identity.peer_id, addresses)
+            await trio.to_thread.run_sync(write_node_file, self._home, info)
             self._written_addresses = addresses
         except OSError as error:
             log.warning("%s cannot be written, trying again soon: %s", self._home.node_file, error)

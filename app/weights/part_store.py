@@ -26,7 +26,7 @@ from app.core.errors import RecordError
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES, leaf_hash, leaves_from
 from app.weights.extents import Extent, Stamp, WeightsError, chunk_length, matching_chunks
-from p2p.platform import write_private
+from p2p.platform import replace_file, write_private
 
 _MAX_LEAVES_BYTES = 4 * 2**20
 _ROOT = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")
@@ -102,7 +102,7 @@ class PartFiles:
     def distrust(self, part: Part) -> None:
         """Mark a complete part as incomplete, so that a download repeats only its wrong chunks."""
         with contextlib.suppress(OSError):
-            os.replace(self.path(part.root), self._beside(part.root, "new"))
+            replace_file(self.path(part.root), self._beside(part.root, "new"))
 
     def open_new(self, part: Part, leaves: Sequence[bytes]) -> NewPart:
         """Open a part for download and find the chunks that are here already; raises `WeightsError`."""
@@ -125,9 +125,12 @@ class PartFiles:
         with writing(self.folder):
             os.fsync(new.file.fileno())
             new.close()
-            with contextlib.suppress(FileNotFoundError):
-                # Another process may have finished the same part a moment ago.
-                os.replace(self._beside(part.root, "new"), self.path(part.root))
+            try:
+                replace_file(self._beside(part.root, "new"), self.path(part.root))
+            except (FileNotFoundError, PermissionError):
+                # Another process may have finished the same part a moment ago, and have it open (Windows).
+                if not self.holds(part):
+                    raise
         if not self.holds(part):
             raise WeightsError(f"{self.folder} was emptied while part {part.name} was downloaded: try again")
         self._stamp(part)

@@ -108,6 +108,7 @@ class KnownPeers:
         self._path = path
         self._host = host
         self._known: list[KnownPeer] = []
+        self._writing = trio.Lock()
 
     async def load(self) -> list[KnownPeer]:
         """Read the file and return its peers, the last seen first."""
@@ -119,10 +120,13 @@ class KnownPeers:
         """Save every `SAVE_S` seconds, until cancelled."""
         while True:
             await trio.sleep(SAVE_S)
-            self.save()
+            await self.save()
 
-    def save(self) -> None:
-        """Add the peers that the host reached or is connected to, and write the file; a failure is only logged."""
+    async def save(self) -> None:
+        """Add the peers that the host reached or is connected to, and write the file in a thread: a disk may be slow.
+
+        A failure is only logged.
+        """
         if self._path is None:
             return
         now, clock, book = time.time(), trio.current_time(), self._host.book
@@ -132,6 +136,7 @@ class KnownPeers:
         present = [KnownPeer(peer, tuple(book.addresses(peer)), now, peer in proven) for peer in connected]
         self._known = merge(self._known, [*reached, *(entry for entry in present if entry.addresses)])
         try:
-            save_peers(self._path, self._known)
+            async with self._writing:  # the last of several writers writes the latest state
+                await trio.to_thread.run_sync(save_peers, self._path, self._known)
         except OSError as error:
             log.warning("the known peers cannot be saved in %s: %s", self._path, error)

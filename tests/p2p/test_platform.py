@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2p import platform
-from p2p.platform import FileLock
+from p2p.platform import FileLock, write_private
 
 HOLDER = """
 import sys
@@ -154,6 +154,36 @@ def test_windows_renames_instead_of_linking(tmp_path: Path, monkeypatch: pytest.
     path.chmod(0o644)
     assert platform.is_private(path)  # mode bits mean nothing there
     assert path.read_bytes() == b"first"
+
+
+@pytest.mark.parametrize(("refusals", "succeeds"), [(0, True), (3, True), (10**6, False)])
+def test_a_file_that_is_open_is_replaced_a_moment_later_on_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, succeeds: bool
+) -> None:
+    path, really, waits = tmp_path / "f", os.replace, list[float]()
+    path.write_bytes(b"old")
+
+    def replace(source: object, target: object) -> None:
+        if len(waits) < refusals:
+            raise PermissionError(13, "another program has it open")
+        really(str(source), str(target))
+
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr("p2p.platform.time.sleep", waits.append)
+    if refusals:  # POSIX replaces open files; an error there is another one, and raised at once
+        with pytest.raises(PermissionError):
+            write_private(path, b"new")
+        assert waits == []
+    monkeypatch.setattr("p2p.platform._windows", True)
+    if succeeds:
+        write_private(path, b"new")
+        assert path.read_bytes() == b"new"
+    else:
+        with pytest.raises(PermissionError):
+            write_private(path, b"new")
+        assert path.read_bytes() == b"old"
+        assert 0.5 < sum(waits) < 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["f"]
 
 
 def test_the_signals_that_ask_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:

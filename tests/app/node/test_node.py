@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -19,6 +21,7 @@ import app.node.node
 import app.node.self_check
 import app.node.swarm_switcher
 import app.swarm.saved
+import p2p.discovery.known_peers
 from app.cli.status import status_lines
 from app.config.file import load_config
 from app.config.home import Home, find_node, hold
@@ -232,6 +235,36 @@ async def test_a_node_in_a_swarm_of_its_own_says_that_a_named_peer_has_another_s
             check = next(check for check in b.network_checks() if check.name == "warning")
             assert (check.status, check.detail, check.mend) == ("warn", warning.text, warning.next_step)
             assert a.snapshot().warning is None, "anybody can knock at a node's door"
+
+
+async def test_the_event_loop_never_waits_for_the_disk(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    synced: list[int] = []
+    known = ("invite", "remembered")
+    really = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced.append(threading.get_ident())
+        really(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(p2p.discovery.known_peers, "SAVE_S", 0.05)
+    async with living(tmp_path / "a", cache, discovery=known) as a:
+        await until(a, lambda: a.snapshot().state == "client")
+        async with living(tmp_path / "b", cache, str(await a.invite(None)), discovery=known) as b:
+            await until(a, lambda: sees(a, b))
+            synced.clear()  # key and token of a new home are written once, before the node serves
+            await b.set_config("name", "loft")
+            b._written_addresses = ()  # as if the machine had moved to another network
+            await b.pause(None)
+            await b.resume()
+            before = len(synced)
+            with trio.fail_after(10):
+                while len(synced) < before + 4 or not b._written_addresses:
+                    await b.event_log.wait_beyond(b.event_log.version)
+            assert threading.get_ident() not in synced
 
 
 async def test_a_peer_that_accepts_this_node_later_is_no_longer_warned_of() -> None:
