@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -71,15 +72,16 @@ class PingBook:
     def __init__(self, now: Callable[[], float]) -> None:
         self.rtt_s: float | None = None
         self._now = now
-        self._number = 0
         self._waiting: dict[int, tuple[float, trio.Event]] = {}
 
     def begin(self) -> tuple[int, trio.Event]:
-        """Register a new ping; returns its number, and the event that its answer sets."""
-        self._number = (self._number + 1) & 0xFFFFFFFF
-        answered = trio.Event()
-        self._waiting[self._number] = (self._now(), answered)
-        return self._number, answered
+        """Register a new ping; returns its number, and the event that its answer sets.
+
+        The number is random: a peer that could guess it would answer before the ping arrives and seem to be near.
+        """
+        number, answered = secrets.randbits(32), trio.Event()
+        self._waiting[number] = (self._now(), answered)
+        return number, answered
 
     def answer(self, number: int) -> bool:
         """Process an answer and measure the round-trip time; False if no ping has this number."""

@@ -135,6 +135,13 @@ class Connection:
             self.ready.set()
             self.closed.set()
 
+    async def ping(self) -> float:
+        """Measure the round trip in seconds with the multiplexer's ping; raises `StreamReset`. Use a deadline."""
+        try:
+            return await self.muxed.ping()  # type: ignore[no-any-return]
+        except Exception as error:
+            raise StreamReset(f"the connection to {self.peer} broke ({type(error).__name__})") from error
+
     async def open_stream(self, protocol: str) -> Stream:
         """Open a stream under `protocol`.
 

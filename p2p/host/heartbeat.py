@@ -3,8 +3,9 @@
 The dialling side opens the stream. Each frame is a kind (1 byte), a length (2 bytes, big-endian, at most 4096) and a
 body. Both sides send `HELLO` (JSON: `version`, `addresses`, `observed`, `relay`) first and again when it changes. The
 dialling side sends `PING` (a number and its last round trip in microseconds, 4 bytes each) every 5 s, and the other
-side answers `PONG` with the same body, so that both know the round trip. A side that receives nothing for 15 s closes
-the raw socket, which also ends writes that are blocked on it. What the hello leads to is up to the caller
+side answers `PONG` with the same body. That round trip is only a claim, so the accepting side ignores it and measures
+its own with the multiplexer's ping, which every version and every libp2p node answers. A side that receives nothing for
+15 s closes the raw socket, which also ends writes that are blocked on it. What the hello leads to is up to the caller
 (`p2p.network`, `p2p.nat.traversal`).
 """
 
@@ -99,7 +100,7 @@ class Heartbeat:
         self._pings: dict[Connection, tuple[int, float]] = {}
 
     async def accompany(self, connection: Connection) -> None:
-        """Run beside a connection: ping if this side dialled, else close it if it is idle without a heartbeat."""
+        """Run beside a connection: ping it, and close it if it was accepted and is idle without a heartbeat."""
         if connection.initiated:
             try:
                 stream = await connection.open_stream(PROTOCOL)
@@ -112,7 +113,9 @@ class Heartbeat:
                 return
             await self._run(stream, pinging=True)
         else:
-            await self._wait_for_link(connection)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._measure, connection)
+                await self._wait_for_link(connection)
 
     async def accepted(self, stream: Stream) -> None:
         """Handle an inbound `/shoal/1/link` stream; raises `ProtocolError` for a second one on a connection."""
@@ -162,9 +165,6 @@ class Heartbeat:
             if kind == _KIND_HELLO:
                 self._on_hello(connection, Hello.decode(body, stream.peer))
             elif kind == _KIND_PING and not connection.initiated and len(body) == _PING.size:
-                rtt_us = _PING.unpack(body)[1]
-                if rtt_us:
-                    connection.rtt_s = rtt_us / 1e6
                 await _send(stream, _KIND_PONG, body)
             elif kind == _KIND_PONG and connection.initiated and len(body) == _PING.size:
                 self._pong(connection, _PING.unpack(body)[0])
@@ -199,7 +199,7 @@ class Heartbeat:
                 self._pings[connection] = (number, trio.current_time())
                 rtt_us = min(int((connection.rtt_s or 0) * 1e6), 0xFFFFFFFF)
                 await _send(stream, _KIND_PING, _PING.pack(number, rtt_us))
-                # The second ping follows soon, because it carries the first round trip to the other side.
+                # The second ping follows soon, because older nodes learn the first round trip from it.
                 await trio.sleep(self._period_s if number > 1 else self._period_s / 10)
         except StreamClosed as error:
             log.debug("pinging %s: %s", stream.peer, error)  # the task that reads ends the connection
@@ -210,11 +210,25 @@ class Heartbeat:
         sent_number, sent_at = self._pings.get(connection, (-1, 0.0))
         if number != sent_number:
             return
-        sample_s = trio.current_time() - sent_at
-        known_s = connection.rtt_s
-        # A lower sample counts at once, a higher one is averaged in: it may be queueing rather than distance.
-        slower = known_s is not None and sample_s > known_s
-        connection.rtt_s = known_s * _RTT_WEIGHT + sample_s * (1 - _RTT_WEIGHT) if slower and known_s else sample_s
+        _note_rtt(connection, trio.current_time() - sent_at)
+
+    async def _measure(self, connection: Connection) -> None:
+        """Measure the round trip of an accepted connection, by this node's own clock, until the connection ends."""
+        while connection.is_open:
+            with trio.move_on_after(self._silence_s):
+                try:
+                    _note_rtt(connection, await connection.ping())
+                except P2PError as error:
+                    log.debug("pinging %s: %s", connection.peer, error)
+                    return
+            await trio.sleep(self._period_s)
+
+
+def _note_rtt(connection: Connection, sample_s: float) -> None:
+    """Take a round trip: a lower one counts at once, a higher one in part, as it may be queueing, not distance."""
+    known_s = connection.rtt_s
+    slower = known_s is not None and sample_s > known_s
+    connection.rtt_s = known_s * _RTT_WEIGHT + sample_s * (1 - _RTT_WEIGHT) if slower and known_s else sample_s
 
 
 async def _send(stream: Stream, kind: int, body: bytes) -> None:
