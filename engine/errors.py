@@ -31,3 +31,7 @@ class SessionError(EngineError):
     """A step does not fit its session: unknown or closed session, a gap in positions, or past the context."""
 
     reason_code = "bad_step"
+
+
+class NotFinite(SessionError):
+    """A session's input holds NaN, infinity, or a number too large for the compute dtype."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.errors import SessionError
+from engine.errors import NotFinite, SessionError
 from engine.model.attention import Segment
 from engine.model.kv_cache import KVLease
 from engine.model.span import SpanRunner
@@ -98,7 +98,8 @@ class SessionRunner:
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
         """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
 
-        Raises `SessionError` for input that does not fit its session or is not finite, `CacheFull` without room.
+        Raises `SessionError` for input that does not fit its session, `NotFinite` for numbers that are none, `CacheFull`
+        without room.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(work):
@@ -135,7 +136,7 @@ class SessionRunner:
         return torch.cat([to_tensor([item.data], item.dtype, self.hidden_size).to(compute) for item in items])
 
     def _check_finite(self, rows: Tensor, items: list[StepInput]) -> None:
-        """Raise `SessionError` for the first session with NaN, infinity, or a number too large for the compute dtype.
+        """Raise `NotFinite` for the first session with NaN, infinity, or a number too large for the compute dtype.
 
         Reads `rows` on the CPU, before they are uploaded: on the device the check would have to wait for the result.
         """
@@ -148,7 +149,7 @@ class SessionRunner:
         for item in items:
             if not _within(rows[first : first + item.rows], largest):
                 name = item.session.hex()[:8]
-                raise SessionError(f"session {name} sent numbers that are not finite in {self._native}")
+                raise NotFinite(f"session {name} sent numbers that are not finite in {self._native}")
             first += item.rows
 
     def _split(self, hidden: Tensor, items: list[StepInput]) -> list[StepResult]:

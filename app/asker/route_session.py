@@ -45,6 +45,7 @@ from app.session.wire import (
     encode_turn,
     header,
     hop_error_reason,
+    is_finite,
     plain,
     row_bytes,
 )
@@ -252,6 +253,10 @@ def _lost(peer: str) -> HopFailed:
     return HopFailed(peer, because("hop_lost", "its stream broke", peer))
 
 
+def _not_finite(peer: str) -> HopFailed:
+    return HopFailed(peer, because("hop_failed", "it sent numbers that are not finite", peer))
+
+
 class RouteHops:
     """The hops of one session: sends orders and tokens, and keeps the last word of each hop. A `Listener`."""
 
@@ -262,6 +267,7 @@ class RouteHops:
         self._open: dict[str, HopLink] = {}
         self._ready: dict[str, HopState] = {}
         self._relayed: set[tuple[str, str]] = set()  # links that go through this asker
+        self._checked: set[tuple[str, str]] = set()  # relayed, and the second hop accepts data from this asker alone
         self._bad_links: dict[tuple[str, str], int] = {}
         self._heard = Signal()
         self.route: Route = ()  # in use, or being set up
@@ -290,7 +296,10 @@ class RouteHops:
             is_last = bool(self.route) and peer == self.route[-1].peer
             if not is_last or frame.position + frame.rows != self.awaited or frame.width != self._shape.width:
                 return
-            self.answer = frame
+            if is_finite(frame):
+                self.answer = frame
+            else:
+                self.trouble = _not_finite(peer)
         elif frame.kind == Kind.RELAY:
             await self._forward(peer, frame)
             return
@@ -330,6 +339,9 @@ class RouteHops:
             self.leaving.add(peer)
         elif error.code == "link":
             self.note_bad_link(peer)
+        elif error.code == "input" and not self._check_link_to(peer):
+            self.trouble = HopFailed(peer, why)
+            return
         self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
 
     def note_bad_link(self, peer: str) -> None:
@@ -340,6 +352,19 @@ class RouteHops:
             if times >= 2:
                 self._relayed.add((peer, successor))
 
+    def _check_link_to(self, peer: str) -> bool:
+        """Relay what a hop receives through this asker, which checks it: the hop says that it is not finite.
+
+        Either that hop or its predecessor lies; what goes through this asker shows which. False if the hop's input came
+        from this asker already, so that it is the hop that lies.
+        """
+        peers = [hop.peer for hop in self._epoch_route]
+        index = peers.index(peer) if peer in peers else 0
+        if index == 0 or (peers[index - 1], peer) in self._checked:
+            return False
+        self._checked.add((peers[index - 1], peer))
+        return True
+
     async def _forward(self, peer: str, frame: Frame) -> None:
         """Forward outputs that a hop cannot send to its successor itself.
 
@@ -348,6 +373,10 @@ class RouteHops:
         if frame.width != self._shape.width or frame.position + frame.rows > self.awaited:
             why = because("hop_failed", "it sent outputs that do not fit the session", peer)
             self.trouble = HopFailed(peer, why)
+            self._heard.notify()
+            return
+        if not is_finite(frame):
+            self.trouble = _not_finite(peer)
             self._heard.notify()
             return
         successor = self._successor(peer)
@@ -435,7 +464,9 @@ class RouteHops:
         for index, hop in enumerate(self.route):
             predecessor, successor = peers[index], peers[index + 2]
             send_from = known.send_from[index] if known is not None else None
-            relay = (hop.peer, successor) in self._relayed
+            relay = (hop.peer, successor) in self._relayed | self._checked
+            if (predecessor, hop.peer) in self._checked:
+                predecessor = ""
             turn = EpochOrder(hop.span, predecessor, successor, self._shape.tokens, self.urgent_from, send_from, relay)
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
         with trio.move_on_after(self._settings.ready_s):

@@ -74,6 +74,7 @@ NEXT_STEPS: dict[str, str] = {
     "hop_failed": _RETRIED_AUTOMATICALLY,
     "hop_draining": "nothing: the session moves to another member",
     "hop_gap": _RESENT_AUTOMATICALLY,
+    "hop_input": _RESENT_AUTOMATICALLY,
     "hop_link": _RESENT_AUTOMATICALLY,
     "hop_missing": _RESENT_AUTOMATICALLY,
     "hop_closed": _RESENT_AUTOMATICALLY,

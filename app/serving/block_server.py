@@ -47,7 +47,7 @@ from app.session.wire import (
     header,
     plain,
 )
-from engine.errors import EngineError
+from engine.errors import EngineError, NotFinite
 from p2p.errors import P2PError
 
 if TYPE_CHECKING:
@@ -683,7 +683,8 @@ class BlockServer:
             return
         session = self._sessions[batch[0].session]
         log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
-        await self._sender.report_error(session, "failed", str(error))
+        # Input that is not finite is the predecessor's doing: the asker finds out whose.
+        await self._sender.report_error(session, "input" if isinstance(error, NotFinite) else "failed", str(error))
         self._end(session, session.epoch)
 
     def _count(self, batch: list[QueuedTokens], started_at: float, seconds: float) -> None:

@@ -116,7 +116,9 @@ class EpochOrder:
 class HopError:
     """An error at a hop: a code that the asker acts on, and a text for the user."""
 
-    code: str  # busy, refused, draining; gap, link, missing, closed, failed; evicted (kept outputs, for information)
+    # busy, refused, draining; gap, link, missing, closed, failed; input (it received numbers that are not finite);
+    # evicted (kept outputs, for information)
+    code: str
     text: str
     why: str = ""  # reason code, if it is more specific than `code`
 
@@ -124,6 +126,19 @@ class HopError:
 def row_bytes(dtype: int, width: int) -> int:
     """Bytes of one token's hidden state on the wire."""
     return _ITEM_BYTES[dtype] * width
+
+
+# For each number format: the integers that its bytes are read as, and the bits that are all set in NaN and infinity.
+_NOT_FINITE = {1: ("<u4", 0x7F800000), 2: ("<u2", 0x7F80), 3: ("<u2", 0x7C00)}
+
+
+def is_finite(frame: Frame) -> bool:
+    """True if no number of a frame's body is NaN or infinity."""
+    import numpy  # light starts do without
+
+    kind, exponent = _NOT_FINITE[frame.dtype]
+    numbers = numpy.frombuffer(frame.body, kind)
+    return not bool(((numbers & exponent) == exponent).any())
 
 
 def header(

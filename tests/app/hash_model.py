@@ -36,9 +36,13 @@ class Token(NamedTuple):
     embedding: bytes
 
 
+FINITE = int.from_bytes(b"\xff\xff\xff\xbf" * WIDTH, "little")
+
+
 def digest(*parts: bytes | int) -> bytes:
-    """16 bytes that depend on all parts."""
-    return hashlib.blake2b(b"|".join(p if isinstance(p, bytes) else b"%d" % p for p in parts), digest_size=16).digest()
+    """16 bytes that depend on all parts: four numbers, of which none is NaN or infinity."""
+    made = hashlib.blake2b(b"|".join(p if isinstance(p, bytes) else b"%d" % p for p in parts), digest_size=16).digest()
+    return (int.from_bytes(made, "little") & FINITE).to_bytes(ROW_BYTES, "little")
 
 
 class HashRunner:

@@ -22,13 +22,15 @@ from app.core.span import Span
 from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
 from app.serving.block_server import BlockServer
+from app.serving.hop_session import HopSession
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, header, plain
+from engine.errors import NotFinite
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
 from p2p.errors import P2PError, PeerUnreachable
 from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, MemoryStream, open_fabric
-from tests.app.hash_model import HashRunner, InlineDevice, Output, greedy, last_hidden
+from tests.app.hash_model import WIDTH, HashRunner, InlineDevice, Output, greedy, last_hidden
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 
 LAST_EPOCH = 2**32 - 1
@@ -327,3 +329,79 @@ async def test_what_was_relayed_for_a_dead_hop_reaches_no_other(autojump_clock: 
 async def _kill_after(swarm: SessionSwarm, name: str, seconds: float) -> None:
     await trio.sleep(seconds)
     swarm.kill(name)
+
+
+# --- numbers that are none --------------------------------------------------------------------------------------------
+
+NAN_ROW = b"\x00\x00\xc0\x7f" * WIDTH
+
+
+class FiniteRunner(HashRunner):
+    """Refuses input that is not finite, as the engine does."""
+
+    def step(self, work: Sequence[StepWork]) -> list[Output]:
+        if any(NAN_ROW in bytes(item.data) for item in work):
+            raise NotFinite("a session sent numbers that are not finite")
+        return super().step(work)
+
+
+class NanRunner(FiniteRunner):
+    """Computes, and sends NaN instead."""
+
+    def step(self, work: Sequence[StepWork]) -> list[Output]:
+        return [Output(NAN_ROW * item.rows, "f32") for item in work]
+
+
+class SlanderousRunner(HashRunner):
+    """Says of all that it gets that it is not finite."""
+
+    def step(self, work: Sequence[StepWork]) -> list[Output]:
+        raise NotFinite("a session sent numbers that are not finite")
+
+
+@pytest.mark.parametrize(
+    ("evil", "at"), [(NanRunner, 0), (NanRunner, 1), (NanRunner, 2), (SlanderousRunner, 0), (SlanderousRunner, 1)]
+)
+async def test_who_sends_numbers_that_are_none_or_says_so_is_the_one_blamed(
+    evil: type[HashRunner], at: int, autojump_clock: MockClock
+) -> None:
+    """One of three hops sends NaN, or says that it got some: the reply goes on without it, and the others stay."""
+    spans = [(0, 3), (3, 6), (6, 8)]
+    async with open_swarm() as swarm:
+        for index, (start, stop) in enumerate(spans):
+            await swarm.serve(f"n{index}", FiniteRunner(start, stop))
+        await swarm.serve("evil", evil(*spans[at]), speed=10_000.0)
+        asker = await swarm.asker()
+        stats = await ask(asker, PROMPT, 12)
+        assert stats.token_ids == greedy(PROMPT, 12)
+        assert [hop.peer for hop in stats.route] == ["n0", "n1", "n2"]
+        assert set(asker.bans.active(trio.current_time())) == {"evil"}
+
+
+async def test_a_hop_that_is_to_send_through_the_asker_cannot_spoil_its_successor_directly(
+    autojump_clock: MockClock,
+) -> None:
+    """The hop sends NaN to its successor itself and good numbers to the asker: the successor is not blamed for it."""
+    async with open_swarm() as swarm:
+        await swarm.serve("n0", FiniteRunner(0, 4))
+        await swarm.serve("n1", FiniteRunner(4, 8))
+        liar = await swarm.serve("liar", HashRunner(0, 4), speed=10_000.0)
+        spoiled = await swarm.fabric.nodes["liar"].open("n1", PROTOCOL)
+
+        send = liar._sender.send
+
+        async def spoil_first(session: HopSession, position: int, data: bytes) -> None:
+            rows = len(data) // len(NAN_ROW)
+            head = header(
+                Kind.DATA, session.id, session.epoch, position, dtype=F32, rows=rows, width=WIDTH, length=len(data)
+            )
+            await spoiled.send(head + NAN_ROW * rows)
+            await trio.sleep(0.1)
+            await send(session, position, data)
+
+        liar._sender.send = spoil_first  # type: ignore[method-assign]
+        asker = await swarm.asker()
+        stats = await ask(asker, PROMPT, 12)
+        assert stats.token_ids == greedy(PROMPT, 12)
+        assert "n1" not in asker.bans.active(trio.current_time())
+        assert stats.recoveries <= 1
