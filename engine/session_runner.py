@@ -98,8 +98,7 @@ class SessionRunner:
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
         """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
 
-        Raises `SessionError` for input that does not fit its session, `NotFinite` for numbers that are none, `CacheFull`
-        without room.
+        Raises `SessionError` for input that does not fit its session, `NotFinite` for NaN, `CacheFull` without room.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(work):

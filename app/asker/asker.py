@@ -154,6 +154,7 @@ class Asker:
         if sampler.answers:
             sample = AuditSample(
                 tokens=reply.tokens,
+                prompt_tokens=stats.prompt_tokens,
                 first=stats.prompt_tokens + sampler.first,
                 answers=tuple(sampler.answers),
                 peers=frozenset(hop.peer for route in sampler.routes for hop in route),

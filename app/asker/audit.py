@@ -1,19 +1,19 @@
 """Audits: answers of a reply's hops are computed again over other hops and compared.
 
-After a reply has ended, its tokens are now and then sent over another route with as few of the same peers as possible:
-some of them as a prompt, the next few one by one, as in a reply. The outputs of the last block must equal those of the
-reply (`app.asker.evidence` says how exactly). If they differ, further routes with some of these peers and not others
-show which peer is wrong; if no route can, all remaining ones are doubted a little. This node's own blocks, and peers
-that the user trusts, are never accused, which makes them the best judges.
+After a reply has ended, it is now and then repeated over another route with as few of the same peers as possible. A
+few outputs of the last block, from a random place, must equal those of the reply (`app.asker.evidence` says how
+exactly). If they differ, further routes with some of these peers and not others show which peer is wrong, and one more
+confirms it; if no route can, all remaining ones are doubted a little. Doubts add up: a peer that is among the suspects
+again and again takes an ever larger part of them, until it is no longer used. This node's own blocks, and peers that
+the user trusts, are never accused, which makes them the best judges.
 
 What a hop can see. A reply's hops cannot know that it will be audited: that is decided when they are done. The hops of
-an audit see an ordinary session, opened by the same code: a prompt, tokens one at a time with the time between them
-that choosing a token takes, room for a whole reply, a close. A prompt that was seen before means nothing, as every
-further message of a conversation repeats it. Not hidden: audits are short (a few tokens after the prompt), so a peer
-that lies only late in a session is caught in replies but not in audits; it shares the blame with the other hops of
-those replies until it is the only one left in all of them. Peers that together hold all copies of a block and tell the
-same lie agree with each other. And an audit shows the tokens to more peers than the reply did; private blocks stay
-private.
+an audit see a whole reply, opened by the same code: its prompt, then its tokens one at a time with the time between
+them that choosing a token takes, to its end; room for a whole reply, a close. So does a user who asks the same again
+with the same seed. Only a peer that took part in both can tell that the tokens are the same; it can lie in the reply
+and not in the audit, and shares the doubt with the other hops of that reply: here doubts must add up. Peers that
+together hold all copies of a block and tell the same lie agree with each other. And an audit shows the tokens to more
+peers than the reply did; private blocks stay private.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from app.asker.evidence import (
     Explanation,
     Observation,
     blame,
+    is_confirmed,
     minimal_liar_sets,
+    occasional_liar_sets,
     precisions,
     tolerance,
     worst_case_remaining,
@@ -55,7 +57,7 @@ log = logging.getLogger("shoal.trust")
 SHARE = 0.05  # audits take at most this share of the tokens and sessions of replies
 KEPT_REPLIES = 8
 MEAN_DELAY_S = 4.0  # between a reply and an audit, as between two messages of a user
-AUDIT_S = 120.0
+AUDIT_S = 600.0  # a whole reply
 MOST_ROUTES = 8  # in one audit
 MOST_BROKEN = 4  # sessions
 TRIES = 12  # random routes, of which the one that tells most is taken
@@ -133,12 +135,16 @@ class Auditor:
         while True:
             await self._wake.wait_beyond(seen)
             seen = self._wake.version
-            await trio.sleep(min(self._rng.expovariate(1 / MEAN_DELAY_S), 8 * MEAN_DELAY_S))
+            await self._pause()
             while await self._next():
-                pass
+                await self._pause()
             document = self._book.unsaved()
             if document is not None:
                 await trio.to_thread.run_sync(self._book.write, document)
+
+    async def _pause(self) -> None:
+        """Let some time pass, as between two messages of a user."""
+        await trio.sleep(min(self._rng.expovariate(1 / MEAN_DELAY_S), 8 * MEAN_DELAY_S))
 
     async def _next(self) -> bool:
         """Do one session of auditing if the share allows it; True if there may be more to do."""
@@ -158,9 +164,14 @@ class Auditor:
                 self._conclude(run)
             return False
         await self._weigh(run, route, answers)
-        if self._under_way is run and len(minimal_liar_sets(run.seen, self._context.not_accused())[0]) < 2:
+        if self._under_way is run and self._is_settled(run):
             self._conclude(run)  # now, even if the share is used up
         return True
+
+    def _is_settled(self, run: _AuditRun) -> bool:
+        """True if no further answer could change the verdict."""
+        stories, always = minimal_liar_sets(run.seen, self._context.not_accused())
+        return len(stories) < 2 and not (stories and always and not is_confirmed(stories[0], run.seen))
 
     def _affordable(self, sample: AuditSample) -> bool:
         tokens_fit = self._tokens + sample.cost <= SHARE * self._asked_tokens
@@ -194,8 +205,10 @@ class Auditor:
             others = frozenset() if route is None else frozenset(hop.peer for hop in route)
             return route if others - run.sample.peers else None
         stories, _ = minimal_liar_sets(run.seen, self._context.not_accused())
-        if len(stories) < 2 or len(run.answered) >= MOST_ROUTES:
+        if self._is_settled(run) or len(run.answered) >= MOST_ROUTES:
             return None
+        if len(stories) == 1:
+            return self._route_with(run.sample, stories[0])
         suspects = sorted(blame(stories))
         best: tuple[int, Route | None] = (len(stories), None)
         for _ in range(TRIES):
@@ -207,11 +220,18 @@ class Auditor:
             await trio.lowlevel.checkpoint()
         return best[1]
 
-    def _random_route(self, sample: AuditSample, avoid: Sequence[str] | frozenset[str]) -> Route | None:
+    def _route_with(self, sample: AuditSample, peers: frozenset[str]) -> Route | None:
+        """Return a route in which one of these peers takes part and as few others of the reply as possible."""
+        route = self._random_route(sample, sample.peers - peers, prefer=peers)
+        return route if route is not None and not peers.isdisjoint(hop.peer for hop in route) else None
+
+    def _random_route(
+        self, sample: AuditSample, avoid: Sequence[str] | frozenset[str], prefer: frozenset[str] = frozenset()
+    ) -> Route | None:
         """Return a random route; the peers to avoid are used only if there are no others."""
         members = self._context.members()
-        costs = {m.peer: self._rng.random() * _AVOID_S / 100 for m in members}
-        costs |= {peer: _AVOID_S for peer in avoid}
+        costs = {m.peer: (1 + self._rng.random()) * _AVOID_S / 100 for m in members}
+        costs |= {peer: _AVOID_S for peer in avoid} | dict.fromkeys(prefer, 0.0)
         request = RouteRequest(Span(0, len(sample.precisions)), sample.room, privacy=sample.privacy)
         try:
             no_links = link_seconds("", dict.fromkeys(costs, 0.0), ())  # distances do not matter
@@ -224,19 +244,20 @@ class Auditor:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     async def _compute(self, sample: AuditSample, route: Route) -> tuple[HiddenState, ...] | None:
-        """Return this route's answers; None if it breaks before the end."""
+        """Repeat the reply on this route, and return its answers where the sample's are; None if the route breaks."""
         answers: list[HiddenState] = []
-        fed, until = 0, sample.first
+        fed = 0
+        wanted = range(sample.first, sample.first + len(sample.answers))
         self._sessions += 1
         try:
             with trio.fail_after(AUDIT_S):
                 async with self._context.pinned(route, sample.room) as session:
-                    while len(answers) < len(sample.answers):
-                        new = sample.tokens[fed:until]
-                        self._tokens += len(new)
-                        answers.append(await self._context.answer_of(session, new))
-                        await self._context.sample_and_discard(answers[-1], sample.tokens[:until], sample.settings)
-                        fed, until = until, until + 1
+                    for until in range(sample.prompt_tokens, sample.cost + 1):
+                        self._tokens += until - fed
+                        answer = await self._context.answer_of(session, sample.tokens[fed:until])
+                        await self._context.sample_and_discard(answer, sample.tokens[:until], sample.settings)
+                        answers += [answer] if until in wanted else []
+                        fed = until
         except (AppError, P2PError, trio.TooSlowError) as error:
             log.info("an audit broke off: %s", error)
             return None
@@ -269,12 +290,14 @@ class Auditor:
             return  # no other peer serves these blocks
         stories, always = minimal_liar_sets(run.seen, self._context.not_accused())
         routes = len(run.answered)
+        if len(stories) == 1 and always and not is_confirmed(stories[0], run.seen):
+            stories, always = occasional_liar_sets(run.seen, self._context.not_accused()), False
         if len(stories) == 1 and always:
             for peer in stories[0]:
                 log.warning("%s returns wrong activations: %d routes were compared", peer, routes)
                 self._book.note(peer, "lied", f"returned wrong activations ({_against(run, stories[0])})")
         else:
-            for peer, share in blame(stories).items():
+            for peer, share in blame(stories, self._book.doubt).items():
                 self._book.note(peer, "doubted", f"part of answers that {routes} routes disagree about", share)
         cleared = self._suspects(frozenset[str]().union(*(one.peers for one in run.seen))) - blame(stories).keys()
         for peer in cleared if stories else ():

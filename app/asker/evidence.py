@@ -2,21 +2,24 @@
 
 Answers that agree form a group. An explanation is a smallest set of peers such that all routes without them agree, and
 all routes with them (strictly) give another answer. Routes are tried until one explanation is left, or no other route
-could tell the remaining ones apart.
+could tell the remaining ones apart. The one that is left must be confirmed by a second wrong answer: a liar that
+recognises audits and answers well there would otherwise have another peer of its route convicted by elimination.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 from typing import NamedTuple
 
 from app.routing.route import Route
 from app.swarm.records import Announcement
 
 _MOST_LIARS = 2  # with more there are too many explanations to tell apart
+EARLIER_WEIGHT = 2.0  # how much more likely one whole earlier doubt makes a peer's guilt, against one without
 
 
 class Tolerance(NamedTuple):
@@ -86,6 +89,21 @@ def minimal_liar_sets(seen: Sequence[Observation], not_accused: Collection[str])
     return [], False
 
 
+def is_confirmed(liars: Explanation, seen: Sequence[Observation]) -> bool:
+    """True if these peers, who lied every time if they lied, took part in at least two answers."""
+    return sum(not one.peers.isdisjoint(liars) for one in seen) >= 2
+
+
+def occasional_liar_sets(seen: Sequence[Observation], not_accused: Collection[str]) -> list[Explanation]:
+    """Return the smallest sets of liars that explain all answers if they may have lied only sometimes."""
+    peers = sorted(frozenset[str]().union(*(one.peers for one in seen)) - set(not_accused))
+    for size in range(1, _MOST_LIARS + 1):
+        found = [frozenset(liars) for liars in combinations(peers, size) if _explains(liars, seen, always=False)]
+        if found:
+            return found
+    return []
+
+
 def _explains(liars: Collection[str], seen: Sequence[Observation], always: bool) -> bool:
     clean = {one.group for one in seen if one.peers.isdisjoint(liars)}
     if len(clean) > 1:
@@ -107,7 +125,14 @@ def worst_case_remaining(peers: Collection[str], stories: Sequence[Explanation],
     return max(expected.values(), default=0)
 
 
-def blame(stories: Sequence[Explanation]) -> Mapping[str, float]:
-    """Probability that each peer lied, if all explanations are equally likely."""
-    counts = Counter(peer for liars in stories for peer in liars)
-    return {peer: count / len(stories) for peer, count in counts.items()}
+def blame(stories: Sequence[Explanation], doubt: Callable[[str], float] = lambda peer: 0.0) -> Mapping[str, float]:
+    """Probability that each peer lied, if explanations are as likely as the earlier doubts about their peers say.
+
+    Without earlier doubts all are equally likely.
+    """
+    weights = [prod(1 + EARLIER_WEIGHT * doubt(peer) for peer in liars) for liars in stories]
+    shares: Counter[str] = Counter()
+    for liars, weight in zip(stories, weights, strict=True):
+        for peer in liars:
+            shares[peer] += weight / sum(weights)  # type: ignore[assignment]
+    return dict(shares)

@@ -192,6 +192,7 @@ class AuditSample:
     """What an audit needs of a reply: its tokens, the peers that took part, and `WINDOW` answers in a row."""
 
     tokens: tuple[int, ...]
+    prompt_tokens: int
     first: int  # number of tokens before the first kept answer
     answers: tuple[HiddenState, ...]  # of consecutive tokens
     peers: frozenset[str]
@@ -202,8 +203,8 @@ class AuditSample:
 
     @property
     def cost(self) -> int:
-        """Tokens that an audit sends through the swarm."""
-        return self.first + len(self.answers) - 1
+        """Tokens that an audit sends through the swarm: all but the last, which the reply did not feed either."""
+        return max(len(self.tokens) - 1, self.first + len(self.answers) - 1)
 
 
 class AuditSampler:

@@ -1,7 +1,8 @@
 """Trust in peers: a score computed from what this node observed of each, with the reason in words.
 
 Observations are `TrustEvent`s. Each fades with time, so that a peer that was fixed, or wrongly accused, recovers.
-Agreement with other peers makes up for doubts, but not for a lie. Being slow, busy or gone never counts as lying.
+Agreement with other peers makes up for doubts, but not for a lie. Many doubts exclude a peer as a lie does, for a
+shorter time. Being slow, busy or gone never counts as lying.
 `app.asker.audit` finds out who lied; `app.routing.planner` avoids peers below `DISTRUSTED`.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -34,7 +35,8 @@ HALF_LIFE_S: dict[Verdict, float] = {
 }
 # The factor of one fresh event of full weight on the score, and the lowest factor of all events of a verdict together.
 LEAVES: dict[Verdict, float] = {"doubted": 0.5, "lied": 0.05, "failed": 0.9}
-FLOOR: dict[Verdict, float] = {"doubted": 0.25, "lied": 0.0, "failed": 0.5}
+# Doubts alone can exclude a peer: one that recognises audits and lies in replies only is never caught in a lie.
+FLOOR: dict[Verdict, float] = {"doubted": 0.1, "lied": 0.0, "failed": 0.5}
 FORGIVES = 0.25  # part of a doubt that one agreement cancels
 PENALTY_S = 0.05  # seconds per token for a peer with score 0.5
 
@@ -66,16 +68,24 @@ class TrustScore:
         return PENALTY_S * (1 / max(self.score, 0.01) - 1)
 
 
-def standing(outcomes: Iterable[TrustEvent], now_s: float) -> TrustScore:
-    """Compute a peer's score from its events."""
+def _faded(outcomes: Iterable[TrustEvent], now_s: float) -> dict[Verdict, float]:
+    """Sum up the weights of events of each verdict, less the older they are."""
     sums: dict[Verdict, float] = {"agreed": 0.0, "doubted": 0.0, "lied": 0.0, "failed": 0.0}
-    latest: dict[Verdict, TrustEvent] = {}
     for outcome in outcomes:
         age_s = max(now_s - outcome.at_s, 0.0)
         sums[outcome.verdict] += outcome.weight * 0.5 ** (age_s / HALF_LIFE_S[outcome.verdict])
+    return sums
+
+
+def standing(outcomes: Iterable[TrustEvent], now_s: float) -> TrustScore:
+    """Compute a peer's score from its events."""
+    outcomes = tuple(outcomes)
+    sums = _faded(outcomes, now_s)
+    latest: dict[Verdict, TrustEvent] = {}
+    for outcome in outcomes:
         if outcome.verdict not in latest or outcome.at_s >= latest[outcome.verdict].at_s:
             latest[outcome.verdict] = outcome
-    sums["doubted"] = max(sums["doubted"] - FORGIVES * sums["agreed"], 0.0)
+    sums["doubted"] = net_doubt(sums)
     score = 1.0
     for verdict, leaves in LEAVES.items():
         score *= max(leaves ** sums[verdict], FLOOR[verdict])
@@ -83,6 +93,11 @@ def standing(outcomes: Iterable[TrustEvent], now_s: float) -> TrustScore:
         return TrustScore()
     worst = min(LEAVES, key=lambda verdict: LEAVES[verdict] ** sums[verdict])
     return TrustScore(round(score, 3), f"{latest[worst].note}, {_ago(now_s - latest[worst].at_s)}")
+
+
+def net_doubt(sums: Mapping[Verdict, float]) -> float:
+    """The doubts that agreement with others has not made up for."""
+    return max(sums["doubted"] - FORGIVES * sums["agreed"], 0.0)
 
 
 def added(outcomes: Sequence[TrustEvent], outcome: TrustEvent) -> tuple[TrustEvent, ...]:
@@ -132,6 +147,10 @@ class TrustBook:
         """Return a peer's score now; a peer without events is fully trusted."""
         outcomes = self._outcomes.get(peer)
         return standing(outcomes, self._clock()) if outcomes else TrustScore()
+
+    def doubt(self, peer: str) -> float:
+        """Number of doubts about a peer that still count; a doubt that several peers share counts in part."""
+        return net_doubt(_faded(self._outcomes.get(peer, ()), self._clock()))
 
     def agreed(self, peer: str) -> int:
         """Number of remembered audits in which a peer agreed with others."""

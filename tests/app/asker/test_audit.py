@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import pytest
@@ -200,6 +201,59 @@ async def test_a_lying_node_is_found_out_and_used_no_more(
             assert "liar" not in {hop.peer for hop in stats.route}
             assert stats.token_ids == truth.reply(number)
         await no_leaks(swarm)
+
+
+class Forms(SessionRunner):
+    """Honest; writes down the form of every session: its room, and the rows and the time of every frame."""
+
+    def __init__(self, honest: SessionRunner) -> None:
+        super().__init__(honest._span)
+        self.forms: dict[bytes, list[tuple[float, int]]] = {}
+        self.inputs: dict[bytes, list[bytes]] = {}
+        self.ended: list[bytes] = []
+
+    def open(self, session: bytes, tokens: int) -> None:
+        self.forms[session], self.inputs[session] = [(0.0, tokens)], []
+        super().open(session, tokens)
+
+    def step(self, work: Sequence[Any]) -> list[StepResult]:
+        for item in work:
+            self.forms[item.session].append((trio.current_time(), item.rows))
+            self.inputs[item.session].append(bytes(item.data))
+        return super().step(work)
+
+    def close(self, session: bytes) -> None:
+        self.ended.append(session)
+        super().close(session)
+
+
+async def test_an_audit_has_the_form_of_a_reply(
+    source: ModelSource, ends: SwarmEnds, autojump_clock: MockClock
+) -> None:
+    """The first hop of reply and audit sees the same room, prompt, single tokens and end; no time tells them apart."""
+    async with audit_swarm() as swarm:
+        spies = {}
+        for copy in "ab":
+            for index, (start, stop) in enumerate(THIRDS):
+                held = Forms(runner(source, start, stop))
+                await swarm.serve(f"{copy}{index}", held)
+                if index == 0:
+                    spies[copy] = held
+        asker = await swarm.audited(ends, seed=4)
+        for number in range(20):
+            await request(asker, number)
+        await trio.sleep(60)
+        assert asker.stats().audits.passed == 1
+        forms = {**spies["a"].forms, **spies["b"].forms}
+        assert set(forms) == {*spies["a"].ended, *spies["b"].ended}
+        inputs = {**spies["a"].inputs, **spies["b"].inputs}
+        twins = [s for s in forms if sum(b"".join(inputs[s]) == b"".join(inputs[o]) for o in forms) == 2]
+        assert len(twins) == 2, "one reply was repeated whole"
+        assert len({tuple(rows for _, rows in forms[session]) for session in twins}) == 1
+        assert inputs[twins[0]] == inputs[twins[1]]
+        # Simulated links and devices take the same time for all: between two tokens it must be the same, too.
+        gaps = [[b - a for (a, _), (b, _) in pairwise(form[1:])] for form in forms.values()]
+        assert max(map(max, gaps)) - min(map(min, gaps)) < 0.005
 
 
 async def test_honest_nodes_that_round_or_fail_are_not_accused(

@@ -14,7 +14,9 @@ from app.asker.evidence import (
     Deviation,
     Observation,
     blame,
+    is_confirmed,
     minimal_liar_sets,
+    occasional_liar_sets,
     tolerance,
     worst_case_remaining,
 )
@@ -44,13 +46,18 @@ def test_a_lie_is_not_forgiven_for_agreeing_but_for_time() -> None:
     assert standing([*lie, TrustEvent(8 * DAY_S, "lied")], 16 * DAY_S).score < DISTRUSTED
 
 
-def test_failures_and_doubts_never_amount_to_a_lie() -> None:
+def test_failures_never_amount_to_a_lie_and_doubts_only_if_they_are_many() -> None:
     failures = [TrustEvent(float(index), "failed", 1.0, "failed: it is gone") for index in range(KEPT)]
     assert standing(failures, KEPT).trusted
     assert standing(failures, 3 * HOUR_S).score > 0.95
     doubts = [TrustEvent(0.0, "doubted", 1.0, "in doubt")] * KEPT
-    assert standing(doubts, 0.0).trusted
-    assert standing(doubts, 0.0).penalty_s > 0.1
+    assert standing(doubts[:2], 0.0).trusted
+    assert standing(doubts[:2], 0.0).penalty_s > 0.1
+    assert not standing(doubts, 0.0).trusted
+    assert standing(doubts[:4], 2 * DAY_S).trusted
+    shared = [TrustEvent(0.0, "doubted", 0.25, "in doubt")] * 6
+    assert standing(shared, 0.0).trusted
+    assert standing([*doubts, *failures], 0.0).score > 0
     assert standing([*doubts[:1], *[TrustEvent(0.0, "agreed")] * 4], 0.0).score == 1
 
 
@@ -108,6 +115,23 @@ def test_a_route_that_was_asked_already_tells_nothing() -> None:
     assert blame(stories) == {"a": 0.5, "b": 0.5}
 
 
+def test_a_peer_that_is_always_among_the_suspects_takes_an_ever_larger_part_of_the_doubt() -> None:
+    book = TrustBook(clock=lambda: 0.0)
+    shares = []
+    for company in ("a b", "c d", "a d", "b c", "a c", "b d"):
+        stories = [frozenset({peer}) for peer in ("liar", *company.split())]
+        found = blame(stories, book.doubt)
+        assert sum(found.values()) == pytest.approx(1)
+        shares.append(found["liar"])
+        for peer, share in found.items():
+            book.note(peer, "doubted", "in doubt", share)
+    assert shares[0] == pytest.approx(1 / 3)
+    assert min(shares[1:]) > 0.4
+    assert shares[-1] > 0.5
+    assert not book.standing("liar").trusted
+    assert all(book.standing(peer).trusted for peer in "abcd")
+
+
 def test_rounding_is_tolerated_where_it_is_announced() -> None:
     exact, int8, half = ("none f32",) * 2, ("none f32", "int8 f32"), ("none bf16",) * 2
     assert tolerance(exact, exact) == tolerance(int8, int8) == EXACT
@@ -128,3 +152,16 @@ def test_who_is_slow_in_every_company_stands_out() -> None:
             measured.note(route, 0.002 + sum(4 * actual_s[hop.peer] for hop in route), 0.0, claims_s)
     assert measured.block_s["slow"] == pytest.approx(0.1, rel=0.3)
     assert max(measured.block_s["a"], measured.block_s["c"]) < 0.03
+
+
+def test_elimination_alone_convicts_nobody() -> None:
+    """A liar that answers well in audits leaves another peer of its route as the only one not tried again."""
+    answers = seen(("a l c", 0), ("x y z", 1), ("w l z", 1), ("w y c", 1))
+    stories, always = minimal_liar_sets(answers, ())
+    assert (stories, always) == ([frozenset({"a"})], True)
+    assert not is_confirmed(stories[0], answers)
+    assert set(occasional_liar_sets(answers, ())) == {frozenset({peer}) for peer in "alc"}
+    again = [*answers, *seen(("a y z", 2))]
+    assert is_confirmed(frozenset({"a"}), again)
+    cleared = (("a l c", 0), ("x y z", 1), ("w l z", 1), ("w y c", 1), ("a y z", 1))
+    assert liars(*cleared) == ({"a", "l", "c"}, False)
