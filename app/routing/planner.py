@@ -26,6 +26,9 @@ from app.swarm.records import Announcement
 
 Members = Callable[[], Sequence[Announcement]]
 
+TRIAL_S = 6.0  # a first use of a peer ends sooner: by its first answer, or because it did not open the session
+_REMEMBERED_WORKED = 1024
+
 
 @dataclass(frozen=True)
 class PrivacyPreferences:
@@ -50,6 +53,8 @@ class RoutePlanner:
         self.book = book or TrustBook(clock=time.time)
         self.bans = Bans()
         self.measured = MeasuredSpeeds()
+        self._worked: dict[str, None] = {}  # peers that did their part before, the latest last; an ordered set
+        self._trials: dict[str, float] = {}  # peers that a session uses for the first time -> until when
 
     def not_accused(self) -> frozenset[str]:
         """Peers that are never distrusted: this node and those that the user trusts."""
@@ -97,13 +102,45 @@ class RoutePlanner:
         """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons."""
         members, link_s, avoided, known = self.members(), self.link_s(), self.avoided(), self.known()
         excluded = {*avoid, *avoided}
-        try:
+
+        def search(excluded: Collection[str]) -> Route:
             if current:
                 return repair_route(current, members, request, link_s, avoid=excluded, known=known)
             found = find_route(members, request, link_s, avoid=excluded, known=known)
             return self._preferring_here(found, RouteComparison(members, request, link_s, known), excluded)
+
+        try:
+            return self._without_trials(search, excluded, current)
         except NoRoute as error:
             raise self._explained(error, members, avoided, request) from None
+
+    def _without_trials(self, search: Callable[[Collection[str]], Route], excluded: set[str], current: Route) -> Route:
+        """Search for a route without peers that another session tries for the first time, if there is one.
+
+        A stranger that claims to be the fastest and does nothing then costs one session its time, and not all.
+        """
+        now, own = trio.current_time(), {self._network.peer_id, *(hop.peer for hop in current)}
+        self._trials = {peer: until for peer, until in self._trials.items() if now < until}
+        tried = self._trials.keys() - own if self._worked else set()
+        try:
+            route = search(excluded | tried)
+        except NoRoute:
+            if not tried - excluded:
+                raise
+            route = search(excluded)
+        for hop in route:
+            if hop.peer not in self._worked and hop.peer not in own:
+                self._trials.setdefault(hop.peer, now + TRIAL_S)
+        return route
+
+    def worked(self, peer: str) -> None:
+        """Record that a peer did its part in a session."""
+        self.bans.forgive(peer)
+        self._trials.pop(peer, None)
+        self._worked.pop(peer, None)
+        self._worked[peer] = None
+        if len(self._worked) > _REMEMBERED_WORKED:
+            del self._worked[next(iter(self._worked))]
 
     def better(self, standing: RunningRoute, request: RouteRequest) -> Route | None:
         """Return a route that is worth moving a running session to, or None."""
@@ -154,7 +191,7 @@ class SessionRoutes:
 
     def worked(self, peer: str) -> None:
         """Lift a hop's ban."""
-        self._planner.bans.forgive(peer)
+        self._planner.worked(peer)
 
     def better(self, standing: RunningRoute) -> Route | None:
         """Return a route that is worth moving the session to, or None."""

@@ -315,3 +315,47 @@ async def test_a_hop_that_leaves_says_so_in_each_epoch(autojump_clock: MockClock
             assert trio.current_time() - begin < 3
             assert not asker.bans.active(trio.current_time())
         await no_leaks(swarm)
+
+
+async def test_a_stranger_that_does_nothing_costs_one_of_many_sessions_its_time(autojump_clock: MockClock) -> None:
+    """It claims to be the fastest and never opens a session: one session finds out, the others do not wait for it."""
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        await ask(asker, PROMPT, 2)
+
+        async def mute(stream: FrameStream) -> None:
+            await trio.sleep_forever()
+
+        swarm.fabric.node("mute").accept(PROTOCOL, mute)
+        like = swarm.announcements["n1"]
+        swarm.announcements["mute"] = replace(like, peer="mute", span=Span(0, 8), decode_tokens_per_s=1e4)
+        await swarm.fabric.nodes["asker"].open("mute", PROTOCOL)  # they have a link, and it is short
+        waits: list[float | None] = []
+
+        async def chat() -> None:
+            waits.append((await ask(asker, PROMPT, 6)).ttft_s)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(chat)
+        assert sum(wait is not None and wait > 2 for wait in waits) == 1, waits
+        await no_leaks(swarm)
+
+
+async def test_a_newcomer_that_works_is_soon_used_by_all(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        await ask(asker, PROMPT, 2)
+        await swarm.serve("new", HashRunner(0, 8), speed=1e4)
+        await swarm.fabric.nodes["asker"].open("new", PROTOCOL)
+        assert [hop.peer for hop in (await ask(asker, PROMPT, 6)).route] == ["new"]
+        routes: list[list[str]] = []
+
+        async def chat() -> None:
+            routes.append([hop.peer for hop in (await ask(asker, PROMPT, 6)).route])
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(chat)
+        assert routes == [["new"]] * 4
+        await no_leaks(swarm)
