@@ -1,0 +1,124 @@
+"""The limits that SECURITY.md promises are those of the code: every row of its table, by name.
+
+That they hold under attack is tested elsewhere (`tests/p2p/test_hostile_*.py`, the other files of this folder).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from app.manifest.manifest import MAX_MANIFEST_BYTES
+from app.membership.table import TableLimits
+from app.serving.admission import AdmissionLimits
+from app.serving.block_server import IDLE_STREAM_S
+from app.session import outbound
+from app.swarm.invite import MAX_INVITE_CHARS
+from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
+from app.system import logs
+from app.weights import chunk_server
+from p2p import rate_limit
+from p2p.addresses import MAX_ADDRESSES_PER_PEER
+from p2p.channel import yamux_flow, yamux_table
+from p2p.dht import store
+from p2p.dht import wire as dht_wire
+from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
+from p2p.host import heartbeat
+from p2p.host.address_book import MAX_PEERS
+from p2p.host.admission import ConnectionLimits
+from p2p.host.pruning import ENOUGH_LINKS
+from p2p.link import link
+from p2p.link.quota import Limits
+from p2p.nat.relay_server import RelayLimits
+from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
+
+MIB, KIB = 2**20, 2**10
+DOORS, QUOTA, TABLE, PLACES, RELAY = ConnectionLimits(), Limits(), TableLimits(), AdmissionLimits(), RelayLimits()
+
+# For each row, the numbers that it must name, as they are in the code.
+ROWS: dict[str, tuple[float, ...]] = {
+    "connections": (DOORS.connections, DOORS.connections_per_ip, DOORS.connections_per_peer),
+    "handshakes under way": (
+        DOORS.handshakes,
+        DOORS.handshakes_per_ip,
+        DOORS.handshake_timeout_s,
+        DOORS.accepts_per_ip_s,
+    ),
+    "streams of a connection": (yamux_table.MAX_STREAMS, DOORS.streams_per_connection),
+    "unread bytes": (yamux_flow.CONNECTION_WINDOW_BYTES / MIB, yamux_flow.UNREAD_BYTES / MIB),
+    "calls under way": (QUOTA.calls_per_peer, QUOTA.calls_floor, QUOTA.calls, QUOTA.requests_per_s),
+    "message streams": (QUOTA.streams_per_peer, QUOTA.streams_floor, QUOTA.streams, WINDOW_BYTES / MIB),
+    "bodies and answers in memory": (
+        QUOTA.bytes_per_peer / MIB,
+        QUOTA.bytes_floor / MIB,
+        QUOTA.bytes / MIB,
+        MAX_BODY_BYTES / MIB,
+    ),
+    "waiting output of a session stream": (outbound.MAX_WAITING_BYTES / MIB, outbound.MAX_WAITING_FRAMES),
+    "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
+    "dials that askers make a hop try": (outbound.MAX_DIALS_PER_ASKER, outbound.MAX_DIALS),
+    "idle session streams": (),
+    "frames that achieve nothing": (
+        yamux_table.IDLE_FRAMES,
+        yamux_table.IDLE_FRAMES_PER_S,
+        link.IDLE_FRAMES,
+        link.IDLE_FRAMES_PER_S,
+        heartbeat._BURST_FRAMES,
+        heartbeat._FRAMES_PER_S,
+    ),
+    "directory": (
+        store.MAX_RECORDS,
+        store.MAX_PROVIDERS_PER_KEY,
+        store.MAX_KEYS_PER_PROVIDER,
+        store.PROVIDER_TTL_S / 60,
+        store.MAX_VALUE_RECORDS,
+        dht_wire.MAX_VALUE_BYTES / KIB,
+        dht_wire.MAX_VALUES,
+    ),
+    "members known": (TABLE.members, TABLE.strangers),
+    "addresses": (MAX_PEERS, MAX_ADDRESSES_PER_PEER, MAX_REMEMBERED, MAX_UNREACHED),
+    "relaying": (
+        RELAY.reservations,
+        RELAY.circuits,
+        RELAY.circuit_bytes / MIB,
+        RELAY.circuit_s / 60,
+        RELAY.bytes_per_s / MIB,
+    ),
+    "manifest, record, announcement, invite": (
+        MAX_MANIFEST_BYTES / MIB,
+        MAX_RECORD_BYTES / KIB,
+        MAX_ANNOUNCEMENT_BYTES / KIB,
+        MAX_INVITE_CHARS,
+    ),
+    "parts of a model": (chunk_server.SLOTS_PER_PEER, chunk_server.SLOTS, chunk_server.MAX_WAITING),
+    "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
+    "idle links": (ENOUGH_LINKS,),
+}
+
+
+def limits_table() -> dict[str, str]:
+    """The rows of the table of limits: what is limited, and how."""
+    text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    part = text.split("### Limits", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+    return {what.strip(): limit for what, limit, *_ in rows[2:]}
+
+
+def test_every_limit_is_that_of_the_code() -> None:
+    table = limits_table()
+    assert set(table) == set(ROWS)
+    for what, numbers in ROWS.items():
+        named = {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", table[what])}
+        assert set(map(float, numbers)) <= named, what
+
+
+def test_limits_in_words_are_those_of_the_code() -> None:
+    table = limits_table()
+    assert ("three quarters of them inbound" in table["connections"]) == (DOORS.inbound_share == 0.75)
+    assert ("a quarter of the places and of the cache" in table["sessions at a hop"]) == (PLACES.reserve == 0.25)
+    assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
+    assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
+    text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    assert ("held off for 10 s, doubled each time up to an hour" in text) == (
+        (DOORS.first_holdoff_s, DOORS.longest_holdoff_s) == (10.0, 3600.0)
+    )
