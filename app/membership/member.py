@@ -80,13 +80,24 @@ def kind_of_news(before: Announcement, announcement: Announcement) -> ChangeKind
     return "moved" if (announcement.state, announcement.span) != (before.state, before.span) else "updated"
 
 
-_BECAME = {"joined": "joined", "dead": "is gone: it does not answer", "left": "left", "draining": "is about to leave"}
+_BECAME = {
+    "proven": "joined",
+    "joined": "joined",  # again: it was dead
+    "dead": "is gone: it does not answer",
+    "left": "left",
+    "draining": "is about to leave",
+}
 _DOES = {"serving": "serves", "fetching": "fetches", "loading": "loads", "paused": "pauses", "client": "hosts nothing"}
 
 
 def describe(change: Change) -> str:
-    """Return a change as a sentence for the event log; empty for kinds that are not shown."""
+    """Return a change as a sentence for the event log; empty for kinds that are not shown.
+
+    Members that this node has not contacted itself are not mentioned: anybody can make up thousands of them.
+    """
     announcement = change.member.announcement
+    if not change.member.proven:
+        return ""
     if change.kind == "moved":
         does = _DOES.get(announcement.state, f"is {announcement.state}")
         words = does if announcement.span is None else f"{does} blocks {announcement.span}"

@@ -149,9 +149,14 @@ class RoutePlanner:
         try:
             # The prompt has been processed, so only single tokens count.
             ahead = replace(request, prompt_tokens=0)
-            avoided = self.avoided()
-            new = find_route(comparison.members, ahead, comparison.link_s, avoid=avoided, known=comparison.known)
-            new = self._preferring_here(new, replace(comparison, request=ahead), avoided)
+
+            def search(excluded: Collection[str]) -> Route:
+                found = find_route(
+                    comparison.members, ahead, comparison.link_s, avoid=excluded, known=comparison.known
+                )
+                return self._preferring_here(found, replace(comparison, request=ahead), excluded)
+
+            new = self._without_trials(search, set(self.avoided()), standing.route)
         except NoRoute:
             return None
         return new if is_worth_moving(standing, new, comparison) else None

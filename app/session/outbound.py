@@ -15,8 +15,10 @@ import trio
 
 from app.core.network import FrameStream, Network, Priority
 from p2p.errors import P2PError, QueueFull
+from p2p.rate_limit import LogLimit
 
 log = logging.getLogger("shoal.sessions")
+log.addFilter(LogLimit())  # peers can cause these lines
 
 OPEN_TIMEOUT_S = 5.0
 UNREACHABLE_S = 30.0  # a peer that could not be reached is not dialled again for so long
@@ -203,7 +205,7 @@ class PeerOutboxes(Generic[SendableT]):
         try:
             stream = await self._network.open(peer, self._protocol, timeout_s=OPEN_TIMEOUT_S)
         except P2PError as error:
-            log.info("the next hop %s cannot be reached: %s", peer, error)
+            log.warning("the next hop %s cannot be reached: %s", peer, error)
             self._unreachable[peer] = trio.current_time() + UNREACHABLE_S
             self._undeliverable(peer, list(self._opening.pop(peer).frames))
             return

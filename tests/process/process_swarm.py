@@ -173,15 +173,16 @@ def open_process_swarm(
     *,
     model: str = "tiny-random",
     spare_memory: int = 10**9,
+    memory: str = "1GB",
     cache: Path | None = None,
 ) -> Iterator[ProcessSwarm]:
-    """A swarm whose nodes hold these spans; a node with the span "" chooses by itself what fits in `spare_memory`."""
+    """A swarm whose nodes hold these spans in `memory`; one with the span "" chooses what fits in `spare_memory`."""
     place = Place(folder / "asker", cache or folder / "cache")
     assert place.shoal("create", "reef", "--model", model).status == 0
     with ExitStack() as stack, Serving(place, "--discovery=invite") as asker:
         asker.ready()
         nodes = [
-            Node(Place(folder / f"n{index}", place.cache), span, "1GB" if span else str(spare_memory))
+            Node(Place(folder / f"n{index}", place.cache), span, memory if span else str(spare_memory))
             for index, span in enumerate(spans)
         ]
         swarm = ProcessSwarm(asker, nodes)

@@ -191,7 +191,8 @@ def restarts(home: Path) -> list[str]:
 
 @pytest.mark.timeout(3 * SIEGE_S + 1800)
 def test_a_swarm_under_siege_serves_everybody(tmp_path: Path) -> None:
-    with open_process_swarm(tmp_path, ("0:4", "4:8") * 2) as swarm:
+    # A small cache: its pages are touched one after another, which would look like growth for an hour.
+    with open_process_swarm(tmp_path, ("0:4", "4:8") * 2, memory="40MB") as swarm:
         swarm.wait_covered(2)
         yardstick = Yardstick("tiny-random", tmp_path / "cache")
         expected = {prompt_of(seed): yardstick.reply(prompt_of(seed), TOKENS) for seed in range(PROMPTS)}

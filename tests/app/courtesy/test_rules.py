@@ -227,7 +227,7 @@ class OwnMachine:
 
     def _busy_s(self) -> float:
         times = [psutil.Process(program.pid).cpu_times() for program in self._programs]
-        return self._spent_s + sum(one.user + one.system for one in times)
+        return self._spent_s + float(sum(one.user + one.system for one in times))
 
 
 async def test_another_program_takes_the_processor_and_gives_it_back(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from app.core.span import Span
 from app.membership import Timing, wire
 from app.membership.bootstrap import ASK_AGAIN_AT_MOST_S, ASK_TIMEOUT_S
 from app.membership.member import describe
-from app.swarm.records import sign_suspicion
+from app.swarm.records import Announcement, sign_announcement, sign_suspicion
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.identity import SIGNATURE_BYTES, is_signed
 from p2p.memory.fabric import DirectoryProfile, LinkProfile
-from tests.app.swarms import Sim, SimNode, identity, open_sim, wall_clock
+from tests.app.swarms import RECORD, Sim, SimNode, identity, open_sim, wall_clock
 
 
 def kinds(node: SimNode, about: SimNode) -> list[str]:
@@ -353,3 +353,18 @@ async def test_a_listener_that_fails_and_one_that_stops_listening(
         sim.kill(b)
         await sim.until(lambda: a.state_of(b.peer) == "dead", 10)
         assert heard == []
+
+
+async def test_members_that_nobody_met_are_not_mentioned(autojump_clock: MockClock) -> None:
+    """A member tells of one that does not exist: no event says that it joined, nor that it is gone."""
+    async with open_sim() as sim:
+        node, other = await sim.grow(2)
+        met = [describe(change) for _, change in node.changes]
+        assert met.count(f"{other.peer} joined") == 1
+        node.changes.clear()
+        ghost, now_ms = identity(77), int(1000 * wall_clock())
+        said = Announcement(ghost.peer_id, now_ms, now_ms + 600_000, RECORD.id, "serving", Span(0, 4))
+        body = wire.Tell(bytes.fromhex(RECORD.id), [sign_announcement(ghost, said)]).encode()
+        await other.network.call(node.peer, wire.TELL, body, timeout_s=5)
+        await sim.until(lambda: any(change.kind == "dead" for _, change in node.changes), 30)
+        assert not any(describe(change) for _, change in node.changes if change.member.peer == ghost.peer_id)
