@@ -84,7 +84,8 @@ def inverter(inputs: Tensor, wanted: Tensor) -> Tensor:
     """The matrix that turns hidden states (N, hidden) into embeddings (N, hidden), by ridge regression."""
     squares = inputs.T @ inputs
     damped = squares + RIDGE * squares.diagonal().mean() * torch.eye(len(squares))
-    return torch.linalg.solve(damped, inputs.T @ wanted)
+    solved: Tensor = torch.linalg.solve(damped, inputs.T @ wanted)
+    return solved
 
 
 def by_depth(model: LocalModel, trained: list[list[int]], tested: list[list[int]]) -> list[Recovered]:
