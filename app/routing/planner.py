@@ -151,9 +151,7 @@ class RoutePlanner:
             ahead = replace(request, prompt_tokens=0)
 
             def search(excluded: Collection[str]) -> Route:
-                found = find_route(
-                    comparison.members, ahead, comparison.link_s, avoid=excluded, known=comparison.known
-                )
+                found = find_route(comparison.members, ahead, comparison.link_s, avoid=excluded, known=comparison.known)
                 return self._preferring_here(found, replace(comparison, request=ahead), excluded)
 
             new = self._without_trials(search, set(self.avoided()), standing.route)

@@ -18,6 +18,7 @@ import trio
 from trio.testing import MockClock
 
 from app.core.span import Span
+from app.hosting.block_host import BlockHost, HostingOptions
 from app.membership import Membership, MembershipSetup, wire
 from app.routing.planner import RoutePlanner
 from app.routing.route import NoRoute, RouteRequest
@@ -26,7 +27,7 @@ from p2p.errors import P2PError
 from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.swarms import RECORD, identity, wall_clock
 from tests.sim.model import Model
-from tests.sim.twin import SimHosting
+from tests.sim.twin import SimLoader
 from tests.sim.world import NodeSpec, World
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
@@ -155,7 +156,8 @@ async def live(world: World, found: list[int]) -> None:
         await nursery.start(swarm.run)
         nursery.start_soon(puppets.refresh)
         spec = NodeSpec(10**6, 8, 20.0, 5.0, (0.0, 0.0))
-        nursery.start_soon(SimHosting(network, swarm, spec, lambda state, why: None).run)
+        host = BlockHost(network, swarm, SimLoader(spec), HostingOptions(), lambda state, why: None)
+        nursery.start_soon(host.run)
         nursery.start_soon(_find_routes, RoutePlanner(network, swarm.announcements), world.n_blocks, found)
         start = trio.current_time()
         for event in events[len(first) :]:
