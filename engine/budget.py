@@ -12,6 +12,7 @@ from engine.config import ModelConfig
 
 MB = 10**6
 KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
+CUDA_KINDS = ("cuda", "rocm")  # devices whose driver takes memory of its own, and that capture steps
 HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
 LIBRARY_BYTES = 288 << 20  # kernels and libraries that a GPU's driver loads later; 244 MiB were seen on an H200
 SCRATCH_BYTES = 192 << 20  # captured steps, the libraries' workspace, and what the allocator rounds up
@@ -116,7 +117,7 @@ class Fit:
 def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_bytes: int | None) -> Fit:
     """Return how much of a model fits on a device next to what else runs there, within the user's memory cap."""
     allowance = allowance_on(device, cap_bytes)
-    hosts_head = head_on_gpu(config, allowance, precision) if device.kind != "cpu" else False
+    hosts_head = device.kind in CUDA_KINDS and head_on_gpu(config, allowance, precision)
     workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head) + allowance.scratch_bytes
     whole = int((config.n_blocks * block_bytes(config, precision) + workspace) / (1 - allowance.kv_share))
     return Fit(
@@ -129,7 +130,7 @@ def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_byt
 def allowance_on(device: DeviceMemory, cap_bytes: int | None) -> Allowance:
     """Return the memory that Shoal may use on a device, within the user's cap."""
     headroom = default_headroom(device.kind, device.total_bytes)
-    if device.kind == "cpu":
+    if device.kind not in CUDA_KINDS:
         return Allowance(device.free_bytes, headroom, cap_bytes)
     return Allowance(
         device.free_bytes,

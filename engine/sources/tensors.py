@@ -43,23 +43,22 @@ class PartReader:
 
     def read(self, outs: Mapping[str, Tensor]) -> None:
         """Fill contiguous tensors of the right shape, by role; their dtype and device may be any."""
-        straight: list[tuple[TensorEntry, Tensor]] = []
+        on_device: list[tuple[TensorEntry, Tensor]] = []
         for role, out in outs.items():
-            entry = self._entries[role]
-            if _PLAIN.get(entry.kind) == out.dtype and not entry.interleaved_heads:
-                _check_length(entry, entry.length)
-                straight.append((entry, out.view(-1).view(torch.uint8)))
-            else:
+            entry, kind = self._entries[role], out.device.type
+            is_plain = _PLAIN.get(entry.kind) == out.dtype and not entry.interleaved_heads
+            if not is_plain or kind not in ("cpu", "cuda"):
                 out.copy_(decode(entry, _read(entry), out.dtype))
-        on_device = [(entry, raw) for entry, raw in straight if raw.device.type == "cuda"]
+                continue
+            _check_length(entry, entry.length)
+            raw = out.view(-1).view(torch.uint8)
+            if kind == "cpu":
+                read_range(entry, 0, raw)
+            else:
+                on_device.append((entry, raw))
         if on_device:
             assert self._device_reader is not None, "device memory needs a device reader"
             self._device_reader.read(on_device)
-        for entry, raw in straight:
-            if raw.device.type == "cpu":
-                read_range(entry, 0, raw)
-            elif raw.device.type != "cuda":
-                raw.copy_(_read(entry))
 
 
 def load_part(source: ModelSource, part: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
