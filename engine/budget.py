@@ -5,6 +5,7 @@ Pure arithmetic: `engine.device.probe` finds devices and their free memory, and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,8 +65,13 @@ class Allowance:
         return free if self.cap_bytes is None else min(free, max(0, self.cap_bytes - self.reserved_bytes))
 
     @property
+    def kv_floor(self) -> float:
+        """Least share of the memory that the KV cache gets."""
+        return self.kv_share if self.kv_least is None else self.kv_least
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes for the KV cache."""
+        """Bytes for the KV cache, if the blocks leave so much."""
         return int(self.usable_bytes * self.kv_share)
 
 
@@ -117,14 +123,24 @@ class Fit:
 def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_bytes: int | None) -> Fit:
     """Return how much of a model fits on a device next to what else runs there, within the user's memory cap."""
     allowance = allowance_on(device, cap_bytes)
-    hosts_head = device.kind in CUDA_KINDS and head_on_gpu(config, allowance, precision)
-    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head) + allowance.scratch_bytes
-    whole = int((config.n_blocks * block_bytes(config, precision) + workspace) / (1 - allowance.kv_share))
+    on_cuda = device.kind in CUDA_KINDS
+    hosts_head = on_cuda and head_on_gpu(config, allowance.usable_bytes, precision)
+    whole = _whole_bytes(config, allowance, precision, head=on_cuda)
+    if on_cuda and not head_on_gpu(config, whole, precision):
+        whole = _whole_bytes(config, allowance, precision, head=False)
     return Fit(
         plan_blocks(config, allowance, precision, hosts_head=hosts_head),
         lacking_bytes=max(0, whole - allowance.usable_bytes),
         too_large=whole + allowance.headroom_bytes > device.total_bytes,
     )
+
+
+def _whole_bytes(config: ModelConfig, allowance: Allowance, precision: Precision, *, head: bool) -> int:
+    """Usable bytes from which on all blocks fit."""
+    weights = config.n_blocks * block_bytes(config, precision)
+    weights += ends_bytes(config, precision, embedding=False, head=head)
+    workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=head) + allowance.scratch_bytes
+    return math.ceil((weights + workspace) / (1 - allowance.kv_floor))
 
 
 def allowance_on(device: DeviceMemory, cap_bytes: int | None) -> Allowance:
@@ -142,9 +158,9 @@ def allowance_on(device: DeviceMemory, cap_bytes: int | None) -> Allowance:
     )
 
 
-def head_on_gpu(config: ModelConfig, allowance: Allowance, precision: Precision) -> bool:
+def head_on_gpu(config: ModelConfig, usable_bytes: int, precision: Precision) -> bool:
     """True if a GPU runs the head, which then takes at most `HEAD_SHARE` of the memory; else it runs on the CPU."""
-    return ends_bytes(config, precision, embedding=False, head=True) <= HEAD_SHARE * allowance.usable_bytes
+    return ends_bytes(config, precision, embedding=False, head=True) <= HEAD_SHARE * usable_bytes
 
 
 def plan_blocks(
@@ -160,8 +176,7 @@ def plan_blocks(
     per_block = block_bytes(config, precision)
     ends = ends_bytes(config, precision, embedding=hosts_embedding, head=hosts_head)
     workspace = workspace_bytes(config, precision, allowance.prefill_rows, head=hosts_head) + allowance.scratch_bytes
-    kv_share = allowance.kv_share if allowance.kv_least is None else allowance.kv_least
-    room = usable - int(usable * kv_share) - ends - workspace
+    room = usable - int(usable * allowance.kv_floor) - ends - workspace
     blocks = min(config.n_blocks, max(0, room) // per_block)
     if blocks == 0:
         return BlockBudget(0, per_block, 0, 0, 0, 0, _why_none(allowance, per_block - room))

@@ -96,9 +96,9 @@ class HostingWish:
 def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish) -> HostingPlan:
     """Compute how many blocks of a model fit on a device next to what else runs there.
 
-    `kind` is the type of the model's tensors, as in "BF16". With `weights` "auto", int8 is chosen only where it makes
-    the difference between hosting the wanted blocks and not. Raises `DeviceError` if the named device does not exist or
-    is not usable.
+    `kind` is the type of the model's tensors, as in "BF16". With `weights` "auto", int8 is chosen only on a GPU,
+    where it makes the difference between hosting the wanted blocks and not. Raises `DeviceError` if the named device
+    does not exist or is not usable.
     """
     gc.collect()  # blocks of an earlier attempt may wait for it
     if torch.cuda.is_initialized():
@@ -112,7 +112,7 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish) -> HostingPl
         return HostingPlan(device, dtype, quantised, budget, wish.cap_bytes)
 
     own = plan(quantised=False)
-    if wish.weights == "own":
+    if wish.weights == "own" or (wish.weights == "auto" and device.kind == "cpu"):
         return own
     int8 = plan(quantised=True)
     return int8 if wish.weights == "int8" or own.blocks < wish.wanted_blocks <= int8.blocks else own

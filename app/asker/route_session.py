@@ -14,6 +14,7 @@ answer means, and which hop must send what again, are pure decisions in `app.ask
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -504,6 +505,7 @@ _SMOOTHING = 0.2
 LOOK_AGAIN_S = 1.0
 PACE_EVERY = 16  # tokens between two questions to the hops about their speed
 WAIT_FOR_HOLDER_S = 0.2  # between two looks for a member that serves a missing block
+REFUSED_ROUTE_S = 3.0  # to wait for a first route where members serve every block but have no room or no permission
 REPORT_AFTER_S = 1.0  # a shorter wait for a missing block is not worth a message
 MIN_OVERDUE_S = 1.0  # an answer is overdue after this, or
 OVERDUE_TIMES = 8.0  # after so many times the average step, if that is longer
@@ -584,17 +586,25 @@ class RouteSession:
         Call it until it returns None: there is a route then, or `first_route_s` are over and `advance` will raise. A
         block is returned once, and only if it has been missing for `REPORT_AFTER_S`.
         """
-        while not self._settled and trio.current_time() - self._begun_at <= self._settings.first_route_s:
+        while not self._settled:
             try:
                 self._first = self._guide.route((), [])
                 return None
             except NoRoute as error:
                 waited_s = trio.current_time() - self._begun_at
-                if waited_s >= REPORT_AFTER_S and error.block != self._reported:
+                if waited_s > self._patience_s(error):
+                    return None
+                if error.is_hole and waited_s >= REPORT_AFTER_S and error.block != self._reported:
                     self._reported = error.block
                     return error
             await trio.sleep(WAIT_FOR_HOLDER_S)
         return None
+
+    def _patience_s(self, error: NoRoute) -> float:
+        """Seconds to wait for a route: long where a member may still come, short where those that came refuse."""
+        if self._settled:
+            return self._settings.new_route_s
+        return min(self._settings.first_route_s, math.inf if error.is_hole else REFUSED_ROUTE_S)
 
     async def advance(self, token_ids: Sequence[int], embedded: bytes | None = None) -> Frame:
         """Feed the next tokens and return the frame with the last block's output for the last of them.
@@ -708,8 +718,8 @@ class RouteSession:
             try:
                 await self._set_up(self._next_route())
                 return
-            except NoRoute:
-                if trio.current_time() - begin > wait_s:
+            except NoRoute as error:
+                if trio.current_time() - begin > self._patience_s(error):
                     raise
                 hops.trouble = None
                 await trio.sleep(WAIT_FOR_HOLDER_S)

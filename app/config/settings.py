@@ -232,7 +232,7 @@ class Settings:
         "choice",
         "auto",
         "How hosted weights are kept: own (the model's format), int8 (half the memory, a little less exact), or auto: "
-        "int8 only if this node could not host a single block, or not the whole model while it is alone.",
+        "int8 only on a GPU that could not host a single block, or not the whole model while it is alone.",
         options=("auto", "own", "int8"),
     )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses.")

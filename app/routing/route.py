@@ -44,6 +44,11 @@ class NoRoute(AppError):
         self.block = block
         self.busy = busy  # the peers that serve it work, but have no room
 
+    @property
+    def is_hole(self) -> bool:
+        """True if nobody serves the block at all."""
+        return not self.busy and self.code == "no_route"
+
 
 @dataclass(frozen=True)
 class Privacy:

@@ -127,10 +127,11 @@ class PartFiles:
             new.close()
             try:
                 replace_file(self._beside(part.root, "new"), self.path(part.root))
-            except (FileNotFoundError, PermissionError):
-                # Another process may have finished the same part a moment ago, and have it open (Windows).
-                if not self.holds(part):
+            except PermissionError:
+                if not self.holds(part):  # another process may have finished the same part and have it open (Windows)
                     raise
+            except FileNotFoundError:
+                pass  # another process may have finished the same part a moment ago
         if not self.holds(part):
             raise WeightsError(f"{self.folder} was emptied while part {part.name} was downloaded: try again")
         self._stamp(part)

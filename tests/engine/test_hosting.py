@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.budget import FLOAT32, block_bytes, workspace_bytes
+from engine import hosting
+from engine.budget import BFLOAT16, FLOAT32, block_bytes, workspace_bytes
+from engine.device.probe import Device, Kind
 from engine.hosting import HostingWish, Weights, load_blocks, measured_host, plan_hosting
 from engine.model.attention import Segment
 from engine.model.kv_cache import KVLease
@@ -30,20 +32,24 @@ def test_a_limit_decides_how_many_blocks_are_hosted(tiny: ModelSource) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "wanted", "quantised"),
+    ("kind", "weights", "wanted", "quantised"),
     [
-        ("own", 4, False),
-        ("int8", 0, True),
-        ("auto", 1, False),  # fits as it is
-        ("auto", 4, True),  # fits only in int8
-        ("auto", 8, False),  # does not fit either way
+        ("mps", "own", 4, False),
+        ("mps", "int8", 0, True),
+        ("mps", "auto", 1, False),  # fits as it is
+        ("mps", "auto", 2, True),  # fits only in int8
+        ("mps", "auto", 8, False),  # does not fit either way
+        ("cpu", "auto", 2, False),
+        ("cpu", "int8", 2, True),
     ],
 )
 def test_int8_is_chosen_where_it_makes_the_difference(
-    tiny: ModelSource, weights: Weights, wanted: int, quantised: bool
+    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch, kind: Kind, weights: Weights, wanted: int, quantised: bool
 ) -> None:
-    room = int(1.5 * block_bytes(tiny.config, FLOAT32)) + workspace_bytes(tiny.config, FLOAT32, 512, head=False)
-    plan = plan_hosting(tiny.config, "F32", HostingWish("cpu", int(room / 0.75), weights, wanted))
+    monkeypatch.setattr(hosting, "probe_devices", lambda: [Device(kind, kind, "a device", 8 << 30, 8 << 30)])
+    monkeypatch.setattr(hosting, "pick_dtype", lambda device, own: torch.bfloat16)
+    room = int(1.5 * block_bytes(tiny.config, BFLOAT16)) + workspace_bytes(tiny.config, BFLOAT16, 512, head=False)
+    plan = plan_hosting(tiny.config, "BF16", HostingWish(kind, int(room / 0.75), weights, wanted))
     assert plan.quantised is quantised
 
 

@@ -279,7 +279,7 @@ def test_a_reply_that_ended_says_how_it_went() -> None:
 def test_a_reply_that_waits_says_for_what() -> None:
     progress = ReplyProgress(10.0)
     assert "waiting for the first token" in text_of(live_row(progress, None, 11.0, ""))
-    progress.take({"waiting": "nobody serves block 12 now"}, 11.0)
+    progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
     assert "nobody serves block 12 now · 2 s" in text_of(live_row(progress, None, 12.0, ""))
     progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)
     assert " [2Jblock 13 · 2 s" in text_of(live_row(progress, None, 12.0, ""))

@@ -26,7 +26,7 @@ from app.cli.status import status_lines
 from app.config.file import load_config
 from app.config.home import Home, find_node, hold
 from app.config.settings import Value
-from app.core.errors import NameConflict, RecordError, UnknownSwarm, UsageError
+from app.core.errors import NameConflict, UnknownSwarm, UsageError
 from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember
 from app.joining.wrong_secret import SecretCheck
@@ -122,7 +122,7 @@ async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, 
         hidden = await b.preview(str(await c.invite(None)), None, None)
         assert (hidden.private, hidden.members) == (True, None)
         assert b.snapshot().swarm is None
-        with pytest.raises(RecordError, match="mistyped"):
+        with pytest.raises(UsageError, match="mistyped"):
             await b.preview("shoal:notaninvite", None, None)
         for name in ("Bad Name", "", "a#1a2b3c4d", "x" * 80):
             with pytest.raises(UsageError):

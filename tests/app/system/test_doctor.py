@@ -65,7 +65,7 @@ def test_a_cache_that_does_not_exist_yet_is_judged_by_its_parent(tmp_path: Path)
 def test_how_many_blocks_fit() -> None:
     check = check_model("eight", LLAMA_8B, CARD, BFLOAT16, 6 * GB)
     assert check.name == "cuda:0 hosts"
-    assert check.detail.startswith("10 of 32 blocks of eight (436.2 MB per block, 1.5 GB for the KV cache of")
+    assert check.detail.startswith("8 of 32 blocks of eight (436.2 MB per block, 888.6 MB for the KV cache of")
     none = check_model("eight", LLAMA_8B, CARD, BFLOAT16, 10**8)
     assert (none.status, none.detail[:30]) == ("warn", "none of the 32 blocks of eight")
     assert none.mend
