@@ -35,3 +35,7 @@ class SessionError(EngineError):
 
 class NotFinite(SessionError):
     """A session's input holds NaN, infinity, or a number too large for the compute dtype."""
+
+    def __init__(self, text: str, session: bytes = b"") -> None:
+        super().__init__(text)
+        self.session = session

@@ -148,7 +148,8 @@ class SessionRunner:
         for item in items:
             if not _within(rows[first : first + item.rows], largest):
                 name = item.session.hex()[:8]
-                raise NotFinite(f"session {name} sent numbers that are not finite in {self._native}")
+                text = f"session {name} sent numbers that are not finite in {self._native}"
+                raise NotFinite(text, item.session)
             first += item.rows
 
     def _split(self, hidden: Tensor, items: list[StepInput]) -> list[StepResult]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,7 +34,6 @@ from app.session.wire import (
     DTYPES,
     KEEP,
     PROTOCOL,
-    SESSION_BYTES,
     EpochOrder,
     Frame,
     HopError,
@@ -47,13 +45,15 @@ from app.session.wire import (
     header,
     hop_error_reason,
     is_finite,
+    new_session_id,
     plain,
     row_bytes,
 )
 from p2p.errors import P2PError, QueueFull, StreamClosed
-from p2p.rate_limit import backoff_s
+from p2p.rate_limit import LogLimit, backoff_s
 
 log = logging.getLogger("shoal.asker")
+log.addFilter(LogLimit())  # hops can cause these lines
 
 LOOP_MESSAGES = 4096
 IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
@@ -107,6 +107,11 @@ class HopLinks:
         self._links: dict[str, HopLink] = {}
         self._opening: dict[str, trio.Lock] = {}
         nursery.start_soon(self._close_idle)
+
+    @property
+    def peer_id(self) -> str:
+        """This node's peer id."""
+        return self._network.peer_id
 
     async def to(self, peer: str, *, timeout_s: float) -> HopLink:
         """Return the link to a peer, opened if need be; raises `P2PError` if the peer cannot be reached."""
@@ -262,7 +267,7 @@ class RouteHops:
     """The hops of one session: sends orders and tokens, and keeps the last word of each hop. A `Listener`."""
 
     def __init__(self, links: HopLinks, guide: RouteSource, shape: SessionShape, settings: SessionSettings) -> None:
-        self.id = secrets.token_bytes(SESSION_BYTES)
+        self.id = new_session_id(links.peer_id)
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
         self._open: dict[str, HopLink] = {}
@@ -270,6 +275,7 @@ class RouteHops:
         self._relayed: set[tuple[str, str]] = set()  # links that go through this asker
         self._checked: set[tuple[str, str]] = set()  # relayed, and the second hop accepts data from this asker alone
         self._bad_links: dict[tuple[str, str], int] = {}
+        self._forwarded: dict[str, int] = {}  # hop -> position up to which its outputs were forwarded in this epoch
         self._heard = Signal()
         self.route: Route = ()  # in use, or being set up
         self._epoch_route: Route = ()  # the route of the present epoch
@@ -381,7 +387,8 @@ class RouteHops:
             self._heard.notify()
             return
         successor = self._successor(peer)
-        if successor in self._open:
+        if successor in self._open and frame.position >= self._forwarded.get(peer, 0):
+            self._forwarded[peer] = frame.position + frame.rows  # each position once an epoch, however often it is sent
             self._relayed.add((peer, successor))
             await self._send_data(successor, frame.position, frame.rows, frame.dtype, bytes(frame.body))
 
@@ -457,6 +464,7 @@ class RouteHops:
         self.epoch += 1
         self._epoch_route = self.route
         self._ready.clear()
+        self._forwarded.clear()
         self.trouble = None
         for hop in self.route:  # one may have been lost while another was dialled
             if self._open[hop.peer].outbox.broken:

@@ -150,6 +150,7 @@ class TerminalChat:
         stream = self._answers.answer([*system, *messages])
         try:
             for piece in stream:
+                piece = without_controls(piece)
                 pieces.append(piece)
                 if printer is not None:
                     printer.write(piece)

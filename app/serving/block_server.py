@@ -40,6 +40,7 @@ from app.session.wire import (
     Frame,
     HopError,
     Kind,
+    belongs_to,
     decode,
     decode_turn,
     encode_hop_error,
@@ -78,6 +79,9 @@ class HopSender:
 
     def begin(self, session: HopSession, answers: PeerOutbox) -> None:
         """A session, or a new epoch of one, was ordered on this stream."""
+        before = self._answers.get(session.key)
+        if before is not None and before is not answers:
+            before.drop(_of_session(session))  # an asker that moves must not leave copies behind
         self._sessions[session.key], self._answers[session.key] = session, answers
         if session.turn.successor and not session.turn.relay:
             self._outboxes.prepare(session.turn.successor, session.asker)
@@ -117,6 +121,8 @@ class HopSender:
         turn = session.turn
         urgent = position >= turn.urgent_from or not turn.successor
         priority = Priority.DECODE if urgent else Priority.PREFILL
+        if session.key not in self._answers:
+            return  # it ended while earlier frames were sent
         frame = self._data_frame(session, Kind.DATA, position, data, priority)
         if not turn.successor:
             await self._answers[session.key].push(frame)
@@ -144,11 +150,8 @@ class HopSender:
         return HopFrame(session.key, (head, data), priority, session.epoch, position)
 
     def _drop_waiting(self, session: HopSession) -> None:
-        def is_of_session(frame: Sendable) -> bool:
-            return isinstance(frame, HopFrame) and frame.session == session.key
-
-        self._answers[session.key].drop(is_of_session)
-        self._outboxes.drop(session.turn.successor, is_of_session)
+        self._answers[session.key].drop(_of_session(session))
+        self._outboxes.drop(session.turn.successor, _of_session(session))
 
     async def _relay(self, session: HopSession, frame: HopFrame) -> None:
         """Send a successor's frame through the asker, unless the session is in another epoch by now."""
@@ -172,6 +175,11 @@ class HopSender:
         for session in list(self._sessions.values()):
             if session.turn.successor == peer:
                 await self.report_error(session, "link", f"the link to the next hop {peer} broke")
+
+
+def _of_session(session: HopSession) -> Callable[[Sendable], bool]:
+    """Return a test for the frames of one session."""
+    return lambda frame: isinstance(frame, HopFrame) and frame.session == session.key
 
 
 def control_frame(message: bytes) -> OutboundFrame:
@@ -299,7 +307,6 @@ class BlockServer:
         self._same_id: dict[bytes, list[HopSession]] = {}  # by the id that DATA frames carry
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
-        self._stepping = False
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._work = Signal()  # the queue or `_between_steps` has something new
         self._emptied = Signal()
@@ -364,16 +371,24 @@ class BlockServer:
         changed = trio.Event()
 
         async def change() -> None:
-            for session in list(self._sessions.values()):
-                await self._sender.report_error(session, "closed", "this node now hosts other blocks")
-                self._end(session, session.epoch)
-            self._runner, self.draining = runner, False
-            if self._nursery is not None:
-                self._sender.width = runner.hidden_size if runner is not None else 0
-            changed.set()
+            try:
+                await self._change_runner(runner)
+            finally:
+                changed.set()
 
-        await self._do_between_steps(change)
+        if self._nursery is None:
+            await change()
+        else:
+            self._do_between_steps(change)
         await changed.wait()
+
+    async def _change_runner(self, runner: BlockRunner | None) -> None:
+        for session in list(self._sessions.values()):
+            await self._sender.report_error(session, "closed", "this node now hosts other blocks")
+            self._end(session, session.epoch)
+        self._runner, self.draining = runner, False
+        if self._nursery is not None:
+            self._sender.width = runner.hidden_size if runner is not None else 0
 
     # --- frames in ----------------------------------------------------------------------------------------------------
 
@@ -406,7 +421,7 @@ class BlockServer:
             pass  # the stream ended
         finally:
             answers.broken = True
-            self._defer(partial(self._end_sessions_of, answers))
+            self._do_between_steps(partial(self._end_sessions_of, answers))
 
     async def _on_data(self, frame: Frame, peer: str) -> None:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
@@ -456,10 +471,12 @@ class BlockServer:
         """Carry out what an asker orders for its own session."""
         if frame.kind == Kind.TURN:
             turn = decode_turn(frame)
-            await self._do_between_steps(partial(self._on_turn, frame, turn, peer, answers))
+            if not belongs_to(frame.session, peer):
+                raise RecordError("the session's id is not one that this peer may use")
+            self._do_between_steps(partial(self._on_turn, frame, turn, peer, answers))
             return
         if frame.kind == Kind.CLOSE:  # even of an unknown session: its TURN may still wait for a step's end
-            await self._do_between_steps(partial(self._on_close, frame, peer))
+            self._do_between_steps(partial(self._on_close, frame, peer))
             return
         session = self._sessions.get(session_key(peer, frame.session))
         if session is None:
@@ -510,7 +527,7 @@ class BlockServer:
         if self.draining:  # an asker that began this epoch at that moment has missed it
             await self._sender.report_error(session, "draining", _LEAVES)
         if session.send_from is not None:
-            await self._sender.resend(session, session.send_from, session.length)
+            await self._sender.resend(session, session.send_from, session.length, again=True)
 
     def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopSession | HopError:
         """Admit a new session, or say why not."""
@@ -569,7 +586,7 @@ class BlockServer:
             for session in list(self._sessions.values()):
                 if session.heard_at < silent_since:
                     await self._sender.report_error(session, "closed", "the session was idle for too long")
-                    await self._do_between_steps(partial(self._end_if_silent, session, silent_since))
+                    self._do_between_steps(partial(self._end_if_silent, session, silent_since))
 
     async def _close_idle_streams(self) -> None:
         await self._sender.close_idle()
@@ -584,15 +601,8 @@ class BlockServer:
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    async def _do_between_steps(self, action: Action) -> None:
-        """Do something that touches the cache: now, or as soon as the step under way is over."""
-        if self._stepping or self._between_steps:
-            self._defer(action)
-        else:
-            await action()
-
-    def _defer(self, action: Action) -> None:
-        """Leave an action to the step loop."""
+    def _do_between_steps(self, action: Action) -> None:
+        """Leave an action that touches the cache to the step loop: no two of them, and no step, ever overlap."""
         self._between_steps.append(action)
         self._work.notify()
 
@@ -600,7 +610,7 @@ class BlockServer:
         """The step loop: actions that wait for a step's end, then the next batch, and so on."""
         while True:
             while self._between_steps:
-                await self._between_steps.popleft()()
+                await self._carry_out(self._between_steps.popleft())
             batch = self._queue.take(trio.current_time())
             if batch is None:
                 with trio.move_on_after(PREPARE_AFTER_S if self._unprepared else float("inf")):
@@ -612,22 +622,23 @@ class BlockServer:
                 with trio.move_on_at(batch):
                     await self._work.wait()
                 continue
-            self._stepping = True
-            try:
-                await self._step(batch)
-            finally:
-                self._stepping = False
+            await self._step(batch)
+
+    async def _carry_out(self, action: Action) -> None:
+        """Carry out one action; a failure costs nobody but the peer that caused it."""
+        try:
+            await action()
+        except Exception:
+            log.exception("an order of a peer could not be carried out")
 
     async def _prepare(self) -> None:
         """Let the runner build one thing that later steps need; called while no session has work."""
-        runner, self._stepping = self._runner, True
+        runner = self._runner
         try:
             self._unprepared = runner is not None and await self._device.run_later(runner.prepare)
         except Exception:  # torch raises errors of every kind; steps work without it
             log.exception("the device could not prepare a step")
             self._unprepared = False
-        finally:
-            self._stepping = False
 
     async def _step(self, batch: list[QueuedTokens]) -> None:
         """Run one batch through the blocks and send every session's outputs on."""
@@ -676,10 +687,12 @@ class BlockServer:
             await self._sender.resend(session, first, stop)
 
     async def _step_failed(self, batch: list[QueuedTokens], error: Exception) -> None:
-        """End the session at fault, which is found by stepping each alone; the others go on."""
+        """End the session at fault, which the error names or halving the batch finds; the others go on."""
         if len(batch) > 1:
-            for item in batch:
-                await self._step([item])
+            named = [item for item in batch if isinstance(error, NotFinite) and item.session == error.session]
+            parts = [named, [item for item in batch if item not in named]] if named else _halves(batch)
+            for part in parts:
+                await self._step(part)
             return
         session = self._sessions[batch[0].session]
         log.warning("a step of session %s failed: %s", session.id.hex()[:8], error)
@@ -701,3 +714,8 @@ class BlockServer:
             session = first_to_evict(list(self._sessions.values()))
             kept_bytes -= session.evict()
             await self._sender.report_error(session, "evicted", "outputs are no longer kept for replay")
+
+
+def _halves(batch: list[QueuedTokens]) -> list[list[QueuedTokens]]:
+    middle = len(batch) // 2
+    return [batch[:middle], batch[middle:]]

@@ -102,7 +102,8 @@ class HopSession:
         if position == self.received:
             return FrameAction.COMPUTE if stop <= self.turn.tokens else FrameAction.GAP
         if stop <= self.length:
-            return FrameAction.REPEAT
+            # Only the asker has rows answered again: two hops that repeat to each other would never end.
+            return FrameAction.REPEAT if sender == self.asker else FrameAction.DROP
         # What waits for the device already will be answered when it is done.
         return FrameAction.DROP if stop <= self.received else FrameAction.GAP
 

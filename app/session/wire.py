@@ -1,7 +1,7 @@
 """Wire format of session streams: each message is one frame, a fixed binary header and then raw bytes. No I/O.
 
     offset  size  field
-    0       16    session   random, chosen by the asker
+    0       16    session   8 random bytes, then 8 that bind them to the asker's peer id (`new_session_id`)
     16      4     epoch     raised only by the asker, at each change of the route or truncation
     20      4     position  token position, or as the kind says
     24      1     kind
@@ -32,6 +32,8 @@ late, or from a peer that is not named in the epoch's TURN.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -121,6 +123,21 @@ class HopError:
     code: str
     text: str
     why: str = ""  # reason code, if it is more specific than `code`
+
+
+def new_session_id(asker: str, nonce: bytes | None = None) -> bytes:
+    """Return an id for a session of this asker: eight random bytes, and eight that bind them to its peer id.
+
+    Every hop of a route learns the id, and hidden states carry nothing else: a hop that opened the same id elsewhere
+    could read or change what goes there.
+    """
+    nonce = secrets.token_bytes(SESSION_BYTES // 2) if nonce is None else nonce
+    return nonce + hashlib.sha256(b"shoal session" + nonce + asker.encode()).digest()[: SESSION_BYTES // 2]
+
+
+def belongs_to(session: bytes, asker: str) -> bool:
+    """True if this asker made the session's id."""
+    return session == new_session_id(asker, session[: SESSION_BYTES // 2])
 
 
 def row_bytes(dtype: int, width: int) -> int:

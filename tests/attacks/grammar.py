@@ -22,7 +22,7 @@ from app.core.network import FrameStream
 from app.core.span import Span
 from app.membership import wire as membership_wire
 from app.serving.block_server import BlockServer
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, new_session_id, plain
 from app.swarm.records import Announcement, sign_announcement, sign_suspicion
 from p2p.errors import P2PError
 from p2p.memory.fabric import open_fabric
@@ -31,8 +31,8 @@ from tests.app.session_swarm import PROMPT, ask, no_leaks, open_swarm
 from tests.app.swarms import N_BLOCKS, RECORD, identity, open_sim, wall_clock
 
 EDGES = (0, 1, 2, 3, 8, 64, 4095, 4096, 4097, 2**16, 2**24 - 1, 2**24, 2**31, 2**32 - 1)
-HONEST_ID = b"h" * 16
-IDS = (HONEST_ID, b"a" * 16, b"b" * 16)
+HONEST_ID = new_session_id("honest", b"honestly")
+IDS = (HONEST_ID, *(new_session_id(name, bytes(8)) for name in ("attacker", "second")))
 NAMES = ("", "honest", "attacker", "second", "victim", "nobody", "x" * 128, "x" * 129, "ß", "\x00")
 
 

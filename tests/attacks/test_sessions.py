@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +22,7 @@ from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
 from app.serving.block_server import BlockServer
 from app.serving.hop_session import HopSession
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, header, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, header, new_session_id, plain
 from engine.errors import NotFinite
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
@@ -57,7 +56,7 @@ async def attacked(runner: BlockRunner) -> AsyncIterator[Scene]:
     async with open_fabric() as fabric, trio.open_nursery() as nursery:
         await nursery.start(BlockServer(fabric.node("victim"), runner, InlineDevice()).run)
         honest = await fabric.node("honest").open("victim", PROTOCOL)
-        id = secrets.token_bytes(16)
+        id = new_session_id("honest")
         await honest.send(encode_turn(id, 1, KEEP, EpochOrder(Span(runner.start, runner.stop), "", "", 16, 0)))
         await next_frame(honest, Kind.READY)
         yield Scene(fabric, honest, id, await fabric.node("attacker").open("victim", PROTOCOL))
@@ -105,7 +104,7 @@ async def test_a_wire_format_that_changes_within_a_session_harms_nobody(
         scene.fabric.node("successor").accept(PROTOCOL, keep)
         if successor == "unreachable":
             scene.fabric.freeze("successor")
-        stream, id = scene.attacker, secrets.token_bytes(16)
+        stream, id = scene.attacker, new_session_id("attacker")
         with suppress(P2PError):  # the server may hang up on such an asker
             for epoch, wire, position, rows in ((1, "f16", 0, 9), (2, "f32", 9, 1)):
                 turn = EpochOrder(Span(0, 4), "", "successor", 16, 0, wire=wire)
@@ -135,7 +134,7 @@ async def test_an_asker_that_never_reads_cannot_fill_a_hops_memory(autojump_cloc
     most_bytes, rows = 256 << 20, 256  # the outputs of these tokens take 1 MiB
     runner = WideRunner()
     async with attacked(runner) as scene:
-        stream, id = scene.attacker, secrets.token_bytes(16)
+        stream, id = scene.attacker, new_session_id("attacker")
         await stream.send(encode_turn(id, 1, KEEP, EpochOrder(Span(0, 4), "", "", rows, 0, send_from=0)))
         await stream.send(zeros(id, 1, 0, rows, runner.hidden_size))
         await trio.sleep(5)
@@ -174,7 +173,7 @@ async def test_turns_cannot_make_a_hop_dial_without_bound(
 
     async with attacked(HashRunner(0, 4)) as scene:
         monkeypatch.setattr(scene.fabric.nodes["victim"], "open", open_nobody)
-        stream, id = scene.attacker, secrets.token_bytes(16)
+        stream, id = scene.attacker, new_session_id("attacker")
         with suppress(P2PError), trio.move_on_after(60):  # the server may hang up, or not read on
             for epoch in range(1, 1001):
                 await stream.wait_room()

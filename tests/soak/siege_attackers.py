@@ -23,7 +23,18 @@ from app.core.errors import AppError
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
 from app.membership import Membership, resolve_swarm, wire
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, HopError, Kind, decode, encode_hop_error, encode_turn, plain
+from app.session.wire import (
+    KEEP,
+    PROTOCOL,
+    EpochOrder,
+    HopError,
+    Kind,
+    decode,
+    encode_hop_error,
+    encode_turn,
+    new_session_id,
+    plain,
+)
 from app.swarm.names import SwarmName
 from app.swarm.records import Announcement, SwarmRecord, sign_announcement, sign_suspicion
 from p2p.addresses import Address, parse_address
@@ -113,7 +124,7 @@ async def half_handshakes(network: Libp2pNetwork, victim: Victim, record: SwarmR
 
 async def slow_reads(network: Libp2pNetwork, victim: Victim, record: SwarmRecord) -> None:
     """A session whose outputs are asked for again and again, and never read."""
-    stream, id = await network.open(victim.peer, PROTOCOL, timeout_s=5), secrets.token_bytes(16)
+    stream, id = await network.open(victim.peer, PROTOCOL, timeout_s=5), new_session_id(network.peer_id)
     await _order(stream, id, 1, EpochOrder(victim.span, "", "", 256, 0, 0))
     await _data(stream, id, 1, 0, 64)
     for _ in range(200):
@@ -124,7 +135,7 @@ async def slow_reads(network: Libp2pNetwork, victim: Victim, record: SwarmRecord
 
 async def turn_storm(network: Libp2pNetwork, victim: Victim, record: SwarmRecord) -> None:
     """An epoch after another, each with another successor that nobody can reach."""
-    stream, id = await network.open(victim.peer, PROTOCOL, timeout_s=5), secrets.token_bytes(16)
+    stream, id = await network.open(victim.peer, PROTOCOL, timeout_s=5), new_session_id(network.peer_id)
     for epoch in range(1, 400):
         order = EpochOrder(victim.span, "", Identity.generate().peer_id, 64, 0, 0)
         await _order(stream, id, epoch, order)
@@ -133,7 +144,7 @@ async def turn_storm(network: Libp2pNetwork, victim: Victim, record: SwarmRecord
 
 async def odd_frames(network: Libp2pNetwork, victim: Victim, record: SwarmRecord) -> None:
     """Mixed wires, wrong widths, positions out of order, unknown kinds."""
-    dice, id = random.Random(), secrets.token_bytes(16)
+    dice, id = random.Random(), new_session_id(network.peer_id)
     stream = await network.open(victim.peer, PROTOCOL, timeout_s=5)
     for epoch in range(1, 60):
         order = EpochOrder(

@@ -17,6 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from app.core.terminal_text import without_controls
+
 FILE = "conversations.db"
 VERSION = 2
 _TITLE_CHARS = 60
@@ -173,7 +175,7 @@ class Conversations:
         """Messages of the branch that is shown, the oldest first."""
         rows = self._db.execute(_PATH, (conversation,))
         return [
-            Message(key, role, content, at_ms, json.loads(figures), parent, version, versions)
+            Message(key, role, without_controls(content), at_ms, json.loads(figures), parent, version, versions)
             for key, role, content, at_ms, figures, parent, version, versions in rows
         ]
 
