@@ -175,15 +175,15 @@ class Libp2pNetwork:
         """Remember addresses of a peer for dialling."""
         self._book.add(peer, parse_known(addresses, peer), trio.current_time())
 
-    def seek(self, address: str) -> None:
-        """Connect to the peer at `address`, and reconnect whenever the connection is lost.
+    def seek(self, address: str, *, keep: bool = True) -> None:
+        """Connect to the peer at `address` and, with `keep`, reconnect whenever the connection is lost.
 
         Raises `BadAddress` for an address that cannot be dialled, `Refused` for one without a peer id.
         """
         parsed = parse_address(address)
         if parsed.peer is None:
             raise Refused(f"{address} has no peer id; append /p2p/PEER")
-        self._seeker.want(parsed.peer, [parsed], sticky=True)
+        self._seeker.want(parsed.peer, [parsed], sticky=keep)
 
     def links(self) -> Sequence[LinkInfo]:
         """One entry for each connected peer, with its round-trip time and the bytes carried."""

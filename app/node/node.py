@@ -305,7 +305,7 @@ class Node:
         for peer, addresses in named_peers(self.config(), swarm).items():
             network.learn(peer, addresses)
             for address in addresses:
-                network.seek(address)
+                network.seek(address, keep=False)  # an invite that is only looked at must not be dialled for ever
         with trio.move_on_after(MEET_S):
             while True:
                 found = await self._nearby.look(network)

@@ -122,6 +122,9 @@ async def test_an_invite_says_where_it_leads_before_it_is_taken(tmp_path: Path, 
         hidden = await b.preview(str(await c.invite(None)), None, None)
         assert (hidden.private, hidden.members) == (True, None)
         assert b.snapshot().swarm is None
+        network = b._network_owner.network
+        assert network is not None
+        assert not network._seeker.is_sticky(a.snapshot().peer_id), "an invite that was looked at is dialled for ever"
         with pytest.raises(UsageError, match="mistyped"):
             await b.preview("shoal:notaninvite", None, None)
         for name in ("Bad Name", "", "a#1a2b3c4d", "x" * 80):
