@@ -197,6 +197,33 @@ def block_bytes(config: ModelConfig, precision: Precision) -> int:
     return int(matrices * precision.weight_bytes) + vectors * precision.compute_bytes
 
 
+def block_weights(config: ModelConfig) -> int:
+    """Number of weights of one block, norms and biases included."""
+    return block_bytes(config, unquantised(1))
+
+
+def adapter_weights(config: ModelConfig, rank: int) -> int:
+    """Number of weights of one block's adapters of a rank, on all seven of its matrices."""
+    c = config
+    q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    attention = 2 * (c.hidden_size + q_size) + 2 * (c.hidden_size + kv_size)
+    return rank * (attention + 3 * (c.hidden_size + c.intermediate_size))
+
+
+def trained_block_bytes(config: ModelConfig, precision: Precision, *, rank: int | None, kept_rows: int) -> int:
+    """Bytes of one block in training; `rank` is that of its adapters, None trains all weights.
+
+    What is trained has a float32 master, a gradient and AdamW's two moments, 16 bytes a weight in all; a copy to
+    compute with comes on top unless that is float32 too. `kept_rows` inputs are kept for the backward pass.
+    """
+    held = int(block_weights(config) * precision.weight_bytes)
+    if rank is None:
+        held = 16 * block_weights(config) + (0 if precision.weight_bytes >= 4 else held)
+    else:
+        held += 16 * adapter_weights(config, rank)
+    return held + kept_rows * config.hidden_size * precision.compute_bytes
+
+
 def ends_bytes(config: ModelConfig, precision: Precision, *, embedding: bool, head: bool) -> int:
     """Bytes of the embedding and the head; a tied head shares the embedding's matrix."""
     matrices = int(embedding) + int(head) - int(embedding and head and config.tied_embeddings)

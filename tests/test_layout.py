@@ -33,7 +33,7 @@ LEVELS = {
     2: ("app.config", "app.manifest", "app.session", "app.snapshot"),
     3: ("app.courtesy", "app.serving", "app.swarm"),
     4: ("app.membership", "app.routing", "app.system"),
-    5: ("app.weights",),
+    5: ("app.planning", "app.weights"),
     6: ("app.asker", "app.hosting", "app.joining"),
     8: ("app.api",),
     9: ("app.node",),

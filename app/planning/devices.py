@@ -1,0 +1,44 @@
+"""The time that a machine takes for a block, the head, and a pass of training, from its measured speeds."""
+
+from __future__ import annotations
+
+from app.planning.machines import MachineSpec
+from engine.budget import block_bytes, block_weights, ends_bytes, kv_bytes_per_token
+from engine.config import ModelConfig
+
+# Forward passes that a training pass takes, by (all weights are trained, the graph is recomputed).
+PASSES = {(False, False): 2.0, (False, True): 3.0, (True, False): 3.0, (True, True): 4.0}
+# The same as measured on CPUs for adapters; all weights were not measured there.
+PASSES_ON_CPU = PASSES | {(False, False): 2.3, (False, True): 3.5}
+HEAD_PASSES = 3.0  # the head is never kept: forward, the gradient of its input, and its product again in slices
+
+
+def block_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int, context: int, sessions: int) -> float:
+    """Seconds of one block for `rows` tokens of `sessions` conversations with `context` tokens each."""
+    precision = machine.precision
+    read = block_bytes(config, precision) + sessions * context * kv_bytes_per_token(config, precision)
+    attended = 4 * context * config.n_heads * config.head_dim  # scores and their sum of values
+    flops = rows * (2 * block_weights(config) + attended)
+    return max(read / machine.reading_bytes_per_s, flops / machine.flops_per_s, machine.block_floor_s)
+
+
+def head_time_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> float:
+    """Seconds of the head for `rows` tokens; the machine that asks runs it, whoever hosts the blocks."""
+    read = ends_bytes(config, machine.precision, embedding=False, head=True)
+    flops = rows * 2 * config.vocab_size * config.hidden_size
+    return max(read / machine.reading_bytes_per_s, flops / machine.flops_per_s)
+
+
+def passes_of(machine: MachineSpec, *, all_weights: bool, recomputed: bool) -> float:
+    """Forward passes that a training pass takes on a kind of machine."""
+    return (PASSES_ON_CPU if machine.kind == "cpu" else PASSES)[all_weights, recomputed]
+
+
+def trained_block_s(config: ModelConfig, machine: MachineSpec, *, rows: int, passes: float) -> float:
+    """Seconds of one block for a training pass over `rows` tokens, forward and backward."""
+    return passes * block_time_s(config, machine, rows=rows, context=0, sessions=0)
+
+
+def trained_head_s(config: ModelConfig, machine: MachineSpec, *, rows: int) -> float:
+    """Seconds of the head and its loss for a training pass over `rows` tokens."""
+    return HEAD_PASSES * head_time_s(config, machine, rows=rows)

@@ -1,0 +1,149 @@
+"""The speed of replies: seconds of a token over a route, tokens/s of several replies at once, time to the first token.
+
+The time of a token is that of `app.routing.cost`, whose terms are its parts here; the head is added to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from app.core.span import Span
+from app.planning.cover import Candidate, cheapest_cover
+from app.planning.devices import block_time_s, head_time_s
+from app.planning.machines import Fleet, MachineSpec
+from app.planning.memory import held_for_replies
+from app.routing.cost import (
+    HOP_S,
+    believed_seconds,
+    compute_seconds,
+    entry_seconds,
+    links_seconds,
+    route_seconds,
+    wait_seconds,
+)
+from app.routing.route import Hop, KnownCosts, LinkSeconds, Route, RouteRequest
+from app.swarm.records import Announcement
+from engine.config import ModelConfig
+
+CHUNK = 512  # tokens of a prompt that are sent at once
+
+
+@dataclass(frozen=True)
+class ReplyTask:
+    """Replies to forecast."""
+
+    prompt_tokens: int = 128
+    reply_tokens: int = 256
+    streams: int = 1  # at once
+
+    @property
+    def context(self) -> int:
+        """Tokens that are in the cache half-way through a reply."""
+        return self.prompt_tokens + self.reply_tokens // 2
+
+
+@dataclass(frozen=True)
+class ReplySpeed:
+    """The speed of replies over a route; `parts` are the seconds of one token, by name."""
+
+    route: Route
+    parts: Mapping[str, float]
+    tokens_per_s: float
+    first_token_s: float | None  # None: the speed of prompts is not known
+    slowest: str  # machine with the slowest stage
+    block_s: Mapping[str, float]  # of a token in one block, by machine
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of one token of one reply."""
+        return sum(self.parts.values())
+
+
+def token_parts(
+    route: Route, members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts
+) -> dict[str, float]:
+    """Return the terms of `route_seconds` by name; they add up to it."""
+    return {
+        "links": links_seconds(route, link_s, request.origin, request.target),
+        "hops": sum(entry_seconds(members, known)[hop.peer] for hop in route),
+        "blocks": compute_seconds(route, believed_seconds(members, request, known)),
+    }
+
+
+def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpeed | None:
+    """Forecast replies over the machines that answer fastest; None if together they cannot hold the model.
+
+    Machines are chosen by their distance from here; links known between others change the time, not the choice.
+    """
+    machines = {machine.name: machine for machine in fleet.machines}
+    candidates = [_candidate(fleet, machine, config, task) for machine in fleet.machines]
+    cover = cheapest_cover(candidates, config.n_blocks)
+    if cover is None:
+        return None
+    ends = [0]
+    for share in cover:
+        ends.append(ends[-1] + share.blocks)
+    route = tuple(Hop(share.machine.name, Span(*bounds)) for share, bounds in zip(cover, pairwise(ends), strict=True))
+    members = [announced(machines[hop.peer], hop.span, config, task) for hop in route]
+    # Figures of a file are the user's own: they count as measured, not as a stranger's claim.
+    known = KnownCosts(
+        {share.machine.name: _token_block_s(machines[share.machine.name], config, task) for share in cover}
+    )
+    request = RouteRequest(Span(0, config.n_blocks), task.prompt_tokens + task.reply_tokens)
+    parts = token_parts(route, members, request, fleet.link_s, known)
+    parts["head"] = head_time_s(config, fleet.here, rows=1)
+
+    def stage_s(hop: Hop, rows: int, sessions: int, context: int) -> float:
+        machine = machines[hop.peer]
+        head_s = head_time_s(config, machine, rows=sessions) if machine.name == fleet.here.name else 0.0
+        return len(hop.span) * block_time_s(config, machine, rows=rows, context=context, sessions=sessions) + head_s
+
+    stages = {hop.peer: stage_s(hop, task.streams, task.streams, task.context) for hop in route}
+    if fleet.here.name not in stages:
+        stages[fleet.here.name] = head_time_s(config, fleet.here, rows=task.streams)
+    slowest = max(stages, key=lambda name: stages[name])
+    rate = min(task.streams / sum(parts.values()), task.streams / stages[slowest])
+    chunk = min(CHUNK, task.prompt_tokens)
+    chunks_s = [stage_s(hop, chunk, 1, task.prompt_tokens // 2) for hop in route]
+    more = math.ceil(task.prompt_tokens / chunk) - 1
+    first_token_s = parts["links"] + parts["hops"] + sum(chunks_s) + more * max(chunks_s) + parts["head"]
+    return ReplySpeed(route, parts, rate, first_token_s, slowest, known.block_s)
+
+
+def replies_of_members(
+    route: Route, members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, head_s: float
+) -> ReplySpeed:
+    """Forecast one reply over a route of a running swarm, from what its members announce, as far as it is believed."""
+    parts = token_parts(route, members, request, link_s, KnownCosts())
+    parts["head"] = head_s
+    assert math.isclose(sum(parts.values()), route_seconds(route, members, request, link_s, KnownCosts()) + head_s)
+    believed = believed_seconds(members, request, KnownCosts())
+    slowest = max(route, key=lambda hop: len(hop.span) * believed[hop.peer])
+    return ReplySpeed(route, parts, 1 / sum(parts.values()), None, slowest.peer, believed)
+
+
+def announced(machine: MachineSpec, span: Span, config: ModelConfig, task: ReplyTask) -> Announcement:
+    """Return what a machine that serves these blocks would announce."""
+    decode = 1 / (len(span) * _token_block_s(machine, config, task))
+    return Announcement(
+        machine.name, 0, 0, "", "serving", span, decode_tokens_per_s=decode, kv_free_tokens=2**31 - 1, busy=machine.busy
+    )
+
+
+def _token_block_s(machine: MachineSpec, config: ModelConfig, task: ReplyTask) -> float:
+    return block_time_s(config, machine, rows=1, context=task.context, sessions=1)
+
+
+def _candidate(fleet: Fleet, machine: MachineSpec, config: ModelConfig, task: ReplyTask) -> Candidate:
+    away_s = fleet.away_s(machine)
+    waiting_s = wait_seconds(announced(machine, Span(0, 1), config, task))
+    return Candidate(
+        machine.name,
+        held_for_replies(config, machine).blocks,
+        _token_block_s(machine, config, task) + waiting_s,
+        HOP_S + away_s,
+        return_s=away_s,
+    )
