@@ -34,6 +34,7 @@ WIRES = (
     ("app/swarm/invite.py", "Invites"),
     ("app/swarm/records.py", "Swarm records and announcements"),
     ("app/manifest/manifest.py", "Model manifests"),
+    ("app/planning/machines.py", "Files of machines for `shoal plan`"),
 )
 
 

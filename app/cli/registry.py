@@ -19,6 +19,7 @@ GROUPS: tuple[str, ...] = (
     "demo",
     "models",
     "bench",
+    "plan",
     "config",
     "identity",
     "doctor",

@@ -14,7 +14,8 @@ Units: seconds, bytes, flop (a multiplication and an addition are two), bytes/s,
     block (`devices`)          t(n) = max((w P + sessions s kv) / R, n (2 P + 4 s q) / C, f); the head likewise
     token (`replies`)          sum of links + hop overhead and waiting + blocks t(1), then the way back and the head
     k replies at once          tokens/s = min(k / token, k / slowest stage's t(k))
-    first token of p           sum of t(c) + (ceil(p / c) - 1) slowest t(c) + links + head, in chunks of c tokens
+    first token of p           sum of (t(c) + c H b / B) + (ceil(p / c) - 1) max(t(c), c H b / B) + links + head, in
+                               chunks of c tokens
     stage (`training_step`)    T = passes 2 P n / C, with 2, 3, 3 or 4 passes (adapters or all weights, kept or
                                recomputed); X = 2 n H b / B in either direction, b bytes a number
     step of m micro-batches    sum of (T + X + 2 l) + (m - 1) max(T, X) + head; idle share = 1 - m sum T / (stages step)

@@ -19,8 +19,8 @@ class Estimate:
     tokens_per_s: float
     first_token_s: float | None
     seconds: float
-    energy_kwh: float
-    cost: float | None  # None: no price was given
+    energy_kwh: float | None  # None: the watts of a machine are not known
+    cost: float | None  # of the energy; None: no price was given
     parts: Mapping[str, float]
 
 
@@ -37,6 +37,8 @@ def advise(
         )
     if alone is None:
         return "swarm", f"this machine lacks {format_size(lacking_bytes)} to do it alone."
+    if swarm == alone:
+        return "alone", "no other machine would make it faster."
     share = alone.tokens_per_s / swarm.tokens_per_s
     if share >= ALMOST:
         return "alone", f"this machine alone reaches {share:.0%} of the swarm's speed."
@@ -51,4 +53,4 @@ def duration(seconds: float) -> str:
     for unit, size in (("years", 365 * 86400), ("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"

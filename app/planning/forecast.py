@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from app.planning.advice import Advice, Estimate, advise
 from app.planning.cost import energy_kwh, rented_cost
-from app.planning.devices import passes_of
-from app.planning.machines import Fleet
+from app.planning.devices import PASSES
+from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import Holding, held_for_replies, held_for_training
 from app.planning.replies import ReplySpeed, ReplyTask, replies_over
 from app.planning.rounds import averaging_seconds, lost_share, round_seconds, steps_needed, straggling
@@ -98,10 +99,10 @@ def forecast_replies(fleet: Fleet, config: ModelConfig, task: ReplyTask, terms: 
     holdings = [held_for_replies(config, machine) for machine in fleet.machines]
     memory = memory_verdict(sum(held.blocks for held in holdings), config.n_blocks)
     lacking = _lacking(held_for_replies(config, fleet.here), holdings, config.n_blocks)
-    return conclude_replies(fleet, swarm_speed, alone_speed, terms, (memory, _straggling_hops(swarm_speed)), lacking)
+    return conclude_replies(fleet, swarm_speed, alone_speed, terms, (memory, straggling_hops(swarm_speed)), lacking)
 
 
-def _straggling_hops(speed: ReplySpeed | None) -> Verdict:
+def straggling_hops(speed: ReplySpeed | None) -> Verdict:
     """Judge the time of all blocks beside that of the same blocks on machines like the middle one of the route."""
     if speed is None:
         return straggler_verdict(())
@@ -124,7 +125,10 @@ def conclude_replies(
     names = () if swarm_speed is None else tuple(hop.peer for hop in swarm_speed.route)
     others = set(names) - {fleet.here.name}
     shares = share_verdicts(swarm.parts) if swarm is not None else ()
-    verdicts = (*verdicts, *shares, cost_verdict(None, None), *trust_verdicts(1 if others else 0))
+    sending_s = None if swarm_speed is None else swarm_speed.sending_s
+    share = None if sending_s is None or swarm is None else sending_s / swarm.seconds
+    bandwidth = at_most("bandwidth", share, 0.5)
+    verdicts = (*verdicts, bandwidth, *shares, cost_verdict(None, None), *trust_verdicts(1 if others else 0))
     return _concluded("chat", fleet, swarm, alone, verdicts, lacking_bytes, terms, names)
 
 
@@ -133,9 +137,7 @@ def _reply_estimate(fleet: Fleet, speed: ReplySpeed | None, terms: Terms) -> Est
         return None
     seconds = (speed.first_token_s or 0.0) + terms.tokens / speed.tokens_per_s
     used = {hop.peer for hop in speed.route} | {fleet.here.name}
-    watts = sum(machine.watts for machine in fleet.machines if machine.name in used)
-    energy = energy_kwh(watts, seconds)
-    cost = None if terms.price_kwh is None else energy * terms.price_kwh
+    energy, cost = _energy_and_cost([m for m in fleet.machines if m.name in used], len(used), seconds, terms)
     return Estimate(speed.tokens_per_s, speed.first_token_s, seconds, energy, cost, speed.parts)
 
 
@@ -143,37 +145,56 @@ def _reply_estimate(fleet: Fleet, speed: ReplySpeed | None, terms: Terms) -> Est
 
 
 def forecast_training(fleet: Fleet, config: ModelConfig, task: StepTask, terms: Terms) -> Forecast:
-    """Forecast fine-tuning (adapters) or training (all weights) over the islands of a fleet, and on one machine.
+    """Forecast fine-tuning (adapters) or training (all weights) over the islands of a fleet, and on one machine."""
+    options = [_joint(islands, config, task, terms) for islands in _groupings(fleet)]
+    joint = max(options, key=lambda option: 0.0 if option.estimate is None else option.estimate.tokens_per_s)
+    alone = _joint([fleet.alone()], config, task, terms).estimate
+    rented = None if terms.rent_hour is None else rented_cost(_flops(config, task, terms.tokens), terms.rent_hour)
+    names = tuple(name for _, step in joint.used for name in step.machines)
+    holdings = {machine.name: held_for_training(config, machine, task.memory) for machine in fleet.machines}
+    most_held = max(sum(holdings[machine.name].blocks for machine in island.machines) for island in joint.islands)
+    verdicts = (
+        memory_verdict(most_held, config.n_blocks),
+        _bandwidth(joint, config, task, terms),
+        straggler_verdict(_paces(joint.steps, fleet)),
+        cost_verdict(None if joint.estimate is None else joint.estimate.cost, rented),
+        *trust_verdicts(len(joint.used) if set(names) - {fleet.here.name} else 0),
+    )
+    lacking = _lacking(holdings[fleet.here.name], list(holdings.values()), config.n_blocks)
+    kind = "train" if task.rank is None else "finetune"
+    return _concluded(kind, fleet, joint.estimate, alone, verdicts, lacking, terms, names)
 
-    Islands too slow to be worth waiting for are left out.
-    """
-    islands = _islands(fleet)
+
+Steps = Sequence[tuple[Fleet, StepTime]]
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Training by islands together: all of them, those that can hold the model, and those worth waiting for."""
+
+    islands: Sequence[Fleet]
+    steps: Steps
+    used: Steps
+    estimate: Estimate | None
+
+
+def _joint(islands: Sequence[Fleet], config: ModelConfig, task: StepTask, terms: Terms) -> _Joint:
+    """Return the fastest way to train with these islands; those with slow steps or exchanges are left out."""
     steps = [(island, step) for island in islands if (step := step_time(island, config, task)) is not None]
     steps.sort(key=lambda pair: pair[1].seconds)
-    options = [_rounds(steps[:count], config, task, terms) for count in range(1, len(steps) + 1)]
-    swarm = max(options, key=lambda option: option.tokens_per_s, default=None)
-    used = steps[: options.index(swarm) + 1] if swarm is not None else []
-    alone_step = step_time(fleet.alone(), config, task)
-    alone = None if alone_step is None else _rounds([(fleet.alone(), alone_step)], config, task, terms)
-    if alone is not None and (swarm is None or alone.tokens_per_s > swarm.tokens_per_s):
-        swarm, used = alone, [(fleet.alone(), alone_step)] if alone_step is not None else []
-    holdings = [held_for_training(config, machine, task.memory) for machine in fleet.machines]
-    by_island = [sum(held_for_training(config, m, task.memory).blocks for m in island.machines) for island in islands]
-    kind = "train" if task.rank is None else "finetune"
-    rented = (
-        None if terms.rent_hour is None else rented_cost(_flops(fleet, config, task, terms.tokens), terms.rent_hour)
-    )
-    names = tuple(name for _, step in used for name in step.machines)
-    verdicts = (
-        memory_verdict(max(by_island), config.n_blocks),
-        _bandwidth(steps, len(used), config, task, terms),
-        straggler_verdict(_paces(steps, fleet)),
-        cost_verdict(None if swarm is None else swarm.cost, rented),
-        *trust_verdicts(len(used) if set(names) - {fleet.here.name} else 0),
-    )
-    here = held_for_training(config, fleet.here, task.memory)
-    lacking = _lacking(here, holdings, config.n_blocks)
-    return _concluded(kind, fleet, swarm, alone, verdicts, lacking, terms, names)
+    fastest, used = 0.0, list[tuple[Fleet, StepTime]]()
+    for count in range(1, len(steps) + 1):
+        exchanges_s = [_island_exchange_s(pair, count, config, task, terms) for pair in steps]
+        stretch = straggling(count, count, terms.spread)
+        chosen: list[tuple[float, int]] = []  # the `count` fastest exchanges of the islands so far, the slowest on top
+        for number, (_, step) in enumerate(steps):
+            heapq.heappush(chosen, (-exchanges_s[number], number))
+            if len(chosen) > count:
+                heapq.heappop(chosen)
+            rate = count / round_seconds(terms.every, step.seconds, -chosen[0][0], stretch=stretch)
+            if len(chosen) == count and rate > fastest:
+                fastest, used = rate, [steps[number] for number in sorted(number for _, number in chosen)]
+    return _Joint(islands, steps, used, _rounds(used, config, task, terms) if used else None)
 
 
 def exchanged_bytes(config: ModelConfig, task: StepTask, wire: str) -> float:
@@ -182,20 +203,24 @@ def exchanged_bytes(config: ModelConfig, task: StepTask, wire: str) -> float:
     return config.n_blocks * each * WIRES[wire]
 
 
-def _islands(fleet: Fleet) -> list[Fleet]:
-    """Return the fleet of each island; the first machine of an island without the one that asks runs its head."""
+def _groupings(fleet: Fleet) -> list[list[Fleet]]:
+    """Return the ways to divide a fleet into islands: as it says, else all machines in one, or each on its own.
+
+    The machine that asks comes first in its island; in others the first machine runs the head.
+    """
     names = dict.fromkeys(machine.island for machine in fleet.machines)
-    found = []
-    for name in names:
-        machines = tuple(machine for machine in fleet.machines if machine.island == name)
-        here = fleet.here if fleet.here in machines else machines[0]
-        members = {machine.name for machine in machines}
-        links = tuple(link for link in fleet.links if {link.a, link.b} <= members)
-        found.append(replace(fleet, here=here, machines=machines, links=links))
-    return found
+    named = [_island(fleet, [m for m in fleet.machines if m.island == name]) for name in names]
+    return [named] if any(names) else [named, [_island(fleet, [machine]) for machine in fleet.machines]]
 
 
-def _rounds(steps: Sequence[tuple[Fleet, StepTime]], config: ModelConfig, task: StepTask, terms: Terms) -> Estimate:
+def _island(fleet: Fleet, machines: Sequence[MachineSpec]) -> Fleet:
+    members = {machine.name for machine in machines}
+    links = tuple(link for link in fleet.links if {link.a, link.b} <= members)
+    here = fleet.here if fleet.here in machines else machines[0]
+    return replace(fleet, here=here, machines=tuple(machines), links=links)
+
+
+def _rounds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> Estimate:
     """Estimate training by these islands, whose slowest is last."""
     slowest = steps[-1][1]
     stretch = straggling(len(steps), len(steps), terms.spread)
@@ -208,50 +233,60 @@ def _rounds(steps: Sequence[tuple[Fleet, StepTime]], config: ModelConfig, task: 
     if len(steps) > 1:
         parts |= {"exchange": exchange_s, "stragglers": round_s - exchange_s - terms.every * slowest.seconds}
     used = [machine for fleet, step in steps for machine in fleet.machines if machine.name in step.machines]
-    energy = energy_kwh(sum(machine.watts for machine in used), seconds)
-    cost = None if terms.price_kwh is None else energy * terms.price_kwh
+    energy, cost = _energy_and_cost(used, len(used), seconds, terms)
     return Estimate(tokens_per_s, None, seconds, energy, cost, parts)
 
 
-def _exchange_seconds(
-    steps: Sequence[tuple[Fleet, StepTime]], config: ModelConfig, task: StepTask, terms: Terms
+def _exchange_seconds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> float:
+    """Seconds of one exchange among islands: that of the slowest."""
+    return max(_island_exchange_s(pair, len(steps), config, task, terms) for pair in steps)
+
+
+def _island_exchange_s(
+    pair: tuple[Fleet, StepTime], islands: int, config: ModelConfig, task: StepTask, terms: Terms
 ) -> float:
-    """Seconds of one exchange among islands; each sends over the narrowest connection of its machines."""
-    if len(steps) < 2:
-        return 0.0
-    used = [machine for fleet, step in steps for machine in fleet.machines if machine.name in step.machines]
+    """Seconds of one exchange for an island, over the narrowest connection of its machines."""
+    used = [machine for machine in pair[0].machines if machine.name in pair[1].machines]
     narrowest = min(machine.bytes_per_s for machine in used)
     away_s = max(machine.rtt_s / 2 for machine in used)
-    return averaging_seconds(len(steps), exchanged_bytes(config, task, terms.wire), narrowest, away_s)
+    return averaging_seconds(islands, exchanged_bytes(config, task, terms.wire), narrowest, away_s)
 
 
-def _bandwidth(
-    steps: Sequence[tuple[Fleet, StepTime]], used: int, config: ModelConfig, task: StepTask, terms: Terms
-) -> Verdict:
+def _bandwidth(joint: _Joint, config: ModelConfig, task: StepTask, terms: Terms) -> Verdict:
     """Judge the slowest link beside the slowest stage, then the steps needed to compute nine tenths of the time.
 
     All islands count, also those left out because of the exchange: it would be hidden otherwise.
     """
-    ratio = max((step.link_s / step.stage_s for _, step in steps), default=None)
-    if len(steps) < 2 or (ratio is not None and ratio > 1):
+    ratio = max((step.link_s / step.stage_s for _, step in joint.steps), default=None)
+    if len(joint.steps) < 2 or (ratio is not None and ratio > 1):
         return at_most("bandwidth", ratio, 1.0)
-    needed = steps_needed(steps[used - 1][1].seconds, _exchange_seconds(steps, config, task, terms))
+    needed = steps_needed(joint.used[-1][1].seconds, _exchange_seconds(joint.steps, config, task, terms))
     return at_most("bandwidth", needed, terms.every)
 
 
-def _paces(steps: Sequence[tuple[Fleet, StepTime]], fleet: Fleet) -> list[float]:
+def _paces(steps: Steps, fleet: Fleet) -> list[float]:
     """Return the seconds to compare for stragglers: of islands, or of the machines of the only one."""
     if len(steps) > 1:
         return [step.seconds for _, step in steps]
     return [1 / machine.flops_per_s for machine in fleet.machines]
 
 
-def _flops(fleet: Fleet, config: ModelConfig, task: StepTask, tokens: int) -> float:
-    passes = passes_of(replace(fleet.here, kind="gpu"), all_weights=task.rank is None, recomputed=task.recomputed)
-    return passes * 2 * config.n_blocks * block_weights(config) * tokens
+def _flops(config: ModelConfig, task: StepTask, tokens: int) -> float:
+    """Flop of training on so many tokens, on cards like those that are rented."""
+    return PASSES[task.rank is None, task.recomputed] * 2 * config.n_blocks * block_weights(config) * tokens
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
+
+
+def _energy_and_cost(
+    known: Sequence[MachineSpec], used: int, seconds: float, terms: Terms
+) -> tuple[float | None, float | None]:
+    """Energy of the machines used and its cost; None unless the watts of each of them are known."""
+    if len(known) < used or not all(machine.watts for machine in known):
+        return None, None
+    energy = energy_kwh(sum(machine.watts for machine in known), seconds)
+    return energy, None if terms.price_kwh is None else energy * terms.price_kwh
 
 
 def _lacking(here: Holding, holdings: Sequence[Holding], blocks: int) -> int:

@@ -2,19 +2,22 @@
 
     [[machine]]
     name = "desk"                  # required
-    memory_bytes = "24GB"          # required; sizes are numbers or texts like "24GB"
+    memory_bytes = "24GB"          # required, what is free; sizes are numbers or texts like "24GB"
     reading_bytes_per_s = "900GB"  # required: speed at which it reads weights
     flops_per_s = 71e12            # required: speed at which it multiplies matrices, as measured
     kind = "gpu"                   # or cpu
     count = 1                      # machines alike, named desk-1, desk-2, …
     here = true                    # the machine that asks; default: the first
-    island = "home"                # machines that train one copy of the model together
+    island = "home"                # machines that train one copy of the model together; without it the faster of
+                                   # one copy on all machines, and one on each that can hold it
     block_floor_s = 0.0002
     watts = 350
     rtt_s = 0.02                   # to the machine that asks
     up_bytes_per_s = "12.5MB"
     down_bytes_per_s = "12.5MB"
     busy = 0.0                     # share of the time that others use it
+    used_bytes = 0                 # memory that other programs use, besides what is free
+    cap_bytes = "8GB"              # the owner's limit
 
     [[link]]
     from = "desk"
@@ -40,7 +43,8 @@ from engine.budget import BFLOAT16, FLOAT32, Precision
 MOST = 1e18  # no machine has more of anything
 MAX_MACHINES = 4096
 ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
-_SIZES = ("memory_bytes", "reading_bytes_per_s", "up_bytes_per_s", "down_bytes_per_s")
+_SPEEDS = ("up_bytes_per_s", "down_bytes_per_s")
+_SIZES = ("memory_bytes", "used_bytes", "cap_bytes", "reading_bytes_per_s", *_SPEEDS)
 _REQUIRED = ("memory_bytes", "reading_bytes_per_s", "flops_per_s")
 
 
@@ -58,21 +62,23 @@ class MachineSpec:
     flops_per_s: float
     kind: str = "gpu"  # gpu, cpu
     block_floor_s: float = 0.0
-    watts: float = 0.0
+    watts: float = 0.0  # 0: not known
     rtt_s: float = 2 * UNKNOWN_LINK_S  # to the machine that asks
     up_bytes_per_s: float = ASSUMED_BYTES_PER_S
     down_bytes_per_s: float = ASSUMED_BYTES_PER_S
     busy: float = 0.0
     island: str = ""
+    used_bytes: int = 0  # memory of the device that other programs use, besides `memory_bytes`
+    cap_bytes: int | None = None  # the owner's limit
 
     @property
     def total_bytes(self) -> int:
-        """All memory."""
-        return self.memory_bytes
+        """All memory of the device."""
+        return self.memory_bytes + self.used_bytes
 
     @property
     def free_bytes(self) -> int:
-        """Memory that nothing else uses: all of it, for a machine that need not exist."""
+        """Memory that nothing else uses."""
         return self.memory_bytes
 
     @property
@@ -159,15 +165,14 @@ def read_machines(text: str, source: str) -> Fleet:
         if not isinstance(name, str) or not 1 <= len(name) <= 64:
             raise PlanError(f'{source}: machine {number} has no name: write name = "…"')
         alike = _alike(table, f"{source}: machine {name!r}")
-        assumed |= {field for field in ("rtt_s", "up_bytes_per_s", "down_bytes_per_s") if field not in table}
-        assumed |= {field for field in ("watts", "block_floor_s") if field not in table}
+        assumed |= {name for name in ("rtt_s", "block_floor_s", *_SPEEDS) if name not in table}
         machines += alike
         here = alike[0] if table.get("here") is True else here
         if len(machines) > MAX_MACHINES:
             raise PlanError(f"{source}: more than {MAX_MACHINES} machines")
     if len({machine.name for machine in machines}) < len(machines):
         raise PlanError(f"{source}: two machines have the same name")
-    said = tuple(f"{field} of machines that do not give it" for field in sorted(assumed))
+    said = (f"{', '.join(sorted(assumed))} of machines that do not give it",) if assumed else ()
     return Fleet(here or machines[0], tuple(machines), (), said)
 
 
@@ -188,7 +193,7 @@ def with_links(fleet: Fleet, text: str, source: str) -> Fleet:
         links.append(LinkSpec(a, b, rtt_s))
         other = machines[b if a == fleet.here.name else a]
         if fleet.here.name in (a, b):
-            up, down = (_number(table, name, where) if name in table else None for name in _SIZES[2:])
+            up, down = (_number(table, name, where) if name in table else None for name in _SPEEDS)
             up, down = (up, down) if other.name == a else (down, up)
             machines[other.name] = replace(
                 other,
@@ -222,11 +227,11 @@ def _alike(table: dict[str, Any], where: str) -> list[MachineSpec]:
             continue
         if name in table or spec.default is MISSING:
             values[name] = _number(table, name, where)
-    values["memory_bytes"] = int(values["memory_bytes"])
+    values |= {name: int(values[name]) for name in ("memory_bytes", "used_bytes", "cap_bytes") if name in values}
     for name in _REQUIRED:
         if values[name] == 0:
             raise PlanError(f"{where}: {name} is 0; give what it has")
-    for name in ("up_bytes_per_s", "down_bytes_per_s"):
+    for name in _SPEEDS:
         if values.get(name) == 0:
             raise PlanError(f"{where}: {name} is 0; leave out a machine without a connection")
     values["kind"] = kind = table.get("kind", "gpu")

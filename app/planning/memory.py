@@ -23,7 +23,7 @@ class Holding:
 
 def held_for_replies(config: ModelConfig, machine: MachineSpec) -> Holding:
     """Return what a machine holds for replies: weights, cache and workspace."""
-    found = fit(config, machine, machine.precision, None)
+    found = fit(config, machine, machine.precision, machine.cap_bytes)
     # `lacking_bytes` asks for a full cache; a GPU holds all blocks with a smaller one too.
     whole = found.budget.blocks == config.n_blocks
     lacking = 0 if whole else max(1, found.lacking_bytes)
@@ -45,7 +45,7 @@ def held_for_training(config: ModelConfig, machine: MachineSpec, task: TrainingM
     each = trained_block_bytes(config, machine.precision, rank=task.rank, kept_rows=kept_rows)
     # Recomputing goes block by block: the activations of one, and their gradients, are held at a time.
     workspace = 2 * workspace_bytes(config, machine.precision, task.rows, head=False)
-    allowance = allowance_on(machine, None)
+    allowance = allowance_on(machine, machine.cap_bytes)
     room = allowance.usable_bytes - workspace - allowance.scratch_bytes
     blocks = min(config.n_blocks, max(0, room) // each)
     return Holding(blocks, max(0, config.n_blocks * each - room), each)

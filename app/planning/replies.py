@@ -55,6 +55,7 @@ class ReplySpeed:
     first_token_s: float | None  # None: the speed of prompts is not known
     slowest: str  # machine with the slowest stage
     block_s: Mapping[str, float]  # of a token in one block, by machine
+    sending_s: float | None = None  # part of `first_token_s` that the prompt spends on the machines' connections
 
     @property
     def token_s(self) -> float:
@@ -98,19 +99,22 @@ def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpe
 
     def stage_s(hop: Hop, rows: int, sessions: int, context: int) -> float:
         machine = machines[hop.peer]
-        head_s = head_time_s(config, machine, rows=sessions) if machine.name == fleet.here.name else 0.0
-        return len(hop.span) * block_time_s(config, machine, rows=rows, context=context, sessions=sessions) + head_s
+        return len(hop.span) * block_time_s(config, machine, rows=rows, context=context, sessions=sessions)
 
     stages = {hop.peer: stage_s(hop, task.streams, task.streams, task.context) for hop in route}
-    if fleet.here.name not in stages:
-        stages[fleet.here.name] = head_time_s(config, fleet.here, rows=task.streams)
+    heads_s = head_time_s(config, fleet.here, rows=task.streams)
+    stages[fleet.here.name] = stages.get(fleet.here.name, 0.0) + heads_s
     slowest = max(stages, key=lambda name: stages[name])
     rate = min(task.streams / sum(parts.values()), task.streams / stages[slowest])
     chunk = min(CHUNK, task.prompt_tokens)
-    chunks_s = [stage_s(hop, chunk, 1, task.prompt_tokens // 2) for hop in route]
     more = math.ceil(task.prompt_tokens / chunk) - 1
-    first_token_s = parts["links"] + parts["hops"] + sum(chunks_s) + more * max(chunks_s) + parts["head"]
-    return ReplySpeed(route, parts, rate, first_token_s, slowest, known.block_s)
+    chunks_s = [stage_s(hop, chunk, 1, task.prompt_tokens // 2) for hop in route]
+    used = [machines[name] for name in stages] if len(stages) > 1 else []
+    sends_s = [chunk * config.hidden_size * m.precision.compute_bytes / m.bytes_per_s for m in used]
+    sending_s = sum(sends_s) + more * max(0.0, max(sends_s, default=0.0) - max(chunks_s))
+    computing_s = sum(chunks_s) + more * max(chunks_s) + parts["head"]
+    first_token_s = parts["links"] + parts["hops"] + computing_s + sending_s
+    return ReplySpeed(route, parts, rate, first_token_s, slowest, known.block_s, sending_s)
 
 
 def replies_of_members(

@@ -71,10 +71,9 @@ def trust_verdicts(holders: int) -> tuple[Verdict, ...]:
 
 
 def share_verdicts(parts: Mapping[str, float]) -> tuple[Verdict, Verdict]:
-    """Judge the shares of a token's time that links and computing take; the larger one is over half."""
-    whole = sum(parts.values())
-    waiting = parts.get("links", 0.0) + parts.get("hops", 0.0)
-    share = waiting / whole if whole > 0 else 0.0
+    """Judge the shares of a token's time that links, with the overhead of hops over them, and computing take."""
+    waiting = parts["links"] + parts["hops"] if parts["links"] > 0 else 0.0
+    share = waiting / sum(parts.values())
     return at_most("latency", share, 0.5), at_most("compute", 1 - share, 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Measures how fast a device reads weights, to estimate the time per token before a model is loaded.
+"""Measures how fast a device reads weights and multiplies, to estimate times before a model is loaded.
 
 Computing one token reads every weight once, so memory bandwidth and not arithmetic determines its time; the overhead of
 launching a block's operations is a lower bound. Models that fit into a processor's cache are faster than estimated.
@@ -30,6 +30,21 @@ def reading_bytes_per_s(device: str, dtype: torch.dtype) -> float:
             torch.nn.functional.linear(row, weight)[0, 0].item()  # reading one number synchronizes with the device
             best_s = min(best_s, time.perf_counter() - began)
     return side * side * dtype.itemsize / best_s
+
+
+@functools.cache
+def multiplying_flops_per_s(device: str, dtype: torch.dtype) -> float:
+    """Flop/s when many rows are multiplied by a matrix, as for a prompt or in training; measured once per process."""
+    side, rows = (_CPU_SIDE, 64) if device == "cpu" else (_GPU_SIDE, 2048)
+    weight = torch.ones(side, side, device=device, dtype=dtype)
+    many = torch.ones(rows, side, device=device, dtype=dtype)
+    best_s = float("inf")
+    with torch.inference_mode():
+        for _ in range(_RUNS):
+            began = time.perf_counter()
+            torch.nn.functional.linear(many, weight)[0, 0].item()
+            best_s = min(best_s, time.perf_counter() - began)
+    return 2 * rows * side * side / best_s
 
 
 @functools.cache
