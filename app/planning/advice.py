@@ -22,6 +22,8 @@ class Estimate:
     energy_kwh: float | None  # None: the watts of a machine are not known
     cost: float | None  # of the energy; None: no price was given
     parts: Mapping[str, float]
+    idle: float | None = None  # share of a training step that its machines wait for each other
+    utilisation: float | None = None  # share of a training round that is not spent on the exchange
 
 
 def advise(

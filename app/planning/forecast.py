@@ -13,7 +13,7 @@ from app.planning.devices import PASSES
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import Holding, held_for_replies, held_for_training
 from app.planning.replies import ReplySpeed, ReplyTask, replies_over
-from app.planning.rounds import averaging_seconds, lost_share, round_seconds, steps_needed, straggling
+from app.planning.rounds import averaging_seconds, lost_share, round_seconds, steps_needed, straggling, utilisation
 from app.planning.training_step import StepTask, StepTime, step_time
 from app.planning.verdicts import (
     Verdict,
@@ -87,6 +87,8 @@ class Forecast:
             "low": None if speed is None else speed * (1 - off),
             "high": None if speed is None else speed * (1 + off),
             "machines": list(self.machines),
+            "idle": None if swarm is None else swarm.idle,
+            "utilisation": None if swarm is None else swarm.utilisation,
         }
 
 
@@ -156,7 +158,7 @@ def forecast_training(fleet: Fleet, config: ModelConfig, task: StepTask, terms: 
     verdicts = (
         memory_verdict(most_held, config.n_blocks),
         _bandwidth(joint, config, task, terms),
-        straggler_verdict(_paces(joint.steps, fleet)),
+        straggler_verdict(_paces(joint)),
         cost_verdict(None if joint.estimate is None else joint.estimate.cost, rented),
         *trust_verdicts(len(joint.used) if set(names) - {fleet.here.name} else 0),
     )
@@ -234,7 +236,8 @@ def _rounds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> 
         parts |= {"exchange": exchange_s, "stragglers": round_s - exchange_s - terms.every * slowest.seconds}
     used = [machine for fleet, step in steps for machine in fleet.machines if machine.name in step.machines]
     energy, cost = _energy_and_cost(used, len(used), seconds, terms)
-    return Estimate(tokens_per_s, None, seconds, energy, cost, parts)
+    computing = utilisation(round_s - exchange_s, exchange_s)
+    return Estimate(tokens_per_s, None, seconds, energy, cost, parts, slowest.idle, computing)
 
 
 def _exchange_seconds(steps: Steps, config: ModelConfig, task: StepTask, terms: Terms) -> float:
@@ -264,11 +267,11 @@ def _bandwidth(joint: _Joint, config: ModelConfig, task: StepTask, terms: Terms)
     return at_most("bandwidth", needed, terms.every)
 
 
-def _paces(steps: Steps, fleet: Fleet) -> list[float]:
-    """Return the seconds to compare for stragglers: of islands, or of the machines of the only one."""
-    if len(steps) > 1:
-        return [step.seconds for _, step in steps]
-    return [1 / machine.flops_per_s for machine in fleet.machines]
+def _paces(joint: _Joint) -> list[float]:
+    """Return the times to compare for stragglers: of all islands, or of the machines that are used in the only one."""
+    if len(joint.steps) > 1:
+        return [step.seconds for _, step in joint.steps]
+    return [1 / m.flops_per_s for island, step in joint.used for m in island.machines if m.name in step.machines]
 
 
 def _flops(config: ModelConfig, task: StepTask, tokens: int) -> float:

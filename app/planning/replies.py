@@ -53,7 +53,6 @@ class ReplySpeed:
     parts: Mapping[str, float]
     tokens_per_s: float
     first_token_s: float | None  # None: the speed of prompts is not known
-    slowest: str  # machine with the slowest stage
     block_s: Mapping[str, float]  # of a token in one block, by machine
     sending_s: float | None = None  # part of `first_token_s` that the prompt spends on the machines' connections
 
@@ -104,8 +103,7 @@ def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpe
     stages = {hop.peer: stage_s(hop, task.streams, task.streams, task.context) for hop in route}
     heads_s = head_time_s(config, fleet.here, rows=task.streams)
     stages[fleet.here.name] = stages.get(fleet.here.name, 0.0) + heads_s
-    slowest = max(stages, key=lambda name: stages[name])
-    rate = min(task.streams / sum(parts.values()), task.streams / stages[slowest])
+    rate = task.streams / max(sum(parts.values()), *stages.values())
     chunk = min(CHUNK, task.prompt_tokens)
     more = math.ceil(task.prompt_tokens / chunk) - 1
     chunks_s = [stage_s(hop, chunk, 1, task.prompt_tokens // 2) for hop in route]
@@ -114,7 +112,7 @@ def replies_over(fleet: Fleet, config: ModelConfig, task: ReplyTask) -> ReplySpe
     sending_s = sum(sends_s) + more * max(0.0, max(sends_s, default=0.0) - max(chunks_s))
     computing_s = sum(chunks_s) + more * max(chunks_s) + parts["head"]
     first_token_s = parts["links"] + parts["hops"] + computing_s + sending_s
-    return ReplySpeed(route, parts, rate, first_token_s, slowest, known.block_s, sending_s)
+    return ReplySpeed(route, parts, rate, first_token_s, known.block_s, sending_s)
 
 
 def replies_of_members(
@@ -125,8 +123,7 @@ def replies_of_members(
     parts["head"] = head_s
     assert math.isclose(sum(parts.values()), route_seconds(route, members, request, link_s, KnownCosts()) + head_s)
     believed = believed_seconds(members, request, KnownCosts())
-    slowest = max(route, key=lambda hop: len(hop.span) * believed[hop.peer])
-    return ReplySpeed(route, parts, 1 / sum(parts.values()), None, slowest.peer, believed)
+    return ReplySpeed(route, parts, 1 / sum(parts.values()), None, believed)
 
 
 def announced(machine: MachineSpec, span: Span, config: ModelConfig, task: ReplyTask) -> Announcement:

@@ -40,7 +40,6 @@ class StepTime:
     machines: tuple[str, ...]
     parts: Mapping[str, float]
     idle: float
-    slowest: str  # machine with the slowest stage or link
     stage_s: float  # of the slowest stage for a micro-batch, without links
     link_s: float  # of the slowest link for a micro-batch
 
@@ -69,12 +68,7 @@ def _pipeline(fleet: Fleet, config: ModelConfig, task: StepTask) -> StepTime | N
 
 def _timed(cover: Cover, task: StepTask, head_s: float, sends_s: float, here: str) -> StepTime:
     """Return the step over a cover; its parts are the first micro-batch through everything, then the others."""
-    times = {
-        share.machine.name: max(share.blocks * share.machine.block_s + share.machine.beside_s, share.machine.link_s)
-        for share in cover
-    }
-    times.setdefault(here, max(head_s, sends_s))
-    slowest = max(times, key=lambda name: times[name])
+    machines = tuple(dict.fromkeys((*(share.machine.name for share in cover), here)))
     steady_s = max(head_s, sends_s, slowest_seconds(cover))
     blocks_s = sum(share.blocks * share.machine.block_s for share in cover)
     parts = {
@@ -84,10 +78,10 @@ def _timed(cover: Cover, task: StepTask, head_s: float, sends_s: float, here: st
         "other micro-batches": (task.micro_batches - 1) * steady_s,
     }
     busy_s = task.micro_batches * (blocks_s + head_s)
-    idle = 1 - busy_s / (len(times) * sum(parts.values()))
+    idle = 1 - busy_s / (len(machines) * sum(parts.values()))
     stage_s = max(head_s, *(s.blocks * s.machine.block_s + s.machine.beside_s for s in cover))
     link_s = max(sends_s, *(s.machine.link_s for s in cover))
-    return StepTime(tuple(s.machine.name for s in cover), parts, max(0.0, idle), slowest, stage_s, link_s)
+    return StepTime(machines, parts, max(0.0, idle), stage_s, link_s)
 
 
 def _sends_seconds(machine: MachineSpec, config: ModelConfig, task: StepTask) -> float:

@@ -12,7 +12,7 @@ DISHONEST = 0.1  # share of dishonest machines that is assumed
 POISONED = 0.05  # probability of a dishonest majority that is still accepted
 UNLIKE = 0.03  # loss on one's own data that may be worse than the average model's
 # A limit that fails comes before one that is merely the largest part, in this order.
-_ORDER = ("memory", "bandwidth", "stragglers", "cost", "provenance", "unlike_data", "poisoning", "latency", "compute")
+_ORDER = ("memory", "bandwidth", "stragglers", "cost", "provenance", "unlike_data", "latency", "compute")
 _CHANGES = {
     "memory": "more memory, more machines, a smaller model, or adapters instead of all weights",
     "bandwidth": "more steps between exchanges (--every), fewer bytes (--wire), or faster connections",
@@ -78,6 +78,9 @@ def share_verdicts(parts: Mapping[str, float]) -> tuple[Verdict, Verdict]:
 
 
 def the_limit(verdicts: Sequence[Verdict]) -> str:
-    """Return the name of the limit that rules: the first one that fails in their order, else computing."""
+    """Return the name of the limit that rules: the first one that fails in their order, else computing.
+
+    Poisoning only warns: the share of dishonest machines is assumed.
+    """
     failed = {verdict.name for verdict in verdicts if verdict.passed is False and verdict.name != "poisoning"}
     return next((name for name in _ORDER if name in failed), "compute")
