@@ -6,6 +6,7 @@ training and several replies at once cannot be forecast from it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from app.core.span import Span
@@ -16,7 +17,7 @@ from app.planning.memory import held_for_replies
 from app.planning.replies import ReplyTask, replies_of_members, replies_over
 from app.planning.verdicts import memory_verdict
 from app.routing.estimates import link_seconds
-from app.routing.route import NoRoute, RouteRequest
+from app.routing.route import Hop, NoRoute, Route, RouteRequest
 from app.routing.search import find_route
 from app.snapshot.views import Snapshot
 from app.swarm.records import Announcement
@@ -46,22 +47,39 @@ def forecast_running(
     rtt_s = {peer.peer: peer.rtt_s for peer in snapshot.peers if peer.rtt_s is not None}
     link_s = link_seconds(snapshot.peer_id, rtt_s, ())
     request = RouteRequest(Span(0, config.n_blocks), 1)
-    alone = Fleet(here, (here,), assumed=("nobody else uses the members meanwhile",))
+    alone = Fleet(here, (here,))
     try:
         route = find_route(members, request, link_s)
     except NoRoute as error:
         said = f"no swarm: this machine alone is forecast ({error})"
         return forecast_replies(replace(alone, assumed=(said,)), config, task, terms)
-    unmeasured = [m.peer for m in members if m.peer in {hop.peer for hop in route} and m.decode_tokens_per_s <= 0]
-    far = [hop.peer for hop in route if hop.peer not in rtt_s and hop.peer != snapshot.peer_id]
-    assumed = [*alone.assumed, "the speed of the members' prompts: no time to the first token"]
-    assumed += [f"the speed of {peer}, which announces none (`shoal bench` there)" for peer in unmeasured]
-    assumed += [f"the round trip to {peer}" for peer in far]
-    alone = replace(alone, assumed=tuple(assumed))
-    speed = replies_of_members(route, members, request, link_s, head_time_s(config, here, rows=1))
+    head_s = head_time_s(config, here, rows=1)
+    speed, alone_speed = replies_of_members(route, members, request, link_s, head_s), replies_over(alone, config, task)
+    own = next((member for member in members if member.peer == snapshot.peer_id), None)
+    if alone_speed is not None and own is not None and own.span is not None and own.decode_tokens_per_s > 0:
+        # What this node measured with its own blocks is better than an estimate from reading weights.
+        whole_per_s = own.decode_tokens_per_s * len(own.span) / config.n_blocks
+        whole = replace(own, span=request.wanted, decode_tokens_per_s=whole_per_s)
+        alone_speed = replies_of_members((Hop(own.peer, request.wanted),), [whole], request, link_s, head_s)
     verdicts = (memory_verdict(config.n_blocks, config.n_blocks), straggling_hops(speed))
     lacking = held_for_replies(config, here).lacking_bytes
-    return conclude_replies(alone, speed, replies_over(alone, config, task), terms, verdicts, lacking)
+    fleet = replace(alone, assumed=_assumed(route, members, rtt_s, snapshot.peer_id))
+    return conclude_replies(fleet, speed, alone_speed, terms, verdicts, lacking)
+
+
+def _assumed(
+    route: Route, members: Sequence[Announcement], rtt_s: Mapping[str, float], own_peer: str
+) -> tuple[str, ...]:
+    """Return what a forecast over this route takes for granted, in words."""
+    used = {hop.peer for hop in route}
+    silent = [member.peer for member in members if member.peer in used and member.decode_tokens_per_s <= 0]
+    unmeasured = sorted(used - rtt_s.keys() - {own_peer})
+    return (
+        "nobody else uses the members meanwhile",
+        "no time to the first token: members do not say how fast they read prompts",
+        *(f"the speed of {peer}, which announces none (`shoal bench` there)" for peer in silent),
+        *(f"the round trip to {peer}" for peer in unmeasured),
+    )
 
 
 def _member(peer: str, start: int | None, stop: int | None, tokens_per_s: float) -> Announcement:

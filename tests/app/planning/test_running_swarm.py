@@ -44,6 +44,19 @@ def test_this_machine_alone_where_it_is_as_fast() -> None:
     assert found.alone == forecast_replies(Fleet(strong, (strong,)), SHAPE, ReplyTask(), Terms(256)).alone
 
 
+def test_what_this_node_measured_counts_for_it_alone() -> None:
+    strong = replace(HERE, memory_bytes=64 * 10**9, block_floor_s=1.0)  # badly measured on a loaded machine
+    whole = replace(NODE, state="serving", start=0, stop=30, tokens_per_s=40.0, peers=())
+    found = forecast_running(whole, strong, SHAPE, ReplyTask(), Terms(256))
+    assert found.swarm is not None
+    assert found.swarm == found.alone
+    assert found.swarm.parts["blocks"] == pytest.approx(1 / 40)
+    assert (found.advice, found.why) == ("alone", "no other machine would make it faster.")
+    half = forecast_running(replace(whole, stop=15, peers=(FAR,)), strong, SHAPE, ReplyTask(), Terms(256))
+    assert half.alone is not None
+    assert half.alone.parts["blocks"] == pytest.approx(2 / 40)  # twice the blocks that it serves now
+
+
 @pytest.mark.parametrize(
     "missing",
     [
