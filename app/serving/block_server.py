@@ -492,7 +492,7 @@ class BlockServer:
         elif frame.kind == Kind.PACE:
             pace = encode_pace(session.id, session.epoch, session.counters.step_s.value, session.counters.queue_s.value)
             await answers.push(control_frame(pace))
-        elif frame.kind == Kind.GO and frame.epoch == session.epoch:
+        elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)
 
