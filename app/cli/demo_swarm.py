@@ -24,7 +24,7 @@ from app.core.errors import AppError
 NODES = 3
 SWARM = "demo"
 READY_S = 180.0  # for a node to print `ready`
-COVERED_S = 30.0  # for all nodes to see all blocks hosted
+COVERED_S = 90.0  # for all nodes to see all blocks hosted
 END_S = 5.0  # for all nodes to leave, before they are killed
 
 
