@@ -346,7 +346,7 @@ class RouteHops:
             self.leaving.add(peer)
         elif error.code == "link":
             self.note_bad_link(peer)
-        elif error.code in ("input", "gap") and not self.check_link_to(peer):
+        elif error.code == "input" and not self._check_link_to(peer):
             self.trouble = HopFailed(peer, why)
             return
         self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
@@ -359,23 +359,18 @@ class RouteHops:
             if times >= 2:
                 self._relayed.add((peer, successor))
 
-    def check_link_to(self, peer: str) -> bool:
-        """Relay what a hop receives through this asker, which checks it: the hop lacks something, or it is not finite.
+    def _check_link_to(self, peer: str) -> bool:
+        """Relay what a hop receives through this asker, which checks it: the hop says that it is not finite.
 
         Either that hop or its predecessor lies; what goes through this asker shows which. False if the hop's input came
-        from this asker already.
+        from this asker already, so that it is the hop that lies.
         """
-        sender = self._predecessor(peer)
-        if not sender or (sender, peer) in self._checked:
-            return False
-        self._checked.add((sender, peer))
-        return True
-
-    def _predecessor(self, peer: str) -> str:
-        """The hop before `peer` on the route of this epoch; empty for the first."""
         peers = [hop.peer for hop in self._epoch_route]
         index = peers.index(peer) if peer in peers else 0
-        return peers[index - 1] if index else ""
+        if index == 0 or (peers[index - 1], peer) in self._checked:
+            return False
+        self._checked.add((peers[index - 1], peer))
+        return True
 
     async def _forward(self, peer: str, frame: Frame) -> None:
         """Forward outputs that a hop cannot send to its successor itself.
@@ -391,13 +386,8 @@ class RouteHops:
             self.trouble = _not_finite(peer)
             self._heard.notify()
             return
-        following = self._forwarded.get(peer, frame.position)
-        if frame.position > following:
-            self.trouble = HopFailed(peer, because("hop_failed", f"it left out the outputs from {following} on", peer))
-            self._heard.notify()
-            return
         successor = self._successor(peer)
-        if successor in self._open and frame.position == following:
+        if successor in self._open and frame.position >= self._forwarded.get(peer, 0):
             self._forwarded[peer] = frame.position + frame.rows  # each position once an epoch, however often it is sent
             self._relayed.add((peer, successor))
             await self._send_data(successor, frame.position, frame.rows, frame.dtype, bytes(frame.body))
@@ -718,10 +708,6 @@ class RouteSession:
             if loss is not None:
                 hops.note_bad_link(loss.sender)
                 hops.trouble = loss.failure
-                if loss.sender and not hops.check_link_to(loss.failure.peer):
-                    # It was to go through this asker, which has not seen it: the sender says that it sent it.
-                    why = because("hop_failed", "it does not send what it says it has computed", loss.sender)
-                    hops.trouble = HopFailed(loss.sender, why)
 
     # --- routes -------------------------------------------------------------------------------------------------------
 
