@@ -14,7 +14,6 @@ answer means, and which hop must send what again, are pure decisions in `app.ask
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -612,7 +611,8 @@ class RouteSession:
         """Seconds to wait for a route: long where a member may still come, short where those that came refuse."""
         if self._settled:
             return self._settings.new_route_s
-        return min(self._settings.first_route_s, math.inf if error.is_hole else REFUSED_ROUTE_S)
+        longest_s = self._settings.first_route_s
+        return longest_s if error.is_hole else min(longest_s, REFUSED_ROUTE_S)
 
     async def advance(self, token_ids: Sequence[int], embedded: bytes | None = None) -> Frame:
         """Feed the next tokens and return the frame with the last block's output for the last of them.

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from engine.device.probe import Device
-    from engine.hosting import Hosted, HostingPlan, HostingWish
+    from engine.hosting import Hosted, HostingPlan, HostingWish, Weights
 
 log = logging.getLogger("shoal.hosting")
-
-Weights = Literal["auto", "own", "int8"]  # the setting `weights`
 
 REFRESH_S = 30.0  # between two announcements of figures such as load and free cache
 NEWS_S = 0.25  # changes of members within this time lead to one decision

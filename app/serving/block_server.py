@@ -304,7 +304,7 @@ class BlockServer:
         self._queue = BatchQueue(self._settings.batch)
         self._counters = ServerCounters()
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`
-        self._same_id: dict[bytes, list[HopSession]] = {}  # by the id that DATA frames carry
+        self._by_id: dict[bytes, HopSession] = {}  # the id that DATA frames carry; it belongs to one asker alone
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
@@ -426,18 +426,15 @@ class BlockServer:
     async def _on_data(self, frame: Frame, peer: str) -> None:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
 
-        Only the predecessor and the asker of a session may send for it. Two askers with one id and one predecessor
-        both get the rows: the id alone does not say whose they are.
+        Only the predecessor and the asker of a session may send for it.
         """
-        found = False
-        if self._runner is not None and frame.width == self._runner.hidden_size:
-            for session in tuple(self._same_id.get(frame.session, ())):
-                action = session.judge(peer, frame.epoch, frame.position, frame.rows)
-                if action is not FrameAction.DROP:
-                    found = True
-                    await self._act_on(action, session, frame)
-        if not found:
-            self._counters.dropped_frames += 1
+        session = self._by_id.get(frame.session)
+        if session is not None and self._runner is not None and frame.width == self._runner.hidden_size:
+            action = session.judge(peer, frame.epoch, frame.position, frame.rows)
+            if action is not FrameAction.DROP:
+                await self._act_on(action, session, frame)
+                return
+        self._counters.dropped_frames += 1
 
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()
@@ -544,7 +541,7 @@ class BlockServer:
             return HopError("busy", str(error), "cache_full")
         self._closed.pop(session.key, None)
         self._sessions[session.key] = session
-        self._same_id.setdefault(session.id, []).append(session)
+        self._by_id[session.id] = session
         self._counters.opened_by(peer)
         return session
 
@@ -562,10 +559,7 @@ class BlockServer:
         """Free everything that a session holds here."""
         if self._sessions.pop(session.key, None) is None:
             return
-        siblings = self._same_id[session.id]
-        siblings.remove(session)
-        if not siblings:
-            del self._same_id[session.id]
+        del self._by_id[session.id]
         self._counters.ended(session.counters)
         self._sender.end(session)
         self._queue.drop(session.key)
