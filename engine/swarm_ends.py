@@ -120,7 +120,7 @@ class SwarmEnds:
         return str(self._ends.device)
 
     def warm_up(self) -> None:
-        """Build what the first choices of every batch size would have to build; only for CUDA."""
+        """Run head and sampler once for each batch size, so that no reply waits for kernels to load; only for CUDA."""
         if self._ends.device.type == "cuda":
             for rows in BATCHES:
                 for sampling in (Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.1)):

@@ -90,7 +90,10 @@ def minimal_liar_sets(seen: Sequence[Observation], not_accused: Collection[str])
 
 
 def is_confirmed(liars: Explanation, seen: Sequence[Observation]) -> bool:
-    """True if these peers, who lied every time if they lied, took part in at least two answers."""
+    """True if at least two answers involve one of these peers: a single answer is not enough to accuse.
+
+    Only for sets that explain the answers if their members lied every time.
+    """
     return sum(not one.peers.isdisjoint(liars) for one in seen) >= 2
 
 

@@ -63,7 +63,7 @@ class BlockRunner(Protocol):
         """Run one step for all these sessions; raises `engine.errors.EngineError` and then advances none."""
 
     def prepare(self) -> bool:
-        """Build one thing that later steps would otherwise run without; False if nothing is left to build."""
+        """Make one kind of step faster before it is needed (CUDA: capture a graph); False if none is left."""
 
 
 class TextPiece(Protocol):

@@ -1,4 +1,4 @@
-"""One thread per device, in which everything that computes on the device runs, one call at a time.
+"""One thread per device, in which all steps and samples on the device run, one call at a time; loading runs apart.
 
 Two queues: replies go before work that can wait.
 """

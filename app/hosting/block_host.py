@@ -19,6 +19,7 @@ from app.core.compute import Device as ComputeDevice
 from app.core.errors import AppError
 from app.core.network import Network
 from app.core.reasons import Reason, because
+from app.core.signal import Signal
 from app.core.span import Span
 from app.hosting.device_view import device_view
 from app.hosting.placement import Candidate, Move, MoveTimer, decide, due
@@ -122,7 +123,7 @@ class BlockHost:
         self._seen: Device | None = None  # the device at the last reading of its sensors
         self._span: Span | None = None  # blocks that are served, a prefix of the span while it grows
         self._settled_at = self._announced_at = self._announced_busy_s = 0.0
-        self._news = trio.Event()
+        self._news = Signal()
         self._move_timer: MoveTimer | None = None
         self._withdrawn = False
         self._choosing = trio.CancelScope()
@@ -237,7 +238,7 @@ class BlockHost:
     def _on_change(self, change: Change) -> None:
         # Not for newly met members or changed figures, which a large swarm reports all the time.
         if change.kind not in ("proven", "updated"):
-            self._news.set()
+            self._news.notify()
 
     # --- choosing -----------------------------------------------------------------------------------------------------
 
@@ -279,7 +280,7 @@ class BlockHost:
 
         A reason must last through the wait: each call decides again.
         """
-        self._news, now = trio.Event(), trio.current_time()
+        seen, now = self._news.version, trio.current_time()
         move = self._decide(plan)
         is_hole = move is not None and move.why.code in ("hole", "make_way")
         if move is not None and is_hole:
@@ -287,7 +288,7 @@ class BlockHost:
         self._move_timer = due(self._move_timer, move, now)
         if self._move_timer is None or self._move_timer.at > now:
             with trio.move_on_at(now + REFRESH_S if self._move_timer is None else self._move_timer.at):
-                await self._news.wait()
+                await self._news.wait_beyond(seen)
                 await trio.sleep(NEWS_S)
             if self._hosted is not None and trio.current_time() - self._announced_at >= REFRESH_S:
                 self._announce()

@@ -32,7 +32,7 @@ OnGrown = Callable[["Hosted", Span], Awaitable[None]]
 
 
 class BlockLoader:
-    """Plans, loads and frees the blocks of one model on this machine; everything on the device runs in its thread."""
+    """Plans, loads and frees the blocks of one model on this machine; loading runs in a thread of its own."""
 
     def __init__(self, weights: ModelWeights, steps: StartupSteps) -> None:
         self._weights, self._steps = weights, steps

@@ -239,8 +239,8 @@ class MembershipExchange:
     def receive(self, raw: bytes, sender: str, *, asked: bool = False) -> None:
         """Process one statement; strangers in an answer that was `asked` for are known to others and not passed on.
 
-        This is the only place that parses and verifies the bytes of members. Invalid statements are dropped; a peer
-        that sends too many of them misbehaves.
+        This is the only place that feeds the table: it parses and verifies the bytes of members. Invalid statements are
+        dropped; a peer that sends too many of them misbehaves.
         """
         now = trio.current_time()
         try:

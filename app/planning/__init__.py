@@ -24,6 +24,6 @@ Units: seconds, bytes, flop (a multiplication and an addition are two), bytes/s,
                                arrivals over the mean one, for a log-normal spread
     utilisation                every x step / round
     lost work                  failures an hour x (half a snapshot interval + restoring), as a share of the time
-    cost (`cost`)              energy = sum of watts x seconds; renting = flop / (C x share of peak) x price of an hour
+    cost (`forecast`)          energy = sum of watts x seconds; renting = flop / (C x share of peak) x price of an hour
     doubling the machines      speeds up by (g + 1) / (g / 2 + 1), g = computing / communicating
 """

@@ -18,7 +18,7 @@ MAX_TRIES = 48  # covers that `fastest_pipeline` compares at most
 
 
 @dataclass(frozen=True)
-class Candidate:
+class StageCandidate:
     """A machine that could take up to `most` blocks."""
 
     name: str
@@ -34,14 +34,14 @@ class Candidate:
 class Share:
     """A machine and the number of blocks that it takes."""
 
-    machine: Candidate
+    machine: StageCandidate
     blocks: int
 
 
 Cover = tuple[Share, ...]
 
 
-def cheapest_cover(candidates: Sequence[Candidate], blocks: int) -> Cover | None:
+def cheapest_cover(candidates: Sequence[StageCandidate], blocks: int) -> Cover | None:
     """Return the cover of all blocks with the least sum of entries, blocks and way back; None if there is none.
 
     The shares are ordered by their way back, the nearest machine first.
@@ -67,7 +67,7 @@ def cheapest_cover(candidates: Sequence[Candidate], blocks: int) -> Cover | None
     return tuple(reversed(shares))
 
 
-def _with(candidate: Candidate, best: list[float]) -> tuple[list[float], list[int]]:
+def _with(candidate: StageCandidate, best: list[float]) -> tuple[list[float], list[int]]:
     """Return the cheapest seconds with one machine more, and the blocks it takes: a minimum over a sliding window."""
     each_s, most = candidate.block_s, candidate.most
     window: deque[tuple[float, int]] = deque()
@@ -102,7 +102,7 @@ def slowest_seconds(cover: Cover) -> float:
 
 
 def fastest_pipeline(
-    candidates: Sequence[Candidate], blocks: int, micro_batches: int, least_s: float = 0.0
+    candidates: Sequence[StageCandidate], blocks: int, micro_batches: int, least_s: float = 0.0
 ) -> Cover | None:
     """Return the cover whose pipeline step is shortest; None if there is none. `least_s` bounds every stage from below.
 
@@ -146,7 +146,7 @@ def fastest_pipeline(
     return best
 
 
-def _fitting(candidate: Candidate, bound_s: float) -> int:
+def _fitting(candidate: StageCandidate, bound_s: float) -> int:
     """Blocks that a machine can take if no stage or link may take longer than `bound_s`."""
     if candidate.link_s > bound_s:
         return 0

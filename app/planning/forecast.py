@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from app.planning.advice import Advice, Estimate, advise
-from app.planning.cost import energy_kwh, rented_cost
 from app.planning.devices import PASSES
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import Holding, held_for_replies, held_for_training
@@ -27,6 +26,10 @@ from app.planning.verdicts import (
 )
 from engine.budget import adapter_weights, block_weights
 from engine.config import ModelConfig
+
+JOULES_PER_KWH = 3.6e6
+RENTED_FLOPS_PER_S = 989e12  # peak of the card whose hour `--rent` prices: an H100 SXM, by its data sheet
+RENTED_SHARE = 0.4  # of its peak that training reaches
 
 # Bytes a weight that an exchange sends; sparse: one weight in 32, with two bits and its place.
 WIRES = {"f32": 4.0, "bf16": 2.0, "int8": 1.0, "sparse": 4.0 / 120}
@@ -105,7 +108,7 @@ def forecast_replies(fleet: Fleet, config: ModelConfig, task: ReplyTask, terms: 
 
 
 def straggling_hops(speed: ReplySpeed | None) -> Verdict:
-    """Judge the time of all blocks beside that of the same blocks on machines like the middle one of the route."""
+    """Judge how much slower the route is than if every hop were as fast as its median hop."""
     if speed is None:
         return straggler_verdict(())
     paces = sorted(speed.block_s[hop.peer] for hop in speed.route)
@@ -313,3 +316,13 @@ def _concluded(
     limit = the_limit(verdicts)
     advice, why = advise(alone, swarm, lacking_bytes=lacking_bytes, within_s=terms.within_s, limit=limit)
     return Forecast(task, swarm, alone, lacking_bytes, verdicts, limit, advice, why, machines, fleet.assumed)
+
+
+def energy_kwh(watts: float, seconds: float) -> float:
+    """Energy of machines that take these watts in all."""
+    return watts * seconds / JOULES_PER_KWH
+
+
+def rented_cost(flops: float, hour_price: float) -> float:
+    """Price of computing the same on rented cards."""
+    return flops / (RENTED_FLOPS_PER_S * RENTED_SHARE) / 3600 * hour_price

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from app.core.span import Span
-from app.planning.cover import Candidate, cheapest_cover
+from app.planning.cover import StageCandidate, cheapest_cover
 from app.planning.devices import block_time_s, head_time_s
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import held_for_replies
@@ -138,10 +138,10 @@ def _token_block_s(machine: MachineSpec, config: ModelConfig, task: ReplyTask) -
     return block_time_s(config, machine, rows=1, context=task.context, sessions=1)
 
 
-def _candidate(fleet: Fleet, machine: MachineSpec, config: ModelConfig, task: ReplyTask) -> Candidate:
+def _candidate(fleet: Fleet, machine: MachineSpec, config: ModelConfig, task: ReplyTask) -> StageCandidate:
     away_s = fleet.away_s(machine)
     waiting_s = wait_seconds(announced(machine, Span(0, 1), config, task))
-    return Candidate(
+    return StageCandidate(
         machine.name,
         held_for_replies(config, machine).blocks,
         _token_block_s(machine, config, task) + waiting_s,

@@ -49,7 +49,7 @@ def utilisation(computing_s: float, exchange_s: float) -> float:
 
 
 def round_with(exchange_s: float, share: float) -> float:
-    """Seconds of the round in which this exchange leaves this share for computing."""
+    """Seconds that a round must last so that its exchange leaves this share of it for computing."""
     return exchange_s / (1 - share)
 
 

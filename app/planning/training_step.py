@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from app.planning.cover import Candidate, Cover, fastest_pipeline, fill_seconds, slowest_seconds
+from app.planning.cover import Cover, StageCandidate, fastest_pipeline, fill_seconds, slowest_seconds
 from app.planning.devices import passes_of, trained_block_s, trained_head_s
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import TrainingMemory, held_for_training
@@ -89,11 +89,13 @@ def _sends_seconds(machine: MachineSpec, config: ModelConfig, task: StepTask) ->
     return 2 * task.rows * config.hidden_size * task.wire_bytes / machine.bytes_per_s
 
 
-def _candidate(fleet: Fleet, machine: MachineSpec, config: ModelConfig, task: StepTask, head_s: float) -> Candidate:
+def _candidate(
+    fleet: Fleet, machine: MachineSpec, config: ModelConfig, task: StepTask, head_s: float
+) -> StageCandidate:
     here = machine.name == fleet.here.name
     passes = passes_of(machine, all_weights=task.rank is None, recomputed=task.recomputed)
     link_s = 0.0 if here else _sends_seconds(machine, config, task)
-    return Candidate(
+    return StageCandidate(
         machine.name,
         held_for_training(config, machine, task.memory).blocks,
         trained_block_s(config, machine, rows=task.rows, passes=passes),

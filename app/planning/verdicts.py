@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from app.planning.cost import dishonest_majority
 
 STRAGGLERS = 1.5  # the slowest machine may take this multiple of the usual one
 DISHONEST = 0.1  # share of dishonest machines that is assumed
@@ -84,3 +83,11 @@ def the_limit(verdicts: Sequence[Verdict]) -> str:
     """
     failed = {verdict.name for verdict in verdicts if verdict.passed is False and verdict.name != "poisoning"}
     return next((name for name in _ORDER if name in failed), "compute")
+
+
+def dishonest_majority(holders: int, dishonest_share: float) -> float:
+    """Probability that more than half of the holders of a block are dishonest, if they are drawn at random."""
+    return sum(
+        math.comb(holders, k) * dishonest_share**k * (1 - dishonest_share) ** (holders - k)
+        for k in range(holders // 2 + 1, holders + 1)
+    )

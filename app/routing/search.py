@@ -84,10 +84,10 @@ def _try_each_pair(
     block_s: Mapping[str, float],
     entry_s: Mapping[str, float],
 ) -> list[Visit]:
-    """Extend the cheapest path per last peer block by block, for any link times.
+    """Extend the cheapest path per last peer block by block, for link times of any kind.
 
-    Returns the visits of the cheapest path, the last one first. Takes seconds in a swarm of hundreds; raises `NoRoute`
-    at a block nobody may run.
+    Returns the visits of the cheapest path, the last one first. The plain form of `vector_search`, which tests compare
+    with it: it takes seconds in a swarm of hundreds. Raises `NoRoute` at a block nobody may run.
     """
     paths: dict[str, _Path] = {}  # last peer -> cheapest path through all blocks so far
     for block in request.wanted.blocks():

@@ -1,9 +1,9 @@
-"""The search for the cheapest route in large swarms: all pairs of a block's hosts at once, with numpy. Pure.
+"""The search for the cheapest route that `app.routing.search` uses: all pairs of a block's hosts at once. Pure.
 
-Gives routes of the same cost as `app.routing.search` gives by trying each pair, for link times from
-`app.routing.estimates` alone: without claims, the link between two peers takes as long as the way to the farther one.
-With members in the order of their distance, the cheapest way into each of them is thus a running minimum over the
-nearer ones and another over the farther ones. The few links that members made claims about are tried one by one.
+Gives routes of the same cost as trying each pair, and needs link times from `app.routing.estimates`: without claims,
+the link between two peers takes as long as the way to the farther one. With members in the order of their distance, the
+cheapest way into each of them is thus a running minimum over the nearer ones and another over the farther ones. The few
+links that members made claims about are tried one by one.
 
 Loads numpy, so it is imported only when a route is searched.
 """

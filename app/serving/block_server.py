@@ -66,7 +66,7 @@ class HopFrame(NamedTuple):
 
 
 class HopSender:
-    """Sends for all sessions of a hop."""
+    """Sends outputs to successors, or through the asker where one cannot be reached, and errors to askers."""
 
     def __init__(self, network: Network, nursery: trio.Nursery, chunk_rows: int) -> None:
         self._nursery, self._chunk_rows = nursery, chunk_rows

@@ -47,7 +47,7 @@ class SessionCounters:
 
 
 def session_key(asker: str, id: bytes) -> bytes:
-    """The name of a session within one hop; ids are unique only for their asker."""
+    """The key of a session at this hop."""
     return id + asker.encode()
 
 
@@ -108,7 +108,7 @@ class HopSession:
         return FrameAction.DROP if stop <= self.received else FrameAction.GAP
 
     def accepted(self, rows: int) -> None:
-        """These many tokens more wait for the device."""
+        """Count `rows` more tokens as received; they wait for the device."""
         self.received += rows
 
     def computed(self, rows: int, output: bytes, dtype: str) -> None:

@@ -39,7 +39,7 @@ class Sendable(Protocol):
 
 
 class OutboundFrame(NamedTuple):
-    """A message and nothing else."""
+    """A message and its priority, for senders that need nothing beside them."""
 
     parts: tuple[bytes, ...]
     priority: Priority
@@ -57,7 +57,7 @@ class _Backlog(Generic[SendableT]):
 
     @property
     def is_full(self) -> bool:
-        """True if more waits than may."""
+        """True if the backlog has reached `MAX_WAITING_BYTES` or `MAX_WAITING_FRAMES`."""
         return self.bytes > MAX_WAITING_BYTES or len(self.frames) > MAX_WAITING_FRAMES
 
     def append(self, frame: SendableT) -> None:

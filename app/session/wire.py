@@ -26,8 +26,8 @@ one stream to each successor and sends `DATA` on it; the last hop answers on the
     PACE     A>H  ask for PACE
     PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it
 
-Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive twice,
-late, or from a peer that is not named in the epoch's TURN.
+Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive late
+or from a peer that is not named in the epoch's TURN; what the asker sends twice is answered from kept outputs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The client side of the chunk protocol (`wire`): one request to one peer, its answer checked and written to disk.
 
-Results and failures are recorded in `PeerPerformance`; which chunk to request from whom is decided in `download`.
+Results and failures are recorded in `PeerPerformance`; peers are chosen in `download`, chunks in `chunk_schedule`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order in which chunks are requested, and from which peers. Pure: no I/O, no clock.
+"""Which chunks to request next, and how well each peer has answered so far. Pure: no I/O, no clock.
 
 Parts are downloaded in the order given, a few at a time. Within a part every node uses its own random order, so that
 nodes downloading the same part soon hold different chunks to exchange. A peer that answers faster gets its next request
@@ -42,7 +42,7 @@ class ChunkRun:
         return ChunkRun(self.part, self.index + count, self.count - count)
 
 
-def runs(part: str, chunks: Iterable[int], most: int) -> list[ChunkRun]:
+def chunk_runs(part: str, chunks: Iterable[int], most: int) -> list[ChunkRun]:
     """Group sorted chunk indexes into runs of consecutive ones, cut at multiples of `most`.
 
     All nodes cut a part at the same indexes, whatever they miss of it, so a run that one node received answers another
@@ -69,7 +69,7 @@ class ChunkQueue:
 
     def add(self, part: str, missing: Iterable[int]) -> None:
         """Queue the missing chunks of a part, in random order."""
-        pieces = runs(part, missing, self.most)
+        pieces = chunk_runs(part, missing, self.most)
         self.rng.shuffle(pieces)
         self._waiting[part] = pieces
 

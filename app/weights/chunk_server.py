@@ -20,7 +20,7 @@ from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import HASH_BYTES, chunk_count
 from app.weights import wire
-from app.weights.library import Library
+from app.weights.part_set import PartSet
 from p2p.errors import Refused, RemoteError
 
 SLOTS = 8  # chunks read from disk at the same time
@@ -43,9 +43,9 @@ class BytesGiven:
 
 @dataclass
 class ChunkServer:
-    """Answers requests of members for the parts of one model."""
+    """Answers requests of members for the parts of one set."""
 
-    library: Library
+    parts: PartSet
     is_member: Callable[[str], bool]
     given: OrderedDict[str, BytesGiven] = field(default_factory=OrderedDict)
     total_bytes: int = 0
@@ -81,11 +81,11 @@ class ChunkServer:
 
     async def _on_leaves(self, peer: str, body: bytes) -> Payload:
         given = self._admit(peer)
-        part = self.library.part(body) if len(body) == HASH_BYTES else None
+        part = self.parts.part(body) if len(body) == HASH_BYTES else None
         if part is None:
-            raise RemoteError("this model has no such part", wire.ABSENT)
+            raise RemoteError("this swarm has no such part", wire.ABSENT)
         with self._waiting(given):
-            leaves = await trio.to_thread.run_sync(self.library.leaves, part, limiter=self._slots)
+            leaves = await trio.to_thread.run_sync(self.parts.leaves, part, limiter=self._slots)
         if leaves is None:
             raise RemoteError("the chunk hashes of this part are unknown here", wire.ABSENT)
         return b"".join(leaves)
@@ -96,9 +96,9 @@ class ChunkServer:
             request = wire.ChunkRequest.decode(body)
         except RecordError as error:
             raise RemoteError(str(error), "bad_request") from error
-        part = self.library.part(request.root)
+        part = self.parts.part(request.root)
         if part is None or request.index >= chunk_count(part.size_bytes):
-            raise RemoteError("this model has no such chunk", wire.ABSENT)
+            raise RemoteError("this swarm has no such chunk", wire.ABSENT)
         other = self._redirect_target(peer, request)
         if other is not None:
             return wire.elsewhere_answer(other)
@@ -127,9 +127,9 @@ class ChunkServer:
         chunks: list[bytes | bytearray] = []
         for index in range(request.index, min(request.index + request.count, chunk_count(part.size_bytes))):
             # Copying from the page cache is faster than waking a thread.
-            chunk: bytes | bytearray | None = self.library.chunk_at_hand(part, index)
+            chunk: bytes | bytearray | None = self.parts.chunk_at_hand(part, index)
             if chunk is None:
-                chunk = await trio.to_thread.run_sync(self.library.chunk, part, index, limiter=self._slots)
+                chunk = await trio.to_thread.run_sync(self.parts.chunk, part, index, limiter=self._slots)
             if chunk is None:
                 break
             chunks.append(chunk)

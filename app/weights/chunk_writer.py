@@ -1,4 +1,4 @@
-"""Verifies received chunks and writes them to disk, in one thread beside the event loop.
+"""A thread beside the event loop in which received chunks are checked and written (`part_store.NewPart`).
 
 A dedicated thread, because a trip through trio's thread pool for each chunk costs a fast transfer up to a tenth of its
 speed. Hashing and writing release the interpreter lock, so the network keeps running meanwhile.

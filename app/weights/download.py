@@ -1,4 +1,4 @@
-"""Downloads parts of a model from several peers at once, verifying every chunk on arrival.
+"""Downloads parts of a set (`part_set`) from several peers at once, verifying every chunk on arrival.
 
 Peers that send wrong data are excluded, slow and silent ones get a back-off (`PeerPerformance`). The order of chunks is
 decided in `chunk_schedule`, a single request is made in `chunk_client`, and files are written by `chunk_writer`.
@@ -21,7 +21,7 @@ from app.weights.chunk_schedule import ChunkQueue, ChunkRun, PeerPerformance
 from app.weights.chunk_server import ChunkServer
 from app.weights.chunk_writer import ChunkWriter
 from app.weights.extents import WeightsError, chunk_length
-from app.weights.library import Library
+from app.weights.part_set import PartSet
 from app.weights.part_store import NewPart
 from app.weights.wire import MAX_RUN
 
@@ -47,12 +47,12 @@ class DownloadProgress:
 
 
 class Download:
-    """Downloads parts of one model; `fetch` must not run twice at the same time."""
+    """Downloads parts of one set; `fetch` must not run twice at the same time."""
 
     def __init__(
-        self, network: Network, library: Library, sharing: ChunkServer, holders: Callable[[str], Sequence[str]]
+        self, network: Network, parts: PartSet, sharing: ChunkServer, holders: Callable[[str], Sequence[str]]
     ) -> None:
-        self._network, self._library, self._sharing, self._holders = network, library, sharing, holders
+        self._network, self._parts, self._sharing, self._holders = network, parts, sharing, holders
         self._performance = PeerPerformance()
         self._queue = self._new_queue()
         self._pending: list[Part] = []  # not started yet
@@ -72,10 +72,10 @@ class Download:
 
         `on_part` is called with the name of each completed part. Raises `WeightsError` if the disk cannot be written.
         """
-        parts = [self._library.manifest.by_name[name] for name in names]
+        parts = [self._parts.by_name[name] for name in names]
         self.progress = DownloadProgress(sum(part.size_bytes for part in parts), parts_total=len(parts))
         self._on_part, self._failure = on_part, None
-        missing = set(self._library.missing(names))
+        missing = set(self._parts.missing(names))
         self._pending = [part for part in parts if part.name in missing]
         for part in parts:
             if part.name not in missing:
@@ -93,7 +93,7 @@ class Download:
                     self._nursery.cancel_scope.cancel()
         finally:
             for new in self._open.values():
-                self._library.abandon(new)
+                self._parts.abandon(new)
             self._open.clear()
             self._chosen.clear()
             self._queue = self._new_queue()
@@ -115,13 +115,13 @@ class Download:
     async def _start_part(self) -> bool:
         """Start the first pending part whose leaves can be had; False if there is none."""
         for part in self._pending:
-            leaves = await trio.to_thread.run_sync(self._library.leaves, part) or await self._ask_leaves(part)
+            leaves = await trio.to_thread.run_sync(self._parts.leaves, part) or await self._ask_leaves(part)
             if leaves is None:
                 self.progress.wanted = part.name
                 continue
             self._pending.remove(part)
             self.progress.wanted = ""
-            new = await trio.to_thread.run_sync(self._library.open_new, part, leaves)
+            new = await trio.to_thread.run_sync(self._parts.open_new, part, leaves)
             self._open[part.name] = new
             missing = new.missing()
             self._queue.add(part.name, missing)
@@ -155,7 +155,7 @@ class Download:
         return found[0] if found else None
 
     async def _finish(self, part: Part) -> None:
-        await trio.to_thread.run_sync(self._library.finish, self._open[part.name])
+        await trio.to_thread.run_sync(self._parts.finish, self._open[part.name])
         del self._open[part.name]
         self._count_part(part, 0)
         self._on_part(part.name)
@@ -228,7 +228,7 @@ class Download:
     # --- waiting ------------------------------------------------------------------------------------------------------
 
     def _is_coming(self, root: bytes, index: int) -> bool:
-        part = self._library.part(root)
+        part = self._parts.part(root)
         return part is not None and part.name in self._open and self._queue.is_coming(part.name, index)
 
     def _new_queue(self) -> ChunkQueue:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from app.manifest.importing import in_order
 from app.manifest.manifest import TOKENIZER_PART, Manifest, Part
-from app.manifest.merkle import CHUNK_BYTES, ChunkHasher
-from app.weights.extents import Extent, WeightsError, chunk_length, matching_chunks, read_at_hand, read_range
+from app.manifest.merkle import ChunkHasher
+from app.weights.extents import Extent, WeightsError, chunk_length, matching_chunks
 from app.weights.manifest_store import ManifestStore
-from app.weights.part_store import NewPart, PartFiles
+from app.weights.part_set import PartSet
+from app.weights.part_store import PartFiles
 from app.weights.source_index import SourceIndex
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, TensorEntry, block_part
 from engine.sources.layout import part_names
@@ -32,33 +33,25 @@ def span_parts(start: int, stop: int) -> tuple[str, ...]:
     return tuple(block_part(index) for index in range(start, stop))
 
 
-class Library:
+class Library(PartSet):
     """Finds, checks and reads the parts of one model on this machine; methods may be called from any thread."""
 
     def __init__(self, cache: Path, manifest: Manifest) -> None:
-        self.manifest, self.files = manifest, PartFiles(cache)
+        super().__init__(cache, manifest.parts, f"model {manifest.hash[:8]}")
+        self.manifest = manifest
         self._store = ManifestStore(cache)
         self._index = self._store.index(manifest.hash).only(part.name for part in manifest.parts)
         self._source_leaves: Mapping[str, tuple[bytes, ...]] | None = None
-        self._by_root = {part.root: part for part in manifest.parts}
-        self._leaves: dict[bytes, tuple[bytes, ...]] = {}
-        self._new: dict[bytes, NewPart] = {}  # by root: parts being downloaded
 
     # --- what is here -------------------------------------------------------------------------------------------------
 
     def held(self) -> frozenset[str]:
         """Names of the parts that are here, judged by file sizes and stamps without reading them."""
-        in_cache = {part.name for part in self.manifest.parts if self.files.holds(part)}
-        return frozenset(in_cache.union(self._in_source()))
+        return super().held() | self._in_source()
 
     def recorded(self) -> frozenset[str]:
         """Names of the parts that are here, or were in model files that have changed since."""
         return self.held().union(self._index.extents)
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Names of those parts that are not here, in the given order."""
-        held = self.held()
-        return [name for name in names if name not in held]
 
     def check(self, names: Iterable[str], *, again: bool = False, on_bytes: OnBytes = _ignore) -> list[str]:
         """Verify parts before use; return the names of those that are wrong or missing, which no longer count as held.
@@ -82,7 +75,7 @@ class Library:
         )
 
     def _in_cache(self, name: str, again: bool, on_bytes: OnBytes) -> bool:
-        part = self.manifest.by_name[name]
+        part = self.by_name[name]
         if not again and self.files.holds(part) and self.files.is_checked(part):
             return True
         return self.files.check(part, on_bytes)
@@ -96,7 +89,7 @@ class Library:
         self._store.save_index(self.manifest.hash, self._index)
 
     def _is_right(self, name: str, pieces: Sequence[Extent], on_bytes: OnBytes) -> bool:
-        part = self.manifest.by_name[name]
+        part = self.by_name[name]
         leaves = self.leaves(part)
         if leaves is None or sum(extent.length for extent in pieces) != part.size_bytes:
             return False
@@ -106,66 +99,18 @@ class Library:
                 return False
         return True
 
-    # --- its bytes ----------------------------------------------------------------------------------------------------
-
     def leaves(self, part: Part) -> tuple[bytes, ...] | None:
         """Return the hashes of a part's chunks; None if they are not known here."""
         if self._source_leaves is None:
             self._source_leaves = self._store.leaves(self.manifest) or {}
-        known = self._source_leaves.get(part.name) or self._leaves.get(part.root)
-        if known is None and (known := self.files.leaves(part)) is not None:
-            self._leaves[part.root] = known  # checked against the root just once, since peers ask for them often
-        return known
-
-    def part(self, root: bytes) -> Part | None:
-        """Return the part of this model with this root, or None."""
-        return self._by_root.get(root)
-
-    def chunk(self, part: Part, index: int) -> bytes | None:
-        """Read one chunk of a complete part, or of one being downloaded that has it already; None if it is not here."""
-        try:
-            extents = self._extents_of_chunk(part, index)
-            return read_range(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
-        except (OSError, WeightsError):
-            return None
-
-    def chunk_at_hand(self, part: Part, index: int) -> bytearray | None:
-        """Read a chunk like `chunk`, but only from the page cache; None if a disk would have to be read."""
-        try:
-            extents = self._extents_of_chunk(part, index)
-        except WeightsError:
-            return None
-        return read_at_hand(extents, index * CHUNK_BYTES, chunk_length(part.size_bytes, index))
-
-    def _extents_of_chunk(self, part: Part, index: int) -> Sequence[Extent]:
-        new = self._new.get(part.root)
-        return self._extents(part) if new is None else new.extents(index)
+        return self._source_leaves.get(part.name) or super().leaves(part)
 
     def _extents(self, part: Part) -> Sequence[Extent]:
         index = self._index
         pieces = index.extents.get(part.name)
         if pieces is not None and all(index.is_unchanged(file) for file in {extent.file for extent in pieces}):
             return pieces
-        if not self.files.holds(part):
-            raise WeightsError(f"{part.name} of model {self.manifest.hash[:8]} is not on this machine")
-        return self.files.extents(part)
-
-    def open_new(self, part: Part, leaves: Sequence[bytes]) -> NewPart:
-        """Start or resume the download of a part."""
-        new = self._new[part.root] = self.files.open_new(part, leaves)
-        return new
-
-    def finish(self, new: NewPart) -> None:
-        """Turn a completely downloaded part into a held one; raises `WeightsError` if the disk cannot be written."""
-        try:
-            self.files.finish(new)
-        finally:
-            self.abandon(new)
-
-    def abandon(self, new: NewPart) -> None:
-        """Close a part whose download stopped; its chunks stay on disk for the next attempt."""
-        self._new.pop(new.part.root, None)
-        new.close()
+        return super()._extents(part)
 
     # --- the model ----------------------------------------------------------------------------------------------------
 
@@ -177,22 +122,13 @@ class Library:
         wanted = list(names)
         wrong = self.check(wanted)
         if wrong:
-            raise WeightsError(
-                f"{', '.join(wrong[:4])} of model {self.manifest.hash[:8]}: not on this machine, or damaged"
-            )
+            raise WeightsError(f"{', '.join(wrong[:4])} of {self._owner}: not on this machine, or damaged")
         for name in wanted:
-            self.files.touch(self.manifest.by_name[name])
-        parts = {name: self._entries(self.manifest.by_name[name]) for name in wanted if name != TOKENIZER_PART}
-        tokenizer = self._bytes(TOKENIZER_PART) if TOKENIZER_PART in wanted else b""
+            self.files.touch(self.by_name[name])
+        parts = {name: self._entries(self.by_name[name]) for name in wanted if name != TOKENIZER_PART}
+        tokenizer = self.whole(TOKENIZER_PART) if TOKENIZER_PART in wanted else b""
         spec = self.manifest.tokenizer_spec(tokenizer)
-        return ModelSource(f"model {self.manifest.hash[:8]}", self.manifest.config, parts, spec, self.manifest.licence)
-
-    def _bytes(self, name: str) -> bytes:
-        part = self.manifest.by_name[name]
-        try:
-            return read_range(self._extents(part), 0, part.size_bytes)
-        except OSError as error:
-            raise WeightsError(f"{name} of model {self.manifest.hash[:8]} cannot be read: {error}") from error
+        return ModelSource(self._owner, self.manifest.config, parts, spec, self.manifest.licence)
 
     def _entries(self, part: Part) -> tuple[TensorEntry, ...]:
         """Locate a part's tensors: each has its own extent in the model's files, all share one file in the cache."""

@@ -67,7 +67,7 @@ class SpanRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Build what the first steps would have to build: library kernels for prompts, captured steps for decoding.
+        """Load library kernels for prompts and capture decoding steps, so that no reply waits for them.
 
         Also reserves the memory of the largest step, so that later ones need no more. Only for CUDA; the caller closes
         no sessions meanwhile.

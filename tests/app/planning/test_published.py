@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from app.planning.cost import dishonest_majority, energy_kwh, rented_cost
 from app.planning.cover import Candidate, Share, pipeline_seconds
 from app.planning.devices import block_time_s, passes_of
-from app.planning.forecast import Terms, exchanged_bytes, forecast_replies, forecast_training
+from app.planning.forecast import Terms, energy_kwh, exchanged_bytes, forecast_replies, forecast_training, rented_cost
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.memory import TrainingMemory, held_for_training, training_state_bytes
 from app.planning.replies import ReplyTask
@@ -22,6 +21,7 @@ from app.planning.rounds import (
     utilisation,
 )
 from app.planning.training_step import StepTask
+from app.planning.verdicts import dishonest_majority
 from engine.budget import BFLOAT16, FLOAT32, adapter_weights, block_weights, trained_block_bytes
 from engine.config import ModelConfig, Rope
 from engine.sources.starter import SHAPE

@@ -7,12 +7,12 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.weights.chunk_schedule import LONGEST_SHUN_S, SHUN_S, ChunkQueue, ChunkRun, PeerPerformance, runs
+from app.weights.chunk_schedule import LONGEST_SHUN_S, SHUN_S, ChunkQueue, ChunkRun, PeerPerformance, chunk_runs
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(1, 6))
 def test_pieces_are_all_that_is_missing_and_cut_where_everybody_cuts(missing: set[int], most: int) -> None:
-    pieces = runs("block.0", sorted(missing), most)
+    pieces = chunk_runs("block.0", sorted(missing), most)
     assert [index for piece in pieces for index in range(piece.index, piece.index + piece.count)] == sorted(missing)
     assert all(piece.count >= 1 and piece.index // most == (piece.index + piece.count - 1) // most for piece in pieces)
 

@@ -13,7 +13,8 @@ import trio
 
 from app.core.network import Payload
 from app.manifest.importing import HashedSource
-from app.manifest.merkle import CHUNK_BYTES
+from app.manifest.manifest import Part
+from app.manifest.merkle import CHUNK_BYTES, ChunkHasher, root_of
 from app.weights import chunk_server as sharing
 from app.weights import download as fetching
 from app.weights import part_store as part_files
@@ -22,6 +23,7 @@ from app.weights.chunk_server import ChunkServer
 from app.weights.download import Download
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, Library, span_parts
+from app.weights.part_set import PartSet
 from app.weights.part_store import NewPart
 from p2p.errors import P2PError, Refused, RemoteError
 from p2p.memory.fabric import MemoryFabric, MemoryNode, open_fabric
@@ -109,6 +111,25 @@ async def test_a_node_with_nothing_gets_the_parts_it_asks_for(tmp_path: Path) ->
         assert (progress.parts_done, progress.parts_total) == (3, 3)
         source = peer.library.source(["tokenizer", "block.1"])
         assert source.tokenizer.tokenizer_json
+
+
+async def test_parts_that_belong_to_no_model_travel_the_same_way(tmp_path: Path) -> None:
+    pieces = {"moments": bytes(range(256)) * 9000, "empty-ish": b"x"}
+    parts = []
+    for name, data in pieces.items():
+        hasher = ChunkHasher()
+        hasher.update(data)
+        leaves = hasher.finish()
+        parts.append(Part(name, len(data), root_of(leaves)))
+        PartSet(tmp_path / "giver", parts, "a job").files.keep(parts[-1], leaves, data)
+    given, taken = (PartSet(tmp_path / who, parts, "a job") for who in ("giver", "taker"))
+    async with open_fabric() as fabric:
+        ChunkServer(given, lambda peer: True).serve(fabric.node("giver"))
+        network = fabric.node("taker")
+        with trio.fail_after(30):
+            sharing = ChunkServer(taken, lambda peer: True)
+            await Download(network, taken, sharing, lambda part: ["giver"]).fetch(list(pieces))
+    assert {name: taken.whole(name) for name in taken.held()} == pieces
 
 
 async def test_what_is_here_is_not_fetched_again(tmp_path: Path) -> None:
