@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.core.span import Span
-from app.planning.cover import Candidate, cheapest_cover, fastest_pipeline, pipeline_seconds
+from app.planning.cover import StageCandidate, cheapest_cover, fastest_pipeline, pipeline_seconds
 from app.planning.forecast import Forecast, Terms, forecast_replies, forecast_training
 from app.planning.machines import Fleet, MachineSpec
 from app.planning.replies import ReplyTask, announced, replies_of_members, replies_over
@@ -165,7 +165,7 @@ def test_a_claim_counts_only_as_far_as_routing_believes_it() -> None:
 # --- the choice of machines ------------------------------------------------------------------------------------------
 
 candidates = st.builds(
-    Candidate,
+    StageCandidate,
     st.just("m"),
     st.integers(0, 4),
     st.floats(0.01, 10),
@@ -175,7 +175,7 @@ candidates = st.builds(
 )
 
 
-def all_covers(given_: list[Candidate], blocks: int) -> list[list[int]]:
+def all_covers(given_: list[StageCandidate], blocks: int) -> list[list[int]]:
     if not given_:
         return [[]] if blocks == 0 else []
     most = min(given_[0].most, blocks)
@@ -184,8 +184,8 @@ def all_covers(given_: list[Candidate], blocks: int) -> list[list[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(candidates, max_size=4), st.integers(1, 8))
-def test_no_cover_is_cheaper(given_: list[Candidate], blocks: int) -> None:
-    def seconds(shares: list[tuple[Candidate, int]]) -> float:
+def test_no_cover_is_cheaper(given_: list[StageCandidate], blocks: int) -> None:
+    def seconds(shares: list[tuple[StageCandidate, int]]) -> float:
         used = [(c, n) for c, n in shares if n]
         return sum(c.entry_s + n * c.block_s for c, n in used) + max(c.return_s for c, _ in used)
 
@@ -199,7 +199,7 @@ def test_no_cover_is_cheaper(given_: list[Candidate], blocks: int) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(candidates, max_size=4), st.integers(1, 8), st.integers(1, 16), st.floats(0, 5))
-def test_no_pipeline_is_faster(given_: list[Candidate], blocks: int, micro_batches: int, least_s: float) -> None:
+def test_no_pipeline_is_faster(given_: list[StageCandidate], blocks: int, micro_batches: int, least_s: float) -> None:
     given_ = [replace(candidate, return_s=0.0) for candidate in given_]
 
     def seconds(counts: list[int]) -> float:
