@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.planning.cover import Candidate, Share, pipeline_seconds
+from app.planning.cover import StageCandidate, Share, pipeline_seconds
 from app.planning.devices import block_time_s, passes_of
 from app.planning.forecast import Terms, energy_kwh, exchanged_bytes, forecast_replies, forecast_training, rented_cost
 from app.planning.machines import Fleet, MachineSpec
@@ -49,7 +49,7 @@ def test_a_pipeline_of_fifty_3080_beside_four_h100(bits_per_s: float, share: flo
     weights = GPT3.n_blocks * block_weights(GPT3)
     stage_s = passes * 2 * weights / stages * rows / RTX3080.flops_per_s
     link_s = 2 * rows * GPT3.hidden_size * 2 / (bits_per_s / 8)
-    stage = Share(Candidate("3080", 1, stage_s, link_s, link_s=link_s), 1)
+    stage = Share(StageCandidate("3080", 1, stage_s, link_s, link_s=link_s), 1)
     tokens_per_s = rows * sequences / pipeline_seconds((stage,) * stages, sequences)
     h100_tokens_per_s = 4 * H100.flops_per_s / (passes * 2 * weights)
     assert h100_tokens_per_s == pytest.approx(869, rel=0.005)
