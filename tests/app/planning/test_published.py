@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.planning.cover import StageCandidate, Share, pipeline_seconds
+from app.planning.cover import Share, StageCandidate, pipeline_seconds
 from app.planning.devices import block_time_s, passes_of
 from app.planning.forecast import Terms, energy_kwh, exchanged_bytes, forecast_replies, forecast_training, rented_cost
 from app.planning.machines import Fleet, MachineSpec
