@@ -238,7 +238,7 @@ def bounded_memory(most: int = 32 << 20) -> Iterator[None]:
         assert peak < most
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_a_mutated_header_never_raises_anything_else(data: st.DataObject, small: bytes, tmp_path: Path) -> None:
     path = tmp_path / "mutated.gguf"

@@ -238,7 +238,7 @@ def test_a_header_longer_than_the_file_is_refused(length: int, tmp_path: Path) -
         read_index(path)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_mutated_files_never_raise_anything_else(data: st.DataObject, folder: Path, llama: Path) -> None:
     name = data.draw(st.sampled_from(["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]))

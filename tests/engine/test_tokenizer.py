@@ -152,14 +152,14 @@ def unprefixed(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(sentencepiece_file(tmp_path_factory.mktemp("t") / "t.gguf", add_space_prefix=False))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 420), max_size=60), skip=st.booleans())
 def test_pieces_of_random_ids_join_to_the_whole(ids: list[int], skip: bool, byte_level: Tokenizer) -> None:
     whole = byte_level.decode(ids, skip_special=skip)
     assert "".join(streamed(byte_level, ids, skip_special=skip)) == whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.one_of(st.integers(0, 290), st.integers(259, 276)), max_size=60), skip=st.booleans())
 def test_pieces_of_random_sentencepiece_ids_join_to_the_whole(
     ids: list[int], skip: bool, sentencepiece: Tokenizer, unprefixed: Tokenizer
@@ -175,7 +175,7 @@ EMOJI_AND_MORE = st.text(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=EMOJI_AND_MORE)
 def test_no_piece_splits_a_character(text: str, byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
     for tokenizer in (byte_level, sentencepiece):

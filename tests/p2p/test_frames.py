@@ -84,7 +84,7 @@ headers = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.binary(max_size=64), headers), max_size=10).map(b"".join), st.booleans())
 @example(b"\xff" * 40, True)
 def test_any_bytes_give_frames_or_the_one_error(data: bytes, greeted: bool) -> None:
@@ -140,7 +140,7 @@ def test_another_major_version_is_refused_by_name() -> None:
 messages = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 3 * CHUNK_BYTES)), max_size=6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(messages, st.lists(st.booleans(), max_size=20))
 def test_messages_sent_while_others_are_half_sent_arrive_whole_and_in_order(
     sizes: list[tuple[int, int, int]], turns: list[bool]
@@ -191,7 +191,7 @@ def test_what_is_dropped_is_not_sent_and_makes_room() -> None:
     assert outbox.take() == ([], 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3 * CHUNK_BYTES + 77), st.integers(1, 2 * CHUNK_BYTES), st.binary(min_size=1, max_size=40))
 @example(CHUNK_BYTES + 1, HEADER.size - 1, b"m")
 @example(2 * CHUNK_BYTES, HEADER.size, b"m")

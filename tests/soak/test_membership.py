@@ -19,6 +19,7 @@ from tests.app.membership.test_scale import (
     Record,
     death_s,
     false_alarms,
+    live_through,
     most_links,
     partition_s,
     report,
@@ -47,6 +48,11 @@ def table_bytes(swarm: Membership) -> int:
     exchange, watch = swarm._exchange, swarm._detector._watch
     limits = [exchange._announcement_limit, exchange._urgent_limit]
     return kept_bytes([swarm.table, exchange.gossip_queue, *limits, watch], set())
+
+
+@pytest.mark.timeout(600)
+async def test_two_hundred_nodes(autojump_clock: MockClock, record_property: Record) -> None:
+    await live_through(50, 200, record_property)
 
 
 @pytest.mark.timeout(600)

@@ -145,7 +145,7 @@ async def meddled_swarm(schedule: dict[int, tuple[Fault, int]]) -> AsyncIterator
         await no_leaks(swarm)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(faults, events)
 def test_no_schedule_changes_a_reply(
     schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]]
@@ -154,7 +154,7 @@ def test_no_schedule_changes_a_reply(
     assert tokens == greedy(PROMPT, TOKENS)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(faults, events, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 8)), min_size=3, max_size=TOKENS))
 def test_no_schedule_mixes_tokens_that_were_taken_back_with_those_that_came_instead(
     schedule: dict[int, tuple[Fault, int]], happenings: list[tuple[int, str, int]], feeds: list[tuple[int, int]]

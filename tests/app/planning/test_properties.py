@@ -74,7 +74,7 @@ BETTER = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(fleets(), st.sampled_from(sorted(BETTER)), st.integers(0, 4))
 def test_a_better_machine_never_makes_a_forecast_worse(fleet: Fleet, field: str, which: int) -> None:
     chosen = fleet.machines[which % len(fleet.machines)]
@@ -182,7 +182,7 @@ def all_covers(given_: list[StageCandidate], blocks: int) -> list[list[int]]:
     return [[n, *rest] for n in range(most + 1) for rest in all_covers(given_[1:], blocks - n)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(candidates, max_size=4), st.integers(1, 8))
 def test_no_cover_is_cheaper(given_: list[StageCandidate], blocks: int) -> None:
     def seconds(shares: list[tuple[StageCandidate, int]]) -> float:
@@ -197,7 +197,7 @@ def test_no_cover_is_cheaper(given_: list[StageCandidate], blocks: int) -> None:
         assert seconds([(share.machine, share.blocks) for share in found]) == pytest.approx(min(every))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(candidates, max_size=4), st.integers(1, 8), st.integers(1, 16), st.floats(0, 5))
 def test_no_pipeline_is_faster(given_: list[StageCandidate], blocks: int, micro_batches: int, least_s: float) -> None:
     given_ = [replace(candidate, return_s=0.0) for candidate in given_]
