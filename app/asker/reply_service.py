@@ -15,14 +15,16 @@ import trio
 
 from app.asker.asker import Asker, AskerOptions
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
-from app.asker.stats import AskerStats
+from app.asker.stats import AskedSession, AskerStats
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
+from app.core.span import Span
 from app.membership import Membership
+from app.planning.replies import replies_of_members
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import Route
+from app.routing.route import Hop, Route, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
@@ -42,6 +44,7 @@ log = logging.getLogger("shoal.replies")
 
 WAIT_FOR_ENDS_S = 30.0  # for tokenizer, embedding and head to arrive, before a request fails
 TRY_AGAIN_S = 15.0
+FORECAST_TOKENS = 16  # shorter replies say nothing about a forecast
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,20 @@ class ReplyService:
     def stats(self) -> AskerStats:
         """Figures of this node's asker."""
         return AskerStats() if self._asker is None else self._asker.stats()
+
+    def expected_tokens_per_s(self, reply: AskedSession) -> float | None:
+        """Return the speed that a forecast gives a reply over its route, with the head as it was measured.
+
+        None if the reply says nothing about forecasts: it was short, its route changed, or a hop is gone meanwhile.
+        """
+        if self._asker is None or reply.tokens < FORECAST_TOKENS or reply.recoveries or reply.ends_s is None:
+            return None
+        planner, route = self._asker.planner, tuple(Hop(hop.peer, Span(hop.start, hop.stop)) for hop in reply.route)
+        members = list(planner.members())
+        if not {hop.peer for hop in route} <= {member.peer for member in members}:
+            return None
+        request = RouteRequest(Span(0, self._membership.n_blocks), reply.prompt_tokens + reply.tokens)
+        return replies_of_members(route, members, request, planner.link_s(), reply.ends_s).tokens_per_s
 
     def unused(self) -> dict[str, Reason]:
         """Members that routes do not use now, each with the reason."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,8 @@ _ASSUMED_RTT_S = 0.02  # between copies of this machine in a sweep
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the task, the machines, and what is asked of them."""
-    words = "what to forecast; sweep forecasts --task for growing swarms"
-    parser.add_argument("task", choices=(*TASKS, "sweep"), help=words)
+    words = "what to forecast; sweep: --task for growing swarms; check: past forecasts beside what was measured"
+    parser.add_argument("task", choices=(*TASKS, "sweep", "check"), help=words)
     parser.add_argument("--task", dest="swept", choices=TASKS, default="chat", help="task of a sweep (%(default)s)")
     words = "model as for `shoal chat`, or the start of a manifest's hash (default: the node's model, else starter)"
     parser.add_argument("--model", metavar="M", help=words)
@@ -69,6 +69,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print a forecast, or forecasts for growing swarms."""
     if arguments.task == "sweep":
         return _sweep(arguments)
+    if arguments.task == "check":
+        return _check(arguments)
     if arguments.links is not None and arguments.machines is None:
         raise UsageError("--links needs --machines: it names links between the machines of that file")
     found = forecast(arguments)
@@ -94,9 +96,12 @@ def forecast(arguments: argparse.Namespace) -> Forecast:
     if task == "chat" and snapshot is not None and snapshot.swarm is not None and arguments.model is None:
         if (arguments.streams or 1) > 1:
             raise UsageError("--streams needs --machines: members do not say how fast they are with several replies")
+        from app.config.home import Home
+        from app.planning.history import correction, past_forecasts
         from app.planning.running_swarm import forecast_running
 
-        return forecast_running(snapshot, here, config, reply_task(arguments), terms_of(arguments, task))
+        found = forecast_running(snapshot, here, config, reply_task(arguments), terms_of(arguments, task))
+        return found.corrected(correction(past_forecasts(Home(arguments.home).forecasts_file), task))
     return forecast_fleet(arguments, task, fleet_of_one(here, task, snapshot), config)
 
 
@@ -301,6 +306,34 @@ def stops_helping(rows: list[dict[str, Any]]) -> int | None:
     return next((int(row["machines"]) for row in able if fastest < _MORE_HELPS * row["tokens_per_s"]), None)
 
 
+# --- past forecasts --------------------------------------------------------------------------------------------------
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Print the latest past forecasts beside what was measured, and the correction that follows for each task."""
+    from app.config.home import Home
+    from app.planning.history import FITTED, correction, past_forecasts
+
+    past = past_forecasts(Home(arguments.home).forecasts_file)
+    tasks = sorted({one.task for one in past})
+    corrections = {task: correction(past, task) for task in tasks}
+    if arguments.json:
+        rows = [{**asdict(one), "error": one.error} for one in past]
+        print_json({"forecasts": rows, "corrections": corrections})
+        return 0
+    if not past:
+        print("No forecast has been compared yet: the node keeps one for each reply of 16 tokens or more.")
+        return 0
+    print(f"{'task':<8} {'model':<8} {'machines':>8} {'forecast':>9} {'measured':>9} {'off by':>7}")
+    for one in past[:FITTED]:
+        speeds = f"{_figure(one.forecast):>9} {_figure(one.measured):>9}"
+        print(f"{one.task:<8} {one.model[:8]:<8} {one.machines:>8} {speeds} {one.error:>+7.0%}")
+    for task, factor in corrections.items():
+        said = "too few to correct by" if factor is None else f"speeds are multiplied by {factor:.2f}"
+        print(f"{task}: {sum(one.task == task for one in past)} kept; {said}.")
+    return 0
+
+
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +364,8 @@ def forecast_lines(found: Forecast, terms: Terms) -> list[str]:
             numbers = f"{_figure(verdict.value)}, threshold {_figure(verdict.threshold)}"
             lines.append(f"  {verdict.name:<12} {numbers}: {verdict.change}")
     lines += [f"  limit        {found.limit}"]
+    if found.correction is not None:
+        lines.append(f"  corrected    speeds x {found.correction:.2f}, as past forecasts were off (`shoal plan check`)")
     lines += [f"  assumed      {'; '.join(found.assumed)}"] if found.assumed else []
     words = {"alone": "Do it alone", "swarm": "Use the swarm", "not_at_all": "Do not do it"}[found.advice]
     return [*lines, f"{words}: {found.why}"]

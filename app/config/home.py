@@ -128,6 +128,12 @@ class Home:
         private=False,
         related=(*_sqlite_files("statistics.db"), "statistics.db.damaged-*"),
     )
+    forecasts_file = HomeFile(
+        "forecasts.db",
+        "past forecasts beside what was measured (`app.planning.history`)",
+        private=True,
+        related=_sqlite_files("forecasts.db"),
+    )
     conversations_file = HomeFile(
         "conversations.db",
         "the dashboard's conversations and choices (`ui.state.conversations`)",

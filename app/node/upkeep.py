@@ -1,4 +1,4 @@
-"""Background work of a node besides its swarm: courtesy rules, statistics, and re-reading the edited settings file.
+"""Background work of a node besides its swarm: courtesy, statistics, past forecasts, and the edited settings file.
 
 `app.courtesy.watch` evaluates the rules, `app.node.statistics` stores the sums. `app.node.hosting_loop` carries out
 pauses, `app.config.live` changed settings.
@@ -7,6 +7,7 @@ pauses, `app.config.live` changed settings.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,11 @@ from app.courtesy.watch import CourtesyWatch
 from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
 from app.node.statistics import Statistics
+from app.planning.history import PastForecast, remember
 from app.serving.block_server import BlockServer
 from app.snapshot.views import CourtesyView, GivenView
 
+MAX_ENDED = 100  # replies whose forecasts wait to be written
 LOOK_S = 2.0  # between two readings of the counters and of the settings file's time
 
 
@@ -52,6 +55,7 @@ class Upkeep:
         self._seen_audits = AuditCounts()
         self._seen_bytes: dict[str, tuple[int, int]] = {}
         self._seen_file = _stamp(context.home.config_file)
+        self._ended: list[PastForecast] = []  # replies whose forecasts are not written yet
 
     async def run(self) -> None:
         """Run the rules and the statistics until cancelled, and count once more at the end."""
@@ -63,6 +67,7 @@ class Upkeep:
                     await trio.sleep(LOOK_S)
                     self._count()
                     self._look_at_use()
+                    await self._keep_forecasts()
                     await self._reload_if_changed()
             finally:
                 self._count()
@@ -91,6 +96,7 @@ class Upkeep:
         """Count tokens that this node's user received through these peers."""
         own = self._peer_id
         self._statistics.add_asked(tokens, [peer for peer in peers if peer != own])
+        self._compare_with_forecast()
 
     # --- `app.courtesy.watch.PauseTarget` -----------------------------------------------------------------------------
 
@@ -111,6 +117,24 @@ class Upkeep:
         announced = [member.announcement for member in active_swarm.members() if member.present]
         others = [one.span for one in announced if one.state == "serving" and one.span is not None]
         return bool(announced) and any(all(block not in other for other in others) for block in span.blocks())
+
+    def _compare_with_forecast(self) -> None:
+        """Have the forecast of the reply that just ended kept beside its speed."""
+        active_swarm = self._network_owner.active_swarm
+        replies = None if active_swarm is None else active_swarm.replies
+        reply = None if replies is None else replies.stats().latest
+        if active_swarm is None or replies is None or reply is None:
+            return
+        forecast = replies.expected_tokens_per_s(reply)
+        if forecast is not None and len(self._ended) < MAX_ENDED:
+            now_ms, machines = time.time_ns() // 10**6, len({hop.peer for hop in reply.route})
+            ended = PastForecast(now_ms, "chat", active_swarm.swarm.model_hash, machines, forecast, reply.tokens_per_s)
+            self._ended.append(ended)
+
+    async def _keep_forecasts(self) -> None:
+        ended, self._ended = self._ended, []
+        for one in ended:
+            await trio.to_thread.run_sync(remember, self._context.home.forecasts_file, one)
 
     def _look_at_use(self) -> None:
         """Measure how long the blocks have been unused; 0 while other members need blocks that nobody else hosts."""

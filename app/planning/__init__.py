@@ -1,8 +1,8 @@
 """Forecasts a task on machines: its speed, time and cost, what limits it, and who should do it.
 
-Pure functions over values: they read no file, know no peer, and load neither torch nor trio. Callers read the machines
-from a file or from a running node. What fits into memory is computed by `engine.budget`, the time of a token over a
-route by `app.routing.cost`; the formulas are not repeated here.
+Pure functions over values: they read no file (but for `history`), know no peer, and load neither torch nor trio.
+Callers read the machines from a file or from a running node. What fits into memory is computed by `engine.budget`, the
+time of a token over a route by `app.routing.cost`; the formulas are not repeated here.
 
 Units: seconds, bytes, flop (a multiplication and an addition are two), bytes/s, flop/s, watts.
 

@@ -66,6 +66,14 @@ class Forecast:
     why: str
     machines: tuple[str, ...]  # that take part
     assumed: tuple[str, ...] = ()
+    correction: float | None = None  # that the speeds were multiplied by, from past forecasts
+
+    def corrected(self, factor: float | None) -> Forecast:
+        """Return the forecast with all speeds multiplied by what past forecasts were off by; the advice stays."""
+        if factor is None:
+            return self
+        swarm, alone = (None if e is None else e.sped_up(factor) for e in (self.swarm, self.alone))
+        return replace(self, swarm=swarm, alone=alone, correction=factor)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of `shoal plan --json`."""
@@ -90,6 +98,7 @@ class Forecast:
             "low": None if speed is None else speed * (1 - off),
             "high": None if speed is None else speed * (1 + off),
             "machines": list(self.machines),
+            "correction": self.correction,
             "idle": None if swarm is None else swarm.idle,
             "utilisation": None if swarm is None else swarm.utilisation,
         }
