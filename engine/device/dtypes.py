@@ -72,7 +72,7 @@ def _has_16_bit_units(device: str) -> bool:
 def measure_dtypes(measure: Measure) -> DtypeChoice:
     """Time every candidate in turn, skipping those that the device does not support, and choose one."""
     seconds: dict[torch.dtype, float] = {}
-    candidates = CANDIDATES
+    candidates: tuple[torch.dtype, ...] = CANDIDATES
     for _ in range(ROUNDS):
         for dtype in candidates:
             at_most_s = HOPELESS * min(seconds.values(), default=float("inf"))
