@@ -20,7 +20,7 @@ from typing import Protocol
 
 import trio
 
-from app.asker.recovery import HopFailed, HopProgress, HopState, ResumePlan, plan_resume
+from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, plan_resume
 from app.core.errors import AppError, RecordError, reason_of
 from app.core.network import FrameStream, Network, Payload, Priority
 from app.core.reasons import Reason, because
@@ -32,6 +32,7 @@ from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
     DTYPES,
     KEEP,
+    MAX_TOKENS,
     PROTOCOL,
     EpochOrder,
     Frame,
@@ -271,10 +272,11 @@ class RouteHops:
         self._dtype = DTYPES[shape.dtype]
         self._open: dict[str, HopLink] = {}
         self._ready: dict[str, HopState] = {}
-        self._relayed: set[tuple[str, str]] = set()  # links that go through this asker
-        self._checked: set[tuple[str, str]] = set()  # relayed, and the second hop accepts data from this asker alone
+        self._relayed: set[tuple[str, str]] = set()  # links that go through this asker, from the next epoch on
+        # Those of the present epoch: the first hop was told to relay, the second accepts data from this asker alone.
+        self._ordered: frozenset[tuple[str, str]] = frozenset()
         self._bad_links: dict[tuple[str, str], int] = {}
-        self._forwarded: dict[str, int] = {}  # hop -> position up to which its outputs were forwarded in this epoch
+        self._forwarded: dict[str, int] = {}  # hop -> position from which its next outputs follow, in this epoch
         self._heard = Signal()
         self.route: Route = ()  # in use, or being set up
         self._epoch_route: Route = ()  # the route of the present epoch
@@ -344,13 +346,13 @@ class RouteHops:
                 return  # it says so in each epoch, and carries the session on for want of another hop
             self.leaving.add(peer)
         elif error.code == "link":
-            self.note_bad_link(peer)
-        elif error.code == "input" and not self._check_link_to(peer):
+            self._note_bad_link(peer)
+        elif error.code in ("input", "gap") and not self._suspect_link_to(peer):
             self.trouble = HopFailed(peer, why)
             return
         self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
 
-    def note_bad_link(self, peer: str) -> None:
+    def _note_bad_link(self, peer: str) -> None:
         """Count a failure of the link from a hop to its successor; after the second, relay it through this asker."""
         successor = self._successor(peer)
         if successor:
@@ -358,18 +360,29 @@ class RouteHops:
             if times >= 2:
                 self._relayed.add((peer, successor))
 
-    def _check_link_to(self, peer: str) -> bool:
-        """Relay what a hop receives through this asker, which checks it: the hop says that it is not finite.
+    def _suspect_link_to(self, peer: str) -> bool:
+        """Let what a hop receives go through this asker from now on: it says that it is bad, or that some is missing.
 
-        Either that hop or its predecessor lies; what goes through this asker shows which. False if the hop's input came
-        from this asker already, so that it is the hop that lies.
+        Either that hop or its predecessor lies, or the link between them is bad; what goes through this asker shows
+        which. False if all that the hop received in this epoch came from this asker.
         """
-        peers = [hop.peer for hop in self._epoch_route]
-        index = peers.index(peer) if peer in peers else 0
-        if index == 0 or (peers[index - 1], peer) in self._checked:
+        sender = self._predecessor(peer)
+        if not sender or (sender, peer) in self._ordered:
             return False
-        self._checked.add((peers[index - 1], peer))
+        self._relayed.add((sender, peer))
         return True
+
+    def blame_for(self, loss: HopLoss) -> HopFailed:
+        """Return the failure for tokens that were lost between two hops.
+
+        Nobody is blamed for the link's first loss. Once it goes through this asker, a sender whose outputs have not
+        arrived here is blamed: it said that it has computed them.
+        """
+        peer, sender = loss.failure.peer, loss.sender
+        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < self.awaited:
+            why = because("hop_failed", "it does not send what it says it has computed", sender)
+            return HopFailed(sender, why)
+        return loss.failure
 
     async def _forward(self, peer: str, frame: Frame) -> None:
         """Forward outputs that a hop cannot send to its successor itself.
@@ -385,17 +398,28 @@ class RouteHops:
             self.trouble = _not_finite(peer)
             self._heard.notify()
             return
-        successor = self._successor(peer)
-        if successor in self._open and frame.position >= self._forwarded.get(peer, 0):
-            self._forwarded[peer] = frame.position + frame.rows  # each position once an epoch, however often it is sent
-            self._relayed.add((peer, successor))
-            await self._send_data(successor, frame.position, frame.rows, frame.dtype, bytes(frame.body))
+        successor, following = self._successor(peer), self._forwarded.get(peer, frame.position)
+        if successor not in self._open or frame.position < following:
+            return  # each position once an epoch, however often it is sent
+        if frame.position > following and (peer, successor) in self._ordered:  # else it sent those before directly
+            self.trouble = HopFailed(peer, because("hop_failed", f"it left out the outputs from {following} on", peer))
+            self._heard.notify()
+            return
+        self._relayed.add((peer, successor))
+        self._forwarded[peer] = frame.position + frame.rows
+        await self._send_data(successor, frame.position, frame.rows, frame.dtype, bytes(frame.body))
 
     def _successor(self, peer: str) -> str:
         """The hop after `peer` on the route of this epoch; a route that is being set up does not count yet."""
         peers = [hop.peer for hop in self._epoch_route]
         index = peers.index(peer) if peer in peers else len(peers)
         return peers[index + 1] if index + 1 < len(peers) else ""
+
+    def _predecessor(self, peer: str) -> str:
+        """The hop before `peer` on the route of this epoch; empty for the first."""
+        peers = [hop.peer for hop in self._epoch_route]
+        index = peers.index(peer) if peer in peers else 0
+        return peers[index - 1] if index else ""
 
     # --- what hops are told -------------------------------------------------------------------------------------------
 
@@ -461,9 +485,9 @@ class RouteHops:
     async def turn(self, cuts: Sequence[int], known: ResumePlan | None) -> list[HopState]:
         """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`."""
         self.epoch += 1
-        self._epoch_route = self.route
+        self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
         self._ready.clear()
-        self._forwarded.clear()
+        self._forwarded = self._first_outputs(known)
         self.trouble = None
         for hop in self.route:  # one may have been lost while another was dialled
             if self._open[hop.peer].outbox.broken:
@@ -472,8 +496,8 @@ class RouteHops:
         for index, hop in enumerate(self.route):
             predecessor, successor = peers[index], peers[index + 2]
             send_from = known.send_from[index] if known is not None else None
-            relay = (hop.peer, successor) in self._relayed | self._checked
-            if (predecessor, hop.peer) in self._checked:
+            relay = (hop.peer, successor) in self._ordered
+            if (predecessor, hop.peer) in self._ordered:
                 predecessor = ""
             turn = EpochOrder(hop.span, predecessor, successor, self._shape.tokens, self.urgent_from, send_from, relay)
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
@@ -486,8 +510,14 @@ class RouteHops:
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
 
+    def _first_outputs(self, plan: ResumePlan | None) -> dict[str, int]:
+        """The position from which each hop must send outputs; without a plan it must send nothing yet."""
+        first = plan.send_from if plan is not None else [MAX_TOKENS] * len(self.route)
+        return {hop.peer: position for hop, position in zip(self.route, first, strict=True)}
+
     async def go(self, plan: ResumePlan) -> None:
         """Tell every hop from which position on its successor needs outputs."""
+        self._forwarded = self._first_outputs(plan)
         for hop, send_from in zip(self.route, plan.send_from, strict=True):
             await self._open[hop.peer].send(plain(Kind.GO, self.id, self.epoch, send_from))
 
@@ -706,8 +736,7 @@ class RouteSession:
         if hops.trouble is None:
             loss = progress.loss(hops.route, hops.states, hops.epoch, len(self._history), trio.current_time())
             if loss is not None:
-                hops.note_bad_link(loss.sender)
-                hops.trouble = loss.failure
+                hops.trouble = hops.blame_for(loss)
 
     # --- routes -------------------------------------------------------------------------------------------------------
 

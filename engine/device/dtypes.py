@@ -3,6 +3,10 @@
 A card with 16-bit units computes in the model's own format. Elsewhere a measurement decides: a CPU without bf16
 instructions is hundreds of times slower in bf16 than in float32, and an old GPU emulates bf16. So small matrix products
 are timed in each dtype, once per process and device.
+
+Other programs must not change the choice: a node that computes in 16 bits by mistake writes other tokens than its
+neighbours. So products on a CPU are timed on one thread (several wait for each other, and any of them may be
+interrupted), and the dtypes are timed in turn, several times, of which the shortest counts.
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +26,8 @@ CANDIDATES = (torch.float32, torch.bfloat16, torch.float16)  # float32 first: it
 # A 16-bit dtype up to this many times slower than the fastest is still preferred: it needs half the memory of float32.
 NEAR = 1.15
 WORST_ERROR = 0.02  # error norm relative to the product's norm; rounding to bf16 costs about 0.003
-HOPELESS = 4.0  # times slower than the best so far: stop measuring after one run
+HOPELESS = 4.0  # times slower than the best so far: not worth more measuring
+ROUNDS = 3
 
 # (dtype, at_most_s) -> seconds for the products, None if the result is wrong; measuring stops early above `at_most_s`.
 Measure = Callable[[torch.dtype, float], float | None]
@@ -64,17 +70,22 @@ def _has_16_bit_units(device: str) -> bool:
 
 
 def measure_dtypes(measure: Measure) -> DtypeChoice:
-    """Time every candidate, skipping those that the device does not support, and choose one."""
+    """Time every candidate in turn, skipping those that the device does not support, and choose one."""
     seconds: dict[torch.dtype, float] = {}
-    for dtype in CANDIDATES:
-        at_most_s = HOPELESS * min(seconds.values(), default=float("inf"))
-        try:
-            measured_s = measure(dtype, at_most_s)
-        except (RuntimeError, NotImplementedError) as error:
-            log.debug("%s is not supported: %s", dtype, error)
-            continue
-        if measured_s is not None:
-            seconds[dtype] = measured_s
+    candidates: tuple[torch.dtype, ...] = CANDIDATES
+    for _ in range(ROUNDS):
+        for dtype in candidates:
+            at_most_s = HOPELESS * min(seconds.values(), default=float("inf"))
+            try:
+                measured_s = measure(dtype, at_most_s)
+            except (RuntimeError, NotImplementedError) as error:
+                log.debug("%s is not supported: %s", dtype, error)
+                continue
+            if measured_s is not None:
+                seconds[dtype] = min(measured_s, seconds.get(dtype, measured_s))
+        worth_s = HOPELESS * min(seconds.values(), default=0.0)
+        hopeful = {dtype for dtype, measured_s in seconds.items() if measured_s <= worth_s}
+        candidates = tuple(dtype for dtype in CANDIDATES if dtype in hopeful or dtype is torch.float32)
     return DtypeChoice(choose(seconds), seconds)
 
 
@@ -105,15 +116,28 @@ def time_products(device: str, dtype: torch.dtype, at_most_s: float, runs: int =
         return out
 
     best_s = float("inf")
-    with torch.inference_mode():
+    with torch.inference_mode(), _one_thread(device):
         out = products().float().cpu()  # the first run is a warm-up; its result is checked
         expected = exact_input @ exact_weight.T
         if not bool((out - expected).norm() <= WORST_ERROR * expected.norm()):  # `not <=` also rejects NaN
             return None
-        for _ in range(runs):
+        for run in range(runs):
             started = time.perf_counter()
             products()[0, 0].item()  # reading one number synchronizes with the device
             best_s = min(best_s, time.perf_counter() - started)
-            if best_s > at_most_s:
+            if run and best_s > at_most_s:  # a single run may have been interrupted
                 break
     return best_s
+
+
+@contextmanager
+def _one_thread(device: str) -> Iterator[None]:
+    """Let torch compute on the calling thread alone, where the device is the CPU."""
+    threads = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if device == "cpu":
+            torch.set_num_threads(threads)

@@ -16,7 +16,8 @@ from app.core.compute import BlockRunner, ReplyEnds
 from app.core.span import Span
 from app.serving.block_server import BlockServer, ServerSettings
 from app.swarm.records import Announcement
-from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
+from p2p.errors import PeerUnreachable
+from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, open_fabric
 from tests.app.hash_model import HashEnds, HashRunner, InlineDevice
 
 STEP_S = 0.01
@@ -87,3 +88,15 @@ async def no_leaks(swarm: SessionSwarm) -> None:
             runner = swarm.runners[name]
             assert (server.sessions, server.queued_rows) == (0, 0), name
             assert runner.kv_free_tokens == runner.kv_total_tokens, name
+
+
+def bar(node: MemoryNode, barred: str) -> None:
+    """Let a node fail to reach a peer, as two nodes behind strict NATs do."""
+    usual = node.open
+
+    async def open_unless_barred(peer: str, protocol: str, **options: Any) -> Any:
+        if peer == barred:
+            raise PeerUnreachable(f"no address of {peer} answers")
+        return await usual(peer, protocol, **options)
+
+    node.open = open_unless_barred  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import trio
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ from app.session.wire import PROTOCOL, EpochOrder, HopError, Kind, decode, encod
 from p2p.errors import P2PError
 from p2p.memory.fabric import MemoryNode
 from tests.app.hash_model import ROW_BYTES, WIDTH, greedy, last_hidden
-from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, bar, no_leaks, open_swarm
 
 PAIRS = ((0, 3), (3, 6), (6, 8), (0, 3), (3, 6), (6, 8))
 TOKENS = 10
@@ -175,6 +175,76 @@ def test_no_schedule_mixes_tokens_that_were_taken_back_with_those_that_came_inst
                     session.cut(len(history))
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+class Misfortune(NamedTuple):
+    """Something that happens to the victim among two holders of the same blocks, at a time since the reply began."""
+
+    at_s: float
+    pair: int
+    what: Literal["freeze", "kill", "part"]
+    seconds: float
+
+
+misfortunes = st.lists(
+    st.builds(
+        Misfortune,
+        st.floats(0, 2),
+        st.integers(0, 2),
+        st.sampled_from(["freeze", "freeze", "freeze", "kill", "part"]),
+        st.floats(0.01, 20),
+    ),
+    max_size=8,
+)
+LONG_PROMPT = list(range(300))  # more than one chunk
+
+
+async def befall(swarm: SessionSwarm, victim: str, misfortune: Misfortune) -> None:
+    """Let a misfortune happen in its time; a frozen node wakes again after some seconds."""
+    await trio.sleep(misfortune.at_s)
+    node = swarm.fabric.nodes.get(victim)
+    if node is None:
+        return
+    if misfortune.what == "kill":
+        swarm.kill(victim)
+    elif misfortune.what == "part":
+        await node.disconnect("asker")
+    elif not node.frozen:
+        swarm.fabric.freeze(victim)
+        await trio.sleep(misfortune.seconds)
+        if victim in swarm.fabric.nodes:
+            swarm.fabric.resume(victim)
+
+
+@settings(max_examples=40)
+@given(misfortunes, st.tuples(*[st.sampled_from([0, 3])] * 3), st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))))
+def test_freezes_thaws_and_deaths_change_no_token_and_no_other_hop_is_blamed(
+    happenings: list[Misfortune], sides: tuple[int, ...], unreachable: set[tuple[int, int]]
+) -> None:
+    """Some hops cannot reach each other, either, so that their outputs go through the asker."""
+
+    async def run() -> None:
+        async with open_swarm(*PAIRS) as swarm:
+            asker = await swarm.asker()
+            victims = [f"n{pair + side}" for pair, side in enumerate(sides)]
+            for number, barred in unreachable:
+                bar(swarm.fabric.nodes[f"n{number}"], f"n{barred}")
+            blamed: set[str] = set()
+            for happening in happenings:
+                swarm.nursery.start_soon(befall, swarm, victims[happening.pair], happening)
+            with trio.fail_after(300):
+                async with asker.reply(LONG_PROMPT, 40, max_tokens=40) as reply:
+                    async for _ in reply:
+                        blamed |= set(asker.bans.active(trio.current_time()))
+            assert reply.stats.token_ids == UNDISTURBED
+            assert blamed <= {victims[happening.pair] for happening in happenings}
+            await trio.sleep(60)
+            await no_leaks(swarm)
+
+    trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+UNDISTURBED = greedy(LONG_PROMPT, 40)
 
 
 async def test_strangers_change_nothing(autojump_clock: MockClock) -> None:

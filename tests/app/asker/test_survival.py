@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import trio
@@ -17,10 +16,9 @@ from app.core.span import Span
 from app.routing.route import NoRoute
 from app.serving.block_server import ServerSettings
 from app.session.wire import PROTOCOL
-from p2p.errors import PeerUnreachable
-from p2p.memory.fabric import LinkProfile, MemoryNode
+from p2p.memory.fabric import LinkProfile
 from tests.app.hash_model import HashRunner, greedy
-from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, bar, no_leaks, open_swarm
 
 PAIRS = ((0, 3), (3, 6), (6, 8), (0, 3), (3, 6), (6, 8))
 
@@ -33,18 +31,6 @@ async def disturbed(asker: Asker, at: int, disturb: Callable[[], object], count:
                 disturb()
     assert reply.stats.token_ids == greedy(PROMPT, count)
     return reply.stats
-
-
-def bar(node: MemoryNode, barred: str) -> None:
-    """Let a node fail to reach a peer, as two nodes behind strict NATs do."""
-    usual = node.open
-
-    async def open_unless_barred(peer: str, protocol: str, **options: Any) -> Any:
-        if peer == barred:
-            raise PeerUnreachable(f"no address of {peer} answers")
-        return await usual(peer, protocol, **options)
-
-    node.open = open_unless_barred  # type: ignore[method-assign]
 
 
 def prefer_first_three(swarm: SessionSwarm) -> None:

@@ -1,0 +1,129 @@
+"""A hop that lies about what it sends or receives is found out itself; the honest hops around it are not blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.core.network import FrameStream
+from app.serving.hop_session import HopSession
+from app.session.wire import PROTOCOL, HopError, Kind, decode, encode_hop_error, header, plain
+from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, greedy
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
+
+TOKENS = 4
+SOON_S = 20.0
+
+Lie = Callable[[SessionSwarm], Awaitable[None]]
+
+
+async def claims_and_sends_nothing(swarm: SessionSwarm) -> None:
+    """The hop begins every epoch, says that it has computed everything, and sends nothing."""
+
+    async def claim(stream: FrameStream) -> None:
+        while True:
+            frame = decode(await stream.receive())
+            if frame.kind == Kind.TURN:
+                await stream.send(plain(Kind.READY, frame.session, frame.epoch))
+            elif frame.kind == Kind.PROBE:
+                await stream.send(plain(Kind.STATE, frame.session, frame.epoch, 2**24, 2**24))
+
+    swarm.fabric.nodes["liar"].accept(PROTOCOL, claim)
+
+
+async def sends_with_a_gap(swarm: SessionSwarm) -> None:
+    """The hop computes well, but what it sends to its successor does not follow what it sent before."""
+
+    async def leave_out(session: HopSession, position: int, data: bytes) -> None:
+        rows = len(data) // ROW_BYTES
+        head = header(
+            Kind.DATA, session.id, session.epoch, position + 7, dtype=1, rows=rows, width=WIDTH, length=len(data)
+        )
+        stream = await swarm.fabric.nodes["liar"].open(session.turn.successor, PROTOCOL)
+        await stream.send(head + data)
+
+    swarm.servers["liar"]._sender.send = leave_out  # type: ignore[method-assign]
+
+
+async def leaves_out_the_first_row(swarm: SessionSwarm) -> None:
+    """The hop computes well and sends all but the first row of a chunk, through the asker where it is told to."""
+    sender = swarm.servers["liar"]._sender
+    usual = sender.send
+
+    async def leave_out(session: HopSession, position: int, data: bytes) -> None:
+        if len(data) > ROW_BYTES:
+            await usual(session, position + 1, data[ROW_BYTES:])
+
+    sender.send = leave_out  # type: ignore[method-assign]
+
+
+LIES_TO_ITS_SUCCESSOR = [claims_and_sends_nothing, sends_with_a_gap, leaves_out_the_first_row]
+
+
+async def denies_what_it_received(swarm: SessionSwarm) -> None:
+    """The hop says that nothing has arrived."""
+
+    async def deny(stream: FrameStream) -> None:
+        while True:
+            frame = decode(await stream.receive())
+            if frame.kind == Kind.TURN:
+                await stream.send(plain(Kind.READY, frame.session, frame.epoch))
+            elif frame.kind == Kind.PROBE:
+                await stream.send(plain(Kind.STATE, frame.session, frame.epoch))
+
+    swarm.fabric.nodes["liar"].accept(PROTOCOL, deny)
+
+
+async def calls_everything_a_gap(swarm: SessionSwarm) -> None:
+    """The hop says of all that arrives that something before it is missing."""
+
+    async def complain(stream: FrameStream) -> None:
+        while True:
+            frame = decode(await stream.receive())
+            if frame.kind == Kind.TURN:
+                await stream.send(plain(Kind.READY, frame.session, frame.epoch))
+                error = HopError("gap", "tokens are missing")
+                await stream.send(encode_hop_error(frame.session, frame.epoch, 0, error))
+
+    swarm.fabric.nodes["liar"].accept(PROTOCOL, complain)
+
+
+LIES_ABOUT_ITS_PREDECESSOR = [denies_what_it_received, calls_everything_a_gap]
+
+
+async def banned_by_lies(swarm: SessionSwarm, liar: HashRunner, lie: Lie) -> set[str]:
+    """Let a fast hop lie in several replies, which must be right and soon there; returns who was ever banned."""
+    await swarm.serve("liar", liar, speed=5000.0)
+    await lie(swarm)
+    asker = await swarm.asker()
+    banned: set[str] = set()
+    for _ in range(6):
+        began_at = trio.current_time()
+        stats = await ask(asker, PROMPT, TOKENS)
+        assert stats.token_ids == greedy(PROMPT, TOKENS)
+        assert trio.current_time() - began_at < SOON_S
+        banned |= set(asker.bans.active(trio.current_time()))
+    return banned
+
+
+@pytest.mark.parametrize("lie", LIES_TO_ITS_SUCCESSOR)
+async def test_a_hop_that_withholds_its_outputs_is_blamed_itself(lie: Lie, autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), (4, 8)) as swarm:
+        assert await banned_by_lies(swarm, HashRunner(0, 4), lie) == {"liar"}
+
+
+@pytest.mark.parametrize("lie", LIES_TO_ITS_SUCCESSOR)
+async def test_a_hop_in_the_middle_that_withholds_its_outputs_is_blamed_itself(
+    lie: Lie, autojump_clock: MockClock
+) -> None:
+    async with open_swarm((0, 3), (3, 6), (6, 8), (6, 8)) as swarm:
+        assert await banned_by_lies(swarm, HashRunner(3, 6), lie) == {"liar"}
+
+
+@pytest.mark.parametrize("lie", LIES_ABOUT_ITS_PREDECESSOR)
+async def test_a_hop_that_denies_what_it_received_is_blamed_itself(lie: Lie, autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (0, 4), (4, 8)) as swarm:
+        assert await banned_by_lies(swarm, HashRunner(4, 8), lie) == {"liar"}
