@@ -53,7 +53,15 @@ class ScriptedNode(Client):
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
         if path == "/api/preview":
             return to_json(self._preview(**body))
-        self.asked.append(f"{path} {body.get('target') or body.get('model') or ''}".strip())
+        self.asked.append(f"{path} {body.get('target') or body.get('model') or body.get('peer') or ''}".strip())
+        if path == "/api/invite":
+            limits = {
+                "id": "1a2b3c4d",
+                "uses": 1,
+                "expires_at_ms": int(time.time() * 1000) + 5_400_000,
+                "approve": bool(body.get("approve")),
+            }
+            return {"invite": "shoal:a2b3", "name": "reef", "private": True, "limits": limits}
         if path in ("/api/join", "/api/create"):
             return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
         self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
