@@ -58,7 +58,9 @@ class GuardedNode:
 
     def invite(self, **limits: object) -> Pass:
         """Make an invite."""
-        return issue(self.home, self.who, self.swarm, InviteLimits(**limits))[0]  # type: ignore[arg-type]
+        entry, _ = issue(self.home, self.who, self.swarm, InviteLimits(**limits))  # type: ignore[arg-type]
+        assert entry is not None
+        return entry
 
     async def enter(self, entry: Pass) -> None:
         """Use an invite."""

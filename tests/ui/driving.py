@@ -34,6 +34,7 @@ class ScriptedNode(Client):
         self.asked: list[str] = []
         self.prospects: ProspectsView | AppError = ProspectsView((STARTER,), None, 9 * GB, 14.0 * GB)
         self.done: dict[str, Any] = {}  # further figures of a reply
+        self.dead: set[str] = set()  # swarms of which no member answers
         self.chats: list[dict[str, Any]] = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
@@ -62,6 +63,9 @@ class ScriptedNode(Client):
                 "approve": bool(body.get("approve")),
             }
             return {"invite": "shoal:a2b3", "name": "reef", "private": True, "limits": limits}
+        if path == "/api/join" and body["target"] in self.dead and not body.get("force"):
+            text = "birds: no member was found. This node stays in reef; `shoal join --force` moves it anyway"
+            raise AppError(text, code="no_member")
         if path in ("/api/join", "/api/create"):
             return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
         self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)

@@ -352,6 +352,26 @@ def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
     driven(node, drive)
 
 
+def test_a_swarm_without_members_is_joined_after_a_second_question() -> None:
+    node = ScriptedNode()
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", joined_at_ms=1)
+    node.dead.add(other.pinned)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
+        for answer, asked in (("escape", 1), ("enter", 3)):
+            await pilot.press("g")
+            await until(app, pilot, lambda: "birds#ffffffff" in text_of_screen(app))
+            await pilot.press("enter")
+            await until(app, pilot, lambda: "no member was found. This node stays in reef. Move" in text_of_screen(app))
+            assert "--force" not in text_of_screen(app)
+            await pilot.press(answer)
+            await until(app, pilot, lambda asked=asked: len(node.asked) == asked)  # type: ignore[misc]
+        assert set(node.asked) == {"/api/join birds#ffffffff"}
+
+    driven(node, drive)
+
+
 def test_the_first_run_proposes_memory_with_headroom() -> None:
     node = ScriptedNode()
     node.config["max_vram"] = None
