@@ -373,8 +373,7 @@ class AdmissionDesk:
         self._look(invitations.load(self._home, self._guard.authority.swarm))
 
     def _look(self, ledger: SwarmLedger) -> None:
-        now_ms = _now_ms()
-        self.waiting = tuple(guest for one in ledger.invitations if one.is_open(now_ms) for guest in one.waiting)
+        self.waiting = tuple(guest for one in ledger.invitations if one.has_use for guest in one.waiting)
 
     async def _run_in_thread(self, function: Callable[[], T]) -> T:
         return await trio.to_thread.run_sync(function, limiter=self._slots)

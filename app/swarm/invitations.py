@@ -32,7 +32,7 @@ _MAX_SWARMS = 256
 _MAX_MS = 2**62
 _MAX_REFUSED = 256
 _MAX_FILE_BYTES = 16 * 2**20
-_KEPT_MS = 30 * 24 * 3600 * 1000  # how long an invite that can no longer be used stays listed
+_KEPT_MS = 30 * 24 * 3600 * 1000  # how long an invite that nobody used stays listed after its expiry
 
 
 @dataclass(frozen=True)
@@ -86,27 +86,35 @@ class Invitation:
         """The invite's name for people: 8 digits of its token's hash."""
         return self.token_hash[:8]
 
+    @property
+    def has_use(self) -> bool:
+        """True if it was neither cancelled nor used up."""
+        return not self.cancelled and len(self.admitted) < self.uses
+
     def is_open(self, now_ms: int) -> bool:
-        """True if somebody can still be admitted with it."""
-        return not self.cancelled and now_ms < self.expires_at_ms and len(self.admitted) < self.uses
+        """True if somebody can still be admitted with it who has not asked yet."""
+        return self.has_use and now_ms < self.expires_at_ms
 
     def admit(self, peer: str, name: str, now_ms: int) -> tuple[Invitation, Verdict]:
-        """Decide on a peer that shows this invite's token, and note it; an admitted peer may ask again at any time."""
+        """Decide on a peer that shows this invite's token, and note it.
+
+        An admitted peer may ask again at any time, and one that asked for approval in time may wait beyond the expiry.
+        """
         if any(guest.peer == peer for guest in self.admitted):
             return self, Verdict.ADMITTED
         if peer in self.refused:
             return self, Verdict.REFUSED
         if self.cancelled:
             return self, Verdict.UNKNOWN
-        if now_ms >= self.expires_at_ms:
-            return self, Verdict.EXPIRED
         if len(self.admitted) >= self.uses:
             return self, Verdict.USED
+        if any(waiting.peer == peer for waiting in self.waiting):
+            return self, Verdict.PENDING
+        if now_ms >= self.expires_at_ms:
+            return self, Verdict.EXPIRED
         guest = Guest(peer, name, now_ms)
         if not self.approve:
             return replace(self, admitted=(*self.admitted, guest)), Verdict.ADMITTED
-        if any(waiting.peer == peer for waiting in self.waiting):
-            return self, Verdict.PENDING
         if len(self.waiting) >= MAX_WAITING:
             return self, Verdict.CROWDED
         return replace(self, waiting=(*self.waiting, guest)), Verdict.PENDING
@@ -132,15 +140,14 @@ class SwarmLedger:
     lists: tuple[bytes, ...] = field(default=(), repr=False)
 
     def issued(self, invitation: Invitation, now_ms: int) -> SwarmLedger:
-        """Return a copy with one more invite, without those that were closed long ago; raises `AppError` if full."""
-        kept = [
-            one
-            for one in self.invitations
-            if one.is_open(now_ms) or one.waiting or now_ms - max(one.made_at_ms, _last_use(one)) < _KEPT_MS
-        ]
-        closed = [one for one in kept if not one.is_open(now_ms) and not one.waiting]
-        while len(kept) >= MAX_INVITATIONS and closed:
-            kept.remove(closed.pop(0))
+        """Return a copy with one more invite, without those that expired long ago unused; raises `AppError` if full.
+
+        Where there is no room, the oldest closed ones go first, those that nobody used before the others.
+        """
+        used_or_new = [one for one in self.invitations if one.admitted or now_ms - one.expires_at_ms < _KEPT_MS]
+        closed = sorted((one for one in used_or_new if not one.is_open(now_ms)), key=lambda one: len(one.admitted) > 0)
+        gone = {one.token_hash for one in closed[: max(0, len(used_or_new) - MAX_INVITATIONS + 1)]}
+        kept = [one for one in used_or_new if one.token_hash not in gone]
         if len(kept) >= MAX_INVITATIONS:
             raise AppError(f"{MAX_INVITATIONS} invites are open: cancel some with `shoal invites cancel`")
         return replace(self, invitations=(*kept, invitation))
@@ -176,10 +183,6 @@ class SwarmLedger:
 
     def _with(self, at: int, changed: Invitation) -> SwarmLedger:
         return replace(self, invitations=(*self.invitations[:at], changed, *self.invitations[at + 1 :]))
-
-
-def _last_use(one: Invitation) -> int:
-    return max((guest.at_ms for guest in one.admitted), default=0)
 
 
 def hash_of(token: bytes) -> str:

@@ -123,6 +123,32 @@ async def test_a_delegate_invites_while_the_creator_is_away_and_a_plain_member_c
         assert guest.peer in member.knows()
 
 
+async def test_a_member_becomes_a_delegate_by_a_second_invite(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async with open_guarded(tmp_path) as sim:
+        creator, member, guest = await sim.grow(3)
+        late = sim.add(9)
+        await member.enter(creator.invite(delegate=True))
+        await late.enter(member.invite())
+        sim.take_part(late, guest)
+        await sim.until(lambda: late.knows() == {creator.peer, member.peer, guest.peer})
+
+
+async def test_a_peer_that_a_member_announces_needs_a_certificate_too(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    async with open_guarded(tmp_path) as sim:
+        nodes = await sim.grow(3)
+        stranger = sim.add(9)
+        sim.take_part(stranger)
+        assert stranger.membership is not None
+        said = wire.Tell(ID, [stranger.membership.own.raw]).encode()
+        await nodes[1].guard.call(nodes[2].peer, wire.TELL, said, timeout_s=5)
+        table = nodes[2].membership.table  # type: ignore[union-attr]
+        assert stranger.peer in table
+        await sim.until(lambda: stranger.peer not in table, 20)
+        assert all(stranger.peer not in node.knows() for node in nodes)
+
+
 async def test_a_member_that_admits_without_right_admits_nobody(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with open_guarded(tmp_path) as sim:
         nodes = await sim.grow(3)

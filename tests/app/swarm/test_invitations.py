@@ -72,6 +72,14 @@ def test_a_newcomer_waits_for_approval() -> None:
         held.decide("ben", approve=True)
 
 
+def test_who_asked_in_time_may_wait_beyond_the_expiry() -> None:
+    late = NOW_MS + 2 * 86_400_000
+    held, _ = ask(ledger(approve=True, expires_in_s=DAY_S), "anna")
+    assert ask(held, "ben", late)[1] is Verdict.EXPIRED
+    assert ask(held, "anna", late)[1] is Verdict.PENDING
+    assert ask(held.decide("anna", approve=True), "anna", late)[1] is Verdict.ADMITTED
+
+
 def test_those_that_wait_are_bounded() -> None:
     held = ledger(approve=True)
     for n in range(MAX_WAITING):
@@ -89,11 +97,13 @@ def test_closed_invites_make_room_and_open_ones_do_not() -> None:
     with pytest.raises(AppError, match="cancel some"):
         held.issued(another, NOW_MS)
     held, _ = ask(held, "anna")
-    held = held.issued(another, NOW_MS)
+    held = held.cancelled(held.invitations[5].id).issued(another, NOW_MS)
     assert len(held.invitations) == MAX_INVITATIONS
-    assert ask(held, "anna")[1] is Verdict.UNKNOWN
+    assert ask(held, "anna")[1] is Verdict.ADMITTED  # the one that nobody had used went
     much_later = held.issued(replace(another, token_hash="b" * 64), NOW_MS + 90 * 86_400_000)
-    assert [one.token_hash for one in much_later.invitations] == ["b" * 64]
+    assert [one.token_hash for one in much_later.invitations] == [hash_of(TOKEN), "b" * 64]
+    full = held.issued(replace(another, token_hash="c" * 64), NOW_MS)
+    assert ask(full, "anna")[1] is Verdict.UNKNOWN  # nothing else was closed
 
 
 peers = st.sampled_from(["anna", "ben", "cleo", "dora"])
