@@ -35,7 +35,7 @@ from app.swarm.certificates import (
     read_certificate,
 )
 from p2p.envelope import Envelope, parse
-from p2p.errors import EnvelopeError, P2PError, ProtocolError, Refused, RemoteError
+from p2p.errors import DeadlineExceeded, EnvelopeError, P2PError, ProtocolError, Refused, RemoteError
 from p2p.rate_limit import LogLimit, PeerRateLimit
 
 log = logging.getLogger("shoal.membership")
@@ -215,6 +215,15 @@ class GuardedNetwork:
             if not self.is_admitted(peer):
                 self._refuse(peer)
 
+    async def _require_within(self, peer: str, timeout_s: float) -> float:
+        """Return the seconds left once the peer is admitted; raises `DeadlineExceeded` and the errors of `_require`."""
+        deadline = trio.current_time() + timeout_s
+        with trio.CancelScope(deadline=deadline) as scope:
+            await self._require(peer)
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"{peer} did not show a certificate within {timeout_s:g} s")
+        return max(deadline - trio.current_time(), 0.001)
+
     def _refuse(self, peer: str) -> None:
         self._refused_until.pop(peer, None)
         self._refused_until[peer] = trio.current_time() + ASK_AGAIN_S
@@ -232,12 +241,7 @@ class GuardedNetwork:
         self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: Priority = Priority.CONTROL
     ) -> bytes:
         """Call an admitted peer; raises `RemoteError` with the code `not_admitted` for others."""
-        deadline = trio.current_time() + timeout_s
-        with trio.CancelScope(deadline=deadline) as scope:
-            await self._require(peer)
-        if scope.cancelled_caught:
-            raise Refused(f"{peer} did not show a certificate within {timeout_s:g} s")
-        left_s = max(deadline - trio.current_time(), 0.001)
+        left_s = await self._require_within(peer, timeout_s)
         return await self._network.call(peer, method, body, timeout_s=left_s, priority=priority)
 
     def serve(self, method: str, handler: RequestHandler) -> None:
@@ -251,12 +255,7 @@ class GuardedNetwork:
 
     async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> FrameStream:
         """Open a stream to an admitted peer; raises the errors of `call`."""
-        deadline = trio.current_time() + timeout_s
-        with trio.CancelScope(deadline=deadline) as scope:
-            await self._require(peer)
-        if scope.cancelled_caught:
-            raise Refused(f"{peer} did not show a certificate within {timeout_s:g} s")
-        left_s = max(deadline - trio.current_time(), 0.001)
+        left_s = await self._require_within(peer, timeout_s)
         return await self._network.open(peer, protocol, timeout_s=left_s)
 
     def accept(self, protocol: str, handler: StreamHandler) -> None:

@@ -225,6 +225,8 @@ class ActiveSwarm:
                     self.say("joining", why)
                 if is_final:
                     await self._fail(error)
+                if isinstance(error, NotAdmitted):
+                    self.settled.set()  # approval may take days: `shoal join` need not wait for it
             await trio.sleep(ADMIT_AGAIN_S)
         if self.swarm.certificate is None and network.peer_id != guard.authority.creator:
             await self._fail(NotAdmitted(f"{self.swarm.name}: this node has no certificate", code="invite_unknown"))

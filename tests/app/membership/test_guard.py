@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.core.errors import AppError
@@ -297,6 +299,27 @@ async def test_tokens_cannot_be_guessed_at_speed(autojump_clock: MockClock, tmp_
             await trio.sleep(10)
             with pytest.raises(RemoteError):
                 await stranger.raw.call(creator.peer, wire.ADMIT, body, timeout_s=5)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from((wire.PRESENT, wire.ADMIT)),
+    st.binary(max_size=200) | st.binary(max_size=200).map(lambda rest: GUARD + rest),
+    st.lists(st.binary(min_size=1, max_size=300), max_size=4),
+)
+def test_whatever_bytes_a_stranger_sends_it_stays_one(
+    tmp_path_factory: pytest.TempPathFactory, method: str, body: bytes, statements: list[bytes]
+) -> None:
+    async def send() -> None:
+        async with open_guarded(tmp_path_factory.mktemp("fuzz")) as sim:
+            creator, stranger = sim.add(0), sim.add(1)
+            for sent in (body, wire.Tell(GUARD, statements).encode()):
+                with pytest.raises((RemoteError, Refused)):
+                    await stranger.raw.call(creator.peer, method, sent, timeout_s=5)
+            assert not creator.guard.is_admitted(stranger.peer)
+            assert list(creator.guard.book.statements()) == []
+
+    trio.run(send, clock=MockClock(autojump_threshold=0))
 
 
 async def test_saved_lists_hold_after_a_restart(autojump_clock: MockClock, tmp_path: Path) -> None:
