@@ -32,6 +32,7 @@ WIRES = (
     ("app/weights/wire.py", "Parts of a model"),
     ("p2p/dht/wire.py", "The directory"),
     ("app/swarm/invite.py", "Invites"),
+    ("app/swarm/certificates.py", "Limited invites: tokens, certificates, revocation"),
     ("app/swarm/records.py", "Swarm records and announcements"),
     ("app/manifest/manifest.py", "Model manifests"),
     ("app/planning/machines.py", "Files of machines for `shoal plan`"),

@@ -16,6 +16,8 @@ from textual.screen import Screen
 from textual.theme import Theme
 from textual.widget import Widget
 
+from app.api.client import Client
+from app.core.errors import AppError
 from app.core.terminal_text import one_line
 from app.snapshot.views import OfferView
 from ui.draw.coverage import loss_words
@@ -121,7 +123,7 @@ def join(app: NodeApp) -> None:
 
     def go(target: str) -> None:
         app.say("joining")
-        app.ask(lambda client: client.post("/api/join", {"target": target}), lambda answer: _joined(app, answer))
+        _move(app, target)
 
     words = "A swarm's name, or an invite. A bare name is found on this network or through a known peer."
     hint = "reading-club, reading-club#1a2b3c4d or shoal:…"
@@ -164,13 +166,38 @@ def switch(app: NodeApp) -> None:
 
     def go(target: str) -> None:
         app.say(f"going to {one_line(target)}")
-        app.ask(lambda client: client.post("/api/join", {"target": target}), lambda answer: _joined(app, answer))
+        _move(app, target)
 
     options = [
         (swarm.pinned, f"{'▌' if swarm.active else ' '}{one_line(swarm.pinned)}{' · private' if swarm.private else ''}")
         for swarm in sorted(known.swarms, key=lambda swarm: (swarm.active, -swarm.joined_at_ms))
     ]
     app.push_screen(Choice("switch to which swarm?", options, "go there"), chosen)
+
+
+def _move(app: NodeApp, target: str, *, force: bool = False) -> None:
+    """Join a swarm; if none of its members answers, ask whether to leave the present swarm all the same."""
+    from ui.widgets.dialogs import Question
+
+    def work(client: Client) -> Any:
+        try:
+            return client.post("/api/join", {"target": target, "force": force})
+        except AppError as error:
+            if error.code != "no_member" or force:
+                raise
+            return error
+
+    def then(answer: Any) -> None:
+        if not isinstance(answer, AppError):
+            _joined(app, answer)
+            return
+        text = one_line(str(answer)).partition("; `shoal join")[0]
+        app.push_screen(
+            Question(f"{text}. Move anyway, and wait for a member there?", "Move anyway"),
+            lambda sure: _move(app, target, force=True) if sure else None,
+        )
+
+    app.ask(work, then)
 
 
 def _joined(app: NodeApp, answer: Any) -> None:

@@ -15,7 +15,9 @@ JSON belong to `app.snapshot`, the replies to `app.asker`.
     POST /api/create        {"name", "model", "private"}
     POST /api/join          {"target": a name, name#hash or invite, "force": move even if no member answers}
     POST /api/leave         {"name"}
-    POST /api/invite        {"name": null for the active swarm}
+    POST /api/invite        {"name": null for the active swarm, "expires_in_s", "uses", "approve", "delegate"}
+    GET  /api/invites       limited invites made here; POST /api/invites/approve and /refuse {"peer"}, /cancel {"id"}
+    POST /api/revoke        {"peer", "remove"}: remove a member from a private swarm; GET /api/revoked lists them
     POST /api/chat          {"messages", …}: lines of JSON: the pieces of the reply, then `done` or `error`
     POST /api/pause         {"for_s": seconds, or null until `resume`}: move sessions to other members, host nothing
     POST /api/drain         wait for sessions to finish, without a time limit, then host nothing until `resume`

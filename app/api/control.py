@@ -11,8 +11,18 @@ from app.asker.reply import ReplyEvent
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Value
-from app.snapshot.views import CourtesyView, ModelView, OfferView, ProspectsView, Snapshot, SwarmView
-from app.swarm.invite import Invite
+from app.joining.admission import MadeInvite
+from app.snapshot.views import (
+    CourtesyView,
+    GuestView,
+    InviteView,
+    ModelView,
+    OfferView,
+    ProspectsView,
+    Snapshot,
+    SwarmView,
+)
+from app.swarm.invitations import InviteLimits
 from app.system.doctor import Check
 
 
@@ -47,8 +57,26 @@ class Control(Protocol):
     async def leave(self, name: str) -> SwarmView:
         """Forget a swarm, leaving it first if it is the active one."""
 
-    async def invite(self, name: str | None) -> Invite:
-        """Make an invite to a remembered swarm; None means the active one."""
+    async def invite(self, name: str | None, limits: InviteLimits | None = None) -> MadeInvite:
+        """Make an invite to a remembered swarm; None means the active one.
+
+        `limits` apply to guarded swarms only; None means the usual ones there.
+        """
+
+    async def invites(self, name: str | None) -> list[InviteView]:
+        """List the limited invites that this node made for a swarm; None means the active one."""
+
+    async def decide(self, peer: str, *, approve: bool) -> GuestView:
+        """Let a peer in that waits for approval, or refuse it; `peer` is its id, the end of it, or its name."""
+
+    async def cancel_invite(self, identifier: str) -> InviteView:
+        """Make an invite useless; those that joined with it stay."""
+
+    async def revoked(self) -> tuple[str, ...]:
+        """Return the peers that this node removed from the active swarm."""
+
+    async def revoke(self, peer: str, *, remove: bool) -> tuple[str, ...]:
+        """Remove a peer from the active swarm, or let it join again; return those that are removed."""
 
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply: its pieces, then its figures."""

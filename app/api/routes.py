@@ -21,8 +21,10 @@ from app.api.streaming import EventStream, json_lines
 from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
 from app.courtesy.pause import LONGEST_S
+from app.joining.admission import invite_facts
 from app.routing.route import MAX_PRIVATE_BLOCKS
 from app.snapshot.codec import coverage, status_facts, to_json
+from app.swarm.invitations import MAX_EXPIRY_S, MAX_USES, InviteLimits
 from app.system.logs import RECENT
 
 _MAX_TEXT = 4096
@@ -70,9 +72,39 @@ class LeaveRequest(_Body):
 
 
 class InviteRequest(_Body):
-    """The swarm to invite to; null means the active one."""
+    """The swarm to invite to, null means the active one; and limits of the invite, for swarms that have them."""
 
     name: str | None = Field(default=None, max_length=_MAX_TEXT)
+    expires_in_s: float | None = Field(default=None, ge=1, le=MAX_EXPIRY_S)
+    uses: int | None = Field(default=None, ge=1, le=MAX_USES)
+    approve: bool = False
+    delegate: bool = False
+
+    def limits(self) -> InviteLimits | None:
+        """Return the limits; None if the request names none."""
+        if not self.model_fields_set & {"expires_in_s", "uses", "approve", "delegate"}:
+            return None
+        usual = InviteLimits()
+        expires_in_s = self.expires_in_s or usual.expires_in_s
+        return InviteLimits(expires_in_s, self.uses or usual.uses, self.approve, self.delegate)
+
+
+class PeerRequest(_Body):
+    """The peer that a decision is about."""
+
+    peer: str = Field(max_length=_MAX_TEXT)
+
+
+class RevokeRequest(PeerRequest):
+    """The peer to remove from the swarm; with `remove`, to take off the list again."""
+
+    remove: bool = False
+
+
+class CancelRequest(_Body):
+    """The invite to cancel, by its id."""
+
+    id: str = Field(max_length=_MAX_TEXT)
 
 
 class PauseRequest(_Body):
@@ -187,6 +219,16 @@ def _read_routes(control: Control) -> APIRouter:
         """The swarms that this node has saved."""
         return [to_json(swarm) for swarm in control.snapshot().swarms]
 
+    @router.get("/invites")
+    async def invites(name: Annotated[str | None, Query(max_length=_MAX_TEXT)] = None) -> list[dict[str, Any]]:
+        """The limited invites that this node made, with those that joined and those that wait."""
+        return [to_json(invite) for invite in await control.invites(name)]
+
+    @router.get("/revoked")
+    async def revoked() -> dict[str, Any]:
+        """The peers that this node removed from the swarm."""
+        return {"revoked": list(await control.revoked())}
+
     @router.get("/prospects")
     async def prospects() -> dict[str, Any]:
         """Swarms nearby and models on this machine, with the speed to expect."""
@@ -251,8 +293,27 @@ def _command_routes(control: Control) -> APIRouter:
     @router.post("/invite")
     async def invite(request: InviteRequest) -> dict[str, Any]:
         """Make an invite to a swarm."""
-        made = await control.invite(request.name)
-        return {"invite": str(made), "name": made.name, "manifest": made.model_hash, "addresses": made.addresses}
+        return invite_facts(await control.invite(request.name, request.limits()))
+
+    @router.post("/invites/approve")
+    async def approve(request: PeerRequest) -> dict[str, Any]:
+        """Let a peer in that waits for approval."""
+        return to_json(await control.decide(request.peer, approve=True))
+
+    @router.post("/invites/refuse")
+    async def refuse(request: PeerRequest) -> dict[str, Any]:
+        """Refuse a peer that waits for approval."""
+        return to_json(await control.decide(request.peer, approve=False))
+
+    @router.post("/invites/cancel")
+    async def cancel(request: CancelRequest) -> dict[str, Any]:
+        """Make an invite useless; those that joined with it stay."""
+        return to_json(await control.cancel_invite(request.id))
+
+    @router.post("/revoke")
+    async def revoke(request: RevokeRequest) -> dict[str, Any]:
+        """Remove a peer from the swarm, or let it join again."""
+        return {"revoked": list(await control.revoke(request.peer, remove=request.remove))}
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:

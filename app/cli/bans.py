@@ -94,6 +94,11 @@ def _members(home: Path) -> list[dict[str, Any]]:
     return [] if client is None else client.get("/api/peers")
 
 
+def peer_id_of_member(home: Path, text: str, others: list[dict[str, Any]], listed: list[str]) -> str:
+    """Return the id of the one member, or of the `others` and the `listed`, that a text means, or the text itself."""
+    return _peer_id(text, [*others, *_members(home)], listed)
+
+
 def _peer_id(text: str, members: list[dict[str, Any]], listed: list[str]) -> str:
     """Return the id of the one peer that is meant, or the text itself if it is no member; the setting checks it."""
     known = {peer["peer"]: peer["name"] for peer in members} | dict.fromkeys(listed, "")

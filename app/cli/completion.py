@@ -25,6 +25,7 @@ _KINDS = {
     ("serve", "join"): "swarms",
     ("ban", "peer"): "peers",
     ("trust", "peer"): "peers",
+    ("revoke", "peer"): "peers",
     ("pull", "model"): "models",
     **{(command, "model"): "models" for command in ("create", "chat", "bench", "doctor")},
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.cli.models import progress_on_stderr
+from app.cli.parser import duration_argument
 from app.cli.pause import warn_sole_holder
 from app.core.errors import UsageError
 
@@ -52,6 +53,14 @@ def add_invite_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the swarm to invite to, and --qr."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="default: the active swarm")
     parser.add_argument("--qr", action="store_true", help="draw a QR code too")
+    words = "a time like 12h or 7d after which the invite is useless; private swarms only (default: 7d)"
+    parser.add_argument("--expires", metavar="TIME", type=duration_argument, help=words)
+    words = "how many nodes may join with it; private swarms only (default: 1)"
+    parser.add_argument("--uses", metavar="N", type=int, help=words)
+    words = "let nobody in before you approve it with `shoal invites approve`; private swarms only"
+    parser.add_argument("--approve", action="store_true", help=words)
+    words = "whoever joins with it may invite others too; private swarms that this node created only"
+    parser.add_argument("--delegate", action="store_true", help=words)
 
 
 def run_create(arguments: argparse.Namespace) -> int:
@@ -143,23 +152,44 @@ def run_invite(arguments: argparse.Namespace) -> int:
     """Print an invite; notices go to stderr, so that stdout can be piped."""
     from app.api.client import running_client
     from app.config.home import Home
+    from app.joining.admission import invite_facts
     from app.joining.offline import invite_offline
+    from app.swarm.invitations import InviteLimits
     from app.swarm.invite import parse_invite
 
+    asked = {"expires_in_s": arguments.expires, "uses": arguments.uses}
+    asked |= {"approve": arguments.approve or None, "delegate": arguments.delegate or None}
+    wanted = {name: value for name, value in asked.items() if value is not None}
     client = running_client(arguments.home)
     if client is not None:
-        invite = parse_invite(client.post("/api/invite", {"name": arguments.name})["invite"])
+        facts = client.post("/api/invite", {"name": arguments.name, **wanted})
     else:
-        invite = invite_offline(Home.open(arguments.home), arguments.name, os.environ)
+        limits = InviteLimits(**wanted) if wanted else None
+        facts = invite_facts(invite_offline(Home.open(arguments.home), arguments.name, os.environ, limits))
         print("shoal: no node runs here: the invite works once one does", file=sys.stderr)
     if arguments.json:
-        addresses = list(invite.addresses)
-        print_json({"invite": str(invite), "name": invite.name, "manifest": invite.model_hash, "addresses": addresses})
+        print_json(facts)
         return 0
     if arguments.qr:
-        print(invite.qr())
-    print(invite)
+        print(parse_invite(facts["invite"]).qr())
+    print(facts["invite"])
+    if facts["private"]:
+        print(f"shoal: {limits_text(facts['limits'])}", file=sys.stderr)
     return 0
+
+
+def limits_text(limits: dict[str, Any] | None) -> str:
+    """Say what an invite to a private swarm allows, and to whom."""
+    if limits is None:
+        return (
+            "whoever has this invite has the swarm's secret, for good: this swarm was created before invites could "
+            "be limited. Invites to a private swarm that you create now can be"
+        )
+    who = "one node" if limits["uses"] == 1 else f"{limits['uses']} nodes"
+    until = time.strftime("%d %b, %H:%M", time.localtime(limits["expires_at_ms"] / 1000))
+    text = f"{who} can join with this invite, until {until}, while this node is online"
+    text += "; each waits until you approve it (`shoal invites`)" if limits["approve"] else ""
+    return text + ("; whoever joins may invite others too" if limits["delegate"] else "")
 
 
 def read_target(argument: str | None) -> str:

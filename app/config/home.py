@@ -110,6 +110,11 @@ class Home:
     swarms_file = HomeFile(
         "swarms.json", "saved swarms and their secrets (`app.swarm.saved`)", private=True, related=("swarms.lock",)
     )
+    admission_file = HomeFile(
+        "admission.json",
+        "invites made here, who used them, and revocation lists (`app.swarm.invitations`)",
+        private=True,
+    )
     peers_file = HomeFile(
         "peers.json", "addresses of peers that could be dialled (`p2p.discovery.known_peers`)", private=True
     )

@@ -18,11 +18,14 @@ import trio
 from app.config.file import Config
 from app.config.home import Home
 from app.core.errors import AppError, UnknownSwarm
+from app.core.network import Network
 from app.core.terminal_text import short_peer
+from app.joining.admission import ask_admission
 from app.joining.network_setup import named_peers, network_config
 from app.joining.wrong_secret import SecretCheck
-from app.membership import resolve_swarm, value_check, wire
+from app.membership import GuardedNetwork, resolve_swarm, value_check, wire
 from app.membership.swarm_search import FoundSwarm
+from app.swarm import invitations
 from app.swarm.names import SwarmName
 from app.swarm.records import SWARM_DOMAIN, read_record
 from app.swarm.saved import SavedSwarm
@@ -33,6 +36,8 @@ from p2p.network import Libp2pNetwork
 
 ROUNDS = 2  # of up to 5 s each; the second only if the first linked no peer at all
 ASK_TIMEOUT_S = 2.0
+ADMIT_PATIENCE_S = 8.0  # for the issuer of an invite
+ADMIT_AGAIN_S = 0.5
 _MAX_ASKED = 32  # peers that are asked which swarm they are in
 _SHOWN = 3  # peers that a message names
 
@@ -65,8 +70,8 @@ class NoMember(AppError):
     code = "no_member"
 
 
-async def require_member(network: Libp2pNetwork, config: Config, swarm: SavedSwarm, refusals_to: RefusalsTo) -> None:
-    """Return once a member of `swarm` answers; `network` must have its secret.
+async def require_member(network: Network, config: Config, swarm: SavedSwarm, refusals_to: RefusalsTo) -> None:
+    """Return once a member of `swarm` answers; `network` must have its secret, and check its certificates.
 
     Raises `WrongSecret`, or `NoMember` that says who was tried.
     """
@@ -91,7 +96,32 @@ def no_member_text(name: str, tried: tuple[str, ...]) -> str:
     return f"{name}: no member answers ({len(tried)} tried: {shown}{more}). They may be offline"
 
 
-async def _any_is_member(network: Libp2pNetwork, peers: tuple[str, ...], swarm: str) -> bool:
+async def _admitted(network: Network, config: Config, swarm: SavedSwarm, refusals_to: RefusalsTo) -> SavedSwarm:
+    """Exchange the pass of an invite for a certificate; raises `NotAdmitted`, `WrongSecret` or `NoMember`."""
+    named, entry = named_peers(config, swarm), swarm.entry
+    assert entry is not None, "there is no pass to exchange"
+
+    async def ask() -> SavedSwarm:
+        give_up_at = trio.current_time() + ADMIT_PATIENCE_S
+        while True:
+            try:
+                return await ask_admission(network, swarm, config.settings.name)
+            except P2PError as error:
+                log.info("the issuer of the invite did not answer: %s", error)
+                if trio.current_time() >= give_up_at:
+                    raise NoMember(no_issuer_text(swarm), peers=(entry.issuer,)) from None
+                await trio.sleep(ADMIT_AGAIN_S)
+
+    return await _unless_refused(network, named, refusals_to, ask)
+
+
+def no_issuer_text(swarm: SavedSwarm) -> str:
+    """Say that the member that made an invite does not answer."""
+    who = "" if swarm.entry is None else f" {short_peer(swarm.entry.issuer)},"
+    return f"{swarm.name}:{who} who made the invite, does not answer, and only that member can admit this node"
+
+
+async def _any_is_member(network: Network, peers: tuple[str, ...], swarm: str) -> bool:
     """Ask these peers which swarm they are in: those that only remember the swarm know its record too."""
     members: list[str] = []
 
@@ -113,7 +143,7 @@ async def _any_is_member(network: Libp2pNetwork, peers: tuple[str, ...], swarm: 
 
 
 async def _unless_refused(
-    network: Libp2pNetwork,
+    network: Network,
     named: dict[str, list[str]],
     refusals_to: RefusalsTo,
     ask: Callable[[], Awaitable[_Answer]],
@@ -142,9 +172,7 @@ async def _unless_refused(
     return answer[0]
 
 
-async def _ask(
-    network: Libp2pNetwork, wanted: SwarmName, named: dict[str, list[str]], secret: bytes | None
-) -> FoundSwarm:
+async def _ask(network: Network, wanted: SwarmName, named: dict[str, list[str]], secret: bytes | None) -> FoundSwarm:
     for turn in range(ROUNDS):
         try:
             return await resolve_swarm(network, wanted, via=named, secret=secret)
@@ -159,9 +187,28 @@ async def resolve_aside(home: Home, config: Config, wanted: SwarmName) -> SavedS
     return await _aside(home, config, None, lambda network, to: resolve_name(network, config, wanted, to))
 
 
-async def require_member_aside(home: Home, config: Config, swarm: SavedSwarm) -> None:
-    """Run `require_member` over a temporary network with the swarm's secret."""
-    await _aside(home, config, swarm, lambda network, to: require_member(network, config, swarm, to))
+async def require_member_aside(home: Home, config: Config, swarm: SavedSwarm) -> SavedSwarm:
+    """Find a member over a temporary network with the swarm's secret, and use an invite's pass there.
+
+    Returns the swarm, with its new certificate; raises the errors of `require_member`, and `NotAdmitted`.
+    """
+
+    async def ask(network: Libp2pNetwork, refusals_to: RefusalsTo) -> SavedSwarm:
+        if swarm.entry is not None:
+            return await _admitted(network, config, swarm, refusals_to)
+        guard = await trio.to_thread.run_sync(guard_of, home, network, swarm)
+        await require_member(guard or network, config, swarm, refusals_to)
+        return swarm
+
+    return await _aside(home, config, swarm, ask)
+
+
+def guard_of(home: Home, network: Network, swarm: SavedSwarm | None) -> GuardedNetwork | None:
+    """Return the guard of a swarm's network, with the saved revocation lists; None if the swarm is not guarded."""
+    authority = None if swarm is None else swarm.authority
+    if swarm is None or authority is None:
+        return None
+    return GuardedNetwork(network, authority, swarm.certificate, invitations.load(home, authority.swarm).lists)
 
 
 async def _aside(

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from app.config.file import load_config
 from app.config.home import Home, hold
+from app.joining.admission import MadeInvite, issue
 from app.joining.targets import invite_to, named, target_swarm
-from app.swarm.invite import Invite
+from app.swarm.invitations import InviteLimits
 from app.swarm.names import SwarmName
 from app.swarm.saved import SavedSwarm, load, update
 from p2p.addresses import advertised, parse_address
@@ -38,13 +39,18 @@ def leave_offline(home: Home, name: str) -> SavedSwarm:
     return swarm
 
 
-def invite_offline(home: Home, name: str | None, environment: Mapping[str, str]) -> Invite:
-    """Return an invite with the addresses that a node here would listen on, and those from its own invite."""
+def invite_offline(
+    home: Home, name: str | None, environment: Mapping[str, str], limits: InviteLimits | None = None
+) -> MadeInvite:
+    """Make an invite with the addresses that a node here would listen on, and those from its own invite."""
     from p2p.sockets import own_ips
 
     swarm = named(load(home), name)
     settings = load_config(home.config_file, environment).settings
-    peer = load_or_create(home.key_file).peer_id
+    identity = load_or_create(home.key_file)
+    peer = identity.peer_id
     listening = [address for text in settings.listen if (address := parse_address(text)).port]
     own = advertised(listening, own_ips(), [parse_address(text) for text in settings.advertise])
-    return invite_to(swarm, [str(address.of(peer)) for address in own], swarm.addresses)
+    entry, invitation = issue(home, identity, swarm, limits)
+    made = invite_to(swarm, [str(address.of(peer)) for address in own], swarm.addresses, entry)
+    return MadeInvite(made, invitation)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from app.core.errors import AppError, RecordError, UnknownSwarm, UsageError
 from app.snapshot.views import SwarmView
-from app.swarm.invite import MAX_ADDRESSES, Invite, is_invite, parse_invite
+from app.swarm.invite import MAX_ADDRESSES, Invite, Pass, is_invite, parse_invite
 from app.swarm.names import SwarmName, pinned
 from app.swarm.saved import SavedSwarm, SavedSwarms
 from p2p.addresses import Scope, parse_address
@@ -44,7 +44,7 @@ def _invited(known: SavedSwarms, invite: Invite) -> SavedSwarm:
     """Return the swarm of an invite; raises `AppError` if it is saved with another secret, as that may be right."""
     swarm = SavedSwarm.from_invite(invite, now_ms=time.time_ns() // 10**6)
     old = next((one for one in known.swarms if one.id == swarm.id), None)
-    if old is not None and old.secret != swarm.secret:
+    if old is not None and (old.secret, old.creator) != (swarm.secret, swarm.creator):
         raise AppError(
             f"{old} is saved on this node with another secret: if this invite is the right one, "
             f"remove the saved one first with `shoal leave {old}`",
@@ -74,11 +74,14 @@ def _only(found: tuple[SavedSwarm, ...], wanted: SwarmName) -> SavedSwarm:
     return found[0]
 
 
-def invite_to(swarm: SavedSwarm, own: Iterable[str], others: Iterable[str] = ()) -> Invite:
-    """Return an invite with addresses of this node, `own`, and of other members as far as there is room."""
+def invite_to(swarm: SavedSwarm, own: Iterable[str], others: Iterable[str] = (), entry: Pass | None = None) -> Invite:
+    """Return an invite with addresses of this node, `own`, and of other members as far as there is room.
+
+    One to a guarded swarm needs `entry`, the pass that `app.joining.admission.issue` made for it.
+    """
     first = _best_first(own)[:_OWN_ADDRESSES]
     rest = [address for address in dict.fromkeys(others) if address not in first]
-    return Invite(swarm.name, swarm.model_hash, tuple([*first, *rest])[:MAX_ADDRESSES], swarm.secret)
+    return Invite(swarm.name, swarm.model_hash, tuple([*first, *rest])[:MAX_ADDRESSES], swarm.secret, entry)
 
 
 def _best_first(addresses: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ a swarm, its record and its manifest are found by name. It does not know what me
 
 member.py            values: a member, a change of one
 table.py             the members, bounded in number and hard to flood
+guard.py             serves and calls only peers with a certificate, in guarded swarms
 gossip_queue.py      statements waiting to be sent to other members
 wire.py              bodies of the calls, and their specification
 exchange.py          makes and answers the calls; parses, verifies and processes received statements
@@ -20,6 +21,7 @@ swarm_search.py      asks others which swarm a name means, and for its manifest
 from __future__ import annotations
 
 from app.membership.failure_detector import Timing
+from app.membership.guard import GuardedNetwork
 from app.membership.member import Change, ChangeKind, Listener, Member, State
 from app.membership.membership import AnnouncementFields, Membership, MembershipSetup
 from app.membership.query_service import QueryService
@@ -30,6 +32,7 @@ __all__ = [
     "Change",
     "ChangeKind",
     "FoundSwarm",
+    "GuardedNetwork",
     "Listener",
     "Member",
     "Membership",

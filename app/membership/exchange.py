@@ -18,8 +18,10 @@ from app.core.network import Network
 from app.core.signal import Signal
 from app.membership import wire
 from app.membership.gossip_queue import GossipQueue
+from app.membership.guard import GuardedNetwork
 from app.membership.member import Change
 from app.membership.table import GONE, PRESENT, Table
+from app.swarm.certificates import REVOCATIONS_DOMAIN
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
     SUSPICION_DOMAIN,
@@ -83,7 +85,9 @@ class MembershipExchange:
         events: MembershipEvents,
         own: Callable[[], Announcement],
         now_ms: Callable[[], int],
+        guard: GuardedNetwork | None = None,
     ) -> None:
+        self._guard = guard
         self.network, self.table, self.gossip_queue = network, table, GossipQueue()
         self._terms, self._events, self._own, self._now_ms = terms, events, own, now_ms
         self._id = bytes.fromhex(terms.swarm)
@@ -91,6 +95,7 @@ class MembershipExchange:
         self.urgent_added = Signal()
         # Two whole tables (2048 members each) at once.
         self._announcement_limit = PeerRateLimit(burst=2 * 2048, per_s=64)
+        self._list_limit = PeerRateLimit(burst=64, per_s=1)  # revocation lists
         self._urgent_limit = PeerRateLimit(burst=5, per_s=0.5)  # pushes about one member
         self._invalid_limit = PeerRateLimit(burst=512, per_s=8)  # invalid statements; beyond it a peer misbehaves
         self._unpublished: set[str] = set()  # strangers to pass on once this node has contacted them
@@ -155,7 +160,8 @@ class MembershipExchange:
 
     async def compare(self, peer: str, timeout_s: float = TABLE_TIMEOUT_S) -> ProbeOutcome:
         """Compare tables with a peer, so that each receives what it lacks; a newcomer gets the whole table this way."""
-        request = wire.TableRequest(self._id, self.table.vector(), [self._own().raw])
+        statements = wire.fitting([self._own().raw, *self._lists()], wire.MAX_BATCH_BYTES)
+        request = wire.TableRequest(self._id, self.table.vector(), statements)
         try:
             body = await self.network.call(peer, wire.TABLE, request.encode(), timeout_s=timeout_s)
             answer = wire.TableAnswer.decode(body)
@@ -181,7 +187,8 @@ class MembershipExchange:
             self._events.misbehaved(peer, str(error))
             return ProbeOutcome.FAILED
         if isinstance(error, RemoteError):
-            return ProbeOutcome.NO_MEMBER if error.code in (wire.NOT_MEMBER, "unknown_method") else ProbeOutcome.UNCLEAR
+            codes = (wire.NOT_MEMBER, wire.NOT_ADMITTED, "unknown_method")
+            return ProbeOutcome.NO_MEMBER if error.code in codes else ProbeOutcome.UNCLEAR
         return ProbeOutcome.UNCLEAR if isinstance(error, Refused | QueueFull) else ProbeOutcome.FAILED
 
     # --- incoming calls -----------------------------------------------------------------------------------------------
@@ -208,7 +215,8 @@ class MembershipExchange:
         if peer in self.table:
             for name in self._disputed(request.vector):
                 self._events.check_liveness(name)
-        newer = wire.fitting([self._own().raw, *self.table.newer_than(request.vector)], wire.MAX_TABLE_BYTES)
+        statements = [self._own().raw, *self._lists(), *self.table.newer_than(request.vector)]
+        newer = wire.fitting(statements, wire.MAX_TABLE_BYTES)
         return wire.TableAnswer(list(self.table.wanted_from(request.vector)), newer).encode()
 
     def _disputed(self, vector: Mapping[bytes, int]) -> list[str]:
@@ -249,6 +257,9 @@ class MembershipExchange:
                 self._receive_announcement(envelope, sender, now, asked)
             elif envelope.domain == SUSPICION_DOMAIN:
                 self._receive_suspicion(envelope, now)
+            elif envelope.domain == REVOCATIONS_DOMAIN and self._guard is not None:
+                if self._list_limit.take(sender, now):
+                    self._guard.keep(envelope)
         except EnvelopeError as error:
             log.debug("a statement from %s was refused: %s", sender, error)
             if not self._invalid_limit.take(sender, now):
@@ -263,7 +274,7 @@ class MembershipExchange:
             if self.table.state(peer) == "dead" and sender != peer and sender in self.table:
                 self._events.check_liveness(peer)
             return
-        if not self._announcement_limit.take(sender, now):
+        if not self._announcement_limit.take(sender, now) or (self._guard and self._guard.is_revoked(peer)):
             return
         if not self.table.has_place(peer, sender=sender, now=now):
             return  # before the signature is checked, so that a flood costs little CPU time
@@ -347,6 +358,13 @@ class MembershipExchange:
     def accuse(self, accused: str, accusation: bytes) -> None:
         """Queue a suspicion, this node's own or another's, that a probe of this node confirmed."""
         self._pass_on(SUSPICION_DOMAIN, accused, accusation, urgent=True)
+
+    def pass_on_list(self, signer: str, raw: bytes) -> None:
+        """Queue a revocation list that is new here."""
+        self._pass_on(REVOCATIONS_DOMAIN, signer, raw, urgent=True)
+
+    def _lists(self) -> list[bytes]:
+        return [] if self._guard is None else list(self._guard.book.statements())
 
     def _pass_on(self, domain: str, about: str, raw: bytes, urgent: bool) -> None:
         self.gossip_queue.add((domain, about), raw, urgent=urgent)

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -22,6 +23,7 @@ from app.membership.bootstrap import Bootstrap
 from app.membership.exchange import MembershipExchange, ProbeOutcome
 from app.membership.failure_detector import FailureDetector, Timing
 from app.membership.gossip import Gossip
+from app.membership.guard import GuardedNetwork
 from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.table import PRESENT, Table
 from app.swarm.records import (
@@ -33,8 +35,8 @@ from app.swarm.records import (
     sign_announcement,
     sign_suspicion,
 )
-from p2p.envelope import CLOCK_TOLERANCE_MS, Sequence
-from p2p.errors import EnvelopeError
+from p2p.envelope import CLOCK_TOLERANCE_MS, Envelope, Sequence
+from p2p.errors import EnvelopeError, P2PError
 from p2p.identity import Identity
 from p2p.rate_limit import LogLimit, PeerRateLimit
 from p2p.supervise import guarded
@@ -46,6 +48,7 @@ log = logging.getLogger("shoal.membership")
 log.addFilter(LogLimit())  # peers can cause these lines
 
 FAREWELL_S = 2.0  # limit for sending the goodbye
+EXPEL_TIMEOUT_S = 2.0
 COMPARE_AFTER_DEATH_S = 20.0  # from a death to the next comparison of tables
 
 
@@ -99,7 +102,10 @@ class Membership:
         self._network, self._identity, self._setup = network, identity, setup or MembershipSetup()
         terms = SwarmTerms(record.id, n_blocks)
         self.table = Table(network.peer_id)
-        self._exchange = MembershipExchange(network, terms, self.table, self, lambda: self._own, self._now_ms)
+        self._guard = network if isinstance(network, GuardedNetwork) else None
+        self._exchange = MembershipExchange(
+            network, terms, self.table, self, lambda: self._own, self._now_ms, self._guard
+        )
         timing, rng = self._setup.timing, self._setup.rng
         self._detector = FailureDetector(self._exchange, timing, rng, self._sign_suspicion)
         self._gossip = Gossip(self._exchange, timing.push_delay_s, rng, self._detector)
@@ -173,6 +179,8 @@ class Membership:
         """Take part until cancelled; reports started once it answers other members."""
         self._exchange.serve()
         stop_listening = self._network.on_link_lost(self._on_link_lost)
+        if self._guard is not None:
+            self._guard.listeners.append(self._on_list)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -183,6 +191,8 @@ class Membership:
             self._nursery = None
             self._exchange.listening = False
             stop_listening()
+            if self._guard is not None:
+                self._guard.listeners.remove(self._on_list)
 
     # --- `MembershipEvents` -------------------------------------------------------------------------------------------
 
@@ -258,6 +268,24 @@ class Membership:
     def _on_link_lost(self, peer: str) -> None:
         if self._nursery is not None and self.table.state(peer) in PRESENT:
             self._detector.lost_link(peer)
+
+    def _on_list(self, envelope: Envelope) -> None:
+        """Pass a new revocation list on, and remove the members that it revokes."""
+        assert self._guard is not None
+        self._exchange.pass_on_list(envelope.peer, envelope.raw)
+        for member in self.table.members():
+            if self._guard.is_revoked(member.peer):
+                log.warning("%s was revoked and is no longer a member", member.peer)
+                self._exchange.drop(member.peer)
+                if self._nursery is not None:
+                    self._nursery.start_soon(guarded, f"parting from {member.peer}", self._expel, member.peer)
+
+    async def _expel(self, peer: str) -> None:
+        """Tell a peer that it was revoked, if it still listens, and close its link."""
+        assert self._guard is not None
+        with suppress(P2PError):
+            await self._guard.present(peer, EXPEL_TIMEOUT_S)
+        await self._network.disconnect(peer, misbehaved=True)
 
     async def _disconnect(self, peer: str) -> None:
         try:

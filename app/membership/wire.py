@@ -9,28 +9,37 @@ summary of a table: for each member the first 8 bytes of its public key and the 
     swarm.table     id[16] count[2] vector[16 x count] statements -> count[2] wanted[8 x count] statements
     swarm.find      name or name#pin, as text; empty: your swarm -> statements: records, then announcements
     swarm.manifest  hash[32]                                     -> the manifest's bytes
+    swarm.present   guard[16] statements                         -> statements
+    swarm.admit     guard[16] token[16] name, as text            -> the caller's certificate
 
 `id` is the swarm's; a node that is not a member of it answers with the error `not_member`. `suspected` is 0, or the
 number of the callee's announcement that was the latest when the caller found it suspect, dead or left. A callee whose
 current number it is announces again with a higher one; a callee that has lost its number finds that announcement among
 the statements. `wanted` lists the keys for which the caller's vector has a newer announcement than the callee.
 
-Bounds: a statement has at most 4352 bytes, the statements of a request or of a probe's answer 64 KiB together, those
-of a table's answer 1 MiB, and a vector 4096 entries.
+The last two calls are those of guarded swarms (`app.swarm.certificates`) and the only ones that peers without a
+certificate may make there; all others are answered with the error `not_admitted`. `guard` is the `swarm` of
+certificates. In `swarm.present` both sides send their own certificate, unless they are the creator, and the revocation
+lists that they know; a caller that was revoked is answered with the lists alone. `swarm.admit` is answered by the
+issuer of the token; its errors are the values of `app.swarm.invitations.Verdict`, and `revoked`.
+
+Bounds: a statement has at most 4352 bytes, the statements of a request or of a probe's answer 64 KiB together, those of
+a table's answer 1 MiB, and a vector 4096 entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2p.errors import ProtocolError
 
 TELL, PROBE, TABLE = "swarm.tell", "swarm.probe", "swarm.table"
 FIND, MANIFEST = "swarm.find", "swarm.manifest"
-NOT_MEMBER, MALFORMED = "not_member", "malformed"
+PRESENT, ADMIT = "swarm.present", "swarm.admit"
+NOT_MEMBER, MALFORMED, NOT_ADMITTED, REVOKED = "not_member", "malformed", "not_admitted", "revoked"
 
-ID_BYTES, KEY_BYTES, NUMBER_BYTES, HASH_BYTES = 16, 8, 8, 32
+ID_BYTES, KEY_BYTES, NUMBER_BYTES, HASH_BYTES, TOKEN_BYTES = 16, 8, 8, 32, 16
 MAX_STATEMENT_BYTES = 4352  # a swarm record with its envelope; announcements are far smaller
 MAX_BATCH_BYTES = 64 * 1024  # of statements that were not asked for
 MAX_TABLE_BYTES = 2**20  # of statements that were asked for
@@ -151,6 +160,30 @@ class TableAnswer:
         """Read the bytes of `encode`; raises `ProtocolError` if they are malformed."""
         wanted, rest = _counted(body, KEY_BYTES)
         return cls(wanted, unpack(rest, MAX_TABLE_BYTES))
+
+
+@dataclass(frozen=True)
+class AdmitRequest:
+    """Body of `swarm.admit`: a token, and the caller's name for people."""
+
+    guard: bytes
+    token: bytes = field(repr=False)
+    name: str = ""
+
+    def encode(self) -> bytes:
+        """Return the body as bytes."""
+        return self.guard + self.token + self.name.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> AdmitRequest:
+        """Read the bytes of `encode`; raises `ProtocolError` if they are malformed."""
+        head = ID_BYTES + TOKEN_BYTES
+        if not head <= len(body) <= head + MAX_NAME_BYTES:
+            raise ProtocolError("a request to be admitted is cut off or too long")
+        name = body[head:].decode("utf-8", "replace")
+        if not name.isprintable():
+            raise ProtocolError("the name in a request to be admitted cannot be shown")
+        return cls(body[:ID_BYTES], body[ID_BYTES:head], name)
 
 
 def _counted(data: bytes, entry_bytes: int) -> tuple[list[bytes], bytes]:

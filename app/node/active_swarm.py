@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 import trio
 
@@ -19,12 +20,22 @@ from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
 from app.hosting.block_host import BlockHost, HostedView
 from app.hosting.loader import fetching_text, obtain_ends
-from app.joining.name_lookup import no_member_text
+from app.joining.admission import NotAdmitted, ask_admission
+from app.joining.name_lookup import no_issuer_text, no_member_text
 from app.joining.network_setup import named_peers
 from app.joining.offers import shape_words
 from app.joining.wrong_secret import SecretCheck
 from app.manifest.manifest import Manifest
-from app.membership import Change, Member, Membership, MembershipSetup, QueryService, fetch_manifest, resolve_swarm
+from app.membership import (
+    Change,
+    GuardedNetwork,
+    Member,
+    Membership,
+    MembershipSetup,
+    QueryService,
+    fetch_manifest,
+    resolve_swarm,
+)
 from app.membership.member import describe
 from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
@@ -44,6 +55,9 @@ from p2p.errors import P2PError, WrongSecret
 from p2p.network import Libp2pNetwork
 
 LOOK_AGAIN_S = 0.5  # between two searches for the swarm
+ADMIT_AGAIN_S = 3.0  # between two requests to be admitted
+ADMIT_PATIENCE_S = 5.0  # for the issuer of a second invite
+_EXPELLED_TEXT = "this node was removed from"
 JOIN_AGAIN_S = 10.0  # after a file of this node could not be written
 
 log = logging.getLogger("shoal.node")
@@ -72,6 +86,7 @@ class ActiveSwarm:
         self.steps = StartupSteps(context.changed)
         self.steps.done("identity", context.identity.peer_id)
         self._secret_check = SecretCheck(self._named_peers)
+        self._guard: GuardedNetwork | None = None
 
     # --- state for the snapshot ---------------------------------------------------------------------------------------
 
@@ -109,14 +124,15 @@ class ActiveSwarm:
 
     # --- joining and leaving ------------------------------------------------------------------------------------------
 
-    async def run(self, network: Libp2pNetwork, service: QueryService) -> None:
+    async def run(self, network: Libp2pNetwork, service: QueryService, guard: GuardedNetwork | None = None) -> None:
         """Join the swarm and take part until cancelled; meanwhile `service` answers other peers' queries about it.
 
-        If the home or cache folder cannot be written, that is the state's reason, and joining starts again.
+        `guard` checks the certificates of a guarded swarm. If the home or cache folder cannot be written, that is the
+        state's reason, and joining starts again.
         """
         while True:
             try:
-                await self._run_once(network, service)
+                await self._run_once(network, service, guard)
             except* (HomeError, WeightsError) as group:
                 why = reason_of(first_error(group))
                 if why != self.why:
@@ -124,7 +140,8 @@ class ActiveSwarm:
                     self.settle("joining", why)
             await trio.sleep(JOIN_AGAIN_S)
 
-    async def _run_once(self, network: Libp2pNetwork, service: QueryService) -> None:
+    async def _run_once(self, network: Libp2pNetwork, service: QueryService, guard: GuardedNetwork | None) -> None:
+        self._guard = guard
         for peer, addresses in self._named_peers.items():
             network.learn(peer, addresses)
             for address in addresses:
@@ -132,11 +149,13 @@ class ActiveSwarm:
         self.steps.begin("peers")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._fail_on_wrong_secret, network)
-            record, manifest, peers = await self._find(network)
+            if guard is not None:
+                await self._be_admitted(network, guard)
+            record, manifest, peers = await self._find(guard or network)
             nursery.cancel_scope.cancel()
         service.keep(manifest)
         try:
-            await self._take_part(network, service, record, manifest, peers)
+            await self._take_part(guard or network, service, record, manifest, peers)
         finally:
             service.take_part(None)
 
@@ -153,6 +172,8 @@ class ActiveSwarm:
 
     def warning(self, network: Network) -> Reason | None:
         """Return what is wrong though this node takes part: a peer named in the invite or settings rejects it."""
+        if self._guard is not None and self._guard.expelled:
+            return because("revoked", f"{_EXPELLED_TEXT} {self.swarm.name}", self._guard.authority.creator)
         error = self._secret_check.refusal(network)
         return None if error is None else reason_of(error)
 
@@ -177,6 +198,49 @@ class ActiveSwarm:
         self.failure = error = await self._secret_check.conclusive(network)
         self.say("joining", reason_of(error))
         self.settled.set()
+
+    async def _be_admitted(self, network: Network, guard: GuardedNetwork) -> None:
+        """Exchange the pass of an invite for a certificate; returns once this node has one.
+
+        With an older certificate at hand, an invite that admits nobody now costs `ADMIT_PATIENCE_S` at most. Without
+        one, a final refusal is the failure of joining, and this waits until another swarm is chosen.
+        """
+        give_up_at = trio.current_time() + ADMIT_PATIENCE_S
+        while (entry := self.swarm.entry) is not None:
+            try:
+                self.swarm = await ask_admission(network, self.swarm, self._context.config().settings.name)
+                guard.certificate = self.swarm.certificate
+                await self._context.remember(self.swarm)
+                return
+            except (NotAdmitted, P2PError) as error:
+                log.info("%s: %s", self.swarm, error)
+                is_final = isinstance(error, NotAdmitted) and not error.is_pending
+                why = reason_of(error)
+                if not isinstance(error, NotAdmitted):
+                    why = because("looking", f"{no_issuer_text(self.swarm)}; still trying", entry.issuer)
+                if self.swarm.certificate is not None and (is_final or trio.current_time() >= give_up_at):
+                    self.swarm = replace(self.swarm, entry=None)
+                    return
+                if why != self.why:
+                    self.say("joining", why)
+                if is_final:
+                    await self._fail(error)
+                if isinstance(error, NotAdmitted):
+                    self.settled.set()  # approval may take days: `shoal join` need not wait for it
+            await trio.sleep(ADMIT_AGAIN_S)
+        if self.swarm.certificate is None and network.peer_id != guard.authority.creator:
+            await self._fail(NotAdmitted(f"{self.swarm.name}: this node has no certificate", code="invite_unknown"))
+
+    async def _fail(self, error: AppError | P2PError) -> NoReturn:
+        """Report that joining has failed for good, and wait to be cancelled."""
+        self.failure = error
+        self.settle("joining", reason_of(error))
+        await trio.sleep_forever()
+
+    def follow_revocations(self) -> None:
+        """Say that this node was removed from the swarm, if a revocation list does."""
+        if self._guard is not None and self._guard.expelled:
+            self._context.note("problem", f"{_EXPELLED_TEXT} {self.swarm.name}")
 
     async def _find(self, network: Network) -> tuple[SwarmRecord, Manifest, tuple[str, ...]]:
         """Return the swarm's record, the model's manifest and the peers to join through.

@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from app.core.network import Network
 from app.core.signal import Signal
+from app.joining.admission import AdmissionDesk, save_list
+from app.joining.name_lookup import guard_of
 from app.joining.network_setup import apply_live, network_config
-from app.membership import QueryService, value_check
+from app.membership import GuardedNetwork, QueryService, value_check
 from app.node.active_swarm import ActiveSwarm
 from app.node.context import NodeContext
+from app.swarm.certificates import Authority
 from app.swarm.saved import SavedSwarm, record_of
 from p2p.addresses import advertised
+from p2p.envelope import Envelope
 from p2p.errors import HandshakeError, WrongSecret
 from p2p.host.listening import PortTaken
 from p2p.network import Libp2pNetwork
 from p2p.sockets import own_ips
-from p2p.supervise import supervise
+from p2p.supervise import guarded, supervise
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -40,7 +45,10 @@ class NetworkOwner:
         self._context = context
         self.network: Libp2pNetwork | None = None
         self.active_swarm: ActiveSwarm | None = None
+        self.guard: GuardedNetwork | None = None  # of the network of a guarded swarm
+        self.desk: AdmissionDesk | None = None
         self._secret: bytes | None = None
+        self._authority: Authority | None = None
         self._bound: tuple[str, ...] = ()  # addresses of the last network, to listen there again
         self._switched = Signal()
         self._closing = False
@@ -96,14 +104,18 @@ class NetworkOwner:
     async def _run_network(self, task_status: TaskStatus[None]) -> None:
         swarm = self.active_swarm.swarm if self.active_swarm is not None else None
         self._secret = swarm.secret if swarm is not None else None
+        self._authority = swarm.authority if swarm is not None else None
         network = Libp2pNetwork(
             self._context.identity,
             network_config(self._context.home, self._context.config(), swarm, self._bound),
             is_valid_value=value_check(self._secret),
             on_handshake_failure=self._on_handshake_failure,
         )
-        service = self._query_service(network)
-        async with network.running():
+        guard = await trio.to_thread.run_sync(guard_of, self._context.home, network, swarm)
+        service = self._query_service(guard or network)
+        async with network.running(), trio.open_nursery() as nursery:
+            if guard is not None:
+                await self._start_guard(network, guard, nursery)
             await apply_live(network, self._context.config())
             self._bound = tuple(str(address) for address in network.host.listening)
             self.network = network
@@ -112,7 +124,26 @@ class NetworkOwner:
             try:
                 await self._run_swarms(network, service)
             finally:
-                self.network = None
+                self.network = self.guard = self.desk = None
+                nursery.cancel_scope.cancel()
+
+    async def _start_guard(self, network: Libp2pNetwork, guard: GuardedNetwork, nursery: trio.Nursery) -> None:
+        """Answer newcomers, close the links of peers without a certificate, and save new revocation lists."""
+        context = self._context
+        desk = AdmissionDesk(network, guard, context.identity, context.home, context.note)
+        await trio.to_thread.run_sync(desk.reload)
+
+        async def save(raw: bytes) -> None:
+            await trio.to_thread.run_sync(save_list, context.home, guard.authority, raw)
+
+        def on_list(envelope: Envelope) -> None:
+            nursery.start_soon(guarded, "saving a revocation list", save, envelope.raw)
+            if self.active_swarm is not None:
+                self.active_swarm.follow_revocations()
+
+        guard.listeners.append(on_list)
+        nursery.start_soon(supervise, "the check of certificates", guard.run)
+        self.guard, self.desk = guard, desk
 
     async def _run_swarms(self, network: Libp2pNetwork, service: QueryService) -> None:
         """Run one swarm after another until `close`, or until the next one has another secret."""
@@ -120,19 +151,23 @@ class NetworkOwner:
             active_swarm = self.active_swarm
             if (active_swarm.swarm.secret if active_swarm is not None else None) != self._secret:
                 return
+            if (None if active_swarm is None else active_swarm.swarm.authority) != self._authority:
+                return
             seen = self._switched.version
             if active_swarm is None:
                 await self._switched.wait()
                 continue
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(
-                    supervise, f"membership in {active_swarm.swarm}", partial(active_swarm.run, network, service)
+                    supervise,
+                    f"membership in {active_swarm.swarm}",
+                    partial(active_swarm.run, network, service, self.guard),
                 )
                 await self._switched.wait_beyond(seen)
                 await active_swarm.leave()
                 nursery.cancel_scope.cancel()
 
-    def _query_service(self, network: Libp2pNetwork) -> QueryService:
+    def _query_service(self, network: Network) -> QueryService:
         """Build the service that answers queries about this swarm and remembered ones with the same secret."""
         service = QueryService(network, self._context.manifests, gated=self._secret is not None)
         for swarm in self._context.known().swarms:

@@ -33,18 +33,30 @@ from app.core.errors import AppError
 from app.core.reasons import Reason, because
 from app.courtesy.pause import PauseControl
 from app.hosting.block_host import HostedView
+from app.joining.admission import MadeInvite
 from app.joining.create import new_name
 from app.joining.nearby import NearbySwarm, NearbySwarms
 from app.joining.network_setup import apply_live, named_peers, network_view
 from app.joining.targets import target_swarm
+from app.node.admissions import Admissions
 from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
 from app.node.swarm_switcher import SwarmSwitcher
 from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
 from app.routing.trust import TrustBook
-from app.snapshot.views import CourtesyView, ModelView, OfferView, ProspectsView, Snapshot, State, SwarmView
-from app.swarm.invite import Invite
+from app.snapshot.views import (
+    CourtesyView,
+    GuestView,
+    InviteView,
+    ModelView,
+    OfferView,
+    ProspectsView,
+    Snapshot,
+    State,
+    SwarmView,
+)
+from app.swarm.invitations import InviteLimits
 from app.swarm.names import SwarmName
 from app.swarm.saved import SavedSwarm
 from app.system.doctor import Check, running_checks
@@ -91,6 +103,7 @@ class Node:
         self._api_health = ApiHealth()
         context = self._context()
         self._swarms.network_owner = self._network_owner = NetworkOwner(context)
+        self._admissions = Admissions(home, self._identity, lambda: self._swarms.known, self._network_owner, self._note)
         self._upkeep = Upkeep(context, self._network_owner)
         self._views = NodeViews(self._identity.peer_id)
         self._nearby = NearbySwarms()
@@ -265,6 +278,7 @@ class Node:
             ),
             peers=active_swarm.peers(network) if active_swarm is not None and network is not None else (),
             swarms=self._swarms.views(),
+            requests=self._admissions.requests(),
         )
 
     async def prospects(self) -> ProspectsView:
@@ -370,9 +384,29 @@ class Node:
         """Remove a swarm from the remembered ones, leaving it first if it is active."""
         return await self._swarms.leave(name)
 
-    async def invite(self, name: str | None) -> Invite:
+    async def invite(self, name: str | None, limits: InviteLimits | None = None) -> MadeInvite:
         """Make an invite to a remembered swarm; None means the active one."""
-        return await self._swarms.invite(name)
+        return await self._swarms.invite(name, limits)
+
+    async def invites(self, name: str | None) -> list[InviteView]:
+        """List the limited invites that this node made for a swarm; None means the active one."""
+        return await self._admissions.invites(name)
+
+    async def decide(self, peer: str, *, approve: bool) -> GuestView:
+        """Let a peer in that waits for approval, or refuse it."""
+        return await self._admissions.decide(peer, approve=approve)
+
+    async def cancel_invite(self, identifier: str) -> InviteView:
+        """Make an invite useless."""
+        return await self._admissions.cancel(identifier)
+
+    async def revoked(self) -> tuple[str, ...]:
+        """Return the peers that this node removed from the active swarm."""
+        return await self._admissions.revoked()
+
+    async def revoke(self, peer: str, *, remove: bool) -> tuple[str, ...]:
+        """Remove a peer from the active swarm, or let it join again; return those that are removed."""
+        return await self._admissions.revoke(peer, remove=remove)
 
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""

@@ -16,15 +16,17 @@ from app.config.file import Config
 from app.config.home import Home
 from app.core.errors import HomeError
 from app.core.reasons import Reason, because
+from app.joining.admission import MadeInvite, NotAdmitted, issue
 from app.joining.create import SwarmSpec, create_swarm
 from app.joining.name_lookup import NoMember, require_member, require_member_aside, resolve_aside, resolve_name
 from app.joining.targets import invite_to, named, target_swarm, view_of
 from app.node.network_owner import NetworkOwner
 from app.snapshot.views import State, SwarmView
-from app.swarm.invite import Invite
+from app.swarm.invitations import InviteLimits
 from app.swarm.names import SwarmName
 from app.swarm.saved import SavedSwarm, SavedSwarms, load, record_of, update
 from app.weights.manifest_store import ManifestStore
+from p2p.identity import load_or_create
 
 JOIN_PATIENCE_S = 15.0  # after which `join` returns the state so far, and joining continues in the background
 
@@ -73,7 +75,7 @@ class SwarmSwitcher:
             merged = known.joined(swarm).active
             assert merged is not None
             if not force and before is not None and before.joined and before.swarm.id != merged.id:
-                await self._require_member(merged, before.swarm)
+                merged = await self._require_member(merged, before.swarm)
             active_swarm = self.network_owner.switch_to(merged)
             assert active_swarm is not None
             with trio.move_on_after(JOIN_PATIENCE_S):
@@ -96,7 +98,7 @@ class SwarmSwitcher:
             self._note("swarm", f"removed {swarm} from the remembered swarms")
             return view_of(swarm, active=False)
 
-    async def invite(self, name: str | None) -> Invite:
+    async def invite(self, name: str | None, limits: InviteLimits | None = None) -> MadeInvite:
         """Make an invite with the addresses of this node and of other present members."""
         swarm = named(await trio.to_thread.run_sync(load, self._home), name)
         own, others = self.network_owner.listen_addrs(), list(swarm.addresses)
@@ -105,7 +107,9 @@ class SwarmSwitcher:
             own = tuple(network.addresses())
         if active_swarm is not None and self._is_active(swarm):
             others = [a for m in active_swarm.members() if m.present for a in m.announcement.addresses[:1]] + others
-        return invite_to(swarm, own, others)
+        identity = await trio.to_thread.run_sync(load_or_create, self._home.key_file)
+        entry, invitation = await trio.to_thread.run_sync(issue, self._home, identity, swarm, limits)
+        return MadeInvite(invite_to(swarm, own, others, entry), invitation)
 
     async def remember(self, swarm: SavedSwarm) -> None:
         """Save a swarm as the active one in the home folder; if that fails, record a problem and carry on."""
@@ -122,18 +126,25 @@ class SwarmSwitcher:
             return await resolve_aside(self._home, self._config(), wanted)
         return await resolve_name(network, self._config(), wanted, self.network_owner.refusals_to)
 
-    async def _require_member(self, swarm: SavedSwarm, here: SavedSwarm) -> None:
-        """Raise `NoMember` or `WrongSecret` unless a member answers, or this node can open the swarm by itself."""
+    async def _require_member(self, swarm: SavedSwarm, here: SavedSwarm) -> SavedSwarm:
+        """Raise `NoMember` or `WrongSecret` unless a member answers, or this node can open the swarm by itself.
+
+        An invite's pass is used meanwhile: returns the swarm, with its new certificate, or raises `NotAdmitted`.
+        """
         manifests = ManifestStore(self._cache)
         source = await trio.to_thread.run_sync(manifests.source, swarm.model_hash)
-        if record_of(swarm) is not None and source is not None:
-            return
+        if record_of(swarm) is not None and source is not None and swarm.entry is None:
+            return swarm
         network = self.network_owner.network_of(swarm.secret)
         try:
             if network is None:
-                await require_member_aside(self._home, self._config(), swarm)
-            else:
-                await require_member(network, self._config(), swarm, self.network_owner.refusals_to)
+                return await require_member_aside(self._home, self._config(), swarm)
+            await require_member(network, self._config(), swarm, self.network_owner.refusals_to)
+            return swarm
+        except NotAdmitted as error:
+            again = "; run the same command again once it has" if error.is_pending else ""
+            text = f"{error}{again}. This node stays in {here.name}"
+            raise NotAdmitted(text, code=error.code, peers=error.peers) from None
         except NoMember as error:
             text = f"{error}. This node stays in {here.name}; `shoal join --force` moves it anyway"
             raise NoMember(text, peers=error.peers) from None

@@ -243,6 +243,30 @@ class ModelView:
 
 
 @dataclass(frozen=True)
+class GuestView:
+    """A peer that joined with an invite, or asks to; `name` is its own word."""
+
+    peer: str
+    name: str = ""
+    at_ms: int = 0
+
+
+@dataclass(frozen=True)
+class InviteView:
+    """One limited invite that this node made, without its token."""
+
+    id: str
+    state: str  # open, used, expired, cancelled
+    made_at_ms: int
+    expires_at_ms: int
+    uses: int
+    approve: bool = False
+    delegate: bool = False
+    admitted: tuple[GuestView, ...] = ()
+    waiting: tuple[GuestView, ...] = ()
+
+
+@dataclass(frozen=True)
 class ProspectsView:
     """The swarms that this node could join, and the free space of its disk."""
 
@@ -290,3 +314,4 @@ class Snapshot:
     courtesy: CourtesyView = CourtesyView()
     steps: tuple[StepView, ...] = ()
     weights: WeightsView | None = None
+    requests: tuple[GuestView, ...] = ()  # peers that ask to join with an invite of this node and wait for approval

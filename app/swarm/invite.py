@@ -1,15 +1,19 @@
 """Invites: one line of text, `shoal:…`, with all that a node needs to join a swarm. Pure.
 
 After `shoal:` comes base32 in lower case without padding (upper case is read too; QR codes use it, because they encode
-it in fewer modules) of: a version byte, 1; fields, each a tag byte, a length byte and a value; and the first four bytes
-of the SHA-256 of all that, which detects typing errors. Unknown tags are ignored, other versions are rejected.
+it in fewer modules) of: a version byte; fields, each a tag byte, a length byte and a value; and the first four bytes of
+the SHA-256 of all that, which detects typing errors. Unknown tags are ignored, other versions are rejected.
 
     1 name          2 manifest hash, 32 bytes          3 secret, 32 bytes, of a private swarm
     4 peer: Ed25519 public key; the addresses that follow are this peer's
     5 address: 4 or 16 bytes of IP and 2 of TCP port    6 address: any other multiaddr, as text
+    7 authority: the creator's Ed25519 public key       8 issuer: the public key of the member that made the invite
+    9 token, 16 bytes
 
-At most 8 addresses. An invite is not signed, as anybody could make one; the manifest's hash in it proves what a peer
-sends. `app.joining.targets` makes invites and joins by them.
+Invites of guarded swarms have version 2 and the fields 3, 7, 9, and 8 unless the creator made them
+(`app.swarm.certificates`); others have version 1 and none of the last three. At most 8 addresses. An invite is not
+signed, as anybody could make one; the manifest's hash in it proves what a peer sends. `app.joining.targets` makes
+invites and joins by them.
 """
 
 from __future__ import annotations
@@ -25,23 +29,38 @@ from dataclasses import dataclass, field
 
 from app.core.errors import RecordError
 from app.core.terminal_text import qr_code
+from app.swarm.certificates import TOKEN_BYTES
 from app.swarm.names import is_model_hash, is_swarm_name
 from p2p.addresses import Address, BadAddress, parse_address
 from p2p.identity import peer_id_of, public_key_of
 
 PREFIX = "shoal:"
-VERSION = 1
+VERSION, GUARDED_VERSION = 1, 2
 SECRET_BYTES = 32
 MAX_ADDRESSES = 8
 MAX_INVITE_CHARS = 3000
 _CHECKSUM_BYTES = 4
-_NAME, _MODEL, _SECRET, _PEER, _IP, _TEXT = range(1, 7)
+_NAME, _MODEL, _SECRET, _PEER, _IP, _TEXT, _AUTHORITY, _ISSUER, _TOKEN = range(1, 10)
 _ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyz234567")
 
 
 def new_secret() -> bytes:
     """Return a random secret for a new private swarm."""
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def new_token() -> bytes:
+    """Return a random token for a new invite to a guarded swarm."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The part of an invite to a guarded swarm that is exchanged for a certificate: `issuer` takes the token."""
+
+    authority: str
+    issuer: str
+    token: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -52,10 +71,11 @@ class Invite:
     model_hash: str
     addresses: tuple[str, ...] = ()
     secret: bytes | None = field(default=None, repr=False)
+    entry: Pass | None = None  # of a guarded swarm
 
     def __str__(self) -> str:
         """Return the line to send to somebody; it contains the secret."""
-        body = bytes((VERSION,)) + b"".join(self._fields())
+        body = bytes((VERSION if self.entry is None else GUARDED_VERSION,)) + b"".join(self._fields())
         text = base64.b32encode(body + _checksum(body)).decode().rstrip("=").lower()
         return PREFIX + text
 
@@ -64,6 +84,11 @@ class Invite:
         yield _field(_MODEL, bytes.fromhex(self.model_hash))
         if self.secret is not None:
             yield _field(_SECRET, self.secret)
+        if self.entry is not None:
+            yield _field(_AUTHORITY, public_key_of(self.entry.authority))
+            if self.entry.issuer != self.entry.authority:
+                yield _field(_ISSUER, public_key_of(self.entry.issuer))
+            yield _field(_TOKEN, self.entry.token)
         last = None
         for text in self.addresses[:MAX_ADDRESSES]:
             address = parse_address(text)
@@ -89,9 +114,9 @@ def parse_invite(text: str) -> Invite:
     if len(line) > MAX_INVITE_CHARS:
         raise RecordError("this is not an invite: it is too long")
     body = _body(line.removeprefix(PREFIX))
-    if body[0] != VERSION:
-        raise RecordError(f"the invite has version {body[0]}, this Shoal reads version {VERSION}; update Shoal")
-    return _invite_from(body[1:])
+    if body[0] not in (VERSION, GUARDED_VERSION):
+        raise RecordError(f"the invite has version {body[0]}, this Shoal reads up to {GUARDED_VERSION}; update Shoal")
+    return _invite_from(body[1:], guarded=body[0] == GUARDED_VERSION)
 
 
 def is_invite(text: str) -> bool:
@@ -114,7 +139,8 @@ def _body(code: str) -> bytes:
     return body
 
 
-def _invite_from(raw: bytes) -> Invite:
+def _invite_from(raw: bytes, *, guarded: bool) -> Invite:
+    unique = (_NAME, _MODEL, _SECRET, *((_AUTHORITY, _ISSUER, _TOKEN) if guarded else ()))
     found: dict[int, bytes] = {}
     addresses: list[str] = []
     peer = None
@@ -125,7 +151,7 @@ def _invite_from(raw: bytes) -> Invite:
             if peer is None or len(addresses) == MAX_ADDRESSES:
                 raise RecordError("the invite is damaged: it has too many addresses, or one without a peer")
             addresses.append(str(_address(tag, value).of(peer)))
-        elif tag in (_NAME, _MODEL, _SECRET):
+        elif tag in unique:
             if tag in found:
                 raise RecordError("the invite is damaged: a field appears twice")
             found[tag] = value
@@ -134,7 +160,15 @@ def _invite_from(raw: bytes) -> Invite:
     if not is_swarm_name(name) or not is_model_hash(model_hash):
         raise RecordError("the invite is damaged: it names no swarm")
     secret = _exactly(found[_SECRET], SECRET_BYTES) if _SECRET in found else None
-    return Invite(name, model_hash, tuple(addresses), secret)
+    return Invite(name, model_hash, tuple(addresses), secret, _pass_in(found) if guarded else None)
+
+
+def _pass_in(found: dict[int, bytes]) -> Pass:
+    if not found.keys() >= {_SECRET, _AUTHORITY, _TOKEN}:
+        raise RecordError("the invite is damaged: a field is missing")
+    authority = peer_id_of(_exactly(found[_AUTHORITY], 32))
+    issuer = peer_id_of(_exactly(found[_ISSUER], 32)) if _ISSUER in found else authority
+    return Pass(authority, issuer, _exactly(found[_TOKEN], TOKEN_BYTES))
 
 
 def _values(raw: bytes) -> Iterator[tuple[int, bytes]]:

@@ -1,9 +1,10 @@
 """The swarms that a node has joined, saved in `swarms.json` in its home folder.
 
 A swarm is saved with its name, its model's whole hash, the secret if it is private, the addresses from its invite, and
-its creator's signed record once one was received. At most one is active. The values are immutable; `update` applies a
-function from old to new to the file under a lock, so that a command and a running node never overwrite each other's
-changes. `app.joining` and `app.node` decide what to save.
+its creator's signed record once one was received. Of a guarded swarm (`app.swarm.certificates`) also its authority,
+this node's certificate, and the issuer and token of an invite that was not used yet. At most one is active. The values
+are immutable; `update` applies a function from old to new to the file under a lock, so that a command and a running
+node never overwrite each other's changes. `app.joining` and `app.node` decide what to save.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from app.config.home import Home
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import HomeError, RecordError
-from app.swarm.invite import SECRET_BYTES, Invite
+from app.swarm.certificates import TOKEN_BYTES, Authority
+from app.swarm.invite import SECRET_BYTES, Invite, Pass
 from app.swarm.names import SwarmName, is_model_hash, is_swarm_name, pinned
 from app.swarm.records import SwarmRecord, read_record, swarm_id
 from p2p.errors import EnvelopeError
@@ -40,6 +42,16 @@ class SavedSwarm:
     secret: bytes | None = field(default=None, repr=False)
     record: bytes | None = field(default=None, repr=False)  # the signed envelope of the swarm's record
     addresses: tuple[str, ...] = ()
+    creator: str | None = None  # peer id of a guarded swarm's authority
+    certificate: bytes | None = field(default=None, repr=False)
+    entry: Pass | None = None  # an invite's pass that was not exchanged for a certificate yet
+
+    @property
+    def authority(self) -> Authority | None:
+        """The authority of a guarded swarm, None for others."""
+        if self.creator is None or self.secret is None:
+            return None
+        return Authority.of(self.id, self.secret, self.creator)
 
     @property
     def id(self) -> str:
@@ -51,13 +63,24 @@ class SavedSwarm:
 
     @classmethod
     def from_record(cls, record: SwarmRecord, *, now_ms: int, secret: bytes | None = None) -> SavedSwarm:
-        """Make the entry of a swarm that was resolved by name or created here."""
-        return cls(record.name, record.model_hash, now_ms, secret, record.raw)
+        """Make the entry of a swarm that was resolved by name or created here; one with a secret is guarded."""
+        creator = None if secret is None else record.creator
+        return cls(record.name, record.model_hash, now_ms, secret, record.raw, creator=creator)
 
     @classmethod
     def from_invite(cls, invite: Invite, *, now_ms: int) -> SavedSwarm:
         """Make the entry of a swarm from an invite; its record is not known yet."""
-        return cls(invite.name, invite.model_hash, now_ms, invite.secret, None, invite.addresses)
+        creator = None if invite.entry is None else invite.entry.authority
+        return cls(
+            invite.name,
+            invite.model_hash,
+            now_ms,
+            invite.secret,
+            None,
+            invite.addresses,
+            creator=creator,
+            entry=invite.entry,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,10 @@ class SavedSwarms:
             secret=swarm.secret or known.secret,
             record=swarm.record or known.record,
             addresses=swarm.addresses or known.addresses,
+            creator=swarm.creator or known.creator,
+            certificate=swarm.certificate or known.certificate,
+            # A new certificate has used up the pass.
+            entry=swarm.entry or (known.entry if swarm.certificate is None else None),
         )
         return SavedSwarms(tuple(merged if old.id == swarm.id else old for old in self.swarms), swarm.id)
 
@@ -137,6 +164,10 @@ def _document(saved: SavedSwarms) -> bytes:
             "secret": swarm.secret.hex() if swarm.secret else None,
             "record": base64.b64encode(swarm.record).decode() if swarm.record else None,
             "addresses": list(swarm.addresses),
+            "creator": swarm.creator,
+            "certificate": base64.b64encode(swarm.certificate).decode() if swarm.certificate else None,
+            "issuer": swarm.entry.issuer if swarm.entry else None,
+            "token": swarm.entry.token.hex() if swarm.entry else None,
         }
         for swarm in saved.swarms
     ]
@@ -156,6 +187,10 @@ def _swarm(fields: Fields) -> SavedSwarm:
         fields.refuse("name", "a swarm's name")
     if not is_model_hash(model_hash):
         fields.refuse("model", "the hash of a manifest")
+    creator, issuer = fields.optional_text("creator", 64), fields.optional_text("issuer", 64)
+    entry = None
+    if creator is not None and issuer is not None:
+        entry = Pass(creator, issuer, fields.hex_bytes("token", TOKEN_BYTES))
     return SavedSwarm(
         name=name,
         model_hash=model_hash,
@@ -163,6 +198,9 @@ def _swarm(fields: Fields) -> SavedSwarm:
         secret=None if fields.values.get("secret") is None else fields.hex_bytes("secret", SECRET_BYTES),
         record=_base64(fields, "record"),
         addresses=fields.texts("addresses", _MAX_ADDRESSES, 512, []),
+        creator=creator,
+        certificate=_base64(fields, "certificate"),
+        entry=entry,
     )
 
 

@@ -163,7 +163,7 @@ def test_a_running_node_is_sent_around(founder: Serving, private_founder: Servin
     assert here.facts("status")["state"] == "idle"
     assert here.facts("swarms") == []
     # So is no secret at all.
-    public = here.shoal("join", str(replace(right, secret=None)))
+    public = here.shoal("join", str(replace(right, secret=None, entry=None)))
     assert (public.status, "secret" in public.err) == (1, True)
     # The right one is let in, over another network on the same port.
     before = here.facts("status")["listen_addrs"]

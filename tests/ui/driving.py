@@ -34,6 +34,7 @@ class ScriptedNode(Client):
         self.asked: list[str] = []
         self.prospects: ProspectsView | AppError = ProspectsView((STARTER,), None, 9 * GB, 14.0 * GB)
         self.done: dict[str, Any] = {}  # further figures of a reply
+        self.dead: set[str] = set()  # swarms of which no member answers
         self.chats: list[dict[str, Any]] = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
@@ -53,7 +54,18 @@ class ScriptedNode(Client):
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
         if path == "/api/preview":
             return to_json(self._preview(**body))
-        self.asked.append(f"{path} {body.get('target') or body.get('model') or ''}".strip())
+        self.asked.append(f"{path} {body.get('target') or body.get('model') or body.get('peer') or ''}".strip())
+        if path == "/api/invite":
+            limits = {
+                "id": "1a2b3c4d",
+                "uses": 1,
+                "expires_at_ms": int(time.time() * 1000) + 5_400_000,
+                "approve": bool(body.get("approve")),
+            }
+            return {"invite": "shoal:a2b3", "name": "reef", "private": True, "limits": limits}
+        if path == "/api/join" and body["target"] in self.dead and not body.get("force"):
+            text = "birds: no member was found. This node stays in reef; `shoal join --force` moves it anyway"
+            raise AppError(text, code="no_member")
         if path in ("/api/join", "/api/create"):
             return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
         self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)

@@ -13,14 +13,24 @@ from textual.widgets import Input
 
 from app.core.errors import AppError
 from app.core.reasons import Reason
-from app.snapshot.views import DeviceView, FitView, NetworkView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
+from app.snapshot.views import (
+    DeviceView,
+    FitView,
+    GuestView,
+    NetworkView,
+    OfferView,
+    PeerView,
+    ProspectsView,
+    Snapshot,
+    SwarmView,
+)
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
-from tests.ui.rendering import text_of_screen
+from tests.ui.rendering import settle, text_of_screen
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
-from ui.screens.invite import GuestList
+from ui.screens.invite import GuestList, limit_words
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
 from ui.state.store import ConnectionState
@@ -342,6 +352,26 @@ def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
     driven(node, drive)
 
 
+def test_a_swarm_without_members_is_joined_after_a_second_question() -> None:
+    node = ScriptedNode()
+    other = SwarmView("birds", "ff" * 32, "birds#ffffffff", joined_at_ms=1)
+    node.dead.add(other.pinned)
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, other)))
+        for answer, asked in (("escape", 1), ("enter", 3)):
+            await pilot.press("g")
+            await until(app, pilot, lambda: "birds#ffffffff" in text_of_screen(app))
+            await pilot.press("enter")
+            await until(app, pilot, lambda: "no member was found. This node stays in reef. Move" in text_of_screen(app))
+            assert "--force" not in text_of_screen(app)
+            await pilot.press(answer)
+            await until(app, pilot, lambda asked=asked: len(node.asked) == asked)  # type: ignore[misc]
+        assert set(node.asked) == {"/api/join birds#ffffffff"}
+
+    driven(node, drive)
+
+
 def test_the_first_run_proposes_memory_with_headroom() -> None:
     node = ScriptedNode()
     node.config["max_vram"] = None
@@ -404,6 +434,46 @@ def test_guests_are_followed_from_their_knock_to_their_end() -> None:
     silent = Reason("silent", "it does not answer any more")
     assert as_member(state="dead", unused=silent) == ["× guest failed: it does not answer any more"]
     assert told(base) == ["× guest failed: it does not answer any more"]
+
+
+def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
+    node = ScriptedNode()
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("i")
+        await until(app, pilot, lambda: "One node can join with it" in text_of_screen(app))
+        await pilot.press("a", "x")  # nobody asks: nothing is decided
+        assert "let in" not in text_of_screen(app)
+        await pilot.press("o")
+        await until(app, pilot, lambda: "You are asked first" in text_of_screen(app))
+        app.store.take(replace(HEALTHY, requests=(GuestView("12D3KooWxyGuest", "ann\x1b[2J"),)))
+        await settle(app, pilot)
+        await until(app, pilot, lambda: "ann[2J (yGuest) asks to join" in text_of_screen(app))
+        await pilot.press("a")
+        await until(app, pilot, lambda: len(node.asked) == 4)
+        await pilot.press("x")
+        await until(app, pilot, lambda: len(node.asked) == 5)
+        assert node.asked == [
+            "/api/invite",
+            "/api/invites/cancel",
+            "/api/invite",
+            "/api/invites/approve 12D3KooWxyGuest",
+            "/api/invites/refuse 12D3KooWxyGuest",
+        ]
+
+    driven(node, drive)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"private": False}, "Send this line to whoever should join."),
+        ({"private": True, "limits": None}, "Whoever has this line has the swarm's secret, for good"),
+        ({"limits": {"uses": 3, "expires_at_ms": 3_600_000, "approve": False}}, "3 nodes can join with it, within 1 h"),
+    ],
+)
+def test_an_invite_says_what_it_allows(answer: dict[str, Any], words: str) -> None:
+    assert limit_words(answer, 0).startswith(words)
 
 
 def test_keys_that_are_needed_least_give_way_in_a_narrow_window() -> None:

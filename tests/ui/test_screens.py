@@ -9,12 +9,13 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import cast
 
 import pytest
 from textual.pilot import Pilot
 
-from app.snapshot.views import DeviceView, FitView, OfferView, ProspectsView
+from app.snapshot.views import DeviceView, FitView, GuestView, OfferView, ProspectsView
 from tests.ui.fixed import SNAPSHOTS, fill
 from tests.ui.rendering import (
     FIXTURES,
@@ -28,6 +29,7 @@ from tests.ui.rendering import (
     text_of_screen,
 )
 from ui.draw import theme as palette
+from ui.draw.node import now_ms
 from ui.draw.theme import DAY, NIGHT
 from ui.screens.first_run import FirstRun
 from ui.screens.invite import InviteScreen
@@ -204,9 +206,17 @@ async def look_at_windows(app: StillDashboard, pilot: Pilot[None], gallery: Gall
         await pilot.press("escape")
     await pilot.press("i")
     await settle(app, pilot)
-    cast(InviteScreen, app.screen).take({"invite": "shoal:" + "a2b3c4d5" * 8, "name": "reading-club"})
+    cast(InviteScreen, app.screen).take({"invite": "shoal:" + "a2b3c4d5" * 8, "name": "reading-club", "private": True})
     await settle(app, pilot)
     gallery.take(app, "invite")
+    limits = {"id": "1a2b3c4d", "uses": 1, "expires_at_ms": now_ms() + 5_400_000, "approve": True}
+    known = app.store.snapshot
+    assert known is not None
+    app.store.take(replace(known, requests=(GuestView("12D3KooWRequest", "ann"),)))
+    cast(InviteScreen, app.screen).take({"invite": "shoal:" + "a2b3" * 9, "name": "reading-club", "limits": limits})
+    await settle(app, pilot)
+    gallery.take(app, "invite-limited")
+    app.store.take(known)
     await pilot.press("escape", "tab", "z")
     await settle(app, pilot)
     gallery.take(app, "zoom")

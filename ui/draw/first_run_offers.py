@@ -76,7 +76,7 @@ def target_words(offer: OfferView) -> list[str]:
     parts += [size(offer.size_bytes)] if offer.size_bytes else []
     if offer.members is not None:
         return [*parts, plural(offer.members, "member")]
-    return [*parts, "members answer only those with the secret" if offer.private else "no member answers now"]
+    return [*parts, "members answer only those who are invited" if offer.private else "no member answers now"]
 
 
 def _there(offer: OfferView) -> Row:

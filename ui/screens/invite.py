@@ -1,7 +1,8 @@
-"""The invite dialog: the invite as a line and as a QR code, and the peers that arrived since it was opened."""
+"""The invite dialog: the invite as a line and as a QR code, its limits, and the peers that ask to join or arrived."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 from textual.app import ComposeResult
@@ -10,10 +11,11 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from app.api.client import Client
 from app.core.terminal_text import one_line, qr_code, short_peer
-from app.snapshot.views import PeerView, Snapshot
+from app.snapshot.views import GuestView, PeerView, Snapshot
 from ui.draw.node import now_ms
-from ui.draw.numbers import rate
+from ui.draw.numbers import duration, rate
 from ui.draw.rows import Row, row
 from ui.node_app import NodeApp
 from ui.state.store import Store
@@ -89,14 +91,34 @@ def guest_row(peer: PeerView, here: bool) -> Row:
     return row(("◐", "warning"), " ", (name, "b"), f" {words}")
 
 
+def limit_words(answer: Mapping[str, Any], now_ms: int) -> str:
+    """Who can join with an invite, and until when, from the node's answer."""
+    limits = answer.get("limits")
+    if limits is not None:
+        who = "One node" if limits["uses"] == 1 else f"{limits['uses']} nodes"
+        left = duration((limits["expires_at_ms"] - now_ms) / 1000)
+        approval = " You are asked first." if limits["approve"] else ""
+        return f"{who} can join with it, within {left}, while this node is online.{approval}"
+    if answer.get("private"):
+        return "Whoever has this line has the swarm's secret, for good; it cannot be limited or taken back."
+    return "Send this line to whoever should join."
+
+
+def request_row(guest: GuestView) -> Row:
+    """A peer that waits for approval, with its own word for its name and the end of its id."""
+    name = one_line(guest.name)
+    who = f"{name} ({short_peer(guest.peer)})" if name else short_peer(guest.peer)
+    return row(("?", "warning"), " ", (who, "b"), " asks to join")
+
+
 class GuestPanel(RowWidget):
-    """Shows the peers that arrived since the invite was opened."""
+    """Shows the peers that ask to join, and those that arrived since the invite was opened."""
 
     guests: GuestList | None = None
     opened_ms = 0
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One row for each arrived peer, then the last one that was refused."""
+        """One row for each arrived peer, then the last one that was refused, then those that ask to join."""
         known = self.store.snapshot
         if known is None:
             return [row(("the node is away", "dim"))]
@@ -106,6 +128,7 @@ class GuestPanel(RowWidget):
         rows = self.guests.rows(known)
         refused = [note for note in self.store.notes if note.kind == "knock" and note.at_ms >= self.opened_ms]
         rows += [row(("×", "error"), f" {one_line(refused[-1].text)}")] if refused else []
+        rows += [request_row(guest) for guest in known.requests]
         return (rows or [row(("No one has joined with it yet.", "dim"))])[-height:]
 
 
@@ -115,12 +138,16 @@ class InviteScreen(Dialog[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,i", "close", "close"),
         Binding("y", "copy", "copy"),
+        Binding("a", "decide(True)", "let in"),
+        Binding("x", "decide(False)", "refuse"),
+        Binding("o", "ask_first", "ask me first"),
     ]
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store
         self.line = ""
+        self._limits: Mapping[str, Any] | None = None  # of the invite that is shown
 
     def compose(self) -> ComposeResult:
         """Invite, QR code, arrived peers and keys."""
@@ -129,28 +156,35 @@ class InviteScreen(Dialog[None]):
             yield Static("Asking the node…", id="invite-line")
             yield Static("", id="invite-code")
             yield GuestPanel(self.store, id="came")
-            keys = (("y", "bold $mine"), " copy the line   ", ("esc", "bold $mine"), " close")
-            yield Static(Content.assemble(*keys), id="invite-keys")
+            yield Static(self._keys(), id="invite-keys")
 
     def on_mount(self) -> None:
         """Ask the node for an invite."""
         self.query_one(GuestPanel).opened_ms = now_ms()
-        dashboard = cast(NodeApp, self.app)
-        dashboard.ask(lambda client: client.post("/api/invite", {"name": None}), self.take, self._failed)
+        self._ask({"name": None})
+
+    def _ask(self, body: dict[str, Any]) -> None:
+        cast(NodeApp, self.app).ask(lambda client: client.post("/api/invite", body), self.take, self._failed)
+
+    def _keys(self) -> Content:
+        keys = [("y", "copy"), ("esc", "close")]
+        if self._limits is not None:
+            keys.insert(1, ("o", "do not ask" if self._limits["approve"] else "ask me first"))
+        known = self.store.snapshot
+        if known is not None and known.requests:
+            keys = [("a", "let in"), ("x", "refuse"), *keys]
+        parts = [part for key, words in keys for part in ((key, "bold $mine"), f" {words}   ")]
+        return Content.assemble(*parts).rstrip()
 
     def take(self, answer: Any) -> None:
         """Show the node's invite, with the QR code if the window is large enough."""
         self.line = one_line(str(answer["invite"]))
-        known = self.store.snapshot
-        private = known is not None and known.private
-        hint = (
-            "Whoever has this line can join: it contains the swarm's secret."
-            if private
-            else "Send this line to whoever should join."
-        )
+        self._limits = answer.get("limits")
+        hint = limit_words(answer, now_ms())
         words = Content.assemble(
             (f"{one_line(str(answer['name']))}  ", "bold"), (hint, "$dim"), "\n\n", (self.line, "$mine")
         )
+        self.query_one("#invite-keys", Static).update(self._keys())
         self.query_one("#invite-line", Static).update(words)
         code = self.query_one("#invite-code", Static)
         rows = qr_rows(self.line)
@@ -167,6 +201,32 @@ class InviteScreen(Dialog[None]):
     def show(self) -> None:
         """Redraw the arrived peers from the store."""
         self.query_one(GuestPanel).show()
+        self.query_one("#invite-keys", Static).update(self._keys())
+
+    def action_decide(self, approve: bool) -> None:
+        """Let the first peer in that asks to join, or refuse it."""
+        known, dashboard = self.store.snapshot, cast(NodeApp, self.app)
+        if known is None or not known.requests:
+            return
+        guest = known.requests[0]
+        who, path = one_line(guest.name) or short_peer(guest.peer), "approve" if approve else "refuse"
+        done = f"{who} may join now" if approve else f"{who} is refused"
+        dashboard.ask(
+            lambda client: client.post(f"/api/invites/{path}", {"peer": guest.peer}), lambda _: dashboard.say(done)
+        )
+
+    def action_ask_first(self) -> None:
+        """Replace the invite by one whose guests wait for approval, or by one whose guests do not."""
+        limits = self._limits
+        if limits is None:
+            return
+        dashboard, body = cast(NodeApp, self.app), {"name": None, "approve": not limits["approve"]}
+
+        def replace(client: Client) -> Any:
+            client.post("/api/invites/cancel", {"id": limits["id"]})
+            return client.post("/api/invite", body)
+
+        dashboard.ask(replace, self.take, self._failed)
 
     def action_copy(self) -> None:
         """Copy the invite to the terminal's clipboard."""

@@ -18,14 +18,28 @@ from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Settings, Value
 from app.core.errors import AppError, UnknownSwarm
+from app.joining.admission import MadeInvite
 from app.routing.route import NoRoute
-from app.snapshot.views import CourtesyView, FitView, ModelView, OfferView, PeerView, ProspectsView, Snapshot, SwarmView
+from app.snapshot.views import (
+    CourtesyView,
+    FitView,
+    GuestView,
+    InviteView,
+    ModelView,
+    OfferView,
+    PeerView,
+    ProspectsView,
+    Snapshot,
+    SwarmView,
+)
+from app.swarm.invitations import InviteLimits
 from app.swarm.invite import Invite
 from app.system.doctor import Check
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
 SWARM = SwarmView("home", HASH, "home#abababab", active=True)
+INVITE = InviteView("1a2b3c4d", "open", 1, 2, 1, approve=True, waiting=(GuestView("12D3guest", "guest", 1),))
 # What a reply of so many tokens at most ends with.
 FAILURES: dict[int, AppError] = {
     1: AppError("no route: nobody serves block 3"),
@@ -74,8 +88,27 @@ class DoubleNode:
         self.asked.append(("leave", name))
         return SWARM
 
-    async def invite(self, name: str | None) -> Invite:
-        return Invite(name or "home", HASH)
+    async def invite(self, name: str | None, limits: InviteLimits | None = None) -> MadeInvite:
+        self.asked.append(("invite", name, limits))
+        return MadeInvite(Invite(name or "home", HASH))
+
+    async def invites(self, name: str | None) -> list[InviteView]:
+        return [INVITE]
+
+    async def decide(self, peer: str, *, approve: bool) -> GuestView:
+        self.asked.append(("decide", peer, approve))
+        return INVITE.waiting[0]
+
+    async def cancel_invite(self, identifier: str) -> InviteView:
+        self.asked.append(("cancel", identifier))
+        return INVITE
+
+    async def revoked(self) -> tuple[str, ...]:
+        return ("12D3gone",)
+
+    async def revoke(self, peer: str, *, remove: bool) -> tuple[str, ...]:
+        self.asked.append(("revoke", peer, remove))
+        return ("12D3gone",)
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         self.asked.append(("chat", request))

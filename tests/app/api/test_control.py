@@ -22,6 +22,7 @@ from app.config.settings import Settings
 from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
 from app.snapshot.codec import models_from, offer_from, prospects_from
 from app.snapshot.views import FitView
+from app.swarm.invitations import InviteLimits
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
 T = TypeVar("T")
@@ -137,11 +138,36 @@ async def test_acting() -> None:
         ("create", "home", "starter", True),
         ("join", "home"),
         ("leave", "home"),
+        ("invite", None, None),
         ("set", "name", "a b/c"),
         ("pause", 60.0),
         ("pause", None),
         ("drain",),
         ("resume",),
+    ]
+
+
+async def test_invites_and_members() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        made = await threaded(client.post, "/api/invite", {"name": "home", "expires_in_s": 60, "approve": True})
+        assert (made["limits"], made["private"]) == (None, False)
+        [listed] = await threaded(client.get, "/api/invites")
+        assert (listed["id"], listed["state"], listed["waiting"][0]["name"]) == ("1a2b3c4d", "open", "guest")
+        for action in ("approve", "refuse"):
+            assert (await threaded(client.post, f"/api/invites/{action}", {"peer": "guest"}))["peer"] == "12D3guest"
+        assert (await threaded(client.post, "/api/invites/cancel", {"id": "1a2b3c4d"}))["id"] == "1a2b3c4d"
+        assert await threaded(client.get, "/api/revoked") == {"revoked": ["12D3gone"]}
+        assert await threaded(client.post, "/api/revoke", {"peer": "12D3gone"}) == {"revoked": ["12D3gone"]}
+        for wrong in ({"uses": 0}, {"uses": 10**6}, {"expires_in_s": 10**9}, {"expires_in_s": -1}):
+            with pytest.raises(UsageError):
+                await threaded(client.post, "/api/invite", wrong)
+    assert node.asked == [
+        ("invite", "home", InviteLimits(60.0, 1, approve=True)),
+        ("decide", "guest", True),
+        ("decide", "guest", False),
+        ("cancel", "1a2b3c4d"),
+        ("revoke", "12D3gone", False),
     ]
 
 

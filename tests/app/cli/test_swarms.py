@@ -119,6 +119,53 @@ def test_another_secret_does_not_undo_the_known_one(tmp_path: Path, capsys: pyte
     assert active.secret == right.secret
 
 
+def test_whoever_has_an_invite_to_an_older_private_swarm_has_its_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal(tmp_path, "join", str(an_invite(secret=new_secret()))) == 0
+    capsys.readouterr()
+    assert shoal(tmp_path, "invite") == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("shoal:")
+    assert "whoever has this invite has the swarm's secret, for good" in said.err
+    assert facts(tmp_path, capsys, "invite")["limits"] is None
+    for limited in (["--uses", "2"], ["--expires", "1d"], ["--approve"], ["--delegate"]):
+        assert shoal(tmp_path, "invite", *limited) == 2
+        assert "created before invites could be limited" in capsys.readouterr().err
+    assert shoal(tmp_path, "revoke") == 2
+    assert facts(tmp_path, capsys, "invites") == []
+    assert shoal(tmp_path, "join", str(an_invite("open"))) == 0
+    assert shoal(tmp_path, "invite", "--uses", "2") == 2
+    assert "is public" in capsys.readouterr().err
+
+
+def test_a_private_swarm_created_here_has_limited_invites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal(tmp_path, "create", "den", "--model", "tiny-random", "--private") == 0
+    made = facts(tmp_path, capsys, "invite", "--uses", "3", "--expires", "2d")
+    limits = made["limits"]
+    assert (limits["state"], limits["uses"], limits["expires_at_ms"] - limits["made_at_ms"]) == ("open", 3, 172_800_000)
+    entry = parse_invite(made["invite"]).entry
+    assert entry is not None
+    assert entry.issuer == entry.authority == facts(tmp_path, capsys, "id")["peer_id"]
+    assert entry.token.hex() not in Home(tmp_path).admission_file.read_text()
+    assert facts(tmp_path, capsys, "invites") == [limits]
+    assert facts(tmp_path, capsys, "invites", "cancel", limits["id"])["state"] == "cancelled"
+    for arguments, words in (
+        (["invite", "--uses", "0"], "1 to 100 times"),
+        (["invite", "--uses", "101"], "1 to 100 times"),
+        (["revoke", "nobody"], "is not a peer id"),
+        (["revoke", entry.issuer], "neither this node nor"),
+        (["revoke", "--remove"], "name the peer"),
+    ):
+        assert shoal(tmp_path, *arguments) == 2
+        assert words in capsys.readouterr().err
+    assert shoal(tmp_path, "invites", "approve", "nobody") == 1
+    assert "does not wait for approval" in capsys.readouterr().err
+    gone = Identity.generate().peer_id
+    assert facts(tmp_path, capsys, "revoke", gone) == {"revoked": [gone]}
+    assert facts(tmp_path, capsys, "revoke", gone[-8:], "--remove") == {"revoked": []}
+
+
 def test_swarms_are_switched_and_left_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         assert shoal(tmp_path, "join", str(an_invite(name))) == 0

@@ -205,7 +205,7 @@ async def test_a_refused_node_goes_back_to_where_it_was(tmp_path: Path, cache: P
     found_swarm(tmp_path / "b", cache, "home")
     async with living(tmp_path / "a", cache) as a, living(tmp_path / "b", cache) as b:
         await until(b, lambda: b.snapshot().state == "client")
-        wrong = replace(await a.invite(None), secret=new_secret())
+        wrong = replace((await a.invite(None)).invite, secret=new_secret())
         with pytest.raises(WrongSecret, match="has another swarm secret"):
             await b.join(str(wrong))
         await until(b, lambda: b.snapshot().state == "client" and b.snapshot().network.advertised != ())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import AppError, RecordError
-from app.swarm.invite import MAX_ADDRESSES, PREFIX, Invite, is_invite, new_secret, parse_invite
+from app.swarm.invite import MAX_ADDRESSES, PREFIX, Invite, Pass, is_invite, new_secret, parse_invite
 from p2p.errors import P2PError
 from p2p.identity import Identity
 
@@ -37,6 +38,16 @@ def test_an_invite_comes_back_and_fits_in_a_message() -> None:
     assert line.startswith("shoal:")
     assert line.isascii()
     assert line.split() == [line]
+
+
+@pytest.mark.parametrize("issuer", [ALICE, RELAY])
+def test_an_invite_to_a_guarded_swarm_holds_its_authority_its_issuer_and_a_token(issuer: str) -> None:
+    invite = replace(TYPICAL, entry=Pass(ALICE, issuer, b"t" * 16))
+    line = str(invite)
+    assert parse_invite(line) == invite
+    assert parse_invite(line).entry.token == b"t" * 16  # type: ignore[union-attr]
+    assert "token" not in repr(invite.entry)
+    assert len(line) < 420
 
 
 names = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,62}", fullmatch=True)
@@ -108,7 +119,10 @@ KEY = b"\x04\x20" + bytes(32)
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"\x02" + HEAD[1:], "version 2, this Shoal reads version 1"),
+        (b"\x03" + HEAD[1:], "version 3, this Shoal reads up to 2"),
+        (b"\x02" + HEAD[1:], "a field is missing"),
+        (b"\x02" + HEAD[1:] + b"\x03\x20" + bytes(32) + b"\x07\x20" + bytes(32), "a field is missing"),
+        (b"\x02" + HEAD[1:] + b"\x03\x20" + bytes(32) + b"\x07\x20" + bytes(32) + b"\x09\x02ab", "wrong length"),
         (b"\x01", "names no swarm"),
         (HEAD + b"\x01\x05attic", "appears twice"),
         (HEAD + b"\x03\x04abcd", "wrong length"),

@@ -1,0 +1,308 @@
+"""A network on which only admitted peers are served and called: the check of certificates beside the swarm's secret.
+
+`GuardedNetwork` wraps the `Network` of a guarded swarm (`app.swarm.certificates`); every part of the application that
+takes a `Network` works on it unchanged, and `p2p` knows nothing of certificates. The peer id that the secure channel
+proved is looked up at every call and at every stream, in both directions. Two peers that meet exchange certificates and
+revocation lists in one call, `swarm.present`; a peer without a certificate is answered nothing else, and its link is
+closed after a while. Gossip passes lists on (`app.membership.exchange`); `app.joining.admission` admits newcomers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import trio
+
+from app.core.network import (
+    FrameStream,
+    Link,
+    LinkListener,
+    Network,
+    Payload,
+    Priority,
+    RequestHandler,
+    StreamHandler,
+)
+from app.membership import wire
+from app.swarm.certificates import (
+    CERTIFICATE_DOMAIN,
+    REVOCATIONS_DOMAIN,
+    Authority,
+    Certificate,
+    RevocationBook,
+    read_certificate,
+)
+from p2p.envelope import Envelope, parse
+from p2p.errors import DeadlineExceeded, EnvelopeError, P2PError, ProtocolError, Refused, RemoteError
+from p2p.rate_limit import LogLimit, PeerRateLimit
+
+log = logging.getLogger("shoal.membership")
+log.addFilter(LogLimit())  # peers can cause these lines
+
+PRESENT_TIMEOUT_S = 5.0
+ASK_AGAIN_S = 5.0  # before a peer that had no certificate is asked for one again
+SWEEP_S = 10.0
+GRACE_S = 30.0  # for which a linked peer may be without a certificate
+_MAX_CERTIFICATES = 4096
+_MAX_STATEMENTS = 64
+
+
+class GuardedNetwork:
+    """The calls and streams of a guarded swarm; satisfies `app.core.network.Network`.
+
+    `certificate` is this node's own, None for the creator and for a newcomer. The listeners are called with every
+    revocation list that is new here, so that it can be saved and passed on.
+    """
+
+    def __init__(
+        self, network: Network, authority: Authority, certificate: bytes | None = None, lists: Iterable[bytes] = ()
+    ) -> None:
+        self.authority, self.certificate = authority, certificate
+        self.book = RevocationBook(authority)
+        self.listeners: list[Callable[[Envelope], None]] = []
+        self._network = network
+        self._guard = bytes.fromhex(authority.swarm)
+        self._certificates: OrderedDict[str, Certificate] = OrderedDict()
+        self._refused_until: OrderedDict[str, float] = OrderedDict()
+        self._asking: dict[str, trio.Event] = {}
+        self._presented = PeerRateLimit(burst=16, per_s=1.0)
+        self._without_since: dict[str, float] = {}  # linked peers without a certificate
+        for raw in lists:
+            try:
+                self.book.keep(parse(raw))
+            except EnvelopeError as error:
+                log.warning("a saved revocation list is not valid: %s", error)
+        network.serve(wire.PRESENT, self._on_present)
+
+    # --- who is admitted ----------------------------------------------------------------------------------------------
+
+    def is_admitted(self, peer: str) -> bool:
+        """True if the peer is this node, the creator, or has shown a certificate that is not revoked."""
+        if peer in (self.authority.creator, self._network.peer_id):
+            return True
+        certificate = self._certificates.get(peer)
+        return certificate is not None and not self.book.refuses(certificate)
+
+    def is_revoked(self, peer: str) -> bool:
+        """True if the creator revoked the peer, or it has shown a certificate that is revoked."""
+        certificate = self._certificates.get(peer)
+        if certificate is not None:
+            return self.book.refuses(certificate)
+        return peer != self.authority.creator and peer in self.book.revoked_by(self.authority.creator)
+
+    def certificate_of(self, peer: str) -> Certificate | None:
+        """Return the certificate that a peer has shown, None if it has shown none."""
+        return self._certificates.get(peer)
+
+    @property
+    def own(self) -> Certificate | None:
+        """This node's own certificate."""
+        return None if self.certificate is None else read_certificate(self.certificate, self.authority)
+
+    @property
+    def expelled(self) -> bool:
+        """True if this node's own certificate is revoked."""
+        own = self.own
+        return own is not None and self.book.refuses(own)
+
+    @property
+    def may_admit(self) -> bool:
+        """True if this node can sign certificates that others accept: it is the creator or a delegate."""
+        return self.book.may_admit(self._network.peer_id, self.own)
+
+    def keep(self, envelope: Envelope) -> bool:
+        """Keep a revocation list if it is news, and report it; raises `EnvelopeError` if it is not valid."""
+        if not self.book.keep(envelope):
+            return False
+        for listener in tuple(self.listeners):
+            listener(envelope)
+        return True
+
+    async def run(self) -> None:
+        """Sweep every `SWEEP_S` seconds, until cancelled."""
+        while True:
+            await trio.sleep(SWEEP_S)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Ask linked peers without a certificate for one.
+
+        The links of revoked peers are closed at once, those of other peers that have none after `GRACE_S`.
+        """
+        now = trio.current_time()
+        without = [link.peer for link in self._network.links() if not self.is_admitted(link.peer)]
+        self._without_since = {peer: self._without_since.get(peer, now) for peer in without}
+        async with trio.open_nursery() as nursery:
+            for peer in without:
+                nursery.start_soon(self._check, peer, now)
+
+    async def _check(self, peer: str, now: float) -> None:
+        try:
+            await self._require(peer)
+        except P2PError as error:
+            log.debug("%s is not admitted: %s", peer, error)
+            revoked = self.is_revoked(peer)
+            if revoked or now - self._without_since[peer] >= GRACE_S:
+                await self._network.disconnect(peer, misbehaved=revoked)
+
+    # --- certificates -------------------------------------------------------------------------------------------------
+
+    def _statements(self) -> list[bytes]:
+        own = [] if self.certificate is None else [self.certificate]
+        return wire.fitting([*own, *self.book.statements()], wire.MAX_BATCH_BYTES)
+
+    async def present(self, peer: str, timeout_s: float = PRESENT_TIMEOUT_S) -> None:
+        """Exchange certificates and revocation lists with a peer; raises `P2PError` if it does not take part."""
+        body = wire.Tell(self._guard, self._statements()).encode()
+        answer = await self._network.call(peer, wire.PRESENT, body, timeout_s=timeout_s)
+        self._receive(wire.unpack(answer, wire.MAX_BATCH_BYTES), peer)
+
+    async def _on_present(self, peer: str, body: bytes) -> bytes:
+        if not self._presented.take(peer, trio.current_time()):
+            raise Refused("certificates are exchanged too often; wait a second")
+        request = wire.Tell.decode(body)
+        if request.swarm != self._guard:
+            raise RemoteError("this node is not a member of that swarm", code=wire.NOT_MEMBER)
+        self._receive(request.statements, peer)
+        if self.is_admitted(peer):
+            return wire.pack(self._statements())
+        if self.is_revoked(peer):  # it may see why
+            return wire.pack(wire.fitting(self.book.statements(), wire.MAX_BATCH_BYTES))
+        raise RemoteError("no valid certificate was shown", code=wire.NOT_ADMITTED)
+
+    def _receive(self, statements: Sequence[bytes], peer: str) -> None:
+        """Keep the peer's certificate and the lists among the statements; invalid ones are dropped."""
+        for raw in statements[:_MAX_STATEMENTS]:
+            try:
+                envelope = parse(raw)
+                if envelope.domain == REVOCATIONS_DOMAIN:
+                    self.keep(envelope)
+                elif envelope.domain == CERTIFICATE_DOMAIN:
+                    self._remember(read_certificate(raw, self.authority), peer)
+            except EnvelopeError as error:
+                log.info("a certificate or list from %s was rejected: %s", peer, error)
+
+    def _remember(self, certificate: Certificate, peer: str) -> None:
+        if certificate.peer != peer:
+            raise EnvelopeError(f"it is the certificate of {certificate.peer}")
+        self._certificates.pop(peer, None)
+        self._certificates[peer] = certificate
+        if len(self._certificates) > _MAX_CERTIFICATES:
+            self._certificates.popitem(last=False)
+        self._refused_until.pop(peer, None)
+
+    async def _require(self, peer: str) -> None:
+        """Return once the peer is admitted, after asking it for its certificate if need be.
+
+        Raises `RemoteError` with the code `not_admitted`, or the `P2PError` for which the peer could not be asked.
+        """
+        while not self.is_admitted(peer):
+            if trio.current_time() < self._refused_until.get(peer, 0.0):
+                raise RemoteError(f"{peer} has no valid certificate of this swarm", code=wire.NOT_ADMITTED)
+            running = self._asking.get(peer)
+            if running is not None:
+                await running.wait()
+                continue
+            self._asking[peer] = trio.Event()
+            try:
+                await self.present(peer)
+            except (RemoteError, ProtocolError) as error:
+                log.debug("%s showed no certificate: %s", peer, error)
+            finally:
+                self._asking.pop(peer).set()
+            if not self.is_admitted(peer):
+                self._refuse(peer)
+
+    async def _require_within(self, peer: str, timeout_s: float) -> float:
+        """Return the seconds left once the peer is admitted; raises `DeadlineExceeded` and the errors of `_require`."""
+        deadline = trio.current_time() + timeout_s
+        with trio.CancelScope(deadline=deadline) as scope:
+            await self._require(peer)
+        if scope.cancelled_caught:
+            raise DeadlineExceeded(f"{peer} did not show a certificate within {timeout_s:g} s")
+        return max(deadline - trio.current_time(), 0.001)
+
+    def _refuse(self, peer: str) -> None:
+        self._refused_until.pop(peer, None)
+        self._refused_until[peer] = trio.current_time() + ASK_AGAIN_S
+        if len(self._refused_until) > _MAX_CERTIFICATES:
+            self._refused_until.popitem(last=False)
+
+    # --- the methods of `Network` -------------------------------------------------------------------------------------
+
+    @property
+    def peer_id(self) -> str:
+        """This node's peer id."""
+        return self._network.peer_id
+
+    async def call(
+        self, peer: str, method: str, body: Payload, *, timeout_s: float, priority: Priority = Priority.CONTROL
+    ) -> bytes:
+        """Call an admitted peer; raises `RemoteError` with the code `not_admitted` for others."""
+        left_s = await self._require_within(peer, timeout_s)
+        return await self._network.call(peer, method, body, timeout_s=left_s, priority=priority)
+
+    def serve(self, method: str, handler: RequestHandler) -> None:
+        """Answer calls of `method` by admitted peers."""
+
+        async def guarded(peer: str, body: bytes) -> Payload:
+            await self._require(peer)
+            return await handler(peer, body)
+
+        self._network.serve(method, guarded)
+
+    async def open(self, peer: str, protocol: str, *, timeout_s: float = 10.0) -> FrameStream:
+        """Open a stream to an admitted peer; raises the errors of `call`."""
+        left_s = await self._require_within(peer, timeout_s)
+        return await self._network.open(peer, protocol, timeout_s=left_s)
+
+    def accept(self, protocol: str, handler: StreamHandler) -> None:
+        """Run `handler` for each stream that an admitted peer opens; streams of others are closed."""
+
+        async def guarded(stream: FrameStream) -> None:
+            await self._require(stream.peer)
+            await handler(stream)
+
+        self._network.accept(protocol, guarded)
+
+    async def provide(self, key: bytes) -> None:
+        """Publish in the DHT that this node can be found under `key`."""
+        await self._network.provide(key)
+
+    async def find_providers(self, key: bytes, *, timeout_s: float) -> Sequence[str]:
+        """Return the peers that provide `key`, admitted or not."""
+        return await self._network.find_providers(key, timeout_s=timeout_s)
+
+    async def put_value(self, key: bytes, value: bytes) -> None:
+        """Store a value in the DHT."""
+        await self._network.put_value(key, value)
+
+    async def get_value(self, key: bytes, *, timeout_s: float) -> bytes | None:
+        """Look a value up in the DHT."""
+        return await self._network.get_value(key, timeout_s=timeout_s)
+
+    def addresses(self) -> Sequence[str]:
+        """Addresses at which others may dial this node."""
+        return self._network.addresses()
+
+    def learn(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remember addresses at which a peer may be dialled."""
+        self._network.learn(peer, addresses)
+
+    def links(self) -> Sequence[Link]:
+        """List the open links, also those to peers that are not admitted."""
+        return self._network.links()
+
+    def keep_links(self, peers: Iterable[str]) -> None:
+        """Protect the links to these peers from being closed."""
+        self._network.keep_links(peers)
+
+    def on_link_lost(self, listener: LinkListener) -> Callable[[], None]:
+        """Call `listener` with each peer whose last link was lost."""
+        return self._network.on_link_lost(listener)
+
+    async def disconnect(self, peer: str, *, misbehaved: bool = False) -> None:
+        """Close the link to a peer."""
+        await self._network.disconnect(peer, misbehaved=misbehaved)
