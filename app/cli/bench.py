@@ -107,9 +107,10 @@ def _ms(seconds: float | None) -> str:
 def bench_here(name: str, device: str | None, *, as_json: bool) -> int:
     """Load a whole model in this process, and print how fast its blocks run."""
     from engine.benchmark import measure_span
+    from engine.model.hosted_span import HostedSpan
 
     model = load_model(name, device)
-    throughput = measure_span(model.span)
+    throughput = measure_span(HostedSpan([model.span]))
     facts = {
         "model": name,
         "device": str(model.span.options.device),
