@@ -126,9 +126,10 @@ def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_byt
     whole = _whole_bytes(config, allowance, precision, head=may_head)
     if may_head and not head_on_gpu(config, whole, precision):
         whole = _whole_bytes(config, allowance, precision, head=False)
+    lacking = max(0, whole - allowance.usable_bytes)
     return Fit(
         plan_blocks(config, allowance, precision, hosts_head=hosts_head),
-        lacking_bytes=max(0, whole - allowance.usable_bytes),
+        lacking_bytes=lacking and lacking + max(0, allowance.headroom_bytes - allowance.free_bytes),
         too_large=whole + allowance.headroom_bytes > device.total_bytes,
     )
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +22,7 @@ from engine.budget import BlockBudget, Precision, allowance_on, fit, int8_weight
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
 from engine.device.kinds import kind_of
-from engine.device.probe import Device, find_device, probe_devices
+from engine.device.probe import Device, chosen_devices, probe_devices
 from engine.errors import DeviceFull
 from engine.model.block import Quantisation, WeightOptions, build_block
 from engine.model.hosted_span import HostedSpan
@@ -46,7 +47,7 @@ class DeviceShare:
     @property
     def block_bytes(self) -> int:
         """Memory that one block less would free: its weights and its part of the cache."""
-        return self.budget.weight_bytes_per_block + self.budget.kv_bytes // max(1, self.budget.blocks)
+        return max(1, self.budget.weight_bytes_per_block + self.budget.kv_bytes // max(1, self.budget.blocks))
 
     def with_blocks(self, blocks: int) -> DeviceShare:
         """Return the share with another number of blocks, each with as much cache as before."""
@@ -176,7 +177,7 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish) -> HostingPl
 
     def plan(quantised: bool) -> HostingPlan:
         precision = (int8_weights if quantised else unquantised)(dtype.itemsize)
-        first, *more = _fill(config, devices, precision, wish.cap_bytes)
+        first, *more = _fill(config, devices, precision, wish.cap_bytes, spread=wish.device is not None)
         budget = first.budget
         if more:
             held = budget.blocks + sum(share.budget.blocks for share in more)
@@ -191,41 +192,26 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish) -> HostingPl
     return int8 if wish.weights == "int8" or own.blocks < wish.wanted_blocks <= int8.blocks else own
 
 
-def chosen_devices(names: str | None, devices: Sequence[Device]) -> list[Device]:
-    """Return the devices to use, the preferred one first; raises `DeviceError` if one is unknown or not usable.
-
-    Without names, all GPUs of one kind, those with the most free memory first. A device that is named twice counts as
-    two, each with half of its memory.
-    """
-    if names is None:
-        best = find_device(None, devices)
-        alike = [device for device in devices if device.usable and device.kind == best.kind]
-        return sorted(alike, key=lambda device: -device.free_bytes)
-    found = [find_device(name.strip(), devices) for name in names.split(",")]
-    return [
-        dataclasses.replace(
-            device,
-            total_bytes=device.total_bytes // found.count(device),
-            free_bytes=device.free_bytes // found.count(device),
-        )
-        for device in found
-    ]
-
-
 def _fill(
-    config: ModelConfig, devices: Sequence[Device], precision: Precision, cap_bytes: int | None
+    config: ModelConfig, devices: Sequence[Device], precision: Precision, cap_bytes: int | None, *, spread: bool
 ) -> list[DeviceShare]:
-    """Give each device as many of the model's blocks as fit, until none are left; the first may also host the head."""
+    """Give each device as many of the model's blocks as fit, until none are left; the first may also host the head.
+
+    With `spread`, a device gets no more than its part of the free memory of all of them.
+    """
     shares: list[DeviceShare] = []
     left, cap_left = config.n_blocks, cap_bytes
-    for device in devices:
+    for index, device in enumerate(devices):
         if not left:
             break
-        allowance = allowance_on(device, cap_left)
+        most = left
+        if spread:
+            most = math.ceil(left * device.free_bytes / max(1, sum(each.free_bytes for each in devices[index:])))
+        part, allowance = dataclasses.replace(config, n_blocks=most), allowance_on(device, cap_left)
         if shares:
-            budget = plan_blocks(dataclasses.replace(config, n_blocks=left), allowance, precision)
+            budget = plan_blocks(part, allowance, precision)
         else:
-            budget = fit(config, device, precision, cap_left).budget
+            budget = fit(part, device, precision, cap_left).budget
         if budget.blocks:
             shares.append(DeviceShare(device, budget))
             left -= budget.blocks

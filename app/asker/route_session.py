@@ -337,7 +337,9 @@ class RouteHops:
             return
         why = hop_error_reason(peer, error)
         if error.code in ("busy", "refused", "failed"):
-            self.trouble = HopFailed(peer, why, busy=error.code == "busy")
+            # A hop that no longer hosts these blocks has said so in an announcement that may still be under way.
+            gone = error.why == "not_hosted"
+            self.trouble = HopFailed(peer, why, busy=gone or error.code == "busy", blameless=gone)
             return
         if error.code == "draining":
             if peer in self.leaving and peer in self._ready:

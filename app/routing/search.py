@@ -141,6 +141,11 @@ def _as_route(visits: Sequence[Visit], stop: int) -> Route:
     return tuple(hops)
 
 
+def _still_serves(announced: Span | None, part: Span) -> bool:
+    """True unless a member announces blocks that lack some of `part`; one that announces nothing may only be late."""
+    return announced is None or (announced.start <= part.start and part.stop <= announced.stop)
+
+
 def repair_route(
     route: Route,
     members: Sequence[Announcement],
@@ -150,8 +155,12 @@ def repair_route(
     avoid: Collection[str],
     known: KnownCosts | None = None,
 ) -> Route:
-    """Replace the hops in `avoid` and keep the others if possible; else find a new route. Raises `NoRoute`."""
-    kept = {hop.peer for hop in route if hop.peer not in avoid}
+    """Replace the hops in `avoid` and keep the others if possible; else find a new route. Raises `NoRoute`.
+
+    A hop that announces that it serves other blocks now is replaced too.
+    """
+    serving = {member.peer: member.span for member in members if member.serves}
+    kept = {hop.peer for hop in route if hop.peer not in avoid and _still_serves(serving.get(hop.peer), hop.span)}
     repaired: list[Hop] = []
     index = 0
     try:

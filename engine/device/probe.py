@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -72,6 +72,27 @@ def find_device(name: str | None, devices: Sequence[Device]) -> Device:
         raise DeviceError(f"device {unusable.id} ({unusable.name}) cannot be used: {unusable.note}")
     known = ", ".join(device.id for device in devices if device.usable)
     raise DeviceError(f"this machine has no device {name!r}; choose one of {known}")
+
+
+def chosen_devices(names: str | None, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices to use, the preferred one first; raises `DeviceError` if one is unknown or not usable.
+
+    Without names, all GPUs of one kind, those with the most free memory first: as many of them are used as the model
+    needs. Devices that are named are all used; one that is named twice counts as two, each with half of its memory.
+    """
+    if names is None:
+        best = find_device(None, devices)
+        alike = [device for device in devices if device.usable and device.kind == best.kind]
+        return sorted(alike, key=lambda device: -device.free_bytes)
+    found = [find_device(name.strip(), devices) for name in names.split(",")]
+    return [
+        replace(
+            device,
+            total_bytes=device.total_bytes // found.count(device),
+            free_bytes=device.free_bytes // found.count(device),
+        )
+        for device in found
+    ]
 
 
 def free_memory_bytes(device: str) -> int:

@@ -13,14 +13,13 @@ from engine import hosting
 from engine.budget import BFLOAT16, FLOAT32, block_bytes, workspace_bytes
 from engine.config import ModelConfig, Rope
 from engine.device.kinds import Kind
-from engine.device.probe import Device
+from engine.device.probe import Device, chosen_devices
 from engine.errors import CacheFull, DeviceError, DeviceFull
 from engine.hosting import (
     DeviceShare,
     HostingPlan,
     HostingWish,
     Weights,
-    chosen_devices,
     load_blocks,
     measured_host,
     plan_hosting,
@@ -261,6 +260,7 @@ def cards(*free_gb: int, kind: Kind = "mps") -> list[Device]:
         ((1, 12), None, None, {"mps:1": 18}),  # nothing fits beside what else runs on the first
         ((1, 1), None, None, {"mps:0": 0}),
         ((24,), "mps:0,mps:0", None, {"mps:0": 32}),  # named twice: half of the memory each
+        ((20, 10), "mps:0,mps:1", None, {"mps:0": 22, "mps:1": 10}),  # would fit on one, but both were named
     ],
 )
 def test_several_cards_are_filled_by_their_free_memory(
