@@ -36,6 +36,7 @@ class ReplyStats:
     moves: int = 0  # to better routes while nothing was wrong
     longest_gap_s: float = 0.0
     route: Route = ()
+    notices: Sequence[str] = ()  # that the user should know, such as another number format after a hop died
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class ReplyText:
 
     text: str
     route: Route | None = None
+    notice: str = ""  # that the user should know, from this piece on
 
     def as_json(self) -> dict[str, Any]:
         """The piece as the API sends it."""
-        return {"text": self.text} if self.route is None else {"text": self.text, "route": _hops(self.route)}
+        route = {} if self.route is None else {"route": _hops(self.route)}
+        return {"text": self.text, **route, **({"notice": self.notice} if self.notice else {})}
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Reply:
         head_batcher: HeadBatcher,
         prompt_ids: Sequence[int],
         sampler: AuditSampler,
+        notices: Sequence[str] = (),
     ) -> None:
         self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
@@ -104,7 +108,7 @@ class Reply:
         self._first_at = 0.0
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
         self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
-        self.stats = ReplyStats(len(prompt_ids))
+        self.stats = ReplyStats(len(prompt_ids), notices=notices)
 
     def __aiter__(self) -> Reply:
         return self
