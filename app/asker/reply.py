@@ -108,6 +108,8 @@ class Reply:
         self._first_at = 0.0
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
         self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
+        self._host_s = Ewma(_SMOOTHING)  # and in this node's own hands
+        self._token_s = Ewma(_SMOOTHING)  # from one token to the next
         self.stats = ReplyStats(len(prompt_ids), notices=notices)
 
     def __aiter__(self) -> Reply:
@@ -130,6 +132,8 @@ class Reply:
         elif self.stats.token_ids and self._session.recoveries == self.stats.recoveries:
             self._route_s.add(answered - begin)
             self._ends_s.add(now - answered)
+            self._host_s.add(begin - self._last_at + self._session.own_s)
+            self._token_s.add(now - self._last_at)
         self._note(piece, now)
         return piece
 
@@ -157,14 +161,14 @@ class Reply:
             self._session.recoveries,
             stats.longest_gap_s,
             tuple(
-                HopStats(
-                    hop.peer, hop.span.start, hop.span.stop, link_s(here, hop.peer), *paces.get(hop.peer, (None, None))
-                )
+                HopStats(hop.peer, hop.span.start, hop.span.stop, link_s(here, hop.peer), *paces.get(hop.peer, ()))
                 for here, hop in zip(before, route, strict=False)
             ),
             link_s(before[-1], "") if route else None,
             self._route_s.value if self._route_s else None,
             self._ends_s.value if self._ends_s else None,
+            self._host_s.value if self._host_s else None,
+            self._token_s.value if self._token_s else None,
         )
 
     def _note(self, piece: TextPiece, now: float) -> None:

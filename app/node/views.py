@@ -130,14 +130,14 @@ def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:
     The parts are averages over other times than the whole, so they may add up to more: then the whole is their sum.
     """
     hops = tuple(
-        HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s)
+        HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)
         for hop in session.route
     )
-    known = None if session.route_s is None or session.ends_s is None else session.route_s + session.ends_s
-    parts = [part for hop in session.route for part in (hop.link_s, hop.compute_s, hop.queue_s)]
-    parts += [session.return_s, session.ends_s]
-    token_s = None if known is None else max(known, sum(part for part in parts if part is not None))
-    return RouteView(session.id, hops, session.return_s, session.ends_s, token_s)
+    parts = [part for hop in session.route for part in (hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)]
+    parts += [session.return_s, session.ends_s, session.host_s]
+    total_s = sum(part for part in parts if part is not None)
+    token_s = None if session.token_s is None else max(session.token_s, total_s)
+    return RouteView(session.id, hops, session.return_s, session.ends_s, token_s, session.host_s)
 
 
 def _several(active_swarm: ActiveSwarm) -> tuple[DeviceView, ...]:

@@ -41,6 +41,7 @@ from app.session.wire import (
     EpochOrder,
     Frame,
     HopError,
+    HopPace,
     Kind,
     belongs_to,
     decode,
@@ -512,8 +513,7 @@ class BlockServer:
             state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
             await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
-            pace = encode_pace(session.id, session.epoch, session.counters.step_s.value, session.counters.queue_s.value)
-            await answers.push(control_frame(pace))
+            await answers.push(control_frame(encode_pace(session.id, session.epoch, session.counters.pace)))
         elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)
@@ -672,10 +672,12 @@ class BlockServer:
             await self._step_failed(batch, error)
             return
         now = trio.current_time()
+        sent_at: list[float] = []
         for item, output in zip(batch, outputs, strict=True):
             await self._deliver(item, output)
+            sent_at.append(trio.current_time())
         self._queue.done(batch, now - started_at, now)
-        self._count(batch, started_at, now - started_at)
+        self._count(batch, started_at, now, sent_at)
         if not batch[0].urgent or self._counters.steps % _CHECK_KEPT_EVERY == 0:
             await self._evict_kept_outputs()
 
@@ -730,11 +732,13 @@ class BlockServer:
         await self._sender.report_error(session, "input" if isinstance(error, NotFinite) else "failed", str(error))
         self._end(session, session.epoch)
 
-    def _count(self, batch: list[QueuedTokens], started_at: float, seconds: float) -> None:
+    def _count(self, batch: list[QueuedTokens], started_at: float, ended_at: float, sent_at: list[float]) -> None:
+        seconds = ended_at - started_at
         self._counters.stepped(sum(item.rows for item in batch), seconds, urgent=batch[0].urgent)
-        for item in batch:
+        for item, sent in zip(batch, sent_at, strict=True):
             session = self._sessions[item.session]
-            session.counters.stepped(item.rows, seconds, started_at - item.arrived_at, urgent=item.urgent)
+            pace = HopPace(seconds, started_at - item.arrived_at, sent - ended_at)
+            session.counters.stepped(item.rows, pace, urgent=item.urgent)
             self._counters.served(session.asker, item.rows)
 
     async def _evict_kept_outputs(self) -> None:

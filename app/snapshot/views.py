@@ -113,6 +113,7 @@ class HopView:
     link_s: float | None = None  # one way
     compute_s: float | None = None
     queue_s: float | None = None
+    host_s: float | None = None  # to send its output on
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class RouteView:
     return_s: float | None = None  # from the last hop back
     ends_s: float | None = None  # embedding, head and sampling here
     token_s: float | None = None
+    host_s: float | None = None  # here: to send a token, to come back to the answer, and to pass the text on
 
 
 @dataclass(frozen=True)

@@ -269,9 +269,10 @@ async def test_servers_and_hops_tell_where_the_time_goes(autojump_clock: MockClo
             await session.advance(PROMPT)
             for token in range(30):
                 await session.advance([token])
-            for step_s, queue_s in (session.paces["n0"], session.paces["n1"]):
-                assert step_s == pytest.approx(0.01, rel=0.01)
-                assert queue_s == pytest.approx(0.0, abs=0.001)
+            for pace in (session.paces["n0"], session.paces["n1"]):
+                assert pace.step_s == pytest.approx(0.01, rel=0.01)
+                assert pace.queue_s == pytest.approx(0.0, abs=0.001)
+                assert pace.host_s == pytest.approx(0.0, abs=0.001)
             stats = swarm.servers["n0"].stats
             tokens = len(PROMPT) + 30
             assert (stats.rows, stats.urgent_rows, stats.batch_rows, stats.opened) == (tokens, 30, 1.0, 1)
