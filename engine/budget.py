@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.config import ModelConfig
+from engine.device.kinds import kind_named
 
 MB = 10**6
 KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
-CUDA_KINDS = ("cuda", "rocm")  # devices whose driver takes memory of its own, and that capture steps
 HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
-LIBRARY_BYTES = 288 << 20  # kernels and libraries that a GPU's driver loads later; 244 MiB were seen on an H200
-SCRATCH_BYTES = 192 << 20  # captured steps, the libraries' workspace, and what the allocator rounds up
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Allowance:
     """Memory that Shoal may use on one device."""
 
     free_bytes: int
-    headroom_bytes: int = 0  # part of the free memory that is left to other programs
+    headroom_bytes: int = 0  # part of the free memory that is left to other programs and the driver
     cap_bytes: int | None = None  # the user's --max-vram; 0: host nothing
     kv_share: float = KV_SHARE
     kv_least: float | None = None  # blocks may push the KV cache down to this share; None: they may not
@@ -123,14 +121,15 @@ class Fit:
 def fit(config: ModelConfig, device: DeviceMemory, precision: Precision, cap_bytes: int | None) -> Fit:
     """Return how much of a model fits on a device next to what else runs there, within the user's memory cap."""
     allowance = allowance_on(device, cap_bytes)
-    on_cuda = device.kind in CUDA_KINDS
-    hosts_head = on_cuda and head_on_gpu(config, allowance.usable_bytes, precision)
-    whole = _whole_bytes(config, allowance, precision, head=on_cuda)
-    if on_cuda and not head_on_gpu(config, whole, precision):
+    may_head = kind_named(device.kind).runs_head
+    hosts_head = may_head and head_on_gpu(config, allowance.usable_bytes, precision)
+    whole = _whole_bytes(config, allowance, precision, head=may_head)
+    if may_head and not head_on_gpu(config, whole, precision):
         whole = _whole_bytes(config, allowance, precision, head=False)
+    lacking = max(0, whole - allowance.usable_bytes)
     return Fit(
         plan_blocks(config, allowance, precision, hosts_head=hosts_head),
-        lacking_bytes=max(0, whole - allowance.usable_bytes),
+        lacking_bytes=lacking and lacking + max(0, allowance.headroom_bytes - allowance.free_bytes),
         too_large=whole + allowance.headroom_bytes > device.total_bytes,
     )
 
@@ -145,16 +144,17 @@ def _whole_bytes(config: ModelConfig, allowance: Allowance, precision: Precision
 
 def allowance_on(device: DeviceMemory, cap_bytes: int | None) -> Allowance:
     """Return the memory that Shoal may use on a device, within the user's cap."""
+    kind = kind_named(device.kind)
     headroom = default_headroom(device.kind, device.total_bytes)
-    if device.kind not in CUDA_KINDS:
+    if not kind.captures_steps:
         return Allowance(device.free_bytes, headroom, cap_bytes)
     return Allowance(
         device.free_bytes,
-        headroom,
+        headroom + kind.library_bytes,
         cap_bytes,
         kv_least=KV_SHARE / 2,
-        reserved_bytes=device.context_bytes + LIBRARY_BYTES,
-        scratch_bytes=SCRATCH_BYTES,
+        reserved_bytes=device.context_bytes + kind.library_bytes,
+        scratch_bytes=kind.scratch_bytes,
     )
 
 

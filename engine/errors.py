@@ -21,6 +21,12 @@ class DeviceError(EngineError):
     reason_code = "bad_device"
 
 
+class DeviceFull(DeviceError):
+    """A device's memory is full; hosting fewer blocks helps."""
+
+    reason_code = "device_full"
+
+
 class CacheFull(EngineError):
     """The KV cache has no room for this session now; another node may have."""
 

@@ -1,4 +1,4 @@
-"""Plans and loads the blocks that this machine hosts: picks the device, computes what fits, loads it, measures it.
+"""Plans and loads the blocks that this machine hosts: picks the devices, computes what fits, loads it, measures it.
 
 Which blocks to host is decided by `app.hosting`; the arithmetic of what fits is in `engine.budget`.
 """
@@ -9,7 +9,8 @@ import contextlib
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,12 +18,14 @@ import torch
 from torch import Tensor
 
 from engine.benchmark import Throughput, measure_span
-from engine.budget import BlockBudget, allowance_on, fit, int8_weights, unquantised
+from engine.budget import BlockBudget, Precision, allowance_on, fit, int8_weights, plan_blocks, unquantised
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
-from engine.device.probe import Device, find_device, probe_devices
-from engine.errors import EngineError
-from engine.model.block import WeightOptions, build_block
+from engine.device.kinds import kind_of
+from engine.device.probe import Device, chosen_devices, probe_devices
+from engine.errors import DeviceFull
+from engine.model.block import Quantisation, WeightOptions, build_block
+from engine.model.hosted_span import HostedSpan
 from engine.model.linear import cpu_products
 from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.session_runner import SessionRunner
@@ -35,19 +38,71 @@ CPU_ENDS = WeightOptions(torch.device("cpu"), torch.float32)
 
 
 @dataclass(frozen=True)
+class DeviceShare:
+    """One device of a plan, and its part of the blocks and of the cache."""
+
+    device: Device
+    budget: BlockBudget
+
+    @property
+    def block_bytes(self) -> int:
+        """Memory that one block less would free: its weights and its part of the cache."""
+        return max(1, self.budget.weight_bytes_per_block + self.budget.kv_bytes // max(1, self.budget.blocks))
+
+    def with_blocks(self, blocks: int) -> DeviceShare:
+        """Return the share with another number of blocks, each with as much cache as before."""
+        old = self.budget
+        kv_bytes, per_token = (part * blocks // max(1, old.blocks) for part in (old.kv_bytes, old.kv_bytes_per_token))
+        return DeviceShare(
+            self.device, dataclasses.replace(old, blocks=blocks, kv_bytes=kv_bytes, kv_bytes_per_token=per_token)
+        )
+
+
+@dataclass(frozen=True)
 class HostingPlan:
-    """One device, and how many blocks of one model fit on it."""
+    """The device, or devices, and how many blocks of one model fit there."""
 
     device: Device
     dtype: torch.dtype
     quantised: bool
-    budget: BlockBudget
-    cap_bytes: int | None = None
+    budget: BlockBudget  # of `device`
+    cap_bytes: int | None = None  # for all devices together
+    more: tuple[DeviceShare, ...] = ()  # further devices, for the blocks that do not fit on the first
+
+    @property
+    def shares(self) -> tuple[DeviceShare, ...]:
+        """All devices, in the order of their blocks."""
+        return (DeviceShare(self.device, self.budget), *self.more)
 
     @property
     def blocks(self) -> int:
         """Number of blocks that fit."""
-        return self.budget.blocks
+        return sum(share.budget.blocks for share in self.shares)
+
+    @property
+    def device_name(self) -> str:
+        """The names of all devices for the user; several of one name are counted."""
+        names = [share.device.name for share in self.shares]
+        counts = {name: names.count(name) for name in names}
+        return ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+
+    def parts(self, start: int, stop: int) -> list[tuple[DeviceShare, int, int]]:
+        """Return which blocks of [start, stop) each device hosts: the first device as many as fit there, and so on."""
+        parts = []
+        for share in self.shares:
+            end = min(stop, start + share.budget.blocks)
+            if start < end:
+                parts.append((share, start, end))
+            start = max(start, end)
+        assert start == stop, "a plan hosts no more blocks than fit"
+        return parts
+
+    def with_blocks(self, counts: Sequence[int]) -> HostingPlan:
+        """Return the plan with other numbers of blocks, one for each share; devices without blocks are left out."""
+        shares = [share.with_blocks(n) for share, n in zip(self.shares, counts, strict=True) if n]
+        assert shares, "a plan hosts at least one block"
+        first, *more = shares
+        return dataclasses.replace(self, device=first.device, budget=first.budget, more=tuple(more))
 
     @property
     def head_options(self) -> WeightOptions | None:
@@ -61,12 +116,24 @@ class Hosted:
 
     runner: SessionRunner
     throughput: Throughput
-    span: SpanRunner
+    span: HostedSpan
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the blocks' weights, without their KV cache."""
         return self.span.weight_bytes
+
+    def keep(self, start: int, stop: int) -> Hosted:
+        """Free all blocks but [start, stop), return their memory to the system, and measure the others again.
+
+        Sessions that use other blocks must be closed before. Raises `DeviceFull`.
+        """
+        devices = [part.options.device for part in self.span.parts]
+        self.span.keep(start, stop)
+        for device in set(devices):
+            release(str(device))
+        with _memory_errors():
+            return dataclasses.replace(self, throughput=measure_span(self.span, batch=False))
 
     def grow(self, source: ModelSource) -> None:
         """Load one more block after the last."""
@@ -87,7 +154,7 @@ Weights = Literal["auto", "own", "int8"]  # the setting `weights`: how the weigh
 class HostingWish:
     """The user's settings for hosting, and how many blocks should be hosted at least."""
 
-    device: str | None = None  # None: the best one
+    device: str | None = None  # several are separated by commas; None: the best one, and others of its kind
     cap_bytes: int | None = None
     weights: Weights = "auto"
     wanted_blocks: int = 1
@@ -103,19 +170,53 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish) -> HostingPl
     gc.collect()  # blocks of an earlier attempt may wait for it
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    device = find_device(wish.device, probe_devices())
-    dtype = pick_dtype(device.id, own_dtype(kind))
+    devices = chosen_devices(wish.device, probe_devices())
+    dtype = pick_dtype(devices[0].id, own_dtype(kind))
+    if wish.device is None:  # a card that would be slow in this format is left out
+        devices = [device for device in devices if pick_dtype(device.id, own_dtype(kind)) == dtype]
 
     def plan(quantised: bool) -> HostingPlan:
         precision = (int8_weights if quantised else unquantised)(dtype.itemsize)
-        budget = fit(config, device, precision, wish.cap_bytes).budget
-        return HostingPlan(device, dtype, quantised, budget, wish.cap_bytes)
+        first, *more = _fill(config, devices, precision, wish.cap_bytes, spread=wish.device is not None)
+        budget = first.budget
+        if more:
+            held = budget.blocks + sum(share.budget.blocks for share in more)
+            reason = f"{1 + len(more)} devices hold {held} of {config.n_blocks} blocks"
+            budget = dataclasses.replace(budget, reason=reason)
+        return HostingPlan(first.device, dtype, quantised, budget, wish.cap_bytes, tuple(more))
 
     own = plan(quantised=False)
-    if wish.weights == "own" or (wish.weights == "auto" and device.kind == "cpu"):
+    if wish.weights == "own" or (wish.weights == "auto" and devices[0].kind == "cpu"):
         return own
     int8 = plan(quantised=True)
     return int8 if wish.weights == "int8" or own.blocks < wish.wanted_blocks <= int8.blocks else own
+
+
+def _fill(
+    config: ModelConfig, devices: Sequence[Device], precision: Precision, cap_bytes: int | None, *, spread: bool
+) -> list[DeviceShare]:
+    """Give each device as many of the model's blocks as fit, until none are left; the first may also host the head.
+
+    With `spread`, a device gets no more than its part of the free memory of all of them.
+    """
+    shares: list[DeviceShare] = []
+    left, cap_left = config.n_blocks, cap_bytes
+    for index, device in enumerate(devices):
+        if not left:
+            break
+        most = left
+        if spread:
+            most = math.ceil(left * device.free_bytes / max(1, sum(each.free_bytes for each in devices[index:])))
+        part, allowance = dataclasses.replace(config, n_blocks=most), allowance_on(device, cap_left)
+        if shares:
+            budget = plan_blocks(part, allowance, precision)
+        else:
+            budget = fit(part, device, precision, cap_left).budget
+        if budget.blocks:
+            shares.append(DeviceShare(device, budget))
+            left -= budget.blocks
+            cap_left = cap_left and max(0, cap_left - allowance.reserved_bytes - budget.total_bytes)
+    return shares or [DeviceShare(devices[0], fit(config, devices[0], precision, cap_bytes).budget)]
 
 
 def own_dtype(kind: str) -> torch.dtype:
@@ -131,42 +232,53 @@ def load_blocks(
     progress: LoadProgress | None = None,
     *,
     grows_to: int | None = None,
-) -> SpanRunner:
-    """Load blocks [start, stop) onto the plan's device, with KV cache laid out for growth up to `grows_to`.
+) -> HostedSpan:
+    """Load blocks [start, stop) onto the plan's devices, with KV cache laid out for growth up to `grows_to`.
 
-    Raises `EngineError` if the device's memory is full.
+    Raises `DeviceFull` if a device's memory is full.
     """
-    room = (grows_to or stop) - start
-    options = SpanOptions(
-        torch.device(plan.device.id),
-        plan.dtype,
-        "int8" if plan.quantised else "none",
-        kv_bytes=plan.budget.kv_bytes,
-        room=room,
-    )
-    if options.device.type == "cpu":
-        options = dataclasses.replace(options, packed=_has_room_for_copies(plan, room))
     _hold_to_cap(plan)
+    parts: list[SpanRunner] = []
     with _memory_errors():
-        return load_span(source, start, stop, options, progress)
+        for share, first, last in plan.parts(start, grows_to or stop):
+            options = _span_options(plan, share, room=last - first)
+            if first < stop:
+                own_progress = _progress_from(progress, first - start, stop - start)
+                parts.append(load_span(source, first, min(last, stop), options, own_progress))
+            else:
+                parts.append(SpanRunner(source.config, first, [], options))
+    return HostedSpan(parts)
+
+
+def _span_options(plan: HostingPlan, share: DeviceShare, room: int) -> SpanOptions:
+    device = torch.device(share.device.id)
+    packed = device.type == "cpu" and not plan.quantised and _has_room_for_copies(share, room)
+    quantisation: Quantisation = "int8" if plan.quantised else "none"
+    return SpanOptions(device, plan.dtype, quantisation, packed, kv_bytes=share.budget.kv_bytes, room=room)
+
+
+def _progress_from(progress: LoadProgress | None, done: int, total: int) -> LoadProgress | None:
+    """Return a callback for one device that counts against the blocks of all."""
+    return None if progress is None else lambda own, _: progress(done + own, total)
 
 
 def warm_kernels(config: ModelConfig, plan: HostingPlan) -> None:
-    """Build and load the kernels of a CUDA device with one empty block, while the real ones are being read.
+    """Build and load the kernels of devices that capture steps with one empty block, while the real ones are read.
 
     Does nothing where the block would not fit into the memory that the plan keeps for the KV cache, which is still free
     then, or if the card fails: the real blocks will tell.
     """
-    budget = plan.budget
-    if torch.device(plan.device.id).type != "cuda" or 2 * budget.weight_bytes_per_block > budget.kv_bytes:
-        return
-    options = SpanOptions(torch.device(plan.device.id), plan.dtype, "int8" if plan.quantised else "none")
-    kv_bytes = min(budget.kv_bytes // 4, config.context_length * budget.kv_bytes_per_token // budget.blocks)
-    with contextlib.suppress(RuntimeError):
-        block = build_block(0, _EmptyTensors(config), options)
-        SpanRunner(config, 0, [block], dataclasses.replace(options, kv_bytes=kv_bytes)).warm_up()
-        del block
-    release(plan.device.id)
+    for share in plan.shares:
+        budget, device = share.budget, torch.device(share.device.id)
+        if not kind_of(device).captures_steps or 2 * budget.weight_bytes_per_block > budget.kv_bytes:
+            continue
+        options = SpanOptions(device, plan.dtype, "int8" if plan.quantised else "none")
+        kv_bytes = min(budget.kv_bytes // 4, config.context_length * budget.kv_bytes_per_token // budget.blocks)
+        with contextlib.suppress(RuntimeError):
+            block = build_block(0, _EmptyTensors(config), options)
+            SpanRunner(config, 0, [block], dataclasses.replace(options, kv_bytes=kv_bytes)).warm_up()
+            del block
+        release(share.device.id)
 
 
 class _EmptyTensors:
@@ -180,12 +292,12 @@ class _EmptyTensors:
             out.zero_()
 
 
-def measured_host(span: SpanRunner) -> Hosted:
+def measured_host(span: HostedSpan) -> Hosted:
     """Warm up and measure loaded blocks and wrap them for serving; call it on the thread that will run them.
 
-    Raises `EngineError` if the device's memory is full.
+    Raises `DeviceFull` if a device's memory is full.
     """
-    if span.options.device.type == "cpu":
+    if any(part.options.device.type == "cpu" for part in span.parts):
         cpu_products(span.options.dtype)  # times the products now rather than during the first prompt
     with _memory_errors():
         if span.is_complete:
@@ -194,43 +306,47 @@ def measured_host(span: SpanRunner) -> Hosted:
 
 
 def _hold_to_cap(plan: HostingPlan) -> None:
-    """Let torch take no more of the plan's device than the cap leaves beside the driver's own memory.
+    """Let torch take no more of the plan's devices than the cap leaves beside the driver's own memory.
 
     A step that would need more fails then, instead of taking memory that the user wanted to keep.
     """
-    if torch.device(plan.device.id).type == "cuda":
-        total = plan.device.total_bytes
-        reserved = allowance_on(plan.device, plan.cap_bytes).reserved_bytes
-        limit = total if plan.cap_bytes is None else max(plan.cap_bytes - reserved, 0)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), plan.device.id)
+    for device in {share.device.id for share in plan.shares if kind_of(torch.device(share.device.id)).captures_steps}:
+        total = torch.cuda.get_device_properties(device).total_memory
+        if plan.cap_bytes is None:
+            limit = total
+        elif plan.more:
+            limit = sum(share.budget.total_bytes for share in plan.shares if share.device.id == device)
+        else:
+            limit = max(plan.cap_bytes - allowance_on(plan.device, plan.cap_bytes).reserved_bytes, 0)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
 
 
 @contextlib.contextmanager
 def _memory_errors() -> Iterator[None]:
-    """Turn torch's error for a full device into an `EngineError`."""
+    """Turn torch's error for a full device into `DeviceFull`."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         log.info("the device's memory is full: %s", error)
-        raise EngineError(f"the device's memory is full: {str(error).split('. ')[0].removeprefix('CUDA ')}") from error
+        raise DeviceFull(f"the device's memory is full: {str(error).split('. ')[0].removeprefix('CUDA ')}") from error
 
 
-def _warm_up(span: SpanRunner) -> None:
+def _warm_up(span: HostedSpan) -> None:
     span.warm_up()
-    if span.options.device.type == "cuda":
+    if any(kind_of(part.options.device).captures_steps for part in span.parts):
         torch.cuda.empty_cache()  # what loading and warming up needed for a moment
 
 
-def _has_room_for_copies(plan: HostingPlan, blocks: int) -> bool:
+def _has_room_for_copies(share: DeviceShare, blocks: int) -> bool:
     """True if a second copy of the weights, packed for batches, stays within the memory limit."""
-    budget = plan.budget
+    budget = share.budget
     copies = blocks * budget.weight_bytes_per_block
-    return not plan.quantised and copies <= (budget.blocks - blocks) * budget.weight_bytes_per_block
+    return copies <= (budget.blocks - blocks) * budget.weight_bytes_per_block
 
 
 def release(device_id: str) -> None:
     """Free unused memory and return what torch's allocator keeps on this device to the system."""
     gc.collect()
-    kind = torch.device(device_id).type
-    if kind in ("cuda", "mps", "xpu"):
+    kind = kind_of(torch.device(device_id)).torch_type
+    if kind != "cpu":
         getattr(torch, kind).empty_cache()

@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.errors import NotFinite, SessionError
-from engine.model.attention import Segment
-from engine.model.kv_cache import KVLease
-from engine.model.span import SpanRunner
+from engine.device.probe import first_line
+from engine.errors import DeviceFull, NotFinite, SessionError
+from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.wire import is_finite, to_bytes, to_tensor, wire_name
 
 
@@ -50,13 +49,17 @@ class StepResult(NamedTuple):
 class SessionRunner:
     """Open sessions of one span, each with its lease of the KV cache."""
 
-    def __init__(self, span: SpanRunner) -> None:
+    def __init__(self, span: HostedSpan) -> None:
         self._span = span
-        self._leases: dict[bytes, KVLease] = {}
-        self.start = span.start
+        self._leases: dict[bytes, SessionLease] = {}
         self.hidden_size = span.config.hidden_size
         self.context_length = span.config.context_length
         self._native = wire_name(span.options.dtype)
+
+    @property
+    def start(self) -> int:
+        """The first block."""
+        return self._span.start
 
     @property
     def stop(self) -> int:
@@ -66,12 +69,12 @@ class SessionRunner:
     @property
     def kv_free_tokens(self) -> int:
         """KV cache slots (one per token) that no session has leased."""
-        return self._span.pool.free_tokens
+        return self._span.free_tokens
 
     @property
     def kv_total_tokens(self) -> int:
         """KV cache slots (one per token) in all."""
-        return self._span.pool.total_tokens
+        return self._span.total_tokens
 
     def open(self, session: bytes, tokens: int) -> None:
         """Lease cache for `tokens` tokens of a new session.
@@ -98,29 +101,32 @@ class SessionRunner:
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
         """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
 
-        Raises `SessionError` for input that does not fit its session, `NotFinite` for NaN, `CacheFull` without room.
+        Raises `SessionError` for input that does not fit its session, `NotFinite` for NaN, `CacheFull` without room in
+        the cache, `DeviceFull` if the device's memory is full.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for index, item in enumerate(work):
             groups.setdefault((item.start, item.stop), []).append(index)
         outputs: dict[int, StepResult] = {}
-        advanced: list[Segment] = []
+        advanced: list[SessionRows] = []
         try:
             for blocks, indices in groups.items():
                 items = [work[index] for index in indices]
-                segments = [Segment(self._lease(item.session), item.position, item.rows) for item in items]
+                taken = [SessionRows(self._lease(item.session), item.position, item.rows) for item in items]
                 rows = self._joined(items)
                 self._check_finite(rows, items)
-                hidden = self._span.step(rows, segments, blocks)
-                advanced += segments
+                hidden = self._span.step(rows, taken, blocks)
+                advanced += taken
                 outputs.update(zip(indices, self._split(hidden, items), strict=True))
-        except BaseException:  # undo the groups that have advanced already
-            for segment in advanced:
-                segment.lease.truncate(segment.start)
+        except BaseException as error:
+            for own in advanced:  # undo the groups that have advanced already
+                own.lease.truncate(own.start)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise DeviceFull(f"the device's memory is full: {first_line(error)}") from error
             raise
         return [outputs[index] for index in range(len(work))]
 
-    def _lease(self, session: bytes) -> KVLease:
+    def _lease(self, session: bytes) -> SessionLease:
         lease = self._leases.get(session)
         if lease is None:
             raise SessionError(f"unknown session {session.hex()[:8]}: open it again")

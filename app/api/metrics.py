@@ -121,7 +121,12 @@ def _route(snapshot: Snapshot) -> Iterable[Metric]:
     samples = [
         ((str(index), hop.peer, part), seconds)
         for index, hop in enumerate(route.hops[:MAX_HOPS])
-        for part, seconds in (("link", hop.link_s), ("compute", hop.compute_s), ("queue", hop.queue_s))
+        for part, seconds in (
+            ("link", hop.link_s),
+            ("compute", hop.compute_s),
+            ("queue", hop.queue_s),
+            ("host", hop.host_s),
+        )
         if seconds is not None
     ]
     help = "Time of a token at each hop of the latest reply's route."

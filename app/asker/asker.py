@@ -106,9 +106,10 @@ class Asker:
             )
         text = self._ends.begin(prompt_ids, settings)
         request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
-        async with self._counted(SessionRoutes(self.planner, request), request.tokens) as session:
+        routes = SessionRoutes(self.planner, request)
+        async with self._counted(routes, request.tokens) as session:
             reply = self._replies[session.id] = Reply(
-                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng)
+                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng), routes.notices
             )
             self._begun += 1
             try:

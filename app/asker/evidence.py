@@ -52,7 +52,7 @@ def precisions(routes: Sequence[Route], members: Iterable[Announcement]) -> tupl
     Several formats are joined, and "?" stands for a peer that is no longer known: such blocks are never compared as
     exact.
     """
-    announced = {m.peer: f"{m.quantisation} {m.dtype}" for m in members}
+    announced = {m.peer: m.number_format for m in members}
     formats: dict[int, set[str]] = {}
     for route in routes:
         for hop in route:

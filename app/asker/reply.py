@@ -36,6 +36,7 @@ class ReplyStats:
     moves: int = 0  # to better routes while nothing was wrong
     longest_gap_s: float = 0.0
     route: Route = ()
+    notices: Sequence[str] = ()  # that the user should know, such as another number format after a hop died
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,12 @@ class ReplyText:
 
     text: str
     route: Route | None = None
+    notice: str = ""  # that the user should know, from this piece on
 
     def as_json(self) -> dict[str, Any]:
         """The piece as the API sends it."""
-        return {"text": self.text} if self.route is None else {"text": self.text, "route": _hops(self.route)}
+        route = {} if self.route is None else {"route": _hops(self.route)}
+        return {"text": self.text, **route, **({"notice": self.notice} if self.notice else {})}
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Reply:
         head_batcher: HeadBatcher,
         prompt_ids: Sequence[int],
         sampler: AuditSampler,
+        notices: Sequence[str] = (),
     ) -> None:
         self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
@@ -104,7 +108,9 @@ class Reply:
         self._first_at = 0.0
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
         self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
-        self.stats = ReplyStats(len(prompt_ids))
+        self._host_s = Ewma(_SMOOTHING)  # and in this node's own hands
+        self._token_s = Ewma(_SMOOTHING)  # from one token to the next
+        self.stats = ReplyStats(len(prompt_ids), notices=notices)
 
     def __aiter__(self) -> Reply:
         return self
@@ -126,6 +132,8 @@ class Reply:
         elif self.stats.token_ids and self._session.recoveries == self.stats.recoveries:
             self._route_s.add(answered - begin)
             self._ends_s.add(now - answered)
+            self._host_s.add(begin - self._last_at + self._session.own_s)
+            self._token_s.add(now - self._last_at)
         self._note(piece, now)
         return piece
 
@@ -153,14 +161,14 @@ class Reply:
             self._session.recoveries,
             stats.longest_gap_s,
             tuple(
-                HopStats(
-                    hop.peer, hop.span.start, hop.span.stop, link_s(here, hop.peer), *paces.get(hop.peer, (None, None))
-                )
+                HopStats(hop.peer, hop.span.start, hop.span.stop, link_s(here, hop.peer), *paces.get(hop.peer, ()))
                 for here, hop in zip(before, route, strict=False)
             ),
             link_s(before[-1], "") if route else None,
             self._route_s.value if self._route_s else None,
             self._ends_s.value if self._ends_s else None,
+            self._host_s.value if self._host_s else None,
+            self._token_s.value if self._token_s else None,
         )
 
     def _note(self, piece: TextPiece, now: float) -> None:

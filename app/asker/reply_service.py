@@ -186,6 +186,7 @@ class ReplyService:
         prompt_ids = await self._thread.run_apart(_prompt_ids, ends, request)
         pieces: list[str] = []
         route: Route = ()
+        noticed = 0
         peers: dict[str, None] = {}  # that took part, in order
         asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
         try:
@@ -196,7 +197,9 @@ class ReplyService:
                     pieces.append(piece.text)
                     before, route = route, reply.stats.route
                     peers |= dict.fromkeys(hop.peer for hop in route)
-                    yield ReplyText(piece.text, None if before == route else route)
+                    notice = " ".join(reply.stats.notices[noticed:])
+                    noticed = len(reply.stats.notices)
+                    yield ReplyText(piece.text, None if before == route else route, notice)
                 yield ReplyDone("".join(pieces), reply.stats)
         finally:
             self._count(len(pieces), list(peers))

@@ -37,6 +37,7 @@ from app.session.wire import (
     EpochOrder,
     Frame,
     HopError,
+    HopPace,
     Kind,
     decode,
     decode_hop_error,
@@ -287,7 +288,8 @@ class RouteHops:
         self.trouble: HopFailed | None = None
         self.states: dict[str, Frame] = {}
         self.leaving: set[str] = set()  # hops that are draining
-        self.paces: dict[str, tuple[float, float]] = {}  # peer -> seconds of a usual step, and of the wait for it
+        self.answered_at = 0.0  # when `answer` arrived
+        self.paces: dict[str, HopPace] = {}
 
     # --- what hops say ------------------------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class RouteHops:
             if not is_last or frame.position + frame.rows != self.awaited or frame.width != self._shape.width:
                 return
             if is_finite(frame):
-                self.answer = frame
+                self.answer, self.answered_at = frame, trio.current_time()
             else:
                 self.trouble = _not_finite(peer)
         elif frame.kind == Kind.RELAY:
@@ -339,7 +341,9 @@ class RouteHops:
             return
         why = hop_error_reason(peer, error)
         if error.code in ("busy", "refused", "failed"):
-            self.trouble = HopFailed(peer, why, busy=error.code == "busy")
+            # A hop that no longer hosts these blocks has said so in an announcement that may still be under way.
+            gone = error.why == "not_hosted"
+            self.trouble = HopFailed(peer, why, busy=gone or error.code == "busy", blameless=gone)
             return
         if error.code == "draining":
             if peer in self.leaving and peer in self._ready:
@@ -591,6 +595,7 @@ class RouteSession:
         self._recheck = RerouteTimer(trio.current_time())
         self._better: Route = ()  # to be taken once its links are open
         self._better_until = 0.0
+        self.own_s = 0.0  # of the last token's time: sending it, and coming back to the answer
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
         self.reached: int | None = (
@@ -613,8 +618,8 @@ class RouteSession:
         return self._hops.route
 
     @property
-    def paces(self) -> Mapping[str, tuple[float, float]]:
-        """For each hop that reported it: seconds of an average step there, and of the wait before it."""
+    def paces(self) -> Mapping[str, HopPace]:
+        """The usual times of a token at each hop that reported them."""
         return self._hops.paces
 
     async def missing_block(self) -> NoRoute | None:
@@ -660,8 +665,10 @@ class RouteSession:
             smooth = False
         else:
             smooth = self._flowing and hops.trouble is None
+        fed_at = begin
         if smooth:
             await self._feed(first, embedded)
+            fed_at = trio.current_time()
             if len(self._history) % PACE_EVERY == 0:
                 await hops.ask_paces()
         for _ in range(self._settings.attempts_without_progress):
@@ -673,7 +680,9 @@ class RouteSession:
                 for hop in () if smooth else self.route:
                     self._guide.worked(hop.peer)
                 if smooth and len(token_ids) == 1:
-                    self._step_s.add(trio.current_time() - begin)
+                    now = trio.current_time()
+                    self._step_s.add(now - begin)
+                    self.own_s = fed_at - begin + now - hops.answered_at
                 self._excuses.clear()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")

@@ -18,6 +18,7 @@ class HopStats:
     link_s: float | None = None  # one way into it
     compute_s: float | None = None  # an average step, as the hop reports it
     queue_s: float | None = None  # and the wait before it
+    host_s: float | None = None  # and sending its output on
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class AskedSession:
     return_s: float | None = None  # one way from the last hop back
     route_s: float | None = None  # an average token's time on the route, measured
     ends_s: float | None = None  # and on this node: embedding, head and sampling
+    host_s: float | None = None  # and on this node: sending the token, coming back to the answer, passing the text on
+    token_s: float | None = None  # from one token to the next, measured
 
 
 @dataclass(frozen=True)

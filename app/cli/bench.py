@@ -68,17 +68,30 @@ def node_facts(snapshot: Snapshot, done: dict[str, Any]) -> dict[str, Any]:
             for peer in snapshot.peers
             if peer.link is not None
         ],
-        "route": None if route is None else {**dataclasses.asdict(route), "unexplained_s": unexplained_s(route)},
+        "route": None
+        if route is None
+        else {
+            **dataclasses.asdict(route),
+            "unexplained_s": unexplained_s(route),
+            "explained_share": explained_share(route),
+        },
     }
 
 
 def unexplained_s(route: RouteView) -> float | None:
     """Seconds of a token's time beyond those of its hops, the way back and this node; None if a hop's are unknown."""
-    parts = [part for hop in route.hops for part in (hop.link_s, hop.compute_s, hop.queue_s)]
-    known = [part for part in (*parts, route.return_s, route.ends_s) if part is not None]
     if route.token_s is None or any(hop.compute_s is None for hop in route.hops):
         return None
-    return route.token_s - sum(known)
+    parts = [part for hop in route.hops for part in (hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)]
+    return route.token_s - sum(
+        part for part in (*parts, route.return_s, route.ends_s, route.host_s) if part is not None
+    )
+
+
+def explained_share(route: RouteView) -> float | None:
+    """The part (0 to 1) of a token's time that is accounted for; None if a hop's times are unknown."""
+    rest_s = unexplained_s(route)
+    return None if rest_s is None or not route.token_s else 1 - max(0.0, rest_s) / route.token_s
 
 
 def node_lines(snapshot: Snapshot, facts: dict[str, Any]) -> list[str]:
@@ -91,11 +104,14 @@ def node_lines(snapshot: Snapshot, facts: dict[str, Any]) -> list[str]:
     lines.append("Where a token's time goes:")
     for hop in route.hops:
         who = f"blocks {hop.start}:{hop.stop} at {hop.peer}"
-        lines.append(f"  {who}: {_ms(hop.link_s)} link, {_ms(hop.queue_s)} waiting, {_ms(hop.compute_s)} computing")
-    lines.append(f"  back here: {_ms(route.return_s)}; embedding, head and sampling: {_ms(route.ends_s)}")
-    rest_s = facts["route"]["unexplained_s"]
-    # The parts are smoothed one by one, so that they can add up to more than the whole.
-    rest = "" if rest_s is None or rest_s <= 0 else f", of which {_ms(rest_s)} are not accounted for"
+        spent = f"{_ms(hop.queue_s)} waiting, {_ms(hop.compute_s)} computing, {_ms(hop.host_s)} sending on"
+        lines.append(f"  {who}: {_ms(hop.link_s)} link, {spent}")
+    lines.append(
+        f"  back here: {_ms(route.return_s)}; embedding, head and sampling: {_ms(route.ends_s)}; "
+        f"sending and receiving: {_ms(route.host_s)}"
+    )
+    share = facts["route"]["explained_share"]
+    rest = "" if share is None else f", of which {share:.0%} are accounted for"
     lines.append(f"  in all {_ms(route.token_s)}{rest}")
     return lines
 
@@ -107,9 +123,10 @@ def _ms(seconds: float | None) -> str:
 def bench_here(name: str, device: str | None, *, as_json: bool) -> int:
     """Load a whole model in this process, and print how fast its blocks run."""
     from engine.benchmark import measure_span
+    from engine.model.hosted_span import HostedSpan
 
     model = load_model(name, device)
-    throughput = measure_span(model.span)
+    throughput = measure_span(HostedSpan([model.span]))
     facts = {
         "model": name,
         "device": str(model.span.options.device),

@@ -209,6 +209,8 @@ class SwarmAnswers:
                 elif "waiting" in piece:
                     print(f"shoal: {without_controls(piece['waiting']['text'])}", file=sys.stderr, flush=True)
                 elif "text" in piece:
+                    if "notice" in piece:
+                        print(f"shoal: {without_controls(piece['notice'])}", file=sys.stderr, flush=True)
                     yield piece["text"]
         finally:
             hangup.hang_up()

@@ -67,11 +67,11 @@ def warn_of_device(config: Config) -> None:
     name = config.settings.device
     if name in ("auto", "cpu") or config.settings.max_vram == 0:
         return
-    from engine.device.probe import find_device, probe_devices
+    from engine.device.probe import chosen_devices, probe_devices
     from engine.errors import DeviceError
 
     try:
-        find_device(name, probe_devices())
+        chosen_devices(name, probe_devices())
     except DeviceError as error:
         logging.getLogger("shoal.node").warning("%s; until then this node hosts nothing", error)
 

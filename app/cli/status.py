@@ -119,6 +119,16 @@ def describe_peer(peer: dict[str, Any]) -> str:
     return f"{who}  {peer['state']}, {span}, {link}{rtt}{trust}{excluded}"
 
 
+def describe_device(device: dict[str, Any]) -> str:
+    """Return one of several devices as one line."""
+    from app.core.units import format_size
+
+    blocks = "no blocks" if device["start"] is None else f"blocks {device['start']}:{device['stop']}"
+    free = device["memory_free_bytes"]
+    room = "" if free is None else f", {format_size(free)} free"
+    return f"{device['id']} {device['name']}, {blocks}{room}"
+
+
 def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return what `shoal status` prints, as labels and values."""
     reason = f" ({status['reason']})" if status["reason"] else ""
@@ -137,7 +147,8 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         hosted = "none" if status["start"] is None else f"{status['start']}:{status['stop']}"
         lines.append(("blocks", f"{hosted} of {status['blocks_total']}"))
     if status["device"] is not None:
-        lines.append(("device", status["device"]))
+        several = status.get("devices") or []
+        lines += [("device", describe_device(device)) for device in several] or [("device", status["device"])]
     lines += [
         ("sessions", status["sessions"]),
         ("listens", " ".join(status["listen_addrs"])),

@@ -224,7 +224,12 @@ class Settings:
     api_port: int = _setting(
         "integer", 7465, "Port of the control API on this machine; 0 takes any free port.", bounds=(0, 65535)
     )
-    device: str = _setting("text", "auto", "Device to compute on: auto, cpu, cuda, cuda:1, mps, xpu, …")
+    device: str = _setting(
+        "text",
+        "auto",
+        "Device to compute on: auto (all GPUs of one kind, as far as the model needs them), cpu, cuda, cuda:1, mps, "
+        "xpu, …; several are separated by commas.",
+    )
     max_vram: int | None = _setting(
         "size", None, "Most memory for hosting, KV cache included; 0 hosts nothing; unset: all free memory.", live=True
     )

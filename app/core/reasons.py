@@ -31,6 +31,8 @@ NEXT_STEPS: dict[str, str] = {
     "disk_full": "free disk space, or set SHOAL_CACHE to a folder on another disk; the node tries again by itself",
     "limit_zero": "to host, raise the limit: + in the dashboard, or `shoal config set max_vram SIZE`",
     "limit_changed": "wait: sessions move to other members, then hosting restarts",
+    "memory_short": "nothing: the blocks come back once other programs have left the memory free for a while",
+    "memory_back": _HOSTING,
     "no_room": "close other programs, or raise the limit with `shoal config set max_vram SIZE`",
     "asked_for": "start without --blocks to let the node choose by itself",
     "worst_served": _HOSTING,
@@ -144,6 +146,7 @@ NEXT_STEPS: dict[str, str] = {
     "engine": _REPORT,
     "bad_source": _MODEL,
     "bad_device": "`shoal doctor` says what this machine can host",
+    "device_full": "close other programs, or lower the limit with `shoal config set max_vram SIZE`",
     "bad_step": "ask again",
 }
 

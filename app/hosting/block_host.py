@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,15 +22,15 @@ from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.span import Span
-from app.hosting.device_view import device_view
-from app.hosting.placement import Candidate, Move, MoveTimer, decide, due
+from app.hosting.device_view import device_views
+from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of, kept_span
+from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, regrown
 from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rtts_to_announce
 from app.serving.block_server import DRAIN_S, BlockServer
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
-from engine.errors import EngineError
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -88,6 +89,15 @@ class Loader(Protocol):
     async def load(self, plan: HostingPlan, span: Span, on_grown: Callable[[Hosted, Span], Awaitable[None]]) -> Hosted:
         """Load all blocks of a span; awaits `on_grown` for each part of it that can be served before the end."""
 
+    async def memory_change(self, plan: HostingPlan, full: HostingPlan) -> MemoryChange:
+        """Wait until the devices have too little memory for the plan, or enough for more of the `full` one again."""
+
+    async def free_bytes(self, plan: HostingPlan) -> Free | None:
+        """Return the free memory of the plan's devices; None if it cannot be read."""
+
+    async def keep(self, hosted: Hosted, span: Span) -> Hosted:
+        """Free all loaded blocks but these, and return their memory to the system."""
+
     def let_go(self, span: Span) -> None:
         """Note that the weights of these blocks are not needed on disk any more."""
 
@@ -119,14 +129,18 @@ class BlockHost:
         self._planned = planned  # runs while the first blocks are loaded
         self.server = BlockServer(network, None, loader.device)
         self._plan: HostingPlan | None = None
+        self._full: HostingPlan | None = None  # the plan before blocks were given back
+        self._memory_change: MemoryChange | None = None  # to be carried out
         self._hosted: Hosted | None = None
-        self._seen: Device | None = None  # the device at the last reading of its sensors
+        self._seen: dict[str, Device] = {}  # the devices at the last reading of their sensors
         self._span: Span | None = None  # blocks that are served, a prefix of the span while it grows
         self._settled_at = self._announced_at = self._announced_busy_s = 0.0
         self._news = Signal()
         self._move_timer: MoveTimer | None = None
         self._withdrawn = False
+        self._memory_changed = Signal()  # `_memory_change` is None again
         self._choosing = trio.CancelScope()
+        self.has_no_room = False  # nothing is hosted because nothing fits
         self._choosing_ended = trio.Event()  # set once no other span will be chosen
 
     def view(self) -> HostedView:
@@ -149,23 +163,19 @@ class BlockHost:
         """The runner that computes the hosted blocks; None while none are loaded."""
         return None if self._hosted is None else self._hosted.runner
 
-    def hardware(self) -> DeviceView | None:
-        """Return the device, its memory and its load for the snapshot; None before a plan is made."""
+    def devices(self) -> tuple[DeviceView, ...]:
+        """Return the devices, their memory and their load for the snapshot; none before a plan is made."""
         if self._plan is None:
-            return None
-        return device_view(self._seen or self._plan.device, self._plan, self._hosted, self.server.stats, self._options)
+            return ()
+        return device_views(self._seen, self._plan, self._hosted, self.server.stats, self._options)
 
     async def look_at_device(self) -> None:
-        """Read the device's sensors in a thread; if that fails, log it and keep the last reading."""
-        from engine.device.probe import find_device, probe_devices
+        """Read the devices' sensors in a thread; if that fails, log it and keep the last reading."""
+        from engine.device.probe import probe_devices
 
-        if self._plan is None:
-            return
-        name = self._plan.device.id
-        try:
-            self._seen = await trio.to_thread.run_sync(lambda: find_device(name, probe_devices()))
-        except EngineError as error:
-            log.warning("cannot read the device's sensors: %s", error)
+        if self._plan is not None:
+            found = await trio.to_thread.run_sync(probe_devices)
+            self._seen = {device.id: device for device in found if device.usable}
 
     @property
     def _tokens_per_s(self) -> float:
@@ -186,12 +196,14 @@ class BlockHost:
             self._swarm.announce(state="client", span=None)
             task_status.started()
             return
+        self._full = self._plan
         stop_listening = self._swarm.subscribe(self._on_change)
         try:
             async with trio.open_nursery() as nursery:
                 if self._planned is not None:
                     nursery.start_soon(self._planned, self._plan)
                 await nursery.start(self.server.run)
+                nursery.start_soon(self._watch_memory)
                 with self._choosing:
                     while self._span is None:
                         await self._follow_the_swarm(self._plan)
@@ -263,6 +275,7 @@ class BlockHost:
             self._steps.begin("load")
             self._steps.failed(plan.budget.reason)
             self._say("client", because("no_room", plan.budget.reason))
+            self.has_no_room = True
             return None
         return plan
 
@@ -281,6 +294,9 @@ class BlockHost:
         A reason must last through the wait: each call decides again.
         """
         seen, now = self._news.version, trio.current_time()
+        if self._memory_change is not None and self._hosted is not None and self._span is not None:
+            await self._change_memory(plan, self._memory_change)
+            return
         move = self._decide(plan)
         is_hole = move is not None and move.why.code in ("hole", "make_way")
         if move is not None and is_hole:
@@ -305,18 +321,89 @@ class BlockHost:
         span = move.span
         state: State = "loading" if await self._loader.is_downloaded(span) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
-        self._swarm.announce(state=state, span=span, growing=None, device=plan.device.name)
+        self._swarm.announce(state=state, span=span, growing=None, device=plan.device_name)
         await self.server.host(None)
         if self._span is not None:
             self._loader.let_go(self._span)
         self._hosted = self._span = None  # free the old blocks' memory before loading new ones
         hosted = await self._loader.load(plan, span, partial(self._serve_part, span, move))
+        self._forget_memory_change()  # it was about the blocks before
         self._steps.done("load", f"blocks {span}")
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
         self._settled_at = trio.current_time()
         await self._serve(hosted, span, None)
         self._steps.done("announce")
         self._say("serving", move.why)
+
+    async def _watch_memory(self) -> None:
+        """Have blocks given back while other programs need the memory, and taken again later."""
+        while True:
+            plan, full = self._plan, self._full
+            assert plan is not None, "memory is watched while blocks are hosted"
+            assert full is not None, "a plan was made before"
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._await_change, plan, full, nursery.cancel_scope)
+                nursery.start_soon(self._await_full_device, plan, nursery.cancel_scope)
+            self._news.notify()
+            await self._memory_changed.wait_for(lambda: self._memory_change is None)
+
+    async def _await_change(self, plan: HostingPlan, full: HostingPlan, waiting: trio.CancelScope) -> None:
+        self._memory_change = await self._loader.memory_change(plan, full)
+        waiting.cancel()
+
+    async def _await_full_device(self, plan: HostingPlan, waiting: trio.CancelScope) -> None:
+        """Wait for a step that fails because the device's memory is full: at least one block is given back then."""
+        await self.server.device_full.wait()
+        free = await self._loader.free_bytes(plan) or dict.fromkeys((share.device.id for share in plan.shares), 0)
+        self._memory_change = after_giving_back(plan, free, at_least=1)
+        waiting.cancel()
+
+    async def _change_memory(self, plan: HostingPlan, change: MemoryChange) -> None:
+        """Give blocks back, or load the span again with more of them; raises `DeviceFull` if none can be kept."""
+        assert self._span is not None, "only a served span changes"
+        try:
+            if change.total > plan.blocks:
+                await self._regrow(change)
+            else:
+                await self._give_back(plan, change, self._span)
+        finally:
+            self._forget_memory_change()
+
+    def _forget_memory_change(self) -> None:
+        self._memory_change = None
+        self._memory_changed.notify()
+
+    async def _give_back(self, plan: HostingPlan, change: MemoryChange, span: Span) -> None:
+        from engine.errors import DeviceFull
+
+        others = Counter(b for a in self._swarm.announcements() if a.serves and a.span for b in a.span.blocks())
+        kept = kept_span(span, plan, change, others)
+        if kept is None:
+            await self.drain(HOLE_DRAIN_S)
+            await self.unload()
+            raise DeviceFull("other programs need the device's memory")
+        hosted = self._hosted
+        assert hosted is not None, "a served span is loaded"
+        text = f"blocks {kept} of {span}: other programs need the device's memory"
+        self._span, self._plan = kept, plan.with_blocks(blocks_of(span, kept, plan))
+        self._announce()  # first, so that askers look for others at once
+        self._hosted = await self.server.shrink(kept, partial(self._loader.keep, hosted, kept))
+        log.warning("%s", text)
+        self._announce()
+        self._say("serving", because("memory_short", text))
+        if self._planned is not None and self._plan.device != plan.device:
+            await self._planned(self._plan)
+
+    async def _regrow(self, change: MemoryChange) -> None:
+        assert self._full is not None, "a plan was made before"
+        assert self._span is not None, "only a served span grows"
+        plan = self._plan = self._full.with_blocks(change.blocks)
+        span = self._options.blocks
+        if span is None or len(span) > plan.blocks:
+            me = Candidate(self._network.peer_id, plan.blocks, self._tokens_per_s, self._span)
+            span = regrown(me, self._swarm.announcements(), self._swarm.n_blocks)
+        await self.drain()
+        await self._load(plan, Move(span, 0.0, because("memory_back", "the device's memory is free again")))
 
     async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
         """Serve the loaded part of a span while the rest is downloaded."""

@@ -6,6 +6,7 @@ and the served part grows. `app.weights` downloads; `engine.hosting` loads.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from app.core.device_thread import DeviceThread
 from app.core.signal import Signal
 from app.core.span import Span
 from app.core.units import format_size
+from app.hosting.memory import LOOK_S, Free, MemoryChange, MemoryWatch
 from app.snapshot.startup import StartupSteps
 from app.weights.extents import WeightsError
 from app.weights.library import ENDS, span_parts
@@ -24,6 +26,8 @@ from app.weights.model_weights import ModelWeights
 if TYPE_CHECKING:
     from engine.hosting import Hosted, HostingPlan, HostingWish
     from engine.sources.base import ModelSource
+
+log = logging.getLogger("shoal.hosting")
 
 SERVE_FROM_FRACTION = 1 / 4  # start serving once this much of the span is downloaded
 REPORT_S = 0.5  # between two updates of a download's progress
@@ -39,7 +43,7 @@ class BlockLoader:
         self.device = DeviceThread()
 
     async def plan(self, wish: HostingWish) -> HostingPlan:
-        """Return the device, and how many blocks fit on it; raises `engine.errors.DeviceError`."""
+        """Return the devices, and how many blocks fit on them; raises `engine.errors.DeviceError`."""
         from engine.hosting import plan_hosting
 
         manifest = self._weights.manifest
@@ -60,15 +64,45 @@ class BlockLoader:
         """
         return await SpanLoad(self._weights, self.device, plan, self._steps).load(span, on_grown)
 
+    async def memory_change(self, plan: HostingPlan, full: HostingPlan) -> MemoryChange:
+        """Wait until other programs leave too little memory for the plan, or enough for more of the `full` one again.
+
+        A device whose free memory cannot be read is not watched.
+        """
+        watch = MemoryWatch(plan, full)
+        while True:
+            await trio.sleep(LOOK_S)
+            free = await self.free_bytes(full)
+            change = None if free is None else watch.look(free, trio.current_time())
+            if change is not None:
+                return change
+
+    async def free_bytes(self, plan: HostingPlan) -> Free | None:
+        """Return the free memory of the plan's devices; None if a driver does not answer."""
+        from engine.device.probe import free_memory_bytes
+        from engine.errors import DeviceError
+
+        devices = {share.device.id for share in plan.shares}
+        try:
+            return await trio.to_thread.run_sync(lambda: {device: free_memory_bytes(device) for device in devices})
+        except DeviceError as error:
+            log.debug("%s", error)
+            return None
+
+    async def keep(self, hosted: Hosted, span: Span) -> Hosted:
+        """Free all loaded blocks but these, and return their memory to the system; raises `DeviceFull`."""
+        return await self.device.run(hosted.keep, span.start, span.stop)
+
     def let_go(self, span: Span) -> None:
         """Note that the weights of these blocks are not needed on disk any more."""
         self._weights.release(span_parts(span.start, span.stop))
 
     async def release(self, plan: HostingPlan) -> None:
-        """Return unused memory of the device to the system."""
+        """Return unused memory of the devices to the system."""
         from engine.hosting import release
 
-        await self.device.run(release, plan.device.id)
+        for device in {share.device.id for share in plan.shares}:
+            await self.device.run(release, device)
 
 
 class SpanLoad:

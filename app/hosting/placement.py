@@ -90,6 +90,14 @@ def decide(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Move
     return _even_out(me, others, found, with_me)
 
 
+def regrown(me: Candidate, others: Sequence[Announcement], n_blocks: int) -> Span:
+    """Return the span of `me.blocks` blocks around the present one that helps the worst-served blocks most."""
+    assert me.span is not None
+    found = coverage_of(others, n_blocks, me.tokens_per_s)
+    windows = _windows(min(me.blocks, n_blocks), n_blocks, me.span.start)
+    return best_window(found, [window for window in windows if window.stop >= me.span.stop], me)
+
+
 def best_window(found: Coverage, windows: Iterable[Span], me: Candidate) -> Span:
     """Return the window where this node most improves the worst-served blocks; ties are broken by peer id."""
     speeds, n_blocks = found.speeds, len(found.speeds)

@@ -57,12 +57,12 @@ class Machine:
 
 
 def look_at_machine(device_name: str | None, cap_bytes: int | None) -> Machine:
-    """Find the device that would be used and measure its speed; measured once per process."""
+    """Find the first device that would be used and measure its speed; measured once per process."""
     from engine.device.dtypes import pick_dtype
-    from engine.device.probe import find_device, probe_devices
+    from engine.device.probe import chosen_devices, probe_devices
     from engine.device.read_speed import block_floor_s, reading_bytes_per_s
 
-    device = find_device(device_name, probe_devices())
+    device = chosen_devices(device_name, probe_devices())[0]
     dtype = pick_dtype(device.id)
     precision = unquantised(dtype.itemsize)
     return Machine(device, precision, cap_bytes, reading_bytes_per_s(device.id, dtype), block_floor_s(device.id, dtype))

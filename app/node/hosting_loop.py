@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import random
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -29,7 +30,7 @@ from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
 from app.weights.extents import WeightsError
 from app.weights.model_weights import ModelWeights
-from engine.errors import EngineError
+from engine.errors import DeviceFull, EngineError
 from p2p.rate_limit import backoff_s
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 FIRST_RETRY_S = 30.0  # after hosting failed: a full disk or card may have room again
 LONGEST_RETRY_S = 600.0
+CROWDED_RETRY_S = 4.0  # the first retry if a device is full: two nodes that load at once must not do so again
 MEET_MEMBERS_S = 2.0  # wait at most this long for other members before choosing blocks: this node may be alone
 
 log = logging.getLogger("shoal.node")
@@ -195,16 +197,22 @@ class HostingLoop:
                 await self._host_once()
             except* (CannotHost, EngineError, WeightsError) as group:
                 error = first_error(group)
-            if error is None:
+            if error is None and (self.block_host is None or not self.block_host.has_no_room):
                 return
             failures += 1
-            retry_s = backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S)
+            if error is None:  # other programs may end
+                await trio.sleep(backoff_s(FIRST_RETRY_S, failures, LONGEST_RETRY_S))
+                continue
+            crowded = isinstance(error, DeviceFull)
+            retry_s = backoff_s(CROWDED_RETRY_S if crowded else FIRST_RETRY_S, failures, LONGEST_RETRY_S)
+            retry_s *= random.uniform(0.5, 1.0) if crowded else 1.0
             error = error.with_traceback(None)  # its frames hold the blocks that were loaded
             log.warning("this node hosts nothing: %s; trying again in %.0f s", error, retry_s)
             self.block_host = None
             self._membership.announce(state="client", span=None)
             self._observer.steps.failed(str(error))
-            code = "disk_full" if getattr(error, "code", "") == "disk_full" else "cannot_host"
+            codes = {getattr(error, "code", ""), getattr(error, "reason_code", "")}
+            code = next((code for code in ("disk_full", "device_full") if code in codes), "cannot_host")
             self._observer.settle("client", because(code, f"this node hosts nothing: {error}"))
             await trio.sleep(retry_s)
 

@@ -269,6 +269,7 @@ class Node:
             weights=work.weights,
             steps=work.steps,
             hardware=work.hardware,
+            devices=work.devices,
             listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),

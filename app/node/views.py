@@ -33,6 +33,7 @@ class WorkView:
     weights: WeightsView | None = None
     steps: tuple[StepView, ...] = ()
     hardware: DeviceView | None = None
+    devices: tuple[DeviceView, ...] = ()
 
 
 class NodeViews:
@@ -72,13 +73,14 @@ class NodeViews:
             weights=None if active_swarm.weights is None else active_swarm.weights.view(),
             steps=active_swarm.steps.views(),
             hardware=self._hardware(active_swarm),
+            devices=_several(active_swarm),
         )
 
     def _hardware(self, active_swarm: ActiveSwarm) -> DeviceView | None:
         """Return the device; while nothing is hosted, the one that hosted last, with the figures of hosting removed."""
         block_host = active_swarm.block_host
-        if block_host is not None and (device := block_host.hardware()) is not None:
-            self._device = device
+        if block_host is not None and (devices := block_host.devices()):
+            self._device = devices[0]
         elif self._device is not None:
             idle = DeviceView(self._device.id, self._device.name, self._device.memory_total_bytes)
             self._device = replace(idle, limit_bytes=active_swarm.memory_limit_bytes)
@@ -128,14 +130,20 @@ def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:
     The parts are averages over other times than the whole, so they may add up to more: then the whole is their sum.
     """
     hops = tuple(
-        HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s)
+        HopView(hop.peer, hop.start, hop.stop, kinds.get(hop.peer), hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)
         for hop in session.route
     )
-    known = None if session.route_s is None or session.ends_s is None else session.route_s + session.ends_s
-    parts = [part for hop in session.route for part in (hop.link_s, hop.compute_s, hop.queue_s)]
-    parts += [session.return_s, session.ends_s]
-    token_s = None if known is None else max(known, sum(part for part in parts if part is not None))
-    return RouteView(session.id, hops, session.return_s, session.ends_s, token_s)
+    parts = [part for hop in session.route for part in (hop.link_s, hop.compute_s, hop.queue_s, hop.host_s)]
+    parts += [session.return_s, session.ends_s, session.host_s]
+    total_s = sum(part for part in parts if part is not None)
+    token_s = None if session.token_s is None else max(session.token_s, total_s)
+    return RouteView(session.id, hops, session.return_s, session.ends_s, token_s, session.host_s)
+
+
+def _several(active_swarm: ActiveSwarm) -> tuple[DeviceView, ...]:
+    """Return the devices that host blocks, if there are several."""
+    devices = () if active_swarm.block_host is None else active_swarm.block_host.devices()
+    return devices if len(devices) > 1 else ()
 
 
 def _stats(active_swarm: ActiveSwarm | None) -> tuple[ServerStats, AskerStats]:

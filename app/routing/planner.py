@@ -6,7 +6,7 @@ The search itself is in `app.routing.search`, moving a running session in `app.r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import trio
@@ -98,14 +98,19 @@ class RoutePlanner:
         expected = believed_seconds(serving, replace(request, prompt_tokens=0), KnownCosts())
         self.measured.note(route, token_s, links_seconds(route, self.link_s()), expected)
 
-    def find(self, current: Route, request: RouteRequest, avoid: Sequence[str]) -> Route:
-        """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons."""
+    def find(
+        self, current: Route, request: RouteRequest, avoid: Sequence[str], formats: Mapping[str, str] | None = None
+    ) -> Route:
+        """Find a route, keeping as much of the current one as possible; raises `NoRoute` with the reasons.
+
+        `formats` has the number formats of the current route's peers, which their successors should have too.
+        """
         members, link_s, avoided, known = self.members(), self.link_s(), self.avoided(), self.known()
         excluded = {*avoid, *avoided}
 
         def search(excluded: Collection[str]) -> Route:
             if current:
-                return repair_route(current, members, request, link_s, avoid=excluded, known=known)
+                return repair_route(current, members, request, link_s, avoid=excluded, known=known, formats=formats)
             found = find_route(members, request, link_s, avoid=excluded, known=known)
             return self._preferring_here(found, RouteComparison(members, request, link_s, known), excluded)
 
@@ -181,10 +186,19 @@ class SessionRoutes:
 
     def __init__(self, planner: RoutePlanner, request: RouteRequest) -> None:
         self._planner, self._request = planner, request
+        self._formats: dict[str, str] = {}  # of all members met so far: a hop that died is announced no longer
+        self._proposed: dict[str, Span] = {}  # the latest route
+        self._computed: dict[int, str] = {}  # block -> number format in which the session used it last
+        self.notices: list[str] = []  # for the user
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
         """Find a route, keeping as much of `current` as possible; raises `NoRoute`."""
-        return self._planner.find(current, self._request, avoid)
+        self._formats |= {member.peer: member.number_format for member in self._planner.members()}
+        return self._propose(self._planner.find(current, self._request, avoid, self._formats))
+
+    def _propose(self, route: Route) -> Route:
+        self._proposed = {hop.peer: hop.span for hop in route}
+        return route
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         """Ban a hop that failed, and note the first report of it in the trust book unless the hop was busy."""
@@ -193,12 +207,25 @@ class SessionRoutes:
             self._planner.book.note(peer, "failed", f"failed: {why.text}")
 
     def worked(self, peer: str) -> None:
-        """Lift a hop's ban."""
+        """Lift a hop's ban; note if its blocks were computed in another number format before."""
         self._planner.worked(peer)
+        span, now = self._proposed.get(peer), self._formats.get(peer)
+        if span is None or now is None:
+            return
+        before = next((old for b in span.blocks() if (old := self._computed.get(b, now)) != now), None)
+        if before is not None:
+            now_text, before_text = (text.removeprefix("none ") for text in (now, before))
+            self.notices.append(
+                f"blocks {span} are computed in {now_text} from here on: no member could take over in {before_text}, "
+                "so the reply may differ a little from what it would have been"
+            )
+        self._computed |= dict.fromkeys(span.blocks(), now)
 
     def better(self, standing: RunningRoute) -> Route | None:
         """Return a route that is worth moving the session to, or None."""
-        return self._planner.better(standing, self._request)
+        self._formats |= {member.peer: member.number_format for member in self._planner.members()}
+        better = self._planner.better(standing, self._request)
+        return None if better is None else self._propose(better)
 
 
 class PinnedRoute(SessionRoutes):

@@ -7,6 +7,7 @@ only to trusted peers. The caller decides which peers to avoid (`app.routing.ban
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -141,6 +142,11 @@ def _as_route(visits: Sequence[Visit], stop: int) -> Route:
     return tuple(hops)
 
 
+def _still_serves(announced: Span | None, part: Span) -> bool:
+    """True unless a member announces blocks that lack some of `part`; one that announces nothing may only be late."""
+    return announced is None or (announced.start <= part.start and part.stop <= announced.stop)
+
+
 def repair_route(
     route: Route,
     members: Sequence[Announcement],
@@ -149,9 +155,25 @@ def repair_route(
     *,
     avoid: Collection[str],
     known: KnownCosts | None = None,
+    formats: Mapping[str, str] | None = None,
 ) -> Route:
-    """Replace the hops in `avoid` and keep the others if possible; else find a new route. Raises `NoRoute`."""
-    kept = {hop.peer for hop in route if hop.peer not in avoid}
+    """Replace the hops in `avoid` and keep the others if possible; else find a new route. Raises `NoRoute`.
+
+    A hop that announces that it serves other blocks now is replaced too. `formats` has the number formats of the
+    route's peers: if possible, a hop is replaced by members that compute in its format.
+    """
+    formats = formats or {}
+
+    def find(part: RouteRequest, lost: Iterable[Hop], avoid: Collection[str]) -> Route:
+        wanted = {formats[hop.peer] for hop in lost if hop.peer in formats}
+        alike = [member for member in members if member.number_format in wanted]
+        if alike and len(alike) < len(members):
+            with suppress(NoRoute):
+                return find_route(alike, part, link_s, avoid=avoid, known=known)
+        return find_route(members, part, link_s, avoid=avoid, known=known)
+
+    serving = {member.peer: member.span for member in members if member.serves}
+    kept = {hop.peer for hop in route if hop.peer not in avoid and _still_serves(serving.get(hop.peer), hop.span)}
     repaired: list[Hop] = []
     index = 0
     try:
@@ -168,7 +190,7 @@ def repair_route(
             target = route[index].peer if index < len(route) else ""
             part = replace(request, wanted=span, origin=origin, target=target)
             others = {hop.peer for hop in repaired} | kept | set(avoid)
-            repaired += find_route(members, part, link_s, avoid=others, known=known)
+            repaired += find(part, route[gap:index], others)
         return tuple(repaired)
     except NoRoute:
-        return find_route(members, request, link_s, avoid=avoid, known=known)
+        return find(request, route, avoid)

@@ -17,8 +17,9 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import outcome
 import trio
 
 from app.core.compute import BlockRunner, Device, StepOutput, StepWork
@@ -26,6 +27,7 @@ from app.core.errors import RecordError
 from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
+from app.core.span import Span
 from app.serving.admission import AdmissionLimits, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.hop_session import SMOOTHING, FrameAction, HopSession, SessionCounters, first_to_evict, session_key
@@ -39,6 +41,7 @@ from app.session.wire import (
     EpochOrder,
     Frame,
     HopError,
+    HopPace,
     Kind,
     belongs_to,
     decode,
@@ -48,7 +51,7 @@ from app.session.wire import (
     header,
     plain,
 )
-from engine.errors import EngineError, NotFinite
+from engine.errors import DeviceFull, EngineError, NotFinite
 from p2p.errors import P2PError
 
 if TYPE_CHECKING:
@@ -198,6 +201,7 @@ _CHECK_KEPT_EVERY = 32  # steps
 _LEAVES = "this node is about to leave; move to another one"
 
 Action = Callable[[], Awaitable[None]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -310,6 +314,7 @@ class BlockServer:
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._work = Signal()  # the queue or `_between_steps` has something new
         self._emptied = Signal()
+        self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
         self.draining = False
@@ -382,10 +387,31 @@ class BlockServer:
             self._do_between_steps(change)
         await changed.wait()
 
-    async def _change_runner(self, runner: BlockRunner | None) -> None:
+    async def shrink(self, span: Span, shrink: Callable[[], Awaitable[T]]) -> T:
+        """End the sessions that use blocks outside of `span`, and await `shrink` between two steps."""
+        results: list[outcome.Outcome[T]] = []
+        done = trio.Event()
+
+        async def change() -> None:
+            try:
+                await self._end_outside(span)
+                results.append(await outcome.acapture(shrink))
+            finally:
+                done.set()
+
+        self._do_between_steps(change)
+        await done.wait()
+        return results[0].unwrap()
+
+    async def _end_outside(self, span: Span | None) -> None:
         for session in list(self._sessions.values()):
-            await self._sender.report_error(session, "closed", "this node now hosts other blocks")
-            self._end(session, session.epoch)
+            own = session.turn.span
+            if span is None or not span.start <= own.start < own.stop <= span.stop:
+                await self._sender.report_error(session, "closed", "this node now hosts other blocks")
+                self._end(session, session.epoch)
+
+    async def _change_runner(self, runner: BlockRunner | None) -> None:
+        await self._end_outside(None)
         self._runner, self.draining = runner, False
         if self._nursery is not None:
             self._sender.width = runner.hidden_size if runner is not None else 0
@@ -487,8 +513,7 @@ class BlockServer:
             state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
             await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
-            pace = encode_pace(session.id, session.epoch, session.counters.step_s.value, session.counters.queue_s.value)
-            await answers.push(control_frame(pace))
+            await answers.push(control_frame(encode_pace(session.id, session.epoch, session.counters.pace)))
         elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)
@@ -647,10 +672,12 @@ class BlockServer:
             await self._step_failed(batch, error)
             return
         now = trio.current_time()
+        sent_at: list[float] = []
         for item, output in zip(batch, outputs, strict=True):
             await self._deliver(item, output)
+            sent_at.append(trio.current_time())
         self._queue.done(batch, now - started_at, now)
-        self._count(batch, started_at, now - started_at)
+        self._count(batch, started_at, now, sent_at)
         if not batch[0].urgent or self._counters.steps % _CHECK_KEPT_EVERY == 0:
             await self._evict_kept_outputs()
 
@@ -681,7 +708,18 @@ class BlockServer:
             await self._sender.resend(session, first, stop)
 
     async def _step_failed(self, batch: list[QueuedTokens], error: Exception) -> None:
-        """End the session at fault, which the error names or halving the batch finds; the others go on."""
+        """End the session at fault, which the error names or halving the batch finds; the others go on.
+
+        A full device is nobody's fault: all sessions of the step move to other nodes, so that this one can shrink.
+        """
+        if isinstance(error, DeviceFull):
+            log.warning("a step of %d sessions failed: %s", len(batch), error)
+            for item in batch:
+                session = self._sessions[item.session]
+                await self._sender.report_error(session, "busy", str(error))
+                self._end(session, session.epoch)
+            self.device_full.notify()
+            return
         if len(batch) > 1:
             named = [item for item in batch if isinstance(error, NotFinite) and item.session == error.session]
             parts = [named, [item for item in batch if item not in named]] if named else _halves(batch)
@@ -694,11 +732,13 @@ class BlockServer:
         await self._sender.report_error(session, "input" if isinstance(error, NotFinite) else "failed", str(error))
         self._end(session, session.epoch)
 
-    def _count(self, batch: list[QueuedTokens], started_at: float, seconds: float) -> None:
+    def _count(self, batch: list[QueuedTokens], started_at: float, ended_at: float, sent_at: list[float]) -> None:
+        seconds = ended_at - started_at
         self._counters.stepped(sum(item.rows for item in batch), seconds, urgent=batch[0].urgent)
-        for item in batch:
+        for item, sent in zip(batch, sent_at, strict=True):
             session = self._sessions[item.session]
-            session.counters.stepped(item.rows, seconds, started_at - item.arrived_at, urgent=item.urgent)
+            pace = HopPace(seconds, started_at - item.arrived_at, sent - ended_at)
+            session.counters.stepped(item.rows, pace, urgent=item.urgent)
             self._counters.served(session.asker, item.rows)
 
     async def _evict_kept_outputs(self) -> None:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from app.core.smoothing import Ewma
 from app.serving.stats import SessionStats
-from app.session.wire import KEEP, EpochOrder
+from app.session.wire import KEEP, EpochOrder, HopPace
 
 SMOOTHING = 0.1  # of times a step
 
@@ -35,15 +35,22 @@ class SessionCounters:
     tokens: int = 0
     step_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # a device step of single tokens
     queue_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # a token's wait for it
+    host_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # from the step's end until its output was sent
     bytes_in: int = 0
     bytes_out: int = 0
 
-    def stepped(self, rows: int, step_s: float, queue_s: float, *, urgent: bool) -> None:
+    def stepped(self, rows: int, pace: HopPace, *, urgent: bool) -> None:
         """Count a device step of `rows` tokens; only urgent ones tell how long a single token takes."""
         self.tokens += rows
         if urgent:
-            self.step_s.add(step_s)
-            self.queue_s.add(queue_s)
+            self.step_s.add(pace.step_s)
+            self.queue_s.add(pace.queue_s)
+            self.host_s.add(pace.host_s)
+
+    @property
+    def pace(self) -> HopPace:
+        """The usual times of a single token."""
+        return HopPace(self.step_s.value, self.queue_s.value, self.host_s.value)
 
 
 def session_key(asker: str, id: bytes) -> bytes:

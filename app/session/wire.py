@@ -24,7 +24,8 @@ one stream to each successor and sends `DATA` on it; the last hop answers on the
     STATE    H>A  position: cached tokens, rows: received tokens, width: rows in the hop's queue
     TROUBLE  H>A  a JSON object (`HopError`): an error that the asker must act on
     PACE     A>H  ask for PACE
-    PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it
+    PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it,
+                  width: microseconds that the hop takes to send its output on (0: not said)
 
 Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive late
 or from a peer that is not named in the epoch's TURN; what the asker sends twice is answered from kept outputs.
@@ -190,15 +191,22 @@ def encode_hop_error(session: bytes, epoch: int, position: int, trouble: HopErro
     return header(Kind.TROUBLE, session, epoch, position, length=len(body)) + body
 
 
-def encode_pace(session: bytes, epoch: int, step_s: float, queue_s: float) -> bytes:
-    """Encode a hop's PACE frame from seconds of a usual step and of the usual wait for it."""
-    step_us, queue_us = (min(round(1e6 * seconds), 2**32 - 1) for seconds in (step_s, queue_s))
-    return plain(Kind.PACE, session, epoch, step_us, queue_us)
+class HopPace(NamedTuple):
+    """Usual seconds of a token at a hop: its device step, the wait for it, and sending the output on."""
+
+    step_s: float
+    queue_s: float
+    host_s: float = 0.0
 
 
-def decode_pace(frame: Frame) -> tuple[float, float]:
-    """Decode a hop's PACE frame: seconds of a usual step, and of the usual wait for it."""
-    return frame.position / 1e6, frame.rows / 1e6
+def encode_pace(session: bytes, epoch: int, pace: HopPace) -> bytes:
+    """Encode a hop's PACE frame."""
+    return plain(Kind.PACE, session, epoch, *(min(round(1e6 * seconds), 2**32 - 1) for seconds in pace))
+
+
+def decode_pace(frame: Frame) -> HopPace:
+    """Decode a hop's PACE frame."""
+    return HopPace(frame.position / 1e6, frame.rows / 1e6, frame.width / 1e6)
 
 
 def decode(message: bytes) -> Frame:

@@ -66,7 +66,7 @@ class NetworkView:
 
 @dataclass(frozen=True)
 class DeviceView:
-    """The device that computes here, with its memory and load; figures that cannot be read are None."""
+    """A device that computes here, with its memory and load; figures that cannot be read are None."""
 
     id: str
     name: str = ""
@@ -81,6 +81,8 @@ class DeviceView:
     power_w: float | None = None
     step_s: float | None = None  # smoothed time of a decode step
     quantisation: str = "none"
+    start: int | None = None  # the blocks that lie on it
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class HopView:
     link_s: float | None = None  # one way
     compute_s: float | None = None
     queue_s: float | None = None
+    host_s: float | None = None  # to send its output on
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class RouteView:
     return_s: float | None = None  # from the last hop back
     ends_s: float | None = None  # embedding, head and sampling here
     token_s: float | None = None
+    host_s: float | None = None  # here: to send a token, to come back to the answer, and to pass the text on
 
 
 @dataclass(frozen=True)
@@ -305,7 +309,8 @@ class Snapshot:
     context_length: int | None = None  # most tokens of a conversation
     why: Reason | None = None  # reason for the state; `reason` is its text
     warning: Reason | None = None  # something that is wrong, whatever the state
-    hardware: DeviceView | None = None
+    hardware: DeviceView | None = None  # the first of the devices
+    devices: tuple[DeviceView, ...] = ()  # all of them, if there are several
     active_sessions: tuple[SessionView, ...] = ()
     route: RouteView | None = None
     flow: FlowView = FlowView()

@@ -127,6 +127,11 @@ class Announcement:
         """True if new sessions may be routed through it."""
         return self.state == "serving" and self.span is not None
 
+    @property
+    def number_format(self) -> str:
+        """Formats of its weights and of its computation; nodes that share it differ least."""
+        return f"{self.quantisation} {self.dtype}"
+
 
 @dataclass(frozen=True)
 class Suspicion:

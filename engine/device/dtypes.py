@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device.kinds import kind_of
+
 log = logging.getLogger("shoal.device")
 
 CANDIDATES = (torch.float32, torch.bfloat16, torch.float16)  # float32 first: its time bounds the other measurements
@@ -64,9 +66,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _has_16_bit_units(device: str) -> bool:
     """True for NVIDIA's cards since 2020 (compute capability 8), which compute in bf16 and fp16 at the same speed."""
-    if not device.startswith("cuda") or torch.version.cuda is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    needed = kind_of(torch.device(device)).own_format_from
+    return needed is not None and torch.cuda.get_device_capability(device) >= needed
 
 
 def measure_dtypes(measure: Measure) -> DtypeChoice:

@@ -10,20 +10,16 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from engine.device import sensors
+from engine.device.kinds import KINDS, UNTESTED, Kind
 from engine.device.sensors import NvidiaCard, SensorReading
 from engine.errors import DeviceError
 
 log = logging.getLogger("shoal.device")
-
-Kind = Literal["cuda", "rocm", "xpu", "mps", "cpu"]
-TYPICAL_CONTEXT_BYTES = 700 << 20  # 612 MiB on an H200, less on consumer cards
-UNTESTED = "untested: Shoal has not been tested on this kind of device; please report problems"
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,42 @@ def find_device(name: str | None, devices: Sequence[Device]) -> Device:
     raise DeviceError(f"this machine has no device {name!r}; choose one of {known}")
 
 
+def chosen_devices(names: str | None, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices to use, the preferred one first; raises `DeviceError` if one is unknown or not usable.
+
+    Without names, all GPUs of one kind, those with the most free memory first: as many of them are used as the model
+    needs. Devices that are named are all used; one that is named twice counts as two, each with half of its memory.
+    """
+    if names is None:
+        best = find_device(None, devices)
+        alike = [device for device in devices if device.usable and device.kind == best.kind]
+        return sorted(alike, key=lambda device: -device.free_bytes)
+    found = [find_device(name.strip(), devices) for name in names.split(",")]
+    return [
+        replace(
+            device,
+            total_bytes=device.total_bytes // found.count(device),
+            free_bytes=device.free_bytes // found.count(device),
+        )
+        for device in found
+    ]
+
+
+def free_memory_bytes(device: str) -> int:
+    """Return the free memory of a device now; quick enough to ask every second. Raises `DeviceError`."""
+    kind, _, index = device.partition(":")
+    try:
+        if kind == "cuda":
+            return int(torch.cuda.mem_get_info(int(index or 0))[0])
+        if kind == "xpu":
+            return _xpu_free_bytes(int(index or 0))
+        if kind == "mps":
+            return _mps_free_bytes()
+    except Exception as error:  # drivers raise exceptions of any type
+        raise DeviceError(f"the free memory of {device} cannot be read: {first_line(error)}") from error
+    return sensors.memory_free_bytes()
+
+
 def probe_cuda() -> list[Device]:
     """Return the CUDA or ROCm devices (torch uses the same names), also NVIDIA cards that torch cannot use."""
     cards = sensors.nvidia_cards()
@@ -101,18 +133,24 @@ def _cuda_device(index: int, cards: Sequence[NvidiaCard]) -> Device:
     uuid = str(getattr(properties, "uuid", ""))
     reading = next((card.reading for card in cards if uuid and uuid in card.uuid), SensorReading())
     name = str(properties.name)
-    note = UNTESTED if kind == "rocm" else ""
-    context_bytes = _context_bytes(index, uuid)
+    context_bytes = _context_bytes(index, uuid, KINDS[kind].context_bytes)
     return Device(
-        f"cuda:{index}", kind, name, total_bytes, free_bytes, **asdict(reading), context_bytes=context_bytes, note=note
+        f"cuda:{index}",
+        kind,
+        name,
+        total_bytes,
+        free_bytes,
+        **asdict(reading),
+        context_bytes=context_bytes,
+        note=_note(kind),
     )
 
 
-def _context_bytes(index: int, uuid: str) -> int:
+def _context_bytes(index: int, uuid: str, typical_bytes: int) -> int:
     """Bytes that the driver's context of this process takes on a card; asking torch for its memory created it."""
     own_bytes = sensors.own_card_bytes(uuid)
     if own_bytes is None:  # in some containers a process cannot find itself in the driver's list
-        return TYPICAL_CONTEXT_BYTES
+        return typical_bytes
     return max(0, own_bytes - int(torch.cuda.memory_reserved(index)))
 
 
@@ -139,12 +177,17 @@ def probe_xpu() -> list[Device]:
     for index in range(torch.xpu.device_count()):
         properties = torch.xpu.get_device_properties(index)
         total_bytes = int(properties.total_memory)
-        try:
-            free_bytes = int(torch.xpu.mem_get_info(index)[0])
-        except Exception:  # some drivers do not report it; subtract at least what this process uses
-            free_bytes = total_bytes - torch.xpu.memory_reserved(index)
-        devices.append(Device(f"xpu:{index}", "xpu", str(properties.name), total_bytes, free_bytes, note=UNTESTED))
+        free = _xpu_free_bytes(index)
+        devices.append(Device(f"xpu:{index}", "xpu", str(properties.name), total_bytes, free, note=_note("xpu")))
     return devices
+
+
+def _xpu_free_bytes(index: int) -> int:
+    try:
+        return int(torch.xpu.mem_get_info(index)[0])
+    except Exception:  # some drivers do not report it; subtract at least what this process uses
+        total_bytes = int(torch.xpu.get_device_properties(index).total_memory)
+        return total_bytes - int(torch.xpu.memory_reserved(index))
 
 
 def probe_mps() -> list[Device]:
@@ -152,9 +195,17 @@ def probe_mps() -> list[Device]:
     if not torch.backends.mps.is_available():
         return []
     total_bytes = int(torch.mps.recommended_max_memory())
-    own_free_bytes = total_bytes - int(torch.mps.driver_allocated_memory())
-    free_bytes = max(0, min(own_free_bytes, sensors.memory_free_bytes()))
-    return [Device("mps", "mps", f"{sensors.cpu_name()} GPU", total_bytes, free_bytes)]
+    name = f"{sensors.cpu_name()} GPU"
+    return [Device("mps", "mps", name, total_bytes, _mps_free_bytes(), note=_note("mps"))]
+
+
+def _mps_free_bytes() -> int:
+    own_free_bytes = int(torch.mps.recommended_max_memory()) - int(torch.mps.driver_allocated_memory())
+    return max(0, min(own_free_bytes, sensors.memory_free_bytes()))
+
+
+def _note(kind: Kind) -> str:
+    return "" if KINDS[kind].tried else UNTESTED
 
 
 def probe_cpu(note: str = "") -> Device:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.device.kinds import kind_of
 from engine.model.kv_cache import BlockCache, KVLease
 
 # Sessions that get one token each are gathered into one padded attention call while the longest past is at most this
@@ -64,7 +65,7 @@ class StepPlan:
     def __init__(self, segments: list[Segment], device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._segments = segments
         self._device = device
-        self._flash = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+        self._flash = kind_of(device).flash_attention and dtype in (torch.float16, torch.bfloat16)
         self._by_window: dict[int | None, Plans] = {}
         positions = [torch.arange(s.start, s.stop) for s in segments]
         self.positions = (positions[0] if len(positions) == 1 else torch.cat(positions)).to(device)
@@ -145,9 +146,11 @@ def _attend_gathered(cache: BlockCache, plan: GatheredPlan, q: Tensor) -> Tensor
         kv_heads, head_dim = pool.shape[1], pool.shape[3]
         return pool.index_select(2, plan.seen_slots).view(kv_heads, -1, plan.longest, head_dim).transpose(0, 1)
 
-    out = F.scaled_dot_product_attention(
-        q, pasts(cache.keys), pasts(cache.values), attn_mask=plan.mask, enable_gqa=True
-    )
+    keys, values = pasts(cache.keys), pasts(cache.values)
+    if kind_of(q.device).grouped_attention:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask, enable_gqa=True)
+    else:
+        out = _ungrouped(q, keys, values, mask=plan.mask)
     return out.reshape(q.shape[0], -1)
 
 
@@ -168,16 +171,24 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, plan: SegmentPlan) -> Te
     On CUDA it uses flash attention, or torch's memory-efficient kernel for a mask, which needs a key per query head.
     Other kernels build a plan for every new length, which takes a tenth of a second, or hold all scores in memory.
     """
-    if q.device.type == "cuda" and plan.causal and plan.count < plan.stop - plan.seen_from:
+    kind = kind_of(q.device)
+    if kind.flash_attention and plan.causal and plan.count < plan.stop - plan.seen_from:
         from torch.nn.attention.bias import causal_lower_right  # imports Triton, which a CPU does without
 
         bias = causal_lower_right(plan.count, plan.stop - plan.seen_from)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, enable_gqa=True)
-    if q.device.type == "cuda" and plan.mask is not None:
-        group = q.shape[1] // keys.shape[1]
-        keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask)
+    if kind.flash_attention and plan.mask is not None:
+        return _ungrouped(q, keys, values, mask=plan.mask)
+    if not kind.grouped_attention:
+        return _ungrouped(q, keys, values, mask=plan.mask, causal=plan.causal)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=plan.mask, is_causal=plan.causal, enable_gqa=True)
+
+
+def _ungrouped(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, causal: bool = False) -> Tensor:
+    """Attention with a key head for each query head, for kernels that take no fewer."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal)
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, batch: int, window: int | None) -> Tensor:

@@ -11,6 +11,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,6 +96,7 @@ class DecodeGraphs:
         self._captured: dict[ShapeKey, Replay] = {}
         self._pending: dict[ShapeKey, None] = {}
         self._memory: Any = None  # memory pool shared by all graphs
+        self._stream: Any = None  # for captures; torch's own belongs to whichever card captured first
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         self.fused = triton_works() and _kernels_support(parts.config)
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
@@ -179,11 +181,12 @@ class DecodeGraphs:
 
     def _run(self, buffers: StepBuffers, key: ShapeKey) -> None:
         """The step itself, from host memory to host memory: what a graph captures."""
-        buffers.x.copy_(buffers.host_x, non_blocking=True)
-        buffers.where.copy_(buffers.host_where, non_blocking=True)
-        step = fused_step if self.fused else plain_step
-        out = step(self._parts, slice(key.start, key.stop), buffers.x, buffers.where[:, : 1 + key.pages])
-        buffers.host_out.copy_(out, non_blocking=True)
+        with on_device(self._parts.pool.device):
+            buffers.x.copy_(buffers.host_x, non_blocking=True)
+            buffers.where.copy_(buffers.host_where, non_blocking=True)
+            step = fused_step if self.fused else plain_step
+            out = step(self._parts, slice(key.start, key.stop), buffers.x, buffers.where[:, : 1 + key.pages])
+            buffers.host_out.copy_(out, non_blocking=True)
 
     def _wait(self) -> None:
         """Wait until the device has written a step's output."""
@@ -201,16 +204,21 @@ class DecodeGraphs:
         device, buffers = self._parts.pool.device, self._buffers_of(key.rows)
         buffers.host_where.copy_(page_table(key.rows, self._max_pages, [], self._parts.pool.scratch_page))
         buffers.staged_pages = [None] * key.rows
-        stream = torch.cuda.Stream(device)
+        stream = self._stream = self._stream or torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # warm-up: kernels and library handles cannot be built during capture
             self._run(buffers, key)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             self._run(buffers, key)
         self._memory = self._memory or graph.pool()
         return graph.replay
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a card the current one, on which Triton launches and the driver keeps its books; nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
@@ -221,7 +229,8 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         cudart: Any = torch.cuda.cudart()
         address = tensor.data_ptr()
-        torch.cuda.check_error(cudart.cudaHostRegister(address, tensor.nbytes, 0))
+        with on_device(device):
+            torch.cuda.check_error(cudart.cudaHostRegister(address, tensor.nbytes, 0))
         weakref.finalize(tensor, cudart.cudaHostUnregister, address).atexit = False  # the driver does it at the end
     return tensor
 

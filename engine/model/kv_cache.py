@@ -161,6 +161,11 @@ class KVPool:
         make = torch.empty if device.type == "cpu" else torch.zeros
         self.blocks = [BlockCache(*(make(shape, device=device, dtype=dtype) for _ in "kv")) for _ in range(n_blocks)]
 
+    def keep(self, part: slice) -> None:
+        """Free the keys and values of all blocks but these; leases stay."""
+        self.bytes_per_token = self.bytes_per_token // len(self.blocks) * len(self.blocks[part])
+        self.blocks = self.blocks[part]
+
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease room for a new session; raises `CacheFull` if there is none."""
         lease = KVLease(self)

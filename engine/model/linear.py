@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.device.kinds import kind_of
+
 Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
 
 QUANTISED_ROWS = 1024  # rows of a matrix that are quantised at a time
@@ -158,7 +160,7 @@ class Int8Linear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product for rows x (N, in), plus the residual if given."""
         # torch's packed product reads int8 directly but processes rows one by one, so it is faster for few rows only.
-        if x.shape[0] <= 4 and not torch.is_grad_enabled() and x.device.type in ("cpu", "cuda"):
+        if x.shape[0] <= 4 and not torch.is_grad_enabled() and kind_of(x.device).int8_product:
             out = torch._weight_int8pack_mm(x, self.quantised, self.scale)
         else:
             # In slices, so that the converted weights take little memory.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, Segment, StepPlan, attend_cached, attend_whole, write_cache
 from engine.model.block import Attend, Block, WeightOptions, block_forward, build_block
@@ -46,9 +47,12 @@ class SpanRunner:
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
         self._graphs: DecodeGraphs | None = None
-        if options.device.type == "cuda":
+        if kind_of(options.device).captures_steps:
             torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for every new length: 0.1 s and more
-            self._graphs = DecodeGraphs(SpanParts(config, self.blocks, self.pool, self._rope))
+            self._graphs = self._new_graphs()
+
+    def _new_graphs(self) -> DecodeGraphs:
+        return DecodeGraphs(SpanParts(self.config, self.blocks, self.pool, self._rope))
 
     @property
     def stop(self) -> int:
@@ -64,6 +68,22 @@ class SpanRunner:
         """Load one more block after the last; open sessions continue with the blocks that they use."""
         assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
         self.blocks += _load_blocks(source, range(self.stop, self.stop + 1), self.options)
+
+    def keep(self, start: int, stop: int) -> None:
+        """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.
+
+        The memory is the allocator's until `engine.hosting.release`. Steps run uncaptured until they are captured
+        again.
+        """
+        assert self.is_complete, "a span that still grows keeps its blocks"
+        assert self.start <= start < stop <= self.stop, "a span keeps blocks that it has"
+        part = slice(start - self.start, stop - self.start)
+        self._graphs = None  # its captured steps hold the old blocks
+        self.blocks = self.blocks[part]
+        self.pool.keep(part)
+        self.start = start
+        if kind_of(self.options.device).captures_steps:
+            self._graphs = self._new_graphs()
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -195,7 +215,7 @@ def load_span(
 
 
 def _load_blocks(source: ModelSource, indices: range, options: SpanOptions) -> Iterator[Block]:
-    reader = DeviceReader(options.device) if options.device.type == "cuda" else None
+    reader = DeviceReader(options.device) if kind_of(options.device).direct_reads else None
     try:
         for index in indices:
             yield build_block(index, PartReader(source, block_part(index), reader), options)

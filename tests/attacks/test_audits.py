@@ -13,6 +13,7 @@ from trio.testing import MockClock
 from app.asker.asker import Asker, AskerOptions
 from app.routing.trust import TrustBook
 from engine.model.block import WeightOptions
+from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
@@ -53,7 +54,8 @@ async def test_an_honest_hop_of_another_precision_that_leaves_early_is_not_accus
     source = open_source("tiny-random", tmp_path)
 
     def runner(start: int, stop: int, dtype: torch.dtype = torch.float32) -> SessionRunner:
-        return SessionRunner(load_span(source, start, stop, SpanOptions(CPU, dtype, kv_bytes=1 << 22)))
+        span = load_span(source, start, stop, SpanOptions(CPU, dtype, kv_bytes=1 << 22))
+        return SessionRunner(HostedSpan([span]))
 
     async with open_fabric(profile=LinkProfile(delay_s=0.002)) as fabric, trio.open_nursery() as nursery:
         swarm = SessionSwarm(fabric, nursery)

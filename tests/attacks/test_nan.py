@@ -15,6 +15,7 @@ from engine.errors import EngineError, SessionError
 from engine.model import cuda_graphs as graphs
 from engine.model.attention import Segment
 from engine.model.cuda_graphs import DecodeGraphs, Replay, ShapeKey, SpanParts
+from engine.model.hosted_span import HostedSpan
 from engine.model.kv_cache import KVLease
 from engine.model.span import SpanRunner
 from engine.session_runner import SessionRunner
@@ -118,7 +119,7 @@ def test_nan_that_a_session_dropped_again_does_not_reach_its_next_token(span: Sp
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 1e6], ids=str)
 def test_input_that_is_not_finite_is_refused_for_the_session_that_sent_it(number: float) -> None:
     """A peer sends NaN, infinity, or what becomes infinity in float16: its session is named, and nobody advances."""
-    runner = SessionRunner(random_span(small_config(), dtype=torch.float16, kv_bytes=1 << 20))
+    runner = SessionRunner(HostedSpan([random_span(small_config(), dtype=torch.float16, kv_bytes=1 << 20)]))
     rows = {b"good": torch.ones(2, runner.hidden_size), b"evil": torch.ones(3, runner.hidden_size)}
     rows[b"evil"][1, 7] = number
 

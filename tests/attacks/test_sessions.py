@@ -24,6 +24,7 @@ from app.serving.block_server import BlockServer
 from app.serving.hop_session import HopSession
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, header, new_session_id, plain
 from engine.errors import NotFinite
+from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
@@ -93,7 +94,7 @@ async def test_a_wire_format_that_changes_within_a_session_harms_nobody(
 ) -> None:
     """An asker wants float16 first and float32 later: the server lives on and sends its successor valid frames only."""
     options = SpanOptions(torch.device("cpu"), torch.float32, kv_bytes=1 << 22)
-    runner = SessionRunner(load_span(open_source("tiny-random", cache), 0, 4, options))
+    runner = SessionRunner(HostedSpan([load_span(open_source("tiny-random", cache), 0, 4, options)]))
     pushed: list[bytes] = []
 
     async def keep(stream: MemoryStream) -> None:

@@ -57,7 +57,7 @@ class Heard:
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
-def write_model(folder: Path, cache: Path) -> None:
+def write_model(folder: Path, cache: Path, blocks: int = BLOCKS) -> None:
     """Write a random model of Llama-8B's shape, one file for each block, with the tiny model's tokenizer."""
     tiny = open_source("tiny-random", cache)
     config_file = tiny.parts["embedding"][0].file.parent / "config.json"
@@ -66,7 +66,7 @@ def write_model(folder: Path, cache: Path) -> None:
         if "index" not in file.name:
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads(config_file.read_text()) | {
-        "num_hidden_layers": BLOCKS, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
+        "num_hidden_layers": blocks, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB, "torch_dtype": "bfloat16",
         "max_position_embeddings": 8192, "rope_theta": 500_000.0,
     }  # fmt: skip
@@ -82,7 +82,7 @@ def write_model(folder: Path, cache: Path) -> None:
         files.update(dict.fromkeys(tensors, name))
 
     ones = torch.ones(HIDDEN, dtype=torch.bfloat16)
-    for block in range(BLOCKS):
+    for block in range(blocks):
         prefix = f"model.layers.{block}."
         shapes = {
             "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN), "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),

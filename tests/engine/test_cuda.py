@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from app.core.compute import StepWork
+from engine.benchmark import Throughput
+from engine.errors import DeviceFull
+from engine.hosting import Hosted
 from engine.model.attention import Segment
-from tests.engine.random_spans import CASES, random_span
+from engine.model.hosted_span import HostedSpan, SessionRows
+from engine.model.span import SpanRunner
+from engine.session_runner import SessionRunner
+from tests.engine.random_spans import CASES, random_span, small_config
 
 pytestmark = [
     pytest.mark.cuda,
@@ -38,3 +47,97 @@ def test_a_captured_step_equals_an_ordinary_one(
         with torch.inference_mode():
             expected = span._run(x, segments, slice(0, 2)).float().cpu()
         assert (captured - expected).norm() <= tolerance * expected.norm()
+
+
+WIDE = small_config(n_blocks=4, hidden_size=1024, n_heads=16, n_kv_heads=4, head_dim=64, intermediate_size=4096)
+
+
+def parts_of(span: SpanRunner, middle: int, second: str = "cuda") -> HostedSpan:
+    """The blocks of a span as two parts, each with a cache of its own, the second maybe on another device."""
+    options = replace(span.options, device=torch.device(second))
+    moved = random_span(span.config, second, span.options.dtype).blocks[middle:] if second != "cuda" else None
+    if moved is not None:
+        for new, old in zip(moved, span.blocks[middle:], strict=True):
+            for name in ("attn_norm", "mlp_norm"):
+                setattr(new, name, getattr(old, name).to(second))
+            for name in ("qkv", "o", "gate_up", "down"):
+                getattr(new, name).weight = getattr(old, name).weight.to(second)
+    return HostedSpan(
+        [
+            SpanRunner(span.config, 0, span.blocks[:middle], span.options),
+            SpanRunner(span.config, middle, moved or span.blocks[middle:], options),
+        ]
+    )
+
+
+def prompt_and_tokens(span: HostedSpan) -> torch.Tensor:
+    """The outputs of a prompt and of twenty single tokens, of two sessions in one batch."""
+    span.warm_up()
+    generator = torch.Generator().manual_seed(7)
+    leases = [span.open(64), span.open(64)]
+    width, outs = span.config.hidden_size, []
+    for lease in leases:
+        x = torch.randn(16, width, generator=generator)
+        outs.append(span.step(x, [SessionRows(lease, 0, 16)]).float().cpu())
+    for position in range(16, 36):
+        x = torch.randn(2, width, generator=generator)
+        outs.append(span.step(x, [SessionRows(lease, position, 1) for lease in leases]).float().cpu())
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize(("second", "tolerance"), [("cuda", 0.0), ("cpu", 1e-4)])
+def test_two_devices_compute_what_one_computes(second: str, tolerance: float) -> None:
+    torch.manual_seed(0)
+    span = random_span(WIDE, "cuda", torch.float32)
+    expected = prompt_and_tokens(HostedSpan([span]))
+    found = prompt_and_tokens(parts_of(span, 2, second))
+    assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("middle", [None, 2])
+def test_blocks_that_are_given_back_free_memory_at_once(middle: int | None) -> None:
+    torch.manual_seed(0)
+    whole = random_span(WIDE, "cuda", torch.bfloat16, kv_bytes=1 << 26)
+    span = HostedSpan([whole]) if middle is None else parts_of(whole, middle)
+    hosted = Hosted(SessionRunner(span), Throughput(1.0, 1.0, None), span)
+    span.warm_up()
+    lease = span.open(64)
+    width = WIDE.hidden_size
+    x = torch.randn(8, width)
+    span.step(x, [SessionRows(lease, 0, 8)], (0, 2))
+    expected = span.step(x[:1], [SessionRows(lease, 8, 1)], (0, 2))
+    lease.truncate(8)
+    before, free_before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    block_bytes = whole.blocks[0].nbytes
+    del whole
+    smaller = hosted.keep(0, 2)
+    assert torch.cuda.memory_allocated() <= before - 2 * block_bytes
+    assert torch.cuda.mem_get_info()[0] > free_before
+    assert (smaller.runner.start, smaller.runner.stop) == (0, 2)
+    found = span.step(x[:1], [SessionRows(lease, 8, 1)])
+    assert torch.allclose(found.float(), expected.float(), atol=2e-2)
+    while smaller.runner.prepare():
+        pass
+    lease.truncate(8)
+    assert torch.allclose(span.step(x[:1], [SessionRows(lease, 8, 1)]).float(), expected.float(), atol=2e-2)
+
+
+def test_a_step_without_memory_is_an_error_and_the_next_one_works() -> None:
+    torch.manual_seed(0)
+    span = HostedSpan([random_span(WIDE, "cuda", torch.bfloat16, kv_bytes=1 << 26)])
+    runner = SessionRunner(span)
+    runner.open(b"a", 2048)
+    data = memoryview(bytes(2048 * WIDE.hidden_size * 2))
+
+    def work(rows: int) -> list[StepWork]:
+        return [StepWork(b"a", 0, 4, 0, rows, data[: rows * WIDE.hidden_size * 2], "bf16", "bf16")]
+
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 20)) / total)
+    try:
+        with pytest.raises(DeviceFull, match="memory is full"):
+            runner.step(work(2048))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(runner.step(work(2048))) == 1

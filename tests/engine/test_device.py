@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.device import probe as device_module
 from engine.device import sensors
 from engine.device.dtypes import CANDIDATES, ROUNDS, choose, dtype_times, measure_dtypes, pick_dtype, time_products
-from engine.device.probe import TYPICAL_CONTEXT_BYTES, Device, find_device, probe_cuda, probe_devices
+from engine.device.kinds import KINDS, UNTESTED
+from engine.device.probe import Device, find_device, probe_cuda, probe_devices
 from engine.device.sensors import NvidiaCard, SensorReading, cgroup_limits
 from engine.errors import DeviceError
 
@@ -89,7 +89,7 @@ def test_several_cards_are_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.version, "hip", None)
     good, bad = probe_cuda()
     assert good == Device(
-        "cuda:0", "cuda", "Card of Test", 8 * GIB, 5 * GIB, 61.0, 120.5, 0.4, 3 * GIB, TYPICAL_CONTEXT_BYTES
+        "cuda:0", "cuda", "Card of Test", 8 * GIB, 5 * GIB, 61.0, 120.5, 0.4, 3 * GIB, KINDS["cuda"].context_bytes
     )
     assert not bad.usable
     assert bad.note == "CUDA error: unspecified launch failure"
@@ -98,7 +98,7 @@ def test_several_cards_are_several_devices(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("two_cards")
 def test_rocm_is_said_to_be_untested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert (probe_cuda()[0].kind, probe_cuda()[0].note) == ("rocm", device_module.UNTESTED)
+    assert (probe_cuda()[0].kind, probe_cuda()[0].note) == ("rocm", UNTESTED)
 
 
 def test_find_device() -> None:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from app.core.compute import StepWork, TokenChoice
 from engine import hosting
 from engine.budget import BFLOAT16, FLOAT32, block_bytes, workspace_bytes
-from engine.device.probe import Device, Kind
-from engine.hosting import HostingWish, Weights, load_blocks, measured_host, plan_hosting
-from engine.model.attention import Segment
-from engine.model.kv_cache import KVLease
-from engine.model.span import SpanRunner
+from engine.config import ModelConfig, Rope
+from engine.device.kinds import Kind
+from engine.device.probe import Device, chosen_devices
+from engine.errors import CacheFull, DeviceError, DeviceFull
+from engine.hosting import (
+    DeviceShare,
+    HostingPlan,
+    HostingWish,
+    Weights,
+    load_blocks,
+    measured_host,
+    plan_hosting,
+)
+from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
+from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
+from engine.swarm_ends import load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +87,8 @@ def test_blocks_that_come_later_change_nothing_for_sessions_that_are_open(tiny: 
     hidden = torch.randn(6, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
     old = {each: each.open(8) for each in (whole, span)}
 
-    def step(each: SpanRunner, lease: KVLease, rows: slice, stop: int) -> torch.Tensor:
-        return each.step(hidden[rows], [Segment(lease, rows.start, rows.stop - rows.start)], (1, stop))
+    def step(each: HostedSpan, lease: SessionLease, rows: slice, stop: int) -> torch.Tensor:
+        return each.step(hidden[rows], [SessionRows(lease, rows.start, rows.stop - rows.start)], (1, stop))
 
     for each, lease in old.items():
         step(each, lease, slice(0, 4), 3)
@@ -85,3 +100,200 @@ def test_blocks_that_come_later_change_nothing_for_sessions_that_are_open(tiny: 
         results = [step(each, lease, rows, stop) for each, lease in leases.items()]
         assert torch.equal(*results)
     assert growing.measured().throughput.decode_tokens_per_s > 0
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+def greedy(source: ModelSource, span: HostedSpan, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Greedy replies to prompts, each read in two chunks, then written together in one batch."""
+    ends = load_swarm_ends(source, hosting.CPU_ENDS)
+    runner = SessionRunner(span)
+
+    def work(session: bytes, position: int, ids: list[int]) -> StepWork:
+        data = memoryview(ends.embed(ids))
+        return StepWork(session, span.start, span.stop, position, len(ids), data, ends.dtype, "f32")
+
+    sessions = [bytes([number]) for number in range(len(prompts))]
+    writers = [ends.begin(ids, ReplySettings(tokens, Sampling(temperature=0))) for ids in prompts]
+    outs = []
+    for session, ids in zip(sessions, prompts, strict=True):
+        runner.open(session, len(ids) + tokens)
+        runner.step([work(session, 0, ids[:2])])
+        outs += runner.step([work(session, 2, ids[2:])])
+    found: list[list[int]] = [[] for _ in prompts]
+    for step in range(tokens):
+        choices = [TokenChoice(w, memoryview(out.data), out.dtype) for w, out in zip(writers, outs, strict=True)]
+        for own, piece in zip(found, ends.choose(choices), strict=True):
+            own.append(piece.token_id)
+        if step < tokens - 1:
+            joined = zip(sessions, prompts, found, strict=True)
+            outs = runner.step([work(session, len(ids) + step, own[-1:]) for session, ids, own in joined])
+    for session in sessions:
+        runner.close(session)
+    assert span.free_tokens == span.total_tokens
+    return found
+
+
+def two_devices(source: ModelSource, blocks: tuple[int, ...], device: str = "cpu") -> HostingPlan:
+    """A plan of two or more devices, all of them this one, with so many blocks each."""
+    plan = plan_hosting(source.config, "F32", HostingWish(device))
+    share = DeviceShare(plan.device, plan.budget)
+    return replace(plan.with_blocks([blocks[0]]), more=tuple(share.with_blocks(n) for n in blocks[1:]))
+
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (1, 7), (3, 2, 3)])
+def test_blocks_on_several_devices_write_the_tokens_of_one(tiny: ModelSource, blocks: tuple[int, ...]) -> None:
+    one = load_blocks(tiny, 0, 8, two_devices(tiny, (8,)))
+    several = load_blocks(tiny, 0, 8, two_devices(tiny, blocks))
+    assert [(part.start, part.stop) for part in several.parts] == [
+        (sum(blocks[:n]), sum(blocks[: n + 1])) for n in range(len(blocks))
+    ]
+    hidden = torch.randn(5, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    states = [span.step(hidden, [SessionRows(span.open(8), 0, 5)]) for span in (one, several)]
+    assert torch.equal(*states)
+    assert greedy(tiny, load_blocks(tiny, 0, 8, two_devices(tiny, blocks)), PROMPTS, 12) == greedy(
+        tiny, load_blocks(tiny, 0, 8, two_devices(tiny, (8,))), PROMPTS, 12
+    )
+
+
+def test_several_devices_grow_block_by_block(tiny: ModelSource) -> None:
+    plan = two_devices(tiny, (2, 3))
+    whole = load_blocks(tiny, 1, 6, plan)
+    progress: list[tuple[int, int]] = []
+    growing = load_blocks(tiny, 1, 2, plan, lambda done, total: progress.append((done, total)), grows_to=6)
+    assert progress == [(1, 1)]
+    assert (growing.stop, growing.is_complete) == (2, False)
+    old = growing.open(8)
+    hidden = torch.randn(4, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    first = growing.step(hidden[:2], [SessionRows(old, 0, 2)], (1, 2))
+    for stop in (3, 4, 5, 6):
+        growing.grow(tiny)
+        assert growing.stop == stop
+    assert growing.is_complete
+    assert torch.equal(first, whole.step(hidden[:2], [SessionRows(whole.open(8), 0, 2)], (1, 2)))
+    results = [span.step(hidden, [SessionRows(span.open(8), 0, 4)]) for span in (whole, growing)]
+    assert torch.equal(*results)
+    old.truncate(1)  # its second device has nothing to drop
+    assert torch.allclose(growing.step(hidden[1:2], [SessionRows(old, 1, 1)], (1, 2)), first[1:2], atol=1e-5)
+
+
+def test_a_step_that_fails_on_the_second_device_advances_neither(
+    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = load_blocks(tiny, 0, 8, two_devices(tiny, (4, 4)))
+    runner = SessionRunner(span)
+    runner.open(b"a", 8)
+    work = StepWork(b"a", 0, 8, 0, 2, memoryview(bytes(2 * 4 * tiny.config.hidden_size)), "f32", "f32")
+    right = span.parts[1].step
+
+    def full(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    monkeypatch.setattr(span.parts[1], "step", full)
+    with pytest.raises(DeviceFull, match="memory is full"):
+        runner.step([work])
+    monkeypatch.setattr(span.parts[1], "step", right)
+    before = runner.step([work])
+    again = SessionRunner(load_blocks(tiny, 0, 8, two_devices(tiny, (4, 4))))
+    again.open(b"a", 8)
+    assert before == again.step([work])
+
+
+def test_a_session_gets_cache_on_all_devices_or_none(tiny: ModelSource) -> None:
+    plan = two_devices(tiny, (4, 4))
+    small = replace(
+        plan.more[0], budget=replace(plan.more[0].budget, kv_bytes=plan.more[0].budget.kv_bytes_per_token * 64)
+    )
+    span = load_blocks(tiny, 0, 8, replace(plan, more=(small,)))
+    assert span.total_tokens == 64
+    with pytest.raises(CacheFull):
+        span.open(65)
+    assert [part.pool.free_tokens for part in span.parts] == [part.pool.total_tokens for part in span.parts]
+
+
+@pytest.mark.parametrize("blocks", [(8,), (4, 4), (2, 6)])
+@pytest.mark.parametrize("kept", [(0, 3), (0, 5), (5, 8), (2, 6)])
+def test_blocks_are_given_back_and_sessions_over_the_others_go_on(
+    tiny: ModelSource, blocks: tuple[int, ...], kept: tuple[int, int]
+) -> None:
+    span = load_blocks(tiny, 0, 8, two_devices(tiny, blocks))
+    hosted = measured_host(span)
+    weight_bytes = hosted.weight_bytes
+    hidden = torch.randn(6, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    lease, other = span.open(8), span.open(8)
+    span.step(hidden[:4], [SessionRows(lease, 0, 4)], kept)
+    span.step(hidden[:4], [SessionRows(other, 0, 4)])
+    other.close()
+    smaller = hosted.keep(*kept)
+    assert (smaller.runner.start, smaller.runner.stop) == kept
+    assert smaller.weight_bytes == weight_bytes * (kept[1] - kept[0]) // 8
+    assert smaller.throughput.decode_tokens_per_s > 0
+    found = span.step(hidden[4:], [SessionRows(lease, 4, 2)])
+    fresh = load_blocks(tiny, *kept, two_devices(tiny, (kept[1] - kept[0],)))
+    own = fresh.open(8)
+    fresh.step(hidden[:4], [SessionRows(own, 0, 4)])
+    assert torch.equal(found, fresh.step(hidden[4:], [SessionRows(own, 4, 2)]))
+    lease.close()
+    assert span.free_tokens == span.total_tokens
+
+
+GB = 10**9
+
+
+def cards(*free_gb: int, kind: Kind = "mps") -> list[Device]:
+    return [Device(f"{kind}:{number}", kind, "a card", 24 * GB, free * GB) for number, free in enumerate(free_gb)]
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "device", "cap_gb", "expected"),
+    [
+        ((20, 22), None, None, {"mps:1": 32}),  # fits on one: the one with the most free memory
+        ((8, 12), None, None, {"mps:1": 18, "mps:0": 11}),
+        ((8, 12), "mps:0", None, {"mps:0": 11}),
+        ((8, 12), "mps:0,mps:1", None, {"mps:0": 11, "mps:1": 18}),
+        ((8, 12), "mps:1, mps:0", 13, {"mps:1": 18, "mps:0": 3}),  # a cap for all of them
+        ((8, 12), None, 9, {"mps:1": 15}),
+        ((1, 12), None, None, {"mps:1": 18}),  # nothing fits beside what else runs on the first
+        ((1, 1), None, None, {"mps:0": 0}),
+        ((24,), "mps:0,mps:0", None, {"mps:0": 32}),  # named twice: half of the memory each
+        ((20, 10), "mps:0,mps:1", None, {"mps:0": 22, "mps:1": 10}),  # would fit on one, but both were named
+    ],
+)
+def test_several_cards_are_filled_by_their_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    free_gb: tuple[int, ...],
+    device: str | None,
+    cap_gb: int | None,
+    expected: dict[str, int],
+) -> None:
+    config = ModelConfig("llama", 32, 4096, 32, 8, 128, 14336, 264, 8192, 1e-5, Rope())
+    monkeypatch.setattr(hosting, "probe_devices", lambda: [*cards(*free_gb), *cards(64, kind="cpu")])
+    monkeypatch.setattr(hosting, "pick_dtype", lambda device, own: torch.bfloat16)
+    plan = plan_hosting(config, "BF16", HostingWish(device, None if cap_gb is None else cap_gb * GB, "own"))
+    found: dict[str, int] = {}
+    for share in plan.shares:
+        found[share.device.id] = found.get(share.device.id, 0) + share.budget.blocks
+    assert found == expected
+    assert plan.blocks == sum(expected.values())
+    assert plan.cap_bytes is None or sum(share.budget.total_bytes for share in plan.shares) <= plan.cap_bytes
+    if plan.blocks:
+        stops = [stop for _, _, stop in plan.parts(0, plan.blocks)]
+        assert stops[-1] == plan.blocks
+
+
+def test_a_card_that_computes_in_another_format_is_left_out(monkeypatch: pytest.MonkeyPatch, tiny: ModelSource) -> None:
+    monkeypatch.setattr(hosting, "probe_devices", lambda: cards(2, 2))
+    monkeypatch.setattr(
+        hosting, "pick_dtype", lambda device, own: torch.bfloat16 if device == "mps:0" else torch.float32
+    )
+    assert len(plan_hosting(tiny.config, "BF16", HostingWish(None, 10**6)).shares) == 1
+    assert {d.id for d in chosen_devices(None, cards(2, 2))} == {"mps:0", "mps:1"}
+
+
+def test_an_unknown_device_in_a_list_is_refused() -> None:
+    with pytest.raises(DeviceError, match="no device 'mps:7'"):
+        chosen_devices("mps:0,mps:7", cards(2, 2))

@@ -17,6 +17,7 @@ from app.core.device_thread import DeviceThread
 from app.core.reasons import Reason
 from app.core.span import Span
 from app.hosting.block_host import BlockHost, HostingOptions
+from app.hosting.memory import Free, MemoryChange
 from app.membership import Membership, MembershipSetup, Timing
 from app.snapshot.views import State
 from engine.benchmark import Throughput
@@ -53,6 +54,16 @@ class SimLoader:
         runner: Any = SimpleNamespace(kv_free_tokens=KV_TOKENS, kv_total_tokens=KV_TOKENS, hidden_size=64)
         throughput = Throughput(self._spec.tokens_per_s, 8 * self._spec.tokens_per_s, None)
         return cast(Hosted, SimpleNamespace(runner=runner, throughput=throughput))
+
+    async def memory_change(self, plan: HostingPlan, full: HostingPlan) -> MemoryChange:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def free_bytes(self, plan: HostingPlan) -> Free | None:
+        return None
+
+    async def keep(self, hosted: Hosted, span: Span) -> Hosted:
+        return hosted
 
     def let_go(self, span: Span) -> None:
         pass

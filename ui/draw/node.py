@@ -41,6 +41,7 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
     device = snapshot.hardware if snapshot is not None else None
     room = max(8, min(60, width - 33))
     heat = next((rule for rule in (snapshot.courtesy.rules if snapshot else ()) if rule.code.endswith("heat")), None)
+    others = snapshot.devices[1:] if snapshot is not None else ()
     rows = [
         _memory(device, room),
         _memory_legend(device, width),
@@ -50,6 +51,7 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
         ),
         _power(device),
         _speed(snapshot),
+        *(_memory(other, room, one_line(other.id)) for other in others),
         *(courtesy_rows(snapshot.courtesy, width) if snapshot is not None else [labelled("pauses", (UNKNOWN, "dim"))]),
     ]
     if height >= len(rows):
@@ -58,9 +60,9 @@ def gauge_rows(snapshot: Snapshot | None, width: int, height: int) -> list[Row]:
     return short[:height]
 
 
-def _memory(device: DeviceView | None, room: int) -> Row:
+def _memory(device: DeviceView | None, room: int, label: str = "memory") -> Row:
     if device is None or not device.memory_total_bytes:
-        return labelled("memory", *bar(None, room, "mine"), ("  —", "dim"))
+        return labelled(label, *bar(None, room, "mine"), ("  —", "dim"))
     total, scale = device.memory_total_bytes, room / device.memory_total_bytes
     used, others = _used(device), _others(device) or 0
     parts, at = [], 0
@@ -81,8 +83,8 @@ def _memory(device: DeviceView | None, room: int) -> Row:
     parts.append((" " * (room - at), "on trackbg"))
     figure = (f"  {gigabytes(used)}", "b")
     if device.limit_bytes is not None:
-        return labelled("memory", *parts, figure, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
-    return labelled("memory", *parts, figure, (f" of {gigabytes(total)} GB", "dim"))
+        return labelled(label, *parts, figure, (f" of {gigabytes(device.limit_bytes)} GB cap", "dim"))
+    return labelled(label, *parts, figure, (f" of {gigabytes(total)} GB", "dim"))
 
 
 def _used(device: DeviceView) -> int:

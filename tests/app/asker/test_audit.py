@@ -22,6 +22,7 @@ from app.routing.planner import PrivacyPreferences
 from app.routing.trust import TrustBook
 from engine.errors import SessionError
 from engine.model.block import WeightOptions
+from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner, StepResult
 from engine.sources.base import ModelSource
@@ -85,9 +86,8 @@ def ends(source: ModelSource) -> SwarmEnds:
 
 
 def runner(source: ModelSource, start: int, stop: int, quantisation: Literal["none", "int8"] = "none") -> SessionRunner:
-    return SessionRunner(
-        load_span(source, start, stop, SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22))
-    )
+    span = load_span(source, start, stop, SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22))
+    return SessionRunner(HostedSpan([span]))
 
 
 class AuditSwarm(SessionSwarm):

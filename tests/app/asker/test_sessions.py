@@ -16,6 +16,7 @@ from app.core.errors import AppError
 from app.routing.route import NoRoute
 from engine.local_model import load_local, local_options
 from engine.model.block import WeightOptions
+from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
@@ -245,7 +246,7 @@ async def test_the_swarm_writes_what_one_process_writes(autojump_clock: MockCloc
         swarm = SessionSwarm(fabric, nursery)
         for name, start, stop in (("a", 0, 3), ("b", 2, 6), ("c", 6, 8), ("d", 2, 6)):
             span = load_span(tiny, start, stop, SpanOptions(CPU, torch.float32, kv_bytes=1 << 22))
-            await swarm.serve(name, SessionRunner(span))
+            await swarm.serve(name, SessionRunner(HostedSpan([span])))
         asker = await swarm.asker("asker", load_swarm_ends(tiny, WeightOptions(CPU, torch.float32)))
         for victim in (None, "b"):
             async with asker.reply(prompt, settings, max_tokens=24) as reply:
@@ -268,9 +269,10 @@ async def test_servers_and_hops_tell_where_the_time_goes(autojump_clock: MockClo
             await session.advance(PROMPT)
             for token in range(30):
                 await session.advance([token])
-            for step_s, queue_s in (session.paces["n0"], session.paces["n1"]):
-                assert step_s == pytest.approx(0.01, rel=0.01)
-                assert queue_s == pytest.approx(0.0, abs=0.001)
+            for pace in (session.paces["n0"], session.paces["n1"]):
+                assert pace.step_s == pytest.approx(0.01, rel=0.01)
+                assert pace.queue_s == pytest.approx(0.0, abs=0.001)
+                assert pace.host_s == pytest.approx(0.0, abs=0.001)
             stats = swarm.servers["n0"].stats
             tokens = len(PROMPT) + 30
             assert (stats.rows, stats.urgent_rows, stats.batch_rows, stats.opened) == (tokens, 30, 1.0, 1)

@@ -75,6 +75,36 @@ async def test_a_frozen_hop_is_treated_as_a_dead_one_and_does_no_harm_when_it_wa
         await no_leaks(swarm)
 
 
+@pytest.mark.parametrize(
+    ("formats", "taken", "noticed"),
+    [
+        (("none", "int8", "none"), "n2", False),  # one of the same format, though it is slower
+        (("none", "int8", "int8"), "n1", True),
+        (("int8", "none", "int8"), "n2", False),
+    ],
+)
+async def test_a_hop_of_the_same_number_format_takes_over_or_the_reply_says_so(
+    autojump_clock: MockClock, formats: tuple[str, ...], taken: str, noticed: bool
+) -> None:
+    async with open_swarm((0, 8), (0, 8), (0, 8)) as swarm:
+        for name, quantisation, speed in zip(("n0", "n1", "n2"), formats, (1000.0, 100.0, 10.0), strict=True):
+            swarm.announcements[name] = replace(
+                swarm.announcements[name], quantisation=quantisation, decode_tokens_per_s=speed
+            )
+        asker = await swarm.asker()
+        async with asker.reply(PROMPT, 20, max_tokens=20) as reply:
+            async for _ in reply:
+                if len(reply.stats.token_ids) == 8:
+                    assert reply.stats.route[0].peer == "n0"
+                    assert not reply.stats.notices
+                    swarm.kill("n0")
+                    del swarm.announcements["n0"]
+        assert reply.stats.token_ids == greedy(PROMPT, 20)
+        assert reply.stats.route[0].peer == taken
+        assert bool(reply.stats.notices) is noticed
+        assert all("int8" in notice and "f32" in notice for notice in reply.stats.notices)
+
+
 async def test_two_hops_die_at_once(autojump_clock: MockClock) -> None:
     async with open_swarm(*PAIRS) as swarm:
         prefer_first_three(swarm)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from app.asker.stats import AskedSession, AskerStats, HopStats
-from app.cli.bench import unexplained_s
+from app.cli.bench import explained_share, unexplained_s
 from app.node.rates import WINDOW_S, Counters, RateMeter, RateReading
 from app.node.views import reading_of, route_view
 from app.serving.stats import ServerStats
@@ -46,15 +48,21 @@ def test_what_a_node_computes_for_itself_is_served_to_nobody() -> None:
 
 
 def test_a_route_tells_where_a_tokens_time_goes() -> None:
-    hops = (HopStats("a", 0, 4, 0.001, 0.01, 0.002), HopStats("me", 4, 8, None))
-    view = route_view(AskedSession("s", route=hops, return_s=0.003, route_s=0.02, ends_s=0.005), {"a": "lan"})
+    hops = (HopStats("a", 0, 4, 0.001, 0.01, 0.002, 0.001), HopStats("me", 4, 8, None, 0.001, 0.0))
+    asked = AskedSession("s", route=hops, return_s=0.003, ends_s=0.004, host_s=0.002, token_s=0.025)
+    view = route_view(asked, {"a": "lan"})
     assert [hop.link for hop in view.hops] == ["lan", None]
     assert view.token_s == pytest.approx(0.025)
+    assert unexplained_s(view) == pytest.approx(0.001)
+    assert explained_share(view) == pytest.approx(0.96)
+    unknown = route_view(replace(asked, route=(HopStats("a", 0, 8, 0.001),)), {})
+    assert (unexplained_s(unknown), explained_share(unknown)) == (None, None), "a hop that has not said its times yet"
     assert route_view(AskedSession("s"), {}).token_s is None
     busy = (HopStats("me", 0, 8, 0.0, 0.012, 0.001),)
-    more = route_view(AskedSession("s", route=busy, return_s=0.0, route_s=0.0098, ends_s=0.0), {})
+    more = route_view(AskedSession("s", route=busy, return_s=0.0, ends_s=0.0, token_s=0.0098), {})
     assert more.token_s == pytest.approx(0.013), "no part is more than the whole"
     assert unexplained_s(more) == pytest.approx(0)
+    assert explained_share(more) == pytest.approx(1)
 
 
 def test_a_models_name_is_what_its_files_are_called() -> None:

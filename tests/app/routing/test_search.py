@@ -129,6 +129,24 @@ def test_mending_keeps_the_hops_that_live() -> None:
     assert shape(repair_route(route, [*members[:3], members[4]], WHOLE, near, avoid=["a", "b", "c"])) == [("e", 0, 6)]
 
 
+def test_a_hop_is_replaced_by_one_of_its_number_format_if_there_is_one() -> None:
+    slow, fast = replace(member("c", 2, 6, 1.0), quantisation="int8"), member("d", 2, 6, 50.0)
+    first = member("a", 0, 2)
+    route = (Hop("a", Span(0, 2)), Hop("b", Span(2, 6)))
+    for formats, expected in (({"b": "int8 f32"}, "c"), ({"b": "none f32"}, "d"), ({"b": "int8 bf16"}, "d"), ({}, "d")):
+        found = repair_route(route, [first, slow, fast], WHOLE, near, avoid=["b"], formats=formats)
+        assert shape(found) == [("a", 0, 2), (expected, 2, 6)]
+    alone = repair_route(route, [first, fast], WHOLE, near, avoid=["b"], formats={"b": "int8 f32"})
+    assert shape(alone) == [("a", 0, 2), ("d", 2, 6)]
+
+
+def test_a_hop_that_serves_other_blocks_now_is_replaced_and_may_still_serve_the_rest() -> None:
+    route = (Hop("a", Span(0, 6)),)
+    members = [member("a", 0, 4, 100.0), member("b", 0, 6, 1.0), member("c", 4, 6, 100.0)]
+    assert shape(repair_route(route, members, WHOLE, near, avoid=[])) == [("a", 0, 4), ("c", 4, 6)]
+    assert repair_route(route, members[1:], WHOLE, near, avoid=[]) == route, "one that announces nothing may be late"
+
+
 def test_mending_gives_up_the_old_route_where_only_a_new_one_will_do() -> None:
     # b's blocks are held by nobody but a and c, who are in the route already, with other shares.
     members = [member("a", 0, 3), member("b", 2, 4), member("c", 3, 6)]

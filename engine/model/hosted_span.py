@@ -1,0 +1,167 @@
+"""The span that a node hosts: consecutive blocks on one device, or on several that run in turn.
+
+Each device has a `SpanRunner` with its part of the blocks and their KV cache; hidden states are copied from one to the
+next inside a step. A session has one lease, with a part for each device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.errors import SessionError
+from engine.model.attention import Segment
+from engine.model.kv_cache import KVLease, KVPool
+from engine.model.span import SpanOptions, SpanRunner
+from engine.sources.base import ModelSource
+
+
+class SessionLease:
+    """One session's cache on every device."""
+
+    def __init__(self, parts: dict[KVPool, KVLease]) -> None:
+        self.parts = parts
+        self.length = 0  # tokens cached, on the devices whose blocks the session uses
+
+    def truncate(self, length: int) -> None:
+        """Drop all tokens from position `length` on; raises `SessionError` if there are fewer."""
+        if not 0 <= length <= self.length:
+            raise SessionError(f"cannot cut a session of {self.length} tokens to {length}")
+        for part in self.parts.values():
+            part.truncate(min(length, part.length))
+        self.length = length
+
+    def close(self) -> None:
+        """Return all of it; closing twice is harmless."""
+        for part in self.parts.values():
+            part.close()
+
+
+@dataclass(slots=True)
+class SessionRows:
+    """`count` new tokens of one session, the first at position `start`."""
+
+    lease: SessionLease
+    start: int
+    count: int
+
+
+class HostedSpan:
+    """Blocks [start, stop) of a model in one or more parts; the last parts may still be without blocks."""
+
+    def __init__(self, parts: Sequence[SpanRunner]) -> None:
+        assert parts, "a span has at least one part"
+        self.parts = list(parts)
+        self._leases: weakref.WeakSet[SessionLease] = weakref.WeakSet()
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model."""
+        return self.parts[0].config
+
+    @property
+    def options(self) -> SpanOptions:
+        """The options of the first device; all have the same number formats."""
+        return self.parts[0].options
+
+    @property
+    def start(self) -> int:
+        """The first block."""
+        return self.parts[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past the last loaded block."""
+        return next((part.stop for part in self.parts if not part.is_complete), self.parts[-1].stop)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all blocks are loaded that the caches were laid out for."""
+        return all(part.is_complete for part in self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all loaded weights."""
+        return sum(part.weight_bytes for part in self.parts)
+
+    @property
+    def free_tokens(self) -> int:
+        """Cache slots that no session has leased; a token needs one on every device."""
+        return min(part.pool.free_tokens for part in self.parts)
+
+    @property
+    def total_tokens(self) -> int:
+        """Cache slots that every device has."""
+        return min(part.pool.total_tokens for part in self.parts)
+
+    def grow(self, source: ModelSource) -> None:
+        """Load one more block after the last; open sessions continue with the blocks that they use."""
+        next(part for part in self.parts if not part.is_complete).grow(source)
+
+    def keep(self, start: int, stop: int) -> None:
+        """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before."""
+        assert self.start <= start < stop <= self.stop, "a span keeps blocks that it has"
+        dropped = [part for part in self.parts if part.stop <= start or stop <= part.start]
+        self.parts = [part for part in self.parts if part not in dropped]
+        for lease in self._leases:
+            for part in dropped:
+                lease.parts.pop(part.pool, None)
+        for part in self.parts:
+            part.keep(max(start, part.start), min(stop, part.stop))
+
+    def warm_up(self) -> None:
+        """Build on every device what its first steps would have to build; the caller closes no sessions meanwhile."""
+        for part in self.parts:
+            part.warm_up()
+
+    def capture_pending(self) -> bool:
+        """Capture one decode step that ran uncaptured so far; False if there is none left to capture."""
+        return any(part.capture_pending() for part in self.parts)
+
+    @property
+    def has_pending(self) -> bool:
+        """True if `capture_pending` has something to do."""
+        return any(part.has_pending for part in self.parts)
+
+    def open(self, expected_tokens: int = 0) -> SessionLease:
+        """Lease cache for a new session on every device, or on none.
+
+        Raises `CacheFull` without room, and `SessionError` if the tokens exceed the model's context.
+        """
+        lease = SessionLease({})
+        try:
+            for part in self.parts:
+                lease.parts[part.pool] = part.open(expected_tokens)
+        except BaseException:
+            lease.close()
+            raise
+        self._leases.add(lease)
+        return lease
+
+    def step(self, hidden: Tensor, work: Sequence[SessionRows], blocks: tuple[int, int] | None = None) -> Tensor:
+        """Run rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
+
+        Either every session advances by its rows on all devices or, on an error, on none. Raises like
+        `SpanRunner.step`.
+        """
+        start, stop = blocks or (self.start, self.stop)
+        if not self.start <= start < stop <= self.stop:
+            raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")
+        advanced: list[Segment] = []
+        try:
+            for part in self.parts:
+                if part.start < stop and start < part.stop:
+                    segments = [Segment(rows.lease.parts[part.pool], rows.start, rows.count) for rows in work]
+                    hidden = part.step(hidden, segments, (max(start, part.start), min(stop, part.stop)))
+                    advanced += segments
+        except BaseException:
+            for segment in advanced:
+                segment.lease.truncate(segment.start)
+            raise
+        for rows in work:
+            rows.lease.length = rows.start + rows.count
+        return hidden
