@@ -36,6 +36,7 @@ class AskedSession:
     return_s: float | None = None  # one way from the last hop back
     route_s: float | None = None  # an average token's time on the route, measured
     ends_s: float | None = None  # and on this node: embedding, head and sampling
+    cached_tokens: int = 0  # of the prompt, that the hops had cached
 
 
 @dataclass(frozen=True)
@@ -57,4 +58,7 @@ class AskerStats:
     replies: int = 0  # begun
     asked_tokens: int = 0  # written by all replies
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, that the hops had cached
+    kept_sessions: int = 0  # whose cache rests at their hops now
+    kept_tokens: int = 0
     audits: AuditCounts = field(default_factory=AuditCounts)
