@@ -685,7 +685,7 @@ class RouteSession:
                 if smooth and len(token_ids) == 1:
                     self._step_s.add(trio.current_time() - begin)
                 self._excuses.clear()
-                self.answered = len(self._history)
+                self.answered = first + len(token_ids)
                 self.first_answer.set()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
