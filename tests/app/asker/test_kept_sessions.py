@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,10 +19,20 @@ from app.asker.reply import ReplyStats
 from app.routing.route import Privacy
 from app.serving.admission import AdmissionLimits
 from app.serving.block_server import ServerSettings
+from engine.local_model import load_local, local_options
+from engine.model.block import WeightOptions
+from engine.model.span import SpanOptions, load_span
+from engine.session_runner import SessionRunner
+from engine.sources.opening import open_source
+from engine.swarm_ends import load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
+from p2p.memory.fabric import open_fabric
 from tests.app.asker.test_session_schedules import Fault, events, faults, happen, meddled_swarm
 from tests.app.hash_model import HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, no_leaks, open_swarm
 
+CPU = torch.device("cpu")
 HALVES = ((0, 4), (4, 8))
 LONG = list(range(1000, 1300))
 ARRIVES_S = 0.1  # after which the last orders of a reply are carried out
@@ -358,3 +370,52 @@ def test_no_schedule_changes_a_reply_that_begins_with_a_cache(
                 assert reply == greedy(said, count), number
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+# --- a real model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.9, seed=11)])
+async def test_a_conversation_has_the_tokens_of_one_process(
+    autojump_clock: MockClock, tmp_path: Path, sampling: Sampling
+) -> None:
+    """Five turns, the last one twice and at one time, a branch, and a hop that dies between two turns."""
+    model = open_source("tiny-random", tmp_path)
+    local = load_local(model, local_options(model, CPU, torch.float32, 1 << 32))
+    settings = ReplySettings(12, sampling)
+
+    def expected(prompt: Sequence[int]) -> list[int]:
+        reply = local.reply(prompt, settings)
+        for _ in reply:
+            pass
+        return list(reply.writer.token_ids)
+
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        swarm = SessionSwarm(fabric, nursery)
+        for name, start, stop in (("a", 0, 4), ("b", 4, 8), ("c", 4, 8)):
+            span = load_span(model, start, stop, SpanOptions(CPU, torch.float32, kv_bytes=1 << 21))
+            await swarm.serve(name, SessionRunner(span))
+        asker = await swarm.asker("asker", load_swarm_ends(model, WeightOptions(CPU, torch.float32)), keep=4)
+
+        async def reply_to(prompt: Sequence[int]) -> ReplyStats:
+            async with asker.reply(prompt, settings, max_tokens=12) as reply:
+                async for _ in reply:
+                    pass
+            assert reply.stats.token_ids == expected(prompt)
+            return reply.stats
+
+        prompt = local.prompt_ids([{"role": "user", "content": "Tell me of shoals. " * 12}])
+        for number in range(5):
+            stats = await reply_to(prompt)
+            assert (stats.cached_tokens > 0) == (number not in (0, 3))
+            if number == 2:
+                swarm.kill(stats.route[1].peer)
+            prompt = [*prompt, *stats.token_ids, number + 3, number + 4]
+        async with trio.open_nursery() as both:
+            both.start_soon(reply_to, prompt)
+            both.start_soon(reply_to, [*prompt[:70], 9])
+        assert (await reply_to([*prompt, 5])).cached_tokens == len(prompt)
+        await trio.sleep(2 * KEEP_S)
+        swarm.servers.pop("b" if "b" not in fabric.nodes else "c")
+        await no_leaks(swarm)
+        nursery.cancel_scope.cancel()
