@@ -6,7 +6,7 @@ close.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,6 +83,39 @@ class SessionRunner:
         """
         assert session not in self._leases, "a session is opened once"
         self._leases[session] = self._span.open(tokens)
+
+    def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
+        """Open a session whose first `length` tokens are those of `source`; both share their cache pages.
+
+        Raises `CacheFull` without room, and `SessionError` if `source` does not hold so many tokens.
+        """
+        assert session not in self._leases, "a session is opened once"
+        self._check_context(tokens)
+        self._leases[session] = self._span.fork(self._lease(source), length, tokens)
+
+    def take_over(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
+        """Open a session with the cache of `source`, cut to `length` tokens; `source` ends.
+
+        Raises `CacheFull` without room; `source` is cut then, and open.
+        """
+        assert session not in self._leases, "a session is opened once"
+        self._check_context(tokens)
+        lease = self._lease(source)
+        lease.truncate(length)
+        lease.resize(tokens)
+        self._leases[session] = self._leases.pop(source)
+
+    def resize(self, session: bytes, tokens: int) -> None:
+        """Reserve cache for `tokens` tokens of an open session from now on, or what it holds if that is more."""
+        self._lease(session).resize(tokens)
+
+    def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
+        """KV cache slots that closing these sessions would free."""
+        return self._span.tokens_freed_by([self._lease(session) for session in sessions])
+
+    def _check_context(self, tokens: int) -> None:
+        if tokens > self.context_length:
+            raise SessionError(f"{tokens} tokens are more than this model's context of {self.context_length}")
 
     def close(self, session: bytes) -> None:
         """Free a session's cache; unknown sessions are ignored."""

@@ -33,7 +33,7 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics that have a value."""
-        parts = (_node, _flow, _device, _links, _route)
+        parts = (_node, _flow, _reuse, _device, _links, _route)
         return (metric for part in parts for metric in part(self.snapshot) if metric.samples)
 
 
@@ -84,6 +84,16 @@ def _flow(snapshot: Snapshot) -> Iterable[Metric]:
     yield Gauge("shoal_steps_per_second", "Device steps, recent mean.", flow.steps_per_s)
     yield Gauge("shoal_batch_rows", "Sessions in a device step, recent mean.", flow.batch_rows)
     yield Gauge("shoal_queued_sessions", "Sessions waiting for a device step.", flow.queued)
+
+
+def _reuse(snapshot: Snapshot) -> Iterable[Metric]:
+    reuse = snapshot.reuse
+    yield Counter("shoal_prompt_tokens_total", "Prompt tokens of this node's user.", reuse.prompt_tokens)
+    yield Counter("shoal_prompt_cached_tokens_total", "Of these, cached at the hops.", reuse.cached_tokens)
+    yield Gauge("shoal_kept_sessions", "Sessions of this node's user that rest at hops.", reuse.kept_sessions)
+    yield Gauge("shoal_resting_sessions", "Sessions that rest at this node.", reuse.resting_sessions)
+    yield Gauge("shoal_resting_tokens", "Tokens of KV cache that only resting sessions hold.", reuse.resting_tokens)
+    yield Counter("shoal_reused_tokens_total", "Tokens cached here that new sessions began with.", reuse.reused_tokens)
 
 
 def _device(snapshot: Snapshot) -> Iterable[Metric]:

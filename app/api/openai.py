@@ -142,9 +142,14 @@ class _Text(_ReplyFormat):
         return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
 
 
-def _usage(stats: ReplyStats) -> dict[str, int]:
+def _usage(stats: ReplyStats) -> dict[str, Any]:
     prompt, completion = stats.prompt_tokens, len(stats.token_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+    }
 
 
 async def _whole(events: Events, form: _ReplyFormat) -> AsyncGenerator[bytes, None]:

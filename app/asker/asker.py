@@ -1,7 +1,9 @@
 """The asker: generates replies to prompts over the hops of the swarm.
 
 It runs embedding, head and sampler; `app.asker.route_session` runs the blocks in between over the hops. A reply is an
-async iterator inside an async context: leaving the context frees the hops at once, whatever happened.
+async iterator inside an async context: leaving the context frees the hops at once, whatever happened. The cache of a
+reply that ended in order may rest at its hops (`app.asker.kept_sessions`): the next prompt that begins with the same
+tokens has only the others read.
 
     async with asker.reply(prompt_ids, settings, max_tokens=50) as reply:
         async for piece in reply: ...
@@ -20,17 +22,40 @@ import trio
 from app.asker.audit import Auditor
 from app.asker.evidence import Deviation, precisions
 from app.asker.head_batcher import HeadBatcher
+from app.asker.kept_sessions import (
+    KEEP_S,
+    CachedSession,
+    KeptSessions,
+    SharedPrefix,
+    best_prefix,
+    shared_tokens,
+)
 from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, last_state
-from app.asker.route_session import HopLinks, RouteSession, RouteSource, SessionSettings, SessionShape
+from app.asker.route_session import (
+    CachedPrefix,
+    HopLinks,
+    RouteSession,
+    RouteSource,
+    SessionSettings,
+    SessionShape,
+)
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import Device, ReplyEnds, TokenChoice
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.span import Span
 from app.routing.bans import Bans
-from app.routing.planner import Members, PinnedRoute, PrivacyPreferences, RoutePlanner, SessionRoutes
-from app.routing.route import Route, RouteRequest
+from app.routing.planner import (
+    Members,
+    PinnedRoute,
+    PrefixRoutes,
+    PrivacyPreferences,
+    RoutePlanner,
+    SessionRoutes,
+)
+from app.routing.route import Privacy, Route, RouteRequest
 from app.routing.trust import TrustBook
+from app.session.wire import Prefix
 from app.swarm.records import Announcement
 
 if TYPE_CHECKING:
@@ -51,6 +76,12 @@ class AskerOptions:
     preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences
     book: TrustBook = field(default_factory=TrustBook)
     rng: random.Random = field(default_factory=random.SystemRandom)
+    keep_sessions: Callable[[], int] = lambda: 0  # whose cache may rest at the hops after their replies
+
+
+SWEEP_S = 30.0  # between two looks for kept sessions that are too old
+WAIT_FOR_READING_S = 60.0  # at most, for another reply that reads the same prompt
+MIN_WAITED = 64  # tokens; fewer are read sooner than waited for
 
 
 class Asker:
@@ -73,9 +104,11 @@ class Asker:
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
         self._links: HopLinks | None = None
-        self._replies: dict[bytes, Reply] = {}
+        self._keep_sessions = options.keep_sessions
+        self._kept = KeptSessions()
+        self._replies: dict[bytes, RunningReply] = {}
         self._latest: AskedSession | None = None
-        self._begun = self._asked_tokens = self._prompt_tokens = 0
+        self._begun = self._asked_tokens = self._prompt_tokens = self._cached_tokens = 0
         self.active = 0
 
     @property
@@ -86,10 +119,25 @@ class Asker:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the streams to hops open, and audit, until cancelled."""
         async with trio.open_nursery() as nursery:
-            self._links = HopLinks(self._network, nursery, self._own_server)
+            links_open = await nursery.start(self._run_links)
             nursery.start_soon(self._auditor.run)
             task_status.started()
-            await trio.sleep_forever()
+            try:
+                while True:
+                    await trio.sleep(SWEEP_S)
+                    await self._drop_kept(self._keep_sessions())
+            finally:
+                with trio.CancelScope(shield=True):
+                    await self._drop_kept(0)
+                links_open.cancel()
+
+    async def _run_links(self, *, task_status: TaskStatus[trio.CancelScope]) -> None:
+        """Keep the streams open until the scope is cancelled: the last orders go out before."""
+        with trio.CancelScope(shield=True) as scope:
+            async with trio.open_nursery() as nursery:
+                self._links = HopLinks(self._network, nursery, self._own_server)
+                task_status.started(scope)
+                await trio.sleep_forever()
 
     @asynccontextmanager
     async def reply(
@@ -104,18 +152,81 @@ class Asker:
             raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
             )
-        text = self._ends.begin(prompt_ids, settings)
+        begin, text = trio.current_time(), self._ends.begin(prompt_ids, settings)
         request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
-        routes = SessionRoutes(self.planner, request)
-        async with self._counted(routes, request.tokens) as session:
-            reply = self._replies[session.id] = Reply(
-                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng), routes.notices
-            )
+        prefix = await self._shared_prefix(prompt_ids, request.privacy)
+        routes = self._routes(request, prefix)
+        sampled = () if prefix is None else prefix.source.routes
+        async with self._counted(routes, request.tokens, self._taken(prefix)) as session:
+            sampler = AuditSampler(self._rng, sampled)
+            reply = Reply(session, text, self._head_batcher, prompt_ids, sampler, begin, routes.notices)
+            self._replies[session.id] = running = RunningReply(reply, session, tuple(prompt_ids), request.privacy)
             self._begun += 1
             try:
                 yield reply
+                if reply.stats.finish_reason is not None:
+                    await self._keep(running)
             finally:
-                self._ended(self._replies.pop(session.id), request, settings)
+                del self._replies[session.id]
+                self._ended(reply, request, settings)
+
+    # --- caches that outlive a reply ----------------------------------------------------------------------------------
+
+    async def _shared_prefix(self, prompt_ids: Sequence[int], privacy: Privacy) -> SharedPrefix | None:
+        """Return what is cached of a prompt; waits for a reply under way that reads mostly the same tokens.
+
+        Reading them side by side would take all of these replies as long, and as much cache each.
+        """
+        if not self._keep_sessions():
+            return None
+        with trio.move_on_after(WAIT_FOR_READING_S):
+            while True:
+                best = self._best_prefix(prompt_ids, privacy)
+                known = max(0 if best is None else best.tokens, MIN_WAITED)
+                reading = next((one for one in self._replies.values() if one.reads(prompt_ids, privacy, known)), None)
+                if reading is None:
+                    return best
+                await reading.session.first_answer.wait()
+        return self._best_prefix(prompt_ids, privacy)
+
+    def _best_prefix(self, prompt_ids: Sequence[int], privacy: Privacy) -> SharedPrefix | None:
+        running = [one.cached() for one in self._replies.values()]
+        sessions = [one for one in (*self._kept, *running) if self._is_trusted(one.routes)]
+        return best_prefix(prompt_ids, privacy, sessions)
+
+    def _is_trusted(self, routes: Sequence[Route]) -> bool:
+        """True unless a peer was caught at wrong results since it computed a cache."""
+        peers = {hop.peer for route in routes for hop in route} - self.planner.not_accused()
+        return all(self.planner.book.standing(peer).trusted for peer in peers)
+
+    def _taken(self, prefix: SharedPrefix | None) -> CachedPrefix | None:
+        """Return the order to the hops to begin with a prefix; a kept session that is replaced is kept no longer."""
+        if prefix is None:
+            return None
+        source = prefix.source
+        ends = prefix.replaces and source in self._kept
+        if ends:
+            self._kept.remove(source)
+        return CachedPrefix(Prefix(source.id, prefix.tokens, ends), source.epoch, source.route)
+
+    def _routes(self, request: RouteRequest, prefix: SharedPrefix | None) -> SessionRoutes:
+        if prefix is None:
+            return SessionRoutes(self.planner, request)
+        return PrefixRoutes(self.planner, request, prefix.source.route, request.prompt_tokens - prefix.tokens)
+
+    async def _keep(self, running: RunningReply) -> None:
+        """Let the cache of a reply that ended rest at its hops."""
+        limit = self._keep_sessions()
+        if limit:
+            self._kept.add(replace(running.cached(), at=trio.current_time()))
+            await running.session.close(KEEP_S)
+            await self._drop_kept(limit)
+
+    async def _drop_kept(self, limit: int) -> None:
+        """Keep at most so many sessions, and none that is too old."""
+        assert self._links is not None, "the asker is not running"
+        for session in self._kept.surplus(limit, trio.current_time()):
+            await self._links.close_session(session.route, session.id, session.epoch)
 
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
@@ -128,13 +239,16 @@ class Asker:
     def stats(self) -> AskerStats:
         """Figures of replies under way, and totals."""
         link_s, now = self.planner.link_s(), trio.current_time()
-        replies = list(self._replies.values())
+        replies = [running.reply for running in self._replies.values()]
         return AskerStats(
             sessions=tuple(reply.seen(link_s, now) for reply in replies),
             latest=self._latest,
             replies=self._begun,
             asked_tokens=self._asked_tokens + sum(len(reply.stats.token_ids) for reply in replies),
             prompt_tokens=self._prompt_tokens + sum(reply.stats.prompt_tokens for reply in replies),
+            cached_tokens=self._cached_tokens + sum(reply.stats.cached_tokens for reply in replies),
+            kept_sessions=len(self._kept),
+            kept_tokens=self._kept.tokens,
             audits=self._auditor.counts,
         )
 
@@ -149,6 +263,7 @@ class Asker:
         self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
         self._prompt_tokens += stats.prompt_tokens
+        self._cached_tokens += stats.cached_tokens
         if seen.route_s is not None and not stats.recoveries:
             self.planner.record_token_time(stats.route, seen.route_s, request)
         sample, sampler = None, reply.sampler
@@ -167,27 +282,59 @@ class Asker:
         self._auditor.ended(sample, len(reply.tokens))
 
     @asynccontextmanager
-    async def _counted(self, source: RouteSource, tokens: int) -> AsyncIterator[RouteSession]:
+    async def _counted(
+        self, source: RouteSource, tokens: int, prefix: CachedPrefix | None = None
+    ) -> AsyncIterator[RouteSession]:
         self.active += 1
         try:
-            async with self.open(source, tokens, self._settings) as session:
+            async with self.open(source, tokens, self._settings, prefix) as session:
                 yield session
         finally:
             self.active -= 1
 
     @asynccontextmanager
-    async def open(self, source: RouteSource, tokens: int, settings: SessionSettings) -> AsyncIterator[RouteSession]:
+    async def open(
+        self, source: RouteSource, tokens: int, settings: SessionSettings, prefix: CachedPrefix | None = None
+    ) -> AsyncIterator[RouteSession]:
         """Open a session over the routes that `source` proposes; it is closed at the end."""
         assert self._links is not None, "the asker is not running"
         shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype)
-        session = RouteSession(self._links, source, self._embed, shape, settings)
+        session = RouteSession(self._links, source, self._embed, shape, settings, prefix)
         try:
             yield session
         finally:
-            await session.close()
+            with trio.CancelScope(shield=True):
+                await session.close()
+                if prefix is not None and prefix.wire.ends:  # hops that the session did not use still keep it
+                    await self._links.close_session(prefix.route, prefix.wire.session, prefix.epoch)
 
     async def _embed(self, token_ids: Sequence[int]) -> bytes:
         return await self._device.run(self._ends.embed, token_ids)
+
+
+@dataclass(frozen=True)
+class RunningReply:
+    """A reply under way and the session that carries it."""
+
+    reply: Reply
+    session: RouteSession
+    prompt: tuple[int, ...]
+    privacy: Privacy
+
+    def cached(self) -> CachedSession:
+        """The tokens that its hops have cached by now."""
+        session = self.session
+        tokens = tuple(session.tokens[: session.answered])
+        return CachedSession(
+            session.id, session.epoch, tokens, self.privacy, session.route, tuple(self.reply.sampler.routes)
+        )
+
+    def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:
+        """True if it reads a prompt of which this one shares more than so many tokens, and at least half."""
+        if self.session.answered or self.session.first_answer.is_set() or self.privacy != privacy:
+            return False
+        shared = shared_tokens(prompt, self.prompt)
+        return shared > more_than and 2 * shared >= len(self.prompt)
 
 
 class _AuditContext:

@@ -12,8 +12,9 @@ an audit see a whole reply, opened by the same code: its prompt, then its tokens
 them that choosing a token takes, to its end; room for a whole reply, a close. So does a user who asks the same again
 with the same seed. Only a peer that took part in both can tell that the tokens are the same; it can lie in the reply
 and not in the audit, and shares the doubt with the other hops of that reply: here doubts must add up. Peers that
-together hold all copies of a block and tell the same lie agree with each other. And an audit shows the tokens to more
-peers than the reply did; private blocks stay private.
+together hold all copies of a block and tell the same lie agree with each other. An audit never begins with the cache of
+another session, as replies may: a peer that lies only in sessions that do is found by doubts as well. And an audit
+shows the tokens to more peers than the reply did; private blocks stay private.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A `RouteSession` carries the tokens and a `HeadBatcher` chooses them; both are p
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class ReplyStats:
     longest_gap_s: float = 0.0
     route: Route = ()
     notices: Sequence[str] = ()  # that the user should know, such as another number format after a hop died
+    cached_tokens: int = 0  # of the prompt, that the hops had cached; the others were read
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,13 @@ class Reply:
         head_batcher: HeadBatcher,
         prompt_ids: Sequence[int],
         sampler: AuditSampler,
+        begin: float,
         notices: Sequence[str] = (),
     ) -> None:
         self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
-        self._begin = self._last_at = trio.current_time()
+        self._begin = self._last_at = begin
         self._first_at = 0.0
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
         self._ends_s = Ewma(_SMOOTHING)  # and through head, sampler and embedding
@@ -169,6 +171,7 @@ class Reply:
             self._ends_s.value if self._ends_s else None,
             self._host_s.value if self._host_s else None,
             self._token_s.value if self._token_s else None,
+            self._session.reused,
         )
 
     def _note(self, piece: TextPiece, now: float) -> None:
@@ -176,7 +179,7 @@ class Reply:
         stats.token_ids.append(piece.token_id)
         stats.finish_reason = piece.finish_reason
         stats.recoveries, stats.moves = self._session.recoveries, self._session.moves
-        stats.route = self._session.route
+        stats.route, stats.cached_tokens = self._session.route, self._session.reused
         if stats.ttft_s is None:
             stats.ttft_s, self._first_at = now - self._begin, now
         else:
@@ -218,17 +221,18 @@ class AuditSample:
 class AuditSampler:
     """Reservoir sampling: keeps one window of `WINDOW` consecutive answers, every window with equal probability."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, routes: Iterable[Route] = ()) -> None:
         self._rng = rng
         self._count = 0
         self.first = 0  # number of the first kept answer
         self.answers: list[HiddenState] = []
-        # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones.
-        self.routes: list[Route] = []
+        # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones,
+        # and those of `routes` in the cache that the session began with.
+        self.routes: list[Route] = list(routes)
 
     def note(self, answer: HiddenState, route: Route) -> None:
         """Take the reply's next answer, which came over this route."""
-        if not self.routes or self.routes[-1] != route:
+        if route not in self.routes:
             self.routes.append(route)
         stretch, at = divmod(self._count, WINDOW)
         if at == 0 and self._rng.random() < 1 / (stretch + 1):

@@ -84,8 +84,9 @@ class ReplyService:
         preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences,
         book: TrustBook | None = None,
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
+        keep_sessions: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._options = AskerOptions(preferences=preferences, book=book or TrustBook())
+        self._options = AskerOptions(preferences=preferences, book=book or TrustBook(), keep_sessions=keep_sessions)
         self._members = UsableMembers(membership)
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
         self._source: ModelSource | None = None
@@ -200,7 +201,8 @@ class ReplyService:
                     notice = " ".join(reply.stats.notices[noticed:])
                     noticed = len(reply.stats.notices)
                     yield ReplyText(piece.text, None if before == route else route, notice)
-                yield ReplyDone("".join(pieces), reply.stats)
+            # Behind the context: a reader that leaves with the last event must not cost the session its rest.
+            yield ReplyDone("".join(pieces), reply.stats)
         finally:
             self._count(len(pieces), list(peers))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import trio
@@ -39,6 +39,7 @@ from app.session.wire import (
     HopError,
     HopPace,
     Kind,
+    Prefix,
     decode,
     decode_hop_error,
     decode_pace,
@@ -130,6 +131,12 @@ class HopLinks:
         """True if a link to the peer is open."""
         link = self._links.get(peer)
         return link is not None and not link.outbox.broken
+
+    async def close_session(self, route: Route, session: bytes, epoch: int) -> None:
+        """Tell the hops of a resting session to free it; at hops without an open link it ends by itself."""
+        for hop in route:
+            if self.is_open(hop.peer):
+                await self._links[hop.peer].send(plain(Kind.CLOSE, session, epoch))
 
     def prepare(self, peer: str, *, timeout_s: float) -> None:
         """Start to open a link that may be needed later."""
@@ -240,6 +247,15 @@ class SessionShape:
     dtype: str
 
 
+@dataclass(frozen=True)
+class CachedPrefix:
+    """Tokens that a new session begins with, from the cache that another one left at the hops of `route`."""
+
+    wire: Prefix
+    epoch: int  # the last one of the other session
+    route: Route
+
+
 class RouteSource(Protocol):
     """Proposes routes, and learns how hops did."""
 
@@ -267,8 +283,16 @@ def _not_finite(peer: str) -> HopFailed:
 class RouteHops:
     """The hops of one session: sends orders and tokens, and keeps the last word of each hop. A `Listener`."""
 
-    def __init__(self, links: HopLinks, guide: RouteSource, shape: SessionShape, settings: SessionSettings) -> None:
+    def __init__(
+        self,
+        links: HopLinks,
+        guide: RouteSource,
+        shape: SessionShape,
+        settings: SessionSettings,
+        prefix: CachedPrefix | None = None,
+    ) -> None:
         self.id = new_session_id(links.peer_id)
+        self.prefix = prefix
         self._links, self._guide, self._settings, self._shape = links, guide, settings, shape
         self._dtype = DTYPES[shape.dtype]
         self._open: dict[str, HopLink] = {}
@@ -504,6 +528,8 @@ class RouteHops:
             if (predecessor, hop.peer) in self._ordered:
                 predecessor = ""
             turn = EpochOrder(hop.span, predecessor, successor, self._shape.tokens, self.urgent_from, send_from, relay)
+            if self.prefix is not None and hop in self.prefix.route:
+                turn = replace(turn, prefix=self.prefix.wire)
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
         with trio.move_on_after(self._settings.ready_s):
             await self._heard.wait_for(lambda: self.trouble is not None or len(self._ready) == len(self.route))
@@ -531,15 +557,15 @@ class RouteHops:
         for peer in [peer for peer in self._open if peer not in staying]:
             await self._leave(peer)
 
-    async def close(self) -> None:
-        """Close the session at all hops."""
+    async def close(self, rest_s: int = 0) -> None:
+        """Close the session at all hops; with `rest_s` they may keep its cache for so many seconds."""
         for peer in list(self._open):
-            await self._leave(peer)
+            await self._leave(peer, rest_s)
 
-    async def _leave(self, peer: str) -> None:
+    async def _leave(self, peer: str, rest_s: int = 0) -> None:
         link = self._open.pop(peer)
         link.listeners.pop(self.id, None)
-        await link.send(plain(Kind.CLOSE, self.id, self.epoch))
+        await link.send(plain(Kind.CLOSE, self.id, self.epoch, rows=rest_s))
 
 
 _SMOOTHING = 0.2
@@ -577,8 +603,9 @@ class RouteSession:
         embed: Callable[[Sequence[int]], Awaitable[bytes]],
         shape: SessionShape,
         settings: SessionSettings,
+        prefix: CachedPrefix | None = None,
     ) -> None:
-        self._hops = RouteHops(links, guide, shape, settings)
+        self._hops = RouteHops(links, guide, shape, settings, prefix)
         self._guide, self._embed, self._settings = guide, embed, settings
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
         self._history: list[int] = []
@@ -598,6 +625,9 @@ class RouteSession:
         self.own_s = 0.0  # of the last token's time: sending it, and coming back to the answer
         self.recoveries = 0
         self.moves = 0  # to better routes while nothing was wrong
+        self.answered = 0  # tokens that all hops of the route have cached: an answer came back for them
+        self.first_answer = trio.Event()  # also set when the session is closed
+        self.reused = 0  # tokens that every hop had cached when the session began
         self.reached: int | None = (
             None  # tokens that went through all blocks, as the last hop said while it was awaited
         )
@@ -606,6 +636,16 @@ class RouteSession:
     def id(self) -> bytes:
         """The session's id, random and the same at all hops."""
         return self._hops.id
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch."""
+        return self._hops.epoch
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens that were fed and not dropped."""
+        return self._history
 
     @property
     def first_route_s(self) -> float:
@@ -684,6 +724,8 @@ class RouteSession:
                     self._step_s.add(now - begin)
                     self.own_s = fed_at - begin + now - hops.answered_at
                 self._excuses.clear()
+                self.answered = first + len(token_ids)
+                self.first_answer.set()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
 
@@ -691,13 +733,15 @@ class RouteSession:
         """Drop the tokens from position `length` on; the hops learn it with the next tokens, in a new epoch."""
         assert 0 <= length <= len(self._history), "only tokens that were fed can be dropped"
         del self._history[length:]
+        self.answered = min(self.answered, length)
         self._cut_to = min(self._cut_to, length)
         self._flowing = False
 
-    async def close(self) -> None:
-        """Close the session at all hops; does not wait for them."""
+    async def close(self, rest_s: int = 0) -> None:
+        """Close the session at all hops, without waiting for them; they may keep its cache for `rest_s` seconds."""
+        self.first_answer.set()
         with trio.CancelScope(shield=True):
-            await self._hops.close()
+            await self._hops.close(rest_s)
 
     # --- feeding and waiting ------------------------------------------------------------------------------------------
 
@@ -854,7 +898,8 @@ class RouteSession:
         hops.urgent_from = fed
         await hops.reach(route)
         # If every hop is new, it is known beforehand from which position each must send.
-        known = plan_resume([HopState(0, 0)] * len(route), fed) if not hops.epoch else None
+        fresh = not hops.epoch and hops.prefix is None
+        known = plan_resume([HopState(0, 0)] * len(route), fed) if fresh else None
         cuts = [self._cut_to] * len(route)
         for _ in range(_ROUNDS):
             states = await hops.turn(cuts, known)
@@ -868,6 +913,8 @@ class RouteSession:
             raise HopFailed(wrong[0], because("hop_miscut", "it does not cut its cache as ordered", wrong[0]))
         if known is None:
             await hops.go(plan)
+        if not self._settled:
+            self.reused = min(plan.lengths)
         self._flowing, self._cut_to, self._settled = True, KEEP, route
         await self._feed(plan.feed_from)
         await hops.leave_others()

@@ -39,6 +39,7 @@ class AskedSession:
     ends_s: float | None = None  # and on this node: embedding, head and sampling
     host_s: float | None = None  # and on this node: sending the token, coming back to the answer, passing the text on
     token_s: float | None = None  # from one token to the next, measured
+    cached_tokens: int = 0  # of the prompt, that the hops had cached
 
 
 @dataclass(frozen=True)
@@ -60,4 +61,7 @@ class AskerStats:
     replies: int = 0  # begun
     asked_tokens: int = 0  # written by all replies
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, that the hops had cached
+    kept_sessions: int = 0  # whose cache rests at their hops now
+    kept_tokens: int = 0
     audits: AuditCounts = field(default_factory=AuditCounts)

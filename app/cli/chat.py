@@ -180,6 +180,7 @@ def reply_facts(
         "text": text,
         "token_ids": reply.writer.token_ids,
         "prompt_tokens": prompt_tokens,
+        "cached_tokens": 0,
         "finish_reason": reply.writer.finish_reason,
         **dataclasses.asdict(reply.stats),
         "recoveries": 0,

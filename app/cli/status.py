@@ -149,12 +149,22 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     if status["device"] is not None:
         several = status.get("devices") or []
         lines += [("device", describe_device(device)) for device in several] or [("device", status["device"])]
+    if status.get("reuse", {}).get("prompt_tokens"):
+        lines.append(("prompts", _reuse(status["reuse"])))
     lines += [
         ("sessions", status["sessions"]),
         ("listens", " ".join(status["listen_addrs"])),
         ("api", status["api_url"]),
     ]
     return lines + [(when, _given(status[when])) for when in ("today", "ever") if when in status]
+
+
+def _reuse(reuse: dict[str, Any]) -> str:
+    """Return how much of the prompts was read, and what is kept for the next ones, as one line."""
+    total, cached = reuse["prompt_tokens"], reuse["cached_tokens"]
+    read = f"{total - cached} of {total} tokens read, {cached / total:.0%} were cached"
+    kept = f"; {reuse['kept_sessions']} conversations kept" if reuse["kept_sessions"] else ""
+    return read + kept
 
 
 def _given(sums: dict[str, Any]) -> str:

@@ -257,6 +257,14 @@ class Settings:
         "Use the blocks hosted here if replies get at most this percentage slower; 0: only if fastest, 100: always.",
         **_PERCENT,
     )
+    keep_sessions: int = _setting(
+        "integer",
+        4,
+        "Conversations whose cache stays at the hops for 10 minutes, so that the next turn reads only what is new; "
+        "others' requests displace it; 0: none.",
+        live=True,
+        bounds=(0, 64),
+    )
     pause_busy: int = _setting(
         "integer",
         0,

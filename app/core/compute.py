@@ -7,7 +7,7 @@ implements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -53,11 +53,23 @@ class BlockRunner(Protocol):
     def open(self, session: bytes, tokens: int) -> None:
         """Reserve KV cache for a session of this many tokens; raises `engine.errors.CacheFull`."""
 
+    def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
+        """Open a session that begins with the first `length` cached tokens of another; raises as `open` does."""
+
+    def take_over(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
+        """Open a session with the cache of another, cut to `length` tokens; the other ends. Raises as `open` does."""
+
+    def resize(self, session: bytes, tokens: int) -> None:
+        """Reserve KV cache for this many tokens of an open session instead, or for what it holds if that is more."""
+
+    def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
+        """Tokens of KV cache that closing these sessions would free; what others share with them is not."""
+
     def close(self, session: bytes) -> None:
         """Free a session's cache; an unknown session is ignored."""
 
     def truncate(self, session: bytes, length: int) -> None:
-        """Drop a session's cached tokens from position `length` on."""
+        """Drop a session's cached tokens from position `length` on; raises `engine.errors.CacheFull` and drops none."""
 
     def step(self, work: Sequence[StepWork]) -> Sequence[StepOutput]:
         """Run one step for all these sessions; raises `engine.errors.EngineError` and then advances none."""

@@ -44,6 +44,10 @@ class Span:
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}"
 
+    def covers(self, part: Span) -> bool:
+        """True if all blocks of `part` are among these."""
+        return self.start <= part.start and part.stop <= self.stop
+
     def blocks(self) -> range:
         """The numbers of its blocks."""
         return range(self.start, self.stop)

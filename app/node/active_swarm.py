@@ -309,6 +309,7 @@ class ActiveSwarm:
                 preferences=self._privacy,
                 book=context.trust,
                 count=context.count_reply,
+                keep_sessions=lambda: context.config().settings.keep_sessions,
             )
             await nursery.start(self.replies.run)
             self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, context, self)

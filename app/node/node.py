@@ -270,6 +270,7 @@ class Node:
             steps=work.steps,
             hardware=work.hardware,
             devices=work.devices,
+            reuse=work.reuse,
             listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),

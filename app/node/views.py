@@ -7,7 +7,7 @@ measured is None. `app.node.rates` turns counters into rates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -16,7 +16,7 @@ from app.core.network import Network
 from app.node.active_swarm import ActiveSwarm
 from app.node.rates import Counters, RateMeter, RateReading
 from app.serving.stats import ServerStats
-from app.snapshot.views import DeviceView, FlowView, HopView, RouteView, SessionView, StepView, WeightsView
+from app.snapshot.views import DeviceView, FlowView, HopView, ReuseView, RouteView, SessionView, StepView, WeightsView
 
 SENSE_S = 10.0  # between two readings of the device's sensors
 
@@ -34,6 +34,7 @@ class WorkView:
     steps: tuple[StepView, ...] = ()
     hardware: DeviceView | None = None
     devices: tuple[DeviceView, ...] = ()
+    reuse: ReuseView = field(default_factory=ReuseView)
 
 
 class NodeViews:
@@ -74,6 +75,7 @@ class NodeViews:
             steps=active_swarm.steps.views(),
             hardware=self._hardware(active_swarm),
             devices=_several(active_swarm),
+            reuse=reuse_view(served, asked),
         )
 
     def _hardware(self, active_swarm: ActiveSwarm) -> DeviceView | None:
@@ -122,6 +124,19 @@ def reading_of(own_peer: str, served: ServerStats, asked: AskerStats, links: dic
     for_others = sum(tokens for peer, tokens in served.served.items() if peer != own_peer)
     counters = Counters(for_others, asked.asked_tokens, served.steps, served.urgent_steps, served.urgent_rows)
     return RateReading(counters, links, {session.session: session.tokens for session in served.sessions})
+
+
+def reuse_view(served: ServerStats, asked: AskerStats) -> ReuseView:
+    """Return how much of the prompts was cached, asked here and served here."""
+    return ReuseView(
+        prompt_tokens=asked.prompt_tokens,
+        cached_tokens=asked.cached_tokens,
+        kept_sessions=asked.kept_sessions,
+        kept_tokens=asked.kept_tokens,
+        resting_sessions=served.resting_sessions,
+        resting_tokens=served.kv_resting_tokens,
+        reused_tokens=served.reused_tokens,
+    )
 
 
 def route_view(session: AskedSession, kinds: Mapping[str, str]) -> RouteView:

@@ -15,7 +15,7 @@ from app.core.network import Network
 from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
-from app.routing.cost import believed_seconds, links_seconds
+from app.routing.cost import believed_seconds, entry_seconds, links_seconds, overhead_seconds
 from app.routing.estimates import MeasuredSpeeds, link_seconds
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
@@ -118,6 +118,27 @@ class RoutePlanner:
             return self._without_trials(search, excluded, current)
         except NoRoute as error:
             raise self._explained(error, members, avoided, request) from None
+
+    def find_first(self, held: Route, unread: int, request: RouteRequest, avoid: Sequence[str]) -> Route:
+        """Find a route for a prompt of which the hops of `held` have cached all but `unread` tokens.
+
+        Keeps these hops, unless a route that reads the whole prompt anew is faster even so. Raises `NoRoute`.
+        """
+        serving = {m.peer: m.span for m in self.members() if m.serves and m.span is not None}
+        gone = [hop.peer for hop in held if hop.peer not in serving or not serving[hop.peer].covers(hop.span)]
+        kept = self.find(held, request, [*avoid, *gone])
+        if kept == held and 2 * unread <= request.prompt_tokens:
+            return kept
+        fresh = self.find((), request, avoid)
+        return min(kept, fresh, key=lambda route: self._seconds_with(held, unread, route, request))
+
+    def _seconds_with(self, held: Route, unread: int, route: Route, request: RouteRequest) -> float:
+        """Seconds per token of a reply over a route, the prompt included, where hops of `held` read `unread` of it."""
+        members, known = [m for m in self.members() if m.serves], self.known()
+        rest = replace(request, prompt_tokens=unread, tokens=request.tokens - request.prompt_tokens + unread)
+        whole_s, rest_s = (believed_seconds(members, asked, known) for asked in (request, rest))
+        overhead_s = overhead_seconds(route, links_seconds(route, self.link_s()), entry_seconds(members, known))
+        return overhead_s + sum(len(hop.span) * (rest_s if hop in held else whole_s)[hop.peer] for hop in route)
 
     def _without_trials(self, search: Callable[[Collection[str]], Route], excluded: set[str], current: Route) -> Route:
         """Search for a route without peers that another session tries for the first time, if there is one.
@@ -226,6 +247,20 @@ class SessionRoutes:
         self._formats |= {member.peer: member.number_format for member in self._planner.members()}
         better = self._planner.better(standing, self._request)
         return None if better is None else self._propose(better)
+
+
+class PrefixRoutes(SessionRoutes):
+    """Routes for a session whose prompt's beginning is cached at the hops of another one."""
+
+    def __init__(self, planner: RoutePlanner, request: RouteRequest, held: Route, unread: int) -> None:
+        super().__init__(planner, request)
+        self._held, self._unread = held, unread
+
+    def route(self, current: Route, avoid: Sequence[str]) -> Route:
+        """Find a route, the first one with the hops that have the cache unless that is slower; raises `NoRoute`."""
+        if current:
+            return super().route(current, avoid)
+        return self._planner.find_first(self._held, self._unread, self._request, avoid)
 
 
 class PinnedRoute(SessionRoutes):

@@ -93,7 +93,7 @@ class RerouteTimer:
 
 
 def _covers(span: Span | None, part: Span) -> bool:
-    return span is not None and span.start <= part.start and part.stop <= span.stop
+    return span is not None and span.covers(part)
 
 
 def _share(hop: Hop, member: Announcement) -> float:

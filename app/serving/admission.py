@@ -53,9 +53,17 @@ def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | 
 
 
 def why_not(
-    turn: EpochOrder, asker: str, runner: BlockRunner | None, sessions: Iterable[HopSession], limits: AdmissionLimits
+    turn: EpochOrder,
+    asker: str,
+    runner: BlockRunner | None,
+    sessions: Iterable[HopSession],
+    limits: AdmissionLimits,
+    shared: int = 0,
 ) -> HopError | None:
-    """The reason to refuse a session that `asker` wants to open, or None to admit it."""
+    """The reason to refuse a session that `asker` wants to open, or None to admit it.
+
+    Resting sessions count as free room: they make way. `shared` tokens of the new session are in the cache already.
+    """
     if runner is None or not runner.start <= turn.span.start < turn.span.stop <= runner.stop:
         hosted = "nothing" if runner is None else f"blocks {runner.start}:{runner.stop}"
         text = f"blocks {turn.span} were asked for, but {hosted} is hosted here"
@@ -63,9 +71,12 @@ def why_not(
     if turn.tokens > runner.context_length:
         text = f"{turn.tokens} tokens are above the context of {runner.context_length}"
         return HopError("refused", text, "context_exceeded")
-    sessions = list(sessions)
+    everyone = list(sessions)
+    resting = [session.key for session in everyone if session.rests_until is not None]
+    sessions = [session for session in everyone if session.rests_until is None]
     own = [session for session in sessions if session.asker == asker]
     others = {session.asker for session in sessions} - {asker}
     tokens = sum(session.turn.tokens for session in own)
-    load = HopLoad(len(sessions), len(own), len(others), tokens, runner.kv_free_tokens, runner.kv_total_tokens)
-    return why_busy(load, turn.tokens, limits)
+    free = runner.kv_free_tokens + (runner.tokens_freed_by(resting) if resting else 0)
+    load = HopLoad(len(sessions), len(own), len(others), tokens, free, runner.kv_total_tokens)
+    return why_busy(load, turn.tokens - shared, limits)

@@ -6,6 +6,10 @@ A token's way through this hop, all of it in this file: a stream's reader judges
 out between two steps, in the order in which they arrived. Outputs for a successor that cannot be reached go through the
 asker.
 
+A session that its asker has finished with may rest (`_on_close`): its cache stays for a new session of the same asker
+that begins with the same tokens (`_lease`). Resting sessions make way at once for whoever needs their room, and neither
+leaving nor unloading waits for them.
+
 The rules of one session are in `app.serving.hop_session`, the choice of a batch in `app.serving.batching`, the frames
 in `app.session.wire`.
 """
@@ -30,7 +34,15 @@ from app.core.smoothing import Ewma
 from app.core.span import Span
 from app.serving.admission import AdmissionLimits, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
-from app.serving.hop_session import SMOOTHING, FrameAction, HopSession, SessionCounters, first_to_evict, session_key
+from app.serving.hop_session import (
+    SMOOTHING,
+    FrameAction,
+    HopSession,
+    SessionCounters,
+    first_to_evict,
+    resting_to_end,
+    session_key,
+)
 from app.serving.stats import ServerStats, SessionStats
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
 from app.session.wire import (
@@ -51,7 +63,7 @@ from app.session.wire import (
     header,
     plain,
 )
-from engine.errors import DeviceFull, EngineError, NotFinite
+from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite
 from p2p.errors import P2PError
 
 if TYPE_CHECKING:
@@ -212,6 +224,7 @@ class ServerSettings:
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     kept_bytes: int = 1 << 30  # host memory for outputs that may have to be sent again
     idle_s: float = 120.0  # a session whose asker is silent for so long is closed
+    rest_s: float = 900.0  # the longest that a session may rest
 
 
 @dataclass(slots=True)
@@ -225,6 +238,7 @@ class ServerCounters:
     busy_s: float = 0.0
     dropped_frames: int = 0
     opened: int = 0
+    reused_tokens: int = 0  # that new sessions began with
     step_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # of an urgent step
     _bytes_in: int = 0  # of sessions that ended
     _bytes_out: int = 0
@@ -257,8 +271,10 @@ class ServerCounters:
             self.urgent_rows += rows
             self.step_s.add(seconds)
 
-    def read(self, sessions: Iterable[SessionStats], *, queued: tuple[int, int], kv: tuple[int, int]) -> ServerStats:
-        """The totals and the present load: `queued` rows and sessions, `kv` free and total tokens."""
+    def read(
+        self, sessions: Iterable[SessionStats], *, queued: tuple[int, int], kv: tuple[int, int, int]
+    ) -> ServerStats:
+        """The totals and the present load: `queued` rows and sessions, `kv` free, resting and total tokens."""
         sessions = tuple(sessions)
         return ServerStats(
             steps=self.steps,
@@ -275,8 +291,11 @@ class ServerCounters:
             queued_rows=queued[0],
             queued_sessions=queued[1],
             kv_free_tokens=kv[0],
-            kv_total_tokens=kv[1],
-            sessions=sessions,
+            kv_resting_tokens=kv[1],
+            kv_total_tokens=kv[2],
+            reused_tokens=self.reused_tokens,
+            sessions=tuple(session for session in sessions if not session.rests),
+            resting_sessions=sum(session.rests for session in sessions),
             served=dict(self._served),
         )
 
@@ -324,8 +343,8 @@ class BlockServer:
 
     @property
     def sessions(self) -> int:
-        """Number of open sessions."""
-        return len(self._sessions)
+        """Number of sessions in use; resting ones do not count."""
+        return sum(session.rests_until is None for session in self._sessions.values())
 
     @property
     def queued_rows(self) -> int:
@@ -334,8 +353,14 @@ class BlockServer:
 
     @property
     def kv_free_tokens(self) -> int:
-        """Tokens that new sessions may still lease in the cache."""
-        return self._runner.kv_free_tokens if self._runner is not None else 0
+        """Tokens that new sessions may still lease in the cache; what rests makes way for them."""
+        return self._runner.kv_free_tokens + self._kv_resting_tokens if self._runner is not None else 0
+
+    @property
+    def _kv_resting_tokens(self) -> int:
+        """Tokens of cache that nothing but resting sessions holds."""
+        resting = [session.key for session in self._sessions.values() if session.rests_until is not None]
+        return self._runner.tokens_freed_by(resting) if self._runner is not None and resting else 0
 
     @property
     def stats(self) -> ServerStats:
@@ -344,7 +369,7 @@ class BlockServer:
         return self._counters.read(
             (session.stats(now) for session in self._sessions.values()),
             queued=(self._queue.rows, self._queue.sessions),
-            kv=(runner.kv_free_tokens, runner.kv_total_tokens) if runner is not None else (0, 0),
+            kv=(runner.kv_free_tokens, self._kv_resting_tokens, runner.kv_total_tokens) if runner else (0, 0, 0),
         )
 
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -365,11 +390,12 @@ class BlockServer:
     async def drain(self, within_s: float = DRAIN_S) -> bool:
         """Admit no new session and ask the askers to move theirs; True if all have left within `within_s`."""
         self.draining = True
+        self._do_between_steps(self._end_resting)
         for session in list(self._sessions.values()):
             await self._sender.report_error(session, "draining", _LEAVES)
         with trio.move_on_after(within_s):
-            await self._emptied.wait_for(lambda: not self._sessions)
-        return not self._sessions
+            await self._emptied.wait_for(lambda: not self.sessions)
+        return not self.sessions
 
     async def host(self, runner: BlockRunner | None) -> None:
         """Serve other blocks from now on; sessions over the old ones end, and no reference to the old blocks stays."""
@@ -502,7 +528,7 @@ class BlockServer:
             self._do_between_steps(partial(self._on_close, frame, peer))
             return
         session = self._sessions.get(session_key(peer, frame.session))
-        if session is None:
+        if session is None or session.rests_until is not None:
             self._counters.dropped_frames += 1
             if frame.kind == Kind.PROBE:
                 await answers.push(control_frame(plain(Kind.STATE, frame.session, 0)))
@@ -527,21 +553,14 @@ class BlockServer:
         if frame.epoch <= known_epoch or answers.broken:
             self._counters.dropped_frames += 1
             return
-        if session is not None and not session.goes_on_with(turn):
+        if session is not None and (session.rests_until is not None or not session.goes_on_with(turn)):
             self._end(session, known_epoch)
             session = None
-        if session is None:
-            opened = self._open(frame, turn, peer)
-            if isinstance(opened, HopError):
-                await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, opened)))
-                return
-            session = opened
-        else:
-            self._queue.drop(session.key)
-            before = session.length
-            session.begin_epoch(frame.epoch, frame.position, turn)
-            if session.length < before and self._runner is not None:
-                self._runner.truncate(session.key, session.length)
+        opened = await self._open(frame, turn, peer) if session is None else self._go_on(session, frame, turn)
+        if isinstance(opened, HopError):
+            await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, opened)))
+            return
+        session = opened
         self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
         ready = plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)
@@ -551,29 +570,104 @@ class BlockServer:
         if session.send_from is not None:
             await self._sender.resend(session, session.send_from, session.length, again=True)
 
-    def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopSession | HopError:
+    def _go_on(self, session: HopSession, frame: Frame, turn: EpochOrder) -> HopSession | HopError:
+        """Begin an epoch of an open session; an error ends it."""
+        assert self._runner is not None, "no session outlives its runner"
+        self._queue.drop(session.key)
+        before = session.length
+        session.begin_epoch(frame.epoch, frame.position, turn)
+        while session.length < before:
+            try:
+                self._runner.truncate(session.key, session.length)
+                break
+            except CacheFull as error:
+                if not self._end_one_resting():
+                    self._end(session, session.epoch)
+                    return HopError("busy", str(error), "cache_full")
+        return session
+
+    async def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopSession | HopError:
         """Admit a new session, or say why not."""
         if self.draining:
             return HopError("draining", "this node is about to leave")
-        refusal = why_not(turn, peer, self._runner, self._sessions.values(), self._settings.admission)
+        source = None if turn.prefix is None else self._sessions.get(session_key(peer, turn.prefix.session))
+        length = 0 if source is None else source.shares_with(turn)
+        in_use = source is not None and source.rests_until is None  # else its cache counts as free room already
+        limits = self._settings.admission
+        refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, length if in_use else 0)
         if refusal is not None:
             return refusal
-        assert self._runner is not None, "a server without a runner refuses every session"
         session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
+        while len(self._sessions) >= limits.sessions and self._end_one_resting(but=source if length else None):
+            pass
         try:
-            self._runner.open(session.key, turn.tokens)
+            await self._lease(session, source if length else None, length)
         except EngineError as error:
             return HopError("busy", str(error), "cache_full")
         self._closed.pop(session.key, None)
         self._sessions[session.key] = session
         self._by_id[session.id] = session
         self._counters.opened_by(peer)
+        self._counters.reused_tokens += length
         return session
+
+    async def _lease(self, session: HopSession, source: HopSession | None, length: int) -> None:
+        """Lease cache for a new session, with the first `length` tokens of `source`; resting sessions make room.
+
+        Raises `EngineError` without room. A resting source that could stay beside the new session only if there were
+        more room is taken over, whatever its asker wished.
+        """
+        runner, tokens = self._runner, session.turn.tokens
+        assert runner is not None, "a server without a runner refuses every session"
+        ends = session.turn.prefix is not None and session.turn.prefix.ends
+        if source is not None and len(self._sessions) >= self._settings.admission.sessions:
+            ends = True  # there is no other place
+        while True:
+            try:
+                if source is None:
+                    runner.open(session.key, tokens)
+                else:
+                    lease = runner.take_over if ends else runner.fork
+                    await self._device.run(lease, session.key, tokens, source.key, length)
+                break
+            except CacheFull:
+                if self._end_one_resting(but=source):
+                    continue
+                if source is not None and ends:
+                    self._end(source, source.epoch)  # it may have been cut
+                if source is None or ends or source.rests_until is None:
+                    raise
+                ends = True
+        if source is not None:
+            session.begin_with(source, length)
+            if ends:
+                self._end(source, source.epoch)
 
     async def _on_close(self, frame: Frame, peer: str) -> None:
         session = self._sessions.get(session_key(peer, frame.session))
-        if session is not None and frame.epoch >= session.epoch:
+        if session is None or frame.epoch < session.epoch:
+            return
+        if not frame.rows or not session.length or self.draining or self._runner is None:
             self._end(session, frame.epoch)
+        elif session.rests_until is None:
+            self._queue.drop(session.key)
+            self._sender.end(session)
+            session.heard_at = now = trio.current_time()
+            session.rest(now + min(frame.rows, self._settings.rest_s))
+            self._runner.resize(session.key, session.length)
+            if not self.sessions:
+                self._emptied.notify()
+
+    async def _end_resting(self) -> None:
+        while self._end_one_resting():
+            pass
+
+    def _end_one_resting(self, but: HopSession | None = None) -> bool:
+        """End the resting session that is to make room first; False if none is left besides `but`."""
+        victim = resting_to_end(session for session in self._sessions.values() if session is not but)
+        if victim is not None:
+            self._end(victim, victim.epoch)
+        return victim is not None
 
     async def _end_sessions_of(self, answers: PeerOutbox) -> None:
         for key in self._sender.ordered_on(answers):
@@ -593,17 +687,21 @@ class BlockServer:
         self._closed[session.key] = epoch
         if len(self._closed) > _REMEMBERED_CLOSED:
             self._closed.popitem(last=False)
-        if not self._sessions:
+        if not self.sessions:
             self._emptied.notify()
 
     async def _close_idle(self) -> None:
-        """End sessions whose askers have been silent for `idle_s`, and streams that no session uses any more."""
+        """End sessions whose askers have been silent for `idle_s` or that rested long enough, and unused streams."""
         while True:
             await trio.sleep(self._settings.idle_s / 8)
             await self._close_idle_streams()
-            silent_since = trio.current_time() - self._settings.idle_s
+            now = trio.current_time()
+            silent_since = now - self._settings.idle_s
             for session in list(self._sessions.values()):
-                if session.heard_at < silent_since:
+                if session.rests_until is not None:
+                    if session.rests_until <= now:
+                        self._do_between_steps(partial(self._end_if_silent, session, now))
+                elif session.heard_at < silent_since:
                     await self._sender.report_error(session, "closed", "the session was idle for too long")
                     self._do_between_steps(partial(self._end_if_silent, session, silent_since))
 

@@ -4,10 +4,15 @@ Invariants, by which duplicates, late frames and frames of dead routes do no har
 - only the asker raises the epoch, and nothing of another epoch is accepted;
 - `received` grows without gaps, and shrinks only by an explicit cut in a new epoch;
 - outputs kept for [kept_from, length) are exactly what this hop computed for the tokens its cache holds.
+
+A session that rests (`rest`) accepts nothing: its cache waits for a new session that begins with the same tokens, and
+is the first to go when others need the room.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -16,6 +21,7 @@ from app.serving.stats import SessionStats
 from app.session.wire import KEEP, EpochOrder, HopPace
 
 SMOOTHING = 0.1  # of times a step
+RESTING_PLACE_TOKENS = 64  # a session's place counts as much as these tokens of cache
 
 
 class FrameAction(Enum):
@@ -63,7 +69,7 @@ class HopSession:
 
     __slots__ = (
         "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "key", "length", "received",
-        "row_bytes", "send_from", "turn",
+        "rests_until", "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
@@ -77,6 +83,7 @@ class HopSession:
         self.row_bytes = 0  # of one kept output; known with the first
         self.dtype = ""
         self.heard_at = heard_at
+        self.rests_until: float | None = None  # None: it is in use
         self.counters = SessionCounters(heard_at)
 
     def goes_on_with(self, turn: EpochOrder) -> bool:
@@ -86,6 +93,25 @@ class HopSession:
         """
         old = self.turn
         return (old.span, old.tokens, old.wire) == (turn.span, turn.tokens, turn.wire)
+
+    def shares_with(self, turn: EpochOrder) -> int:
+        """Number of cached tokens that a session of this asker with this order can begin with."""
+        if turn.prefix is None or (self.turn.span, self.turn.wire) != (turn.span, turn.wire):
+            return 0
+        return min(turn.prefix.tokens, self.length, turn.tokens)
+
+    def begin_with(self, source: HopSession, length: int) -> None:
+        """Begin with the first `length` tokens of another session, as the cache does; outputs kept there are copied."""
+        assert not self.received, "a session begins once"
+        self.received = self.length = length
+        self.kept_from, self.row_bytes, self.dtype = length, source.row_bytes, source.dtype
+        if source.kept_from < length:
+            self.kept_from = source.kept_from
+            self.kept += source.kept_rows(source.kept_from, length) or b""
+
+    def rest(self, until: float) -> None:
+        """Accept nothing more; the cache stays until then at most."""
+        self.rests_until, self.received = until, self.length
 
     def begin_epoch(self, epoch: int, cut_to: int, turn: EpochOrder) -> None:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
@@ -103,7 +129,9 @@ class HopSession:
 
     def judge(self, sender: str, epoch: int, position: int, rows: int) -> FrameAction:
         """What to do with hidden states for [position, position + rows) that `sender` sent."""
-        if epoch != self.epoch or (sender != (self.turn.predecessor or self.asker) and sender != self.asker):
+        if epoch != self.epoch or sender not in (self.turn.predecessor or self.asker, self.asker):
+            return FrameAction.DROP
+        if self.rests_until is not None:
             return FrameAction.DROP
         stop = position + rows
         if position == self.received:
@@ -154,6 +182,7 @@ class HopSession:
             queue_s=counters.queue_s.value,
             bytes_in=counters.bytes_in,
             bytes_out=counters.bytes_out,
+            rests=self.rests_until is not None,
         )
 
     def evict(self) -> int:
@@ -162,6 +191,20 @@ class HopSession:
         self.kept = bytearray()
         self.kept_from = self.length
         return freed
+
+
+def resting_to_end(sessions: Iterable[HopSession]) -> HopSession | None:
+    """The resting session that makes room for others: of the asker with the most cache at rest, the oldest.
+
+    An asker that opens and rests many sessions so displaces its own, and not those of others.
+    """
+    resting = [session for session in sessions if session.rests_until is not None]
+    if not resting:
+        return None
+    held: Counter[str] = Counter()
+    for session in resting:
+        held[session.asker] += session.length + RESTING_PLACE_TOKENS
+    return min(resting, key=lambda session: (-held[session.asker], session.heard_at, session.id))
 
 
 def first_to_evict(sessions: list[HopSession]) -> HopSession:

@@ -24,6 +24,7 @@ class SessionStats:
     queue_s: float  # average wait of a token before its step
     bytes_in: int
     bytes_out: int
+    rests: bool = False  # its reply has ended, its cache stays for a while
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,11 @@ class ServerStats:
     queued_rows: int = 0
     queued_sessions: int = 0
     kv_free_tokens: int = 0
+    kv_resting_tokens: int = 0  # held by resting sessions alone, which make way for others
     kv_total_tokens: int = 0
-    sessions: tuple[SessionStats, ...] = ()
+    reused_tokens: int = 0  # cached tokens that new sessions began with
+    sessions: tuple[SessionStats, ...] = ()  # in use
+    resting_sessions: int = 0
     served: Mapping[str, int] = field(default_factory=dict)  # tokens by asker
 
     @property

@@ -19,7 +19,8 @@ one stream to each successor and sends `DATA` on it; the last hop answers on the
     GO       A>H  position: the successor needs outputs from here on; kept ones are sent at once
     DATA     any  hidden states of `rows` tokens, the first at position
     RELAY    H>A  the same, for the asker to pass on to the hop's successor, which the hop cannot reach
-    CLOSE    A>H  the session is over: free its cache
+    CLOSE    A>H  the session is over; rows: seconds for which the hop may keep its cache, as long as nobody needs the
+                  room, for a new session of this asker that begins with it (0: free it at once)
     PROBE    A>H  ask for STATE
     STATE    H>A  position: cached tokens, rows: received tokens, width: rows in the hop's queue
     TROUBLE  H>A  a JSON object (`HopError`): an error that the asker must act on
@@ -40,7 +41,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from app.core.canonical_json import canonical, check_version, decode_object
+from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
 from app.core.reasons import NEXT_STEPS, Reason, because
 from app.core.span import MAX_BLOCKS, Span
@@ -102,6 +103,15 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """The first tokens of another session of the same asker, whose cache a new session begins with."""
+
+    session: bytes
+    tokens: int
+    ends: bool  # the other session ends, and the new one takes its cache over
+
+
+@dataclass(frozen=True)
 class EpochOrder:
     """The asker's order to a hop for one epoch; an empty peer id stands for the asker."""
 
@@ -113,6 +123,7 @@ class EpochOrder:
     send_from: int | None = None  # position of GO, if known already
     relay: bool = False  # send outputs to the asker, which passes them on to the successor
     wire: str = ""  # number format of the outputs; empty: the hop's own
+    prefix: Prefix | None = None  # a new session begins with these tokens, if the hop has them
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,8 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> by
     }  # fmt: skip
     if turn.send_from is not None:
         values["send"] = turn.send_from
+    if turn.prefix is not None:
+        values |= {"from": turn.prefix.session.hex(), "share": turn.prefix.tokens, "take": turn.prefix.ends}
     body = canonical(values)
     return header(Kind.TURN, session, epoch, cut_to, length=len(body)) + body
 
@@ -251,7 +264,15 @@ def decode_turn(frame: Frame) -> EpochOrder:
         fields.integer("send", 0, MAX_TOKENS) if "send" in fields.values else None,
         fields.flag("relay", False),
         wire,
+        _decode_prefix(fields),
     )
+
+
+def _decode_prefix(fields: Fields) -> Prefix | None:
+    if "from" not in fields.values:
+        return None
+    session, tokens = fields.hex_bytes("from", SESSION_BYTES), fields.integer("share", 1, MAX_TOKENS)
+    return Prefix(session, tokens, fields.flag("take", False))
 
 
 def decode_hop_error(frame: Frame) -> HopError:

@@ -42,7 +42,13 @@ def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return what `shoal status` prints: the snapshot without the lists that have their own commands."""
     reasons = {name: value and to_json(value) for name, value in (("why", snapshot.why), ("warning", snapshot.warning))}
     devices = [to_json(device) for device in snapshot.devices]
-    given = {**reasons, "devices": devices, "today": to_json(snapshot.today), "ever": to_json(snapshot.ever)}
+    given = {
+        **reasons,
+        "devices": devices,
+        "reuse": to_json(snapshot.reuse),
+        "today": to_json(snapshot.today),
+        "ever": to_json(snapshot.ever),
+    }
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 

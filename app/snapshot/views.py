@@ -142,6 +142,19 @@ class FlowView:
 
 
 @dataclass(frozen=True)
+class ReuseView:
+    """How much of the prompts was cached at the hops since the node joined the swarm, and what rests here."""
+
+    prompt_tokens: int = 0  # of this node's replies
+    cached_tokens: int = 0  # of these, not read again
+    kept_sessions: int = 0  # of this node, whose cache rests at its hops now
+    kept_tokens: int = 0
+    resting_sessions: int = 0  # of any asker, whose cache rests here now
+    resting_tokens: int = 0
+    reused_tokens: int = 0  # cached here, that new sessions began with
+
+
+@dataclass(frozen=True)
 class GivenView:
     """Totals of what this node contributed and used."""
 
@@ -314,6 +327,7 @@ class Snapshot:
     active_sessions: tuple[SessionView, ...] = ()
     route: RouteView | None = None
     flow: FlowView = FlowView()
+    reuse: ReuseView = ReuseView()
     today: GivenView = GivenView()
     ever: GivenView = GivenView()
     courtesy: CourtesyView = CourtesyView()

@@ -35,6 +35,11 @@ class SessionLease:
             part.truncate(min(length, part.length))
         self.length = length
 
+    def resize(self, tokens: int) -> None:
+        """Reserve room for `tokens` tokens on every device; raises `CacheFull` without, and may be called again."""
+        for part in self.parts.values():
+            part.resize(tokens)
+
     def close(self) -> None:
         """Return all of it; closing twice is harmless."""
         for part in self.parts.values():
@@ -141,6 +146,31 @@ class HostedSpan:
             raise
         self._leases.add(lease)
         return lease
+
+    def fork(self, source: SessionLease, length: int, tokens: int) -> SessionLease:
+        """Lease cache for a session of `tokens` tokens that begins with the first `length` of another.
+
+        Raises `CacheFull` without room, and `SessionError` if the other does not hold so many tokens.
+        """
+        if length > source.length:
+            raise SessionError(f"cannot begin a session with {length} tokens of one that has {source.length}")
+        lease = SessionLease({})
+        try:
+            for pool, part in source.parts.items():
+                lease.parts[pool] = part.fork(min(length, part.length), tokens)  # 0 where none of its blocks is used
+        except BaseException:
+            lease.close()
+            raise
+        lease.length = length
+        self._leases.add(lease)
+        return lease
+
+    def tokens_freed_by(self, leases: Sequence[SessionLease]) -> int:
+        """Cache slots that closing these sessions would free on every device."""
+        return min(
+            part.pool.tokens_freed_by([lease.parts[part.pool] for lease in leases if part.pool in lease.parts])
+            for part in self.parts
+        )
 
     def step(self, hidden: Tensor, work: Sequence[SessionRows], blocks: tuple[int, int] | None = None) -> Tensor:
         """Run rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).

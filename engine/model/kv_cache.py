@@ -1,11 +1,16 @@
 """The KV cache of a span: one pool of token slots under a byte budget, leased to sessions in pages.
 
-A lease prefers neighbouring pages, because a session whose slots are contiguous needs no copy for attention. The pool
-knows no time: `app.serving` decides which idle sessions to close.
+A lease prefers neighbouring pages, because a session whose slots are contiguous needs no copy for attention. Leases
+that begin with the same tokens can share pages (`KVLease.fork`). Shared pages are full and never written: a lease
+writes from its length on, and a truncation that reaches into a shared page replaces it by a copy first. The pool knows
+no time: `app.serving` decides which idle sessions to close, and which sessions may share.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -20,10 +25,11 @@ PAGE_TOKENS = 64
 
 
 class Pages:
-    """Free and used pages; hands out runs of neighbours if there are any."""
+    """Free and used pages and how many leases hold each; hands out runs of neighbours if there are any."""
 
     def __init__(self, count: int) -> None:
         self._free = bytearray(b"\1" * count)
+        self._holders = array("L", bytes(array("L").itemsize * count))
         self.free_count = count
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
@@ -36,9 +42,19 @@ class Pages:
             start = self._free.find(run)
         pages = list(range(start, start + count)) if start >= 0 else self._scattered(count)
         for page in pages:
-            self._free[page] = 0
+            self._free[page], self._holders[page] = 0, 1
         self.free_count -= count
         return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a holder to each of these pages."""
+        for page in pages:
+            assert not self._free[page], "only pages in use are shared"
+            self._holders[page] += 1
+
+    def holders(self, page: int) -> int:
+        """Number of leases that hold a page."""
+        return self._holders[page]
 
     def _scattered(self, count: int) -> list[int]:
         pages: list[int] = []
@@ -49,11 +65,13 @@ class Pages:
         return pages
 
     def give_back(self, pages: list[int]) -> None:
-        """Return pages to the pool."""
+        """Remove a holder from each of these pages; those without any are free again."""
         for page in pages:
             assert not self._free[page], "a page was given back twice"
-            self._free[page] = 1
-        self.free_count += len(pages)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free[page] = 1
+                self.free_count += 1
 
 
 @dataclass(eq=False)
@@ -91,14 +109,73 @@ class KVLease:
         self._clear(held, self.capacity)
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens from position `length` on; return emptied pages beyond the reserved ones to the pool."""
+        """Drop all tokens from position `length` on; return emptied pages beyond the reserved ones to the pool.
+
+        Raises `CacheFull` and changes nothing if dropped tokens lie in shared pages and there is no room for copies.
+        """
         if not 0 <= length <= self.length:
             raise SessionError(f"cannot cut a session of {self.length} tokens to {length}")
+        self._unshare(length)
         self._clear(length, self.length)
         self.length = length
-        keep = max(-(-length // PAGE_TOKENS), self.promised)
-        self.pool.pages.give_back(self.pages[keep:])
-        self._set_pages(self.pages[:keep])
+        self._shrink()
+
+    def resize(self, tokens: int) -> None:
+        """Reserve pages for `tokens` tokens instead of what `open` was asked for; cached tokens stay.
+
+        Raises `CacheFull` and changes nothing without room.
+        """
+        self.reserve(tokens)
+        self.promised = -(-tokens // PAGE_TOKENS)
+        self._shrink()
+
+    def fork(self, length: int, tokens: int) -> KVLease:
+        """Lease room for a session of `tokens` tokens that begins with this one's first `length` tokens.
+
+        Both share the full pages of these; the rest of the last page is copied. Raises `CacheFull` without room.
+        """
+        if self.closed or not 0 <= length <= min(self.length, tokens):
+            raise SessionError(f"cannot begin a session of {tokens} tokens with {length} of {self.length}")
+        full = length // PAGE_TOKENS
+        lease = KVLease(self.pool)
+        lease._set_pages(self.pages[:full])
+        self.pool.pages.share(lease.pages)
+        try:
+            lease.reserve(tokens)
+        except CacheFull:
+            self.pool.pages.give_back(lease.pages)
+            raise
+        if length > full * PAGE_TOKENS:
+            self.pool.copy_slots(self.slots(full * PAGE_TOKENS, length), lease.slots(full * PAGE_TOKENS, length))
+        lease.length, lease.promised = length, len(lease.pages)
+        self.pool.leases.add(lease)
+        return lease
+
+    def _shrink(self) -> None:
+        keep = max(-(-self.length // PAGE_TOKENS), self.promised)
+        if keep < len(self.pages):
+            self.pool.pages.give_back(self.pages[keep:])
+            self._set_pages(self.pages[:keep])
+
+    def _unshare(self, length: int) -> None:
+        """Replace shared pages that hold positions from `length` on by pages of this lease alone."""
+        pool, first = self.pool.pages, length // PAGE_TOKENS
+        shared = [index for index in range(first, len(self.pages)) if pool.holders(self.pages[index]) > 1]
+        if not shared:
+            return
+        fresh = pool.take(len(shared))
+        if fresh is None:
+            raise CacheFull(f"no room for copies of {len(shared)} shared pages, {self.pool.free_tokens} slots are free")
+        kept = self.slots(first * PAGE_TOKENS, length)
+        pages = list(self.pages)
+        for index, page in zip(shared, fresh, strict=True):
+            pages[index] = page
+        pool.give_back([self.pages[index] for index in shared])
+        self._set_pages(pages)
+        for index in shared:
+            self._clear(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS)
+        if shared[0] == first and length > first * PAGE_TOKENS:
+            self.pool.copy_slots(kept, self.slots(first * PAGE_TOKENS, length))
 
     def close(self) -> None:
         """Return all pages to the pool; closing twice is harmless."""
@@ -165,6 +242,17 @@ class KVPool:
         """Free the keys and values of all blocks but these; leases stay."""
         self.bytes_per_token = self.bytes_per_token // len(self.blocks) * len(self.blocks[part])
         self.blocks = self.blocks[part]
+
+    def copy_slots(self, source: Tensor, target: Tensor) -> None:
+        """Copy the keys and values of these slots in every block."""
+        for cache in self.blocks:
+            for kept in (cache.keys, cache.values):
+                kept.index_copy_(2, target, kept.index_select(2, source))
+
+    def tokens_freed_by(self, leases: Iterable[KVLease]) -> int:
+        """Slots that would be free if these leases were closed: a page that another lease shares would not be."""
+        held = Counter(page for lease in leases for page in lease.pages)
+        return PAGE_TOKENS * sum(self.pages.holders(page) == count for page, count in held.items())
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease room for a new session; raises `CacheFull` if there is none."""

@@ -105,6 +105,7 @@ class SpanRunner:
             lease.close()
         self._graphs.capture(slice(0, len(self.blocks)))
 
+    @torch.inference_mode()
     def capture_pending(self) -> bool:
         """Capture one decode step that ran uncaptured so far; False if there is none left to capture."""
         return self._graphs is not None and self._graphs.capture_pending()

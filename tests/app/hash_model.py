@@ -6,7 +6,7 @@ Block b's output at position p is a hash of b, p and every input of the block up
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,6 +62,32 @@ class HashRunner:
         assert session not in self.leases
         self.leases[session] = tokens
         self.kv_free_tokens -= tokens
+
+    def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
+        self.open(session, tokens)
+        for block in range(self.start, self.stop):
+            if (source, block) in self.caches:
+                assert length <= len(self.caches[source, block])
+                self.caches[session, block] = self.caches[source, block][:length]
+
+    def take_over(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
+        self.truncate(source, length)
+        self.resize(source, tokens)
+        self.leases[session] = self.leases.pop(source)
+        for block in range(self.start, self.stop):
+            if (source, block) in self.caches:
+                self.caches[session, block] = self.caches.pop((source, block))
+
+    def resize(self, session: bytes, tokens: int) -> None:
+        held = max((len(cache) for (owner, _), cache in self.caches.items() if owner == session), default=0)
+        more = max(tokens, held) - self.leases[session]
+        if more > self.kv_free_tokens:
+            raise CacheFull(f"no room for {tokens} tokens")
+        self.leases[session] += more
+        self.kv_free_tokens -= more
+
+    def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
+        return sum(self.leases[session] for session in sessions)
 
     def close(self, session: bytes) -> None:
         self.kv_free_tokens += self.leases.pop(session, 0)

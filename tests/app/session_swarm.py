@@ -47,13 +47,18 @@ class SessionSwarm:
         return server
 
     async def asker(
-        self, name: str = "asker", ends: ReplyEnds | None = None, settings: SessionSettings | None = None
+        self,
+        name: str = "asker",
+        ends: ReplyEnds | None = None,
+        settings: SessionSettings | None = None,
+        keep: int = 0,
+        nursery: trio.Nursery | None = None,
     ) -> Asker:
         """A node that hosts nothing."""
-        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1))
+        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), keep_sessions=lambda: keep)
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
-        await self.nursery.start(asker.run)
+        await (nursery or self.nursery).start(asker.run)
         return asker
 
     def kill(self, name: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership.table import TableLimits
 from app.serving.admission import AdmissionLimits
-from app.serving.block_server import IDLE_STREAM_S
+from app.serving.block_server import IDLE_STREAM_S, ServerSettings
 from app.session import outbound
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
@@ -119,6 +119,7 @@ def test_limits_in_words_are_those_of_the_code() -> None:
     assert ("after a minute" in table["idle session streams"]) == (IDLE_STREAM_S == 60.0)
     assert ("for two minutes" in table["bodies and answers in memory"]) == (link.UNFINISHED_S == 120.0)
     text = (Path(__file__).resolve().parents[2] / "SECURITY.md").read_text()
+    assert ("finished reply for up to 15 minutes" in text) == (ServerSettings().rest_s == 900.0)
     assert ("held off for 10 s, doubled each time up to an hour" in text) == (
         (DOORS.first_holdoff_s, DOORS.longest_holdoff_s) == (10.0, 3600.0)
     )

@@ -14,7 +14,7 @@ from engine.budget import BFLOAT16, FLOAT32, block_bytes, workspace_bytes
 from engine.config import ModelConfig, Rope
 from engine.device.kinds import Kind
 from engine.device.probe import Device, chosen_devices
-from engine.errors import CacheFull, DeviceError, DeviceFull
+from engine.errors import CacheFull, DeviceError, DeviceFull, SessionError
 from engine.hosting import (
     DeviceShare,
     HostingPlan,
@@ -213,6 +213,29 @@ def test_a_session_gets_cache_on_all_devices_or_none(tiny: ModelSource) -> None:
     with pytest.raises(CacheFull):
         span.open(65)
     assert [part.pool.free_tokens for part in span.parts] == [part.pool.total_tokens for part in span.parts]
+
+
+def test_a_session_begins_with_tokens_of_another_on_all_devices(tiny: ModelSource) -> None:
+    span, fresh = (load_blocks(tiny, 0, 8, two_devices(tiny, (4, 4))) for _ in range(2))
+    hidden = torch.randn(20, tiny.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    first, alone = span.open(24), fresh.open(24)
+    span.step(hidden[:18], [SessionRows(first, 0, 18)])
+    expected = [
+        fresh.step(hidden[:18], [SessionRows(alone, 0, 18)]),
+        fresh.step(hidden[18:], [SessionRows(alone, 18, 2)]),
+    ]
+    second = span.fork(first, 18, 24)
+    first.truncate(3)
+    assert torch.equal(span.step(hidden[18:], [SessionRows(second, 18, 2)]), expected[1])
+    with pytest.raises(SessionError):
+        span.fork(first, 4, 24)
+    with pytest.raises(CacheFull):
+        span.fork(second, 4, 10**9)
+    first.close()
+    second.resize(40)
+    assert span.tokens_freed_by([second]) == span.total_tokens - span.free_tokens
+    second.close()
+    assert span.free_tokens == span.total_tokens
 
 
 @pytest.mark.parametrize("blocks", [(8,), (4, 4), (2, 6)])

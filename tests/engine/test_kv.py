@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.budget import FLOAT32, kv_bytes_per_token
 from engine.errors import CacheFull, SessionError
 from engine.model.attention import Segment
-from engine.model.kv_cache import PAGE_TOKENS, KVPool, Pages
+from engine.model.kv_cache import PAGE_TOKENS, KVLease, KVPool, Pages
 from tests.engine.random_spans import random_span, small_config
 
 CONFIG = small_config()
@@ -136,3 +136,117 @@ def test_a_large_pool_takes_no_memory_until_it_is_used() -> None:
     pool = KVPool(CONFIG, 2, 4 << 30, torch.device("cpu"), torch.float32)
     pool.open(100)
     assert psutil.Process().memory_info().rss - before < 200 << 20
+
+
+# --- pages that leases share ------------------------------------------------------------------------------------------
+
+
+def write(lease: KVLease, tokens: list[float]) -> None:
+    """Append tokens to a lease, each a number that stands in all its keys and values."""
+    lease.reserve(lease.length + len(tokens))
+    slots = lease.slots(lease.length, lease.length + len(tokens))
+    for cache in lease.pool.blocks:
+        for kept in (cache.keys, cache.values):
+            kept[:, :, slots] = torch.tensor(tokens)[None, None, :, None].expand(1, kept.shape[1], -1, kept.shape[3])
+    lease.length += len(tokens)
+
+
+def read(lease: KVLease) -> list[float]:
+    """The tokens of a lease; every block must hold the same."""
+    slots = lease.slots(0, lease.length)
+    held = [kept[0, -1, slots, -1].tolist() for cache in lease.pool.blocks for kept in (cache.keys, cache.values)]
+    assert all(one == held[0] for one in held)
+    return held[0]
+
+
+def test_a_fork_shares_full_pages_and_copies_the_last() -> None:
+    pool = pool_of(8)
+    first = pool.open(200)
+    write(first, [float(number) for number in range(150)])
+    second = first.fork(140, 200)
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2:] != first.pages[2:]
+    assert pool.free_tokens == (8 - 4 - 2) * PAGE_TOKENS
+    write(second, [-1.0])
+    write(first, [-2.0])
+    assert read(second) == [*map(float, range(140)), -1.0]
+    assert read(first) == [*map(float, range(150)), -2.0]
+    assert pool.tokens_freed_by([first]) == pool.tokens_freed_by([second]) == 2 * PAGE_TOKENS
+    assert pool.tokens_freed_by([first, second]) == 6 * PAGE_TOKENS
+    first.close()
+    assert read(second)[:140] == [*map(float, range(140))]
+    second.close()
+    assert pool.free_tokens == 8 * PAGE_TOKENS
+
+
+def test_a_fork_without_room_changes_nothing() -> None:
+    pool = pool_of(4)
+    first = pool.open(150)
+    write(first, [1.0] * 150)
+    with pytest.raises(CacheFull):
+        first.fork(100, 250)
+    assert pool.free_tokens == PAGE_TOKENS
+    with pytest.raises(SessionError):
+        first.fork(151, 200)
+    second = first.fork(128, 192)
+    with pytest.raises(CacheFull, match="shared"):
+        second.truncate(0)
+    assert read(second) == [1.0] * 128
+    first.close()
+    second.truncate(0)
+    assert pool.pages.free_count == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.booleans())
+def test_no_lease_ever_sees_what_another_writes(data: st.DataObject, clears: bool) -> None:
+    pool = pool_of(12)
+    pool.clears_slots = clears
+    held: list[tuple[KVLease, list[float]]] = []
+    for number in range(25):
+        what = data.draw(st.sampled_from(["open", "fork", "write", "cut", "resize", "close"]))
+        lease, tokens = held[data.draw(st.integers(0, len(held) - 1))] if held else (pool.open(0), [])
+        try:
+            if what == "open" or not held:
+                held.append((pool.open(data.draw(st.integers(0, 200))), []))
+            elif what == "fork":
+                length = data.draw(st.integers(0, lease.length))
+                held.append((lease.fork(length, length + data.draw(st.integers(0, 100))), tokens[:length]))
+            elif what == "write":
+                new = [number + index / 256 for index in range(data.draw(st.integers(1, 150)))]
+                write(lease, new)
+                tokens += new
+            elif what == "cut":
+                length = data.draw(st.integers(0, lease.length))
+                lease.truncate(length)
+                del tokens[length:]
+            elif what == "resize":
+                lease.resize(data.draw(st.integers(0, 200)))
+            else:
+                lease.close()
+                held = [one for one in held if one[0] is not lease]
+        except CacheFull:
+            pass
+        for one, expected in held:
+            assert read(one) == expected
+            if clears:  # whole pages are read by some steps: nothing of others may be there
+                rest = one.slots(one.length, one.capacity)
+                assert not pool.blocks[0].keys[:, :, rest].any()
+        assert pool.pages.free_count == 12 - len({page for one, _ in held for page in one.pages})
+
+
+def test_sessions_that_share_pages_compute_what_they_would_alone() -> None:
+    torch.manual_seed(0)
+    span = random_span(CONFIG)
+    prompt, tails = torch.randn(100, CONFIG.hidden_size), [torch.randn(30, CONFIG.hidden_size) for _ in range(3)]
+    alone = []
+    for tail in tails:
+        lease = span.open(130)
+        span.step(prompt, [Segment(lease, 0, 100)])
+        alone.append(span.step(tail, [Segment(lease, 100, 30)]))
+        lease.close()
+    source = span.open(100)
+    span.step(prompt, [Segment(source, 0, 100)])
+    forks = [source.fork(100, 130) for _ in tails]
+    together = span.step(torch.cat(tails), [Segment(fork, 100, 30) for fork in forks])
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-5)

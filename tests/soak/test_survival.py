@@ -20,6 +20,7 @@ pytestmark = pytest.mark.soak
 
 SEEDS = 20
 TOKENS = 80
+TURN_TOKENS = 16
 MAX_TIES = 1  # in twenty replies
 SPANS = {"tiny-random": ("0:3", "3:6", "6:8"), "starter": ("0:10", "10:20", "20:30")}
 
@@ -84,3 +85,31 @@ def test_a_hop_freezes_at_a_random_token_and_wakes_in_the_reply(stage: tuple[Pro
 
     pauses = run_seeds(stage, freeze, lambda victim: None)
     assert max(pauses) <= 5
+
+
+@pytest.mark.timeout(1800)
+def test_a_hop_is_killed_between_two_turns(stage: tuple[ProcessSwarm, Yardstick]) -> None:
+    """The cache of a turn rests at three hops, of which one dies: the next turn has the tokens of a fresh one."""
+    swarm, yardstick = stage
+    ties = reused = 0
+    for seed in range(SEEDS):
+        text, more = prompt_of(seed), prompt_of(seed + 1000)
+        first = swarm.chat(text, TURN_TOKENS)
+        chosen = random.Random(seed).choice(first["route"])["peer"]
+        victim = next(node for node in swarm.nodes if node.peer == chosen)
+        victim.signal(signal.SIGKILL)
+        victim.ended()
+        second = swarm.chat(f"{text} {more}", TURN_TOKENS)
+        expected = yardstick.reply(f"{text} {more}", TURN_TOKENS)
+        if second["token_ids"] != expected:
+            assert yardstick.is_tie(f"{text} {more}", expected, second["token_ids"]), f"seed {seed}: a wrong token"
+            ties += 1
+        swarm.revive(victim)
+        swarm.wait_covered(2)
+        again = swarm.chat(f"{text} {more}", TURN_TOKENS)
+        reused += again["cached_tokens"] > 0
+        print(
+            f"seed {seed}: {victim.span}, {second['ttft_s']:.3f} s, {again['cached_tokens']} cached later", flush=True
+        )
+    assert reused == SEEDS
+    assert ties <= MAX_TIES

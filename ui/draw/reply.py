@@ -90,8 +90,7 @@ def done_words(figures: dict[str, Any]) -> str:
     """Figures of a reply that has ended: tokens read and written, times, hops, why it ended early."""
     parts = []
     if figures.get("ttft_s") is not None:
-        read = f"read {plural(figures['prompt_tokens'], 'token')} in" if figures.get("prompt_tokens") else "first after"
-        parts.append(f"{read} {figures['ttft_s']:.1f} s")
+        parts.append(f"{_read_words(figures)} {figures['ttft_s']:.1f} s")
     parts.append(plural(len(figures.get("token_ids") or ()), "token"))
     if figures.get("tokens_per_s") is not None:
         parts.append(f"{rate(figures['tokens_per_s'])} tok/s")
@@ -102,6 +101,15 @@ def done_words(figures: dict[str, Any]) -> str:
     if figures.get("stopped"):
         parts.append("stopped")
     return " · ".join(parts)
+
+
+def _read_words(figures: Mapping[str, Any]) -> str:
+    """Tokens of the prompt that were read before the first token of a reply."""
+    total, cached = int(figures.get("prompt_tokens") or 0), int(figures.get("cached_tokens") or 0)
+    if not total:
+        return "first after"
+    part = f"{count(total - cached)} of " if cached else ""
+    return f"read {part}{plural(total, 'token')} in"
 
 
 def recovery_words(figures: dict[str, Any]) -> str:

@@ -131,7 +131,7 @@ class DoubleNode:
                     raise AppError("block 3 was lost")
                 if word == "wait":
                     await trio.sleep_forever()
-            yield ReplyDone("".join(words), ReplyStats(3, list(range(len(words))), "stop"))
+            yield ReplyDone("".join(words), ReplyStats(3, list(range(len(words))), "stop", cached_tokens=2))
         finally:
             self.freed.set()
 

@@ -55,7 +55,12 @@ async def test_a_reply_at_once_and_in_pieces() -> None:
                 "finish_reason": "stop",
             }
         ]
-        assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        assert whole["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        }
         told = events(await post(client, "/v1/chat/completions", {**CHAT, "stream": True}))
         assert told[-1] == "[DONE]"
         assert [piece["choices"][0]["delta"].get("content") for piece in told[:-1]] == ["a", "b", None]

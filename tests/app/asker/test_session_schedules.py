@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from app.asker.asker import Asker
+from app.asker.kept_sessions import KEEP_S
 from app.core.network import FrameStream, Payload, Priority
 from app.core.span import Span
 from app.session.wire import PROTOCOL, EpochOrder, HopError, Kind, decode, encode_hop_error, encode_turn, header, plain
@@ -129,16 +130,18 @@ async def disturbed_reply(
 
 
 @asynccontextmanager
-async def meddled_swarm(schedule: dict[int, tuple[Fault, int]]) -> AsyncIterator[tuple[SessionSwarm, Asker]]:
+async def meddled_swarm(
+    schedule: dict[int, tuple[Fault, int]], keep: int = 0
+) -> AsyncIterator[tuple[SessionSwarm, Asker]]:
     """A swarm whose frames are meddled with; what happens in it must end in good time and leave nothing behind."""
     async with open_swarm(*PAIRS) as swarm:
         meddler = Meddler(schedule)
-        asker = await swarm.asker()
+        asker = await swarm.asker(keep=keep)
         for node in swarm.fabric.nodes.values():
             meddler.stand_between(node)
         with trio.fail_after(300):
             yield swarm, asker
-        await trio.sleep(60)
+        await trio.sleep(60 + (2 * KEEP_S if keep else 0))
         for node in swarm.fabric.nodes.values():
             if node.frozen:
                 swarm.fabric.resume(node.peer_id)

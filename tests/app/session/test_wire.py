@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.core.canonical_json import canonical
 from app.core.errors import RecordError
 from app.core.span import Span
 from app.session.wire import (
@@ -18,6 +20,7 @@ from app.session.wire import (
     EpochOrder,
     HopError,
     Kind,
+    Prefix,
     decode,
     decode_hop_error,
     decode_turn,
@@ -40,6 +43,7 @@ turns = st.builds(
     st.none() | tokens,
     st.booleans(),
     st.sampled_from(["", "f32", "bf16", "f16"]),
+    st.none() | st.builds(Prefix, st.binary(min_size=16, max_size=16), st.integers(1, MAX_TOKENS), st.booleans()),
 )
 
 
@@ -56,6 +60,18 @@ def test_turns_come_back(turn: EpochOrder, epoch: int, cut_to: int) -> None:
     frame = decode(encode_turn(SESSION, epoch, cut_to, turn))
     assert (frame.session, frame.epoch, frame.position, frame.kind) == (SESSION, epoch, cut_to, Kind.TURN)
     assert decode_turn(frame) == turn
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("from", "00"), ("from", "zz" * 16), ("from", 7), ("share", 0), ("share", -1), ("share", 2**40), ("take", 1)],
+)
+def test_a_prefix_out_of_bounds_is_refused(field: str, value: object) -> None:
+    turn = EpochOrder(Span(0, 4), "", "", 16, 0, prefix=Prefix(SESSION, 3, True))
+    values = json.loads(bytes(decode(encode_turn(SESSION, 1, KEEP, turn)).body)) | {field: value}
+    body = canonical(values)
+    with pytest.raises(RecordError, match=field):
+        decode_turn(decode(header(Kind.TURN, SESSION, 1, KEEP, length=len(body)) + body))
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([(1, 4), (2, 2), (3, 2)]), st.integers(0, 2**20))

@@ -1,0 +1,89 @@
+"""Finished sessions whose cache rests at its hops, and the choice of one that a new prompt can begin with. No I/O.
+
+A kept session is a record: its tokens, and where they are cached. Hops may have ended it meanwhile; the new session
+then reads again what is missing (`app.asker.route_session`). Caches are shared within one asker alone, and only
+between requests with the same rules for private blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from app.routing.route import Privacy, Route
+
+KEEP_S = 600  # that a session is kept after its reply
+MIN_SHARED = 16  # fewer tokens are read again sooner than they are looked up
+
+
+@dataclass(frozen=True, eq=False)
+class CachedSession:
+    """A session whose tokens are cached at the hops of its route; kept after its reply, or of a reply under way."""
+
+    id: bytes
+    epoch: int
+    tokens: tuple[int, ...]
+    privacy: Privacy
+    route: Route
+    routes: tuple[Route, ...]  # all that its cache was computed on, the last one included
+    at: float = 0.0  # when it was kept
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """The tokens that a prompt and a cached session begin with."""
+
+    source: CachedSession
+    tokens: int
+
+    @property
+    def replaces(self) -> bool:
+        """True if the source is worth little beside the new session, which has most of its tokens."""
+        return 2 * self.tokens >= len(self.source.tokens)
+
+
+def shared_tokens(prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """Number of tokens that a prompt may take from a cache of `tokens`: never all, as the last one must be answered."""
+    most = min(len(prompt) - 1, len(tokens))
+    return next((index for index in range(most) if prompt[index] != tokens[index]), max(most, 0))
+
+
+def best_prefix(prompt: Sequence[int], privacy: Privacy, sessions: Iterable[CachedSession]) -> SharedPrefix | None:
+    """Return the session that shares most tokens with a prompt, of equal ones the shortest; None if all share few."""
+    shared = [SharedPrefix(s, shared_tokens(prompt, s.tokens)) for s in sessions if s.privacy == privacy]
+    best = max(shared, key=lambda prefix: (prefix.tokens, -len(prefix.source.tokens)), default=None)
+    return best if best is not None and best.tokens >= MIN_SHARED else None
+
+
+class KeptSessions:
+    """The sessions that this asker keeps, the oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: list[CachedSession] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[CachedSession]:
+        return iter(tuple(self._kept))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all of them."""
+        return sum(len(session.tokens) for session in self._kept)
+
+    def add(self, session: CachedSession) -> None:
+        """Keep one more session."""
+        self._kept.append(session)
+
+    def remove(self, session: CachedSession) -> None:
+        """Keep a session no longer: another one goes on with its cache."""
+        self._kept.remove(session)
+
+    def surplus(self, limit: int, now: float) -> list[CachedSession]:
+        """Remove and return those that are too old, and the oldest beyond `limit`."""
+        fresh = [session for session in self._kept if session.at > now - KEEP_S]
+        staying = fresh[max(len(fresh) - limit, 0) :]
+        gone = [session for session in self._kept if session not in staying]
+        self._kept = staying
+        return gone
