@@ -45,6 +45,7 @@ class QueuedTokens:
     urgent: bool
     arrived_at: float
     first: bool = False  # this hop is the first of the session's route
+    revision: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,14 @@ class BatchQueue:
                 later_s = 0.0 if other.peer == work.peer or not others else others.value - usual_s
                 other.due_at = work.arrived_at + max(later_s, 0.0)
 
-    def drop(self, session: bytes) -> None:
-        """Forget a session and everything that waits of it."""
+    def drop_rows(self, session: bytes) -> None:
+        """Forget everything that waits of a session."""
         for work in self._queues.pop(session, ()):
             self.rows -= work.rows
+
+    def drop(self, session: bytes) -> None:
+        """Forget a session and everything that waits of it."""
+        self.drop_rows(session)
         self._returning.pop(session, None)
         self._round_s.pop(session, None)
         self._long_waits.pop(session, None)
