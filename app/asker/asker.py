@@ -19,8 +19,9 @@ import trio
 
 from app.asker.audit import Auditor
 from app.asker.evidence import Deviation, precisions
+from app.asker.guessing import Guesser, RowCost
 from app.asker.head_batcher import HeadBatcher
-from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, last_state
+from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, hidden_states
 from app.asker.route_session import HopLinks, RouteSession, RouteSource, SessionSettings, SessionShape
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import Device, ReplyEnds, TokenChoice
@@ -51,6 +52,9 @@ class AskerOptions:
     preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences
     book: TrustBook = field(default_factory=TrustBook)
     rng: random.Random = field(default_factory=random.SystemRandom)
+    guesser: Callable[[Sequence[int], RowCost], Guesser | None] = (
+        Guesser  # for a reply to this prompt; None: no guesses
+    )
 
 
 class Asker:
@@ -70,6 +74,7 @@ class Asker:
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
         self._settings, self._rng = options.session, options.rng
+        self._guesser, self._row_cost = options.guesser, RowCost()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
         self._links: HopLinks | None = None
@@ -107,8 +112,9 @@ class Asker:
         text = self._ends.begin(prompt_ids, settings)
         request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
         async with self._counted(SessionRoutes(self.planner, request), request.tokens) as session:
+            guesser = self._guesser(prompt_ids, self._row_cost)
             reply = self._replies[session.id] = Reply(
-                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng)
+                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng), guesser, request.tokens
             )
             self._begun += 1
             try:
@@ -162,6 +168,7 @@ class Asker:
                 room=request.tokens,
                 privacy=request.privacy,
                 settings=settings,
+                rounds=tuple(reply.rounds),
             )
         self._auditor.ended(sample, len(reply.tokens))
 
@@ -213,12 +220,17 @@ class _AuditContext:
         async with asker.open(source, room, settings) as session:
             yield session
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenState:
-        return last_state(await session.advance(tokens))
+    async def answers_of(
+        self, session: RouteSession, tokens: Sequence[int], guesses: Sequence[int]
+    ) -> list[HiddenState]:
+        return hidden_states(await session.advance(tokens, guesses=guesses))
 
-    async def sample_and_discard(self, answer: HiddenState, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(
+        self, answers: Sequence[HiddenState], tokens: Sequence[int], guesses: Sequence[int], settings: Any
+    ) -> None:
         text = self._asker._ends.begin(tokens, settings)
-        await self._asker._head_batcher.choose(TokenChoice(text, memoryview(answer.data), answer.dtype))
+        hidden = memoryview(b"".join(answer.data for answer in answers))
+        await self._asker._head_batcher.choose(TokenChoice(text, hidden, answers[0].dtype, guesses))
 
     async def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> Deviation:
         ends = self._asker._ends

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from app.asker.asker import Asker, AskerOptions
+from app.asker.guessing import Guesser, RowCost
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
 from app.asker.stats import AskerStats
 from app.core.device_thread import DeviceThread
@@ -79,10 +80,12 @@ class ReplyService:
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
         *,
         preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences,
+        draft: Callable[[], str] = lambda: "auto",
         book: TrustBook | None = None,
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
     ) -> None:
-        self._options = AskerOptions(preferences=preferences, book=book or TrustBook())
+        self._options = AskerOptions(preferences=preferences, book=book or TrustBook(), guesser=self._guesser)
+        self._draft = draft  # the setting
         self._members = UsableMembers(membership)
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
         self._source: ModelSource | None = None
@@ -183,6 +186,9 @@ class ReplyService:
                 yield ReplyDone("".join(pieces), reply.stats)
         finally:
             self._count(len(pieces), list(peers))
+
+    def _guesser(self, prompt_ids: Sequence[int], cost: RowCost) -> Guesser | None:
+        return None if self._draft() == "off" else Guesser(prompt_ids, cost)
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:

@@ -252,6 +252,13 @@ class Settings:
         "Use the blocks hosted here if replies get at most this percentage slower; 0: only if fastest, 100: always.",
         **_PERCENT,
     )
+    draft: str = _setting(
+        "text",
+        "auto",
+        "Send guesses of the next tokens along, taken from the conversation and a small draft model: auto (a model at "
+        "hand with the same tokenizer), the model's name, or off (no guesses).",
+        live=True,
+    )
     pause_busy: int = _setting(
         "integer",
         0,

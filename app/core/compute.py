@@ -80,11 +80,12 @@ class TextPiece(Protocol):
 
 
 class TokenChoice(NamedTuple):
-    """A reply whose next token is to be sampled, with the last block's output for its latest token."""
+    """A reply whose next token is to be sampled, with the last block's output for its latest token and for guesses."""
 
     reply: Any  # returned by `ReplyEnds.begin`
-    hidden: memoryview  # (rows, hidden_size); only the last row is used
+    hidden: memoryview  # (rows, hidden_size); only the last row, and one for each guess after it, are used
     dtype: str
+    guesses: Sequence[int] = ()  # the tokens that were fed after the latest
 
 
 class ReplyEnds(Protocol):
@@ -104,8 +105,11 @@ class ReplyEnds(Protocol):
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
         """Create the state of a new reply to this prompt."""
 
-    def choose(self, choices: Sequence[TokenChoice]) -> Sequence[TextPiece]:
-        """Sample the next token of each of these replies, in one batch through the head."""
+    def choose(self, choices: Sequence[TokenChoice]) -> Sequence[Sequence[TextPiece]]:
+        """Sample the next tokens of each of these replies, in one batch through the head.
+
+        One token for each reply, and one more for each guess that equals the token sampled in its place.
+        """
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
         """Compare hidden states (`data`, `dtype`): mean relative distance, and their common scale factor minus 1."""

@@ -243,6 +243,7 @@ class ActiveSwarm:
                 partial(fetching_text, self.weights, ENDS),
                 self._serve_self,
                 preferences=self._privacy,
+                draft=lambda: context.config().settings.draft,
                 book=context.trust,
                 count=context.count_reply,
             )

@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from app.asker.asker import Asker, AskerOptions
+from app.asker.guessing import Guesser
 from app.asker.reply import ReplyStats
 from app.asker.route_session import SessionSettings
 from app.core.compute import BlockRunner, ReplyEnds
@@ -46,10 +47,14 @@ class SessionSwarm:
         return server
 
     async def asker(
-        self, name: str = "asker", ends: ReplyEnds | None = None, settings: SessionSettings | None = None
+        self,
+        name: str = "asker",
+        ends: ReplyEnds | None = None,
+        settings: SessionSettings | None = None,
+        guesser: Any = Guesser,
     ) -> Asker:
         """A node that hosts nothing."""
-        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1))
+        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), guesser=guesser)
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
         await self.nursery.start(asker.run)
