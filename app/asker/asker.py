@@ -13,18 +13,20 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.asker.audit import Auditor
+from app.asker.drafting import Draft
 from app.asker.evidence import Deviation, precisions
 from app.asker.guessing import Guesser, RowCost
 from app.asker.head_batcher import HeadBatcher
 from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, hidden_states
 from app.asker.route_session import HopLinks, RouteSession, RouteSource, SessionSettings, SessionShape
 from app.asker.stats import AskedSession, AskerStats
-from app.core.compute import Device, ReplyEnds, TokenChoice
+from app.core.compute import Device, DraftModel, ReplyEnds, TokenChoice
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.span import Span
@@ -52,6 +54,7 @@ class AskerOptions:
     preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences
     book: TrustBook = field(default_factory=TrustBook)
     rng: random.Random = field(default_factory=random.SystemRandom)
+    draft: Callable[[], DraftModel | None] = lambda: None  # guesses more, where it is worth it
     guesser: Callable[[Sequence[int], RowCost], Guesser | None] = (
         Guesser  # for a reply to this prompt; None: no guesses
     )
@@ -74,9 +77,10 @@ class Asker:
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
         self._settings, self._rng = options.session, options.rng
-        self._guesser, self._row_cost = options.guesser, RowCost()
+        self._guesser, self._draft_model, self._row_cost = options.guesser, options.draft, RowCost()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
+        self._nursery: trio.Nursery | None = None
         self._links: HopLinks | None = None
         self._replies: dict[bytes, Reply] = {}
         self._latest: AskedSession | None = None
@@ -91,6 +95,7 @@ class Asker:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the streams to hops open, and audit, until cancelled."""
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             self._links = HopLinks(self._network, nursery, self._own_server)
             nursery.start_soon(self._auditor.run)
             task_status.started()
@@ -113,14 +118,26 @@ class Asker:
         request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
         async with self._counted(SessionRoutes(self.planner, request), request.tokens) as session:
             guesser = self._guesser(prompt_ids, self._row_cost)
+            draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
             reply = self._replies[session.id] = Reply(
-                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng), guesser, request.tokens
+                session, text, self._head_batcher, prompt_ids, AuditSampler(self._rng), guesser, draft, request.tokens
             )
             self._begun += 1
             try:
                 yield reply
             finally:
+                if draft is not None:
+                    draft.end()
                 self._ended(self._replies.pop(session.id), request, settings)
+
+    def _begin_draft(self, prompt_ids: Sequence[int], tokens: int, settings: Any) -> Draft | None:
+        model = self._draft_model()
+        if model is None:
+            return None
+        assert self._nursery is not None, "the asker is not running"
+        draft = Draft(self._device, partial(model.begin, tokens, settings))
+        self._nursery.start_soon(draft.run, prompt_ids)
+        return draft
 
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:

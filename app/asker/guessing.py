@@ -25,9 +25,10 @@ MOST_PLACES = 24  # of earlier occurrences that are compared, the latest first
 LEAST_GAIN = 1.05  # guesses must promise this many times the speed without them
 PLAIN_EVERY = 32  # rounds after which one goes without guesses, to learn again what a single row takes
 FIRST_ROW_SHARE = 0.25  # of a round's time, for a further row, until it is measured
+LEAST_ROW_SHARE = 0.02  # a row never counts as cheaper than this: it takes room in the steps of others
 _SMOOTHING = 0.2
-_MEMORY = 0.95  # weight that is left to an observation after the next
-_PRIOR_WEIGHT = 3.0
+_MEMORY = 0.9  # weight that is left to an observation after the next
+_PRIOR_WEIGHT = 2.0
 # How often the token after a match of this many tokens is right, before it is known.
 _MATCH_PRIOR = {2: 0.25, 3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.7}
 _LONG_MATCH_PRIOR = 0.75
@@ -121,8 +122,9 @@ class RowCost:
 
     def seconds(self, guesses: int, *, drafted: bool = False) -> float:
         """Seconds that a round with these many guesses takes."""
-        row_s = self._row_s.value if self._row_s else FIRST_ROW_SHARE * self._round_s.value
-        return self._round_s.value + guesses * (row_s + (self._draft_s.value if drafted else 0.0))
+        round_s = self._round_s.value
+        row_s = max(self._row_s.value, LEAST_ROW_SHARE * round_s) if self._row_s else FIRST_ROW_SHARE * round_s
+        return round_s + guesses * (row_s + (self._draft_s.value if drafted else 0.0))
 
 
 class Promise(NamedTuple):
@@ -159,9 +161,9 @@ class Proposal:
 class Guesser:
     """The guesses of one reply."""
 
-    def __init__(self, tokens: Sequence[int], cost: RowCost, *, has_draft: bool = False) -> None:
+    def __init__(self, tokens: Sequence[int], cost: RowCost) -> None:
         self._lookup = PromptLookup(tokens)
-        self._cost, self._has_draft = cost, has_draft
+        self._cost = cost
         self._match_rates = {
             length: HitRate(_MATCH_PRIOR.get(length, _LONG_MATCH_PRIOR))
             for length in range(SHORTEST_MATCH, LONGEST_MATCH + 1)
@@ -171,8 +173,8 @@ class Guesser:
         self._found: Match | None = None
         self._plain_in = PLAIN_EVERY
 
-    def propose(self, room: int) -> Proposal:
-        """Return what to send with the next token; at most `room` guesses."""
+    def propose(self, room: int, *, can_draft: bool = False) -> Proposal:
+        """Return what to send with the next token: at most `room` guesses, drafted ones only if they can be had."""
         count = min(room, MAX_GUESSES)
         self._found = self._lookup.find(count)
         if count < 1 or not self._cost.is_known:
@@ -181,7 +183,7 @@ class Guesser:
         if self._plain_in <= 0:
             return Proposal()
         found = self._lookup_promise()
-        drafted = self._draft_promise(count)
+        drafted = self._draft_promise(count) if can_draft else Promise(0, 1.0)
         if found.guesses and found.speed >= drafted.speed:
             assert self._found is not None
             return Proposal(self._found.tokens[: found.guesses])
@@ -196,7 +198,7 @@ class Guesser:
         return best_count(rates, self._cost.seconds)
 
     def _draft_promise(self, count: int) -> Promise:
-        if not self._has_draft or self._draft_wait > 0:
+        if self._draft_wait > 0:
             return Promise(0, 1.0)
         promise = self._draft_worth(count)
         return promise if promise.guesses else Promise(1, 1.0)  # one, to learn whether the text has become easier
@@ -207,17 +209,21 @@ class Guesser:
     def _rate(self, length: int) -> HitRate:
         return self._match_rates[min(length, LONGEST_MATCH)]
 
-    def note(self, guesses: Sequence[int], drawn: Sequence[int], seconds: float | None, *, drafted: bool) -> None:
+    def note(
+        self, guesses: Sequence[int], drawn: Sequence[int], seconds: float | None, draft_s: float | None = None
+    ) -> None:
         """Learn from a round: the guesses that went along, the tokens drawn, and its seconds if nothing disturbed it.
 
-        What the look-up would have guessed counts even if it was not sent.
+        `draft_s` are the seconds in which a draft model made the guesses, if it did. What the look-up would have
+        guessed counts even if it was not sent.
         """
         if self._found is not None:
             for index, (guess, token) in enumerate(zip(self._found.tokens, drawn, strict=False)):
                 self._rate(self._found.length + index).note(guess == token)
                 if guess != token:
                     break
-        if drafted and guesses:
+        if draft_s is not None and guesses:
+            self._cost.note_draft(len(guesses), draft_s)
             for guess, token in zip(guesses, drawn, strict=False):
                 self._draft_rate.note(guess == token)
                 if guess != token:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import trio
 
+from app.asker.drafting import Draft
 from app.asker.guessing import Guesser
 from app.asker.head_batcher import HeadBatcher
 from app.asker.route_session import RouteSession
@@ -92,6 +93,15 @@ def _hops(route: Route) -> list[dict[str, Any]]:
     return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]
 
 
+class RoundTimes(NamedTuple):
+    """When a round began, was sent with its guesses, was answered by the last hop, and its tokens were chosen."""
+
+    begun: float
+    sent: float
+    answered: float
+    chosen: float
+
+
 class Reply:
     """Iterates over the pieces of one reply, one for each token."""
 
@@ -103,12 +113,13 @@ class Reply:
         prompt_ids: Sequence[int],
         sampler: AuditSampler,
         guesser: Guesser | None = None,
+        draft: Draft | None = None,
         room: int = 0,
     ) -> None:
         self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
-        self._guesser, self._room = guesser, room  # tokens that the session can hold
+        self._guesser, self._draft, self._room = guesser, draft, room  # tokens that the session can hold
         self._unread: deque[TextPiece] = deque()  # chosen, but not returned yet
         self.rounds: list[tuple[int, ...]] = []  # the guesses that went along with the prompt, then with each token fed
         self._begin = self._last_at = trio.current_time()
@@ -132,8 +143,9 @@ class Reply:
         """Send the latest token and guesses through the hops; return the next token and those after right guesses."""
         token_ids, embedded = self._next
         fed = len(self.tokens)
-        guesses = self._guesses()
         begin = trio.current_time()
+        guesses, drafted = await self._guesses()
+        sent = trio.current_time()
         frame = await self._session.advance(token_ids, embedded, guesses)
         answered = trio.current_time()
         guesses = guesses[: frame.position + frame.rows - fed]  # a repaired route drops them
@@ -144,33 +156,43 @@ class Reply:
             self._session.cut(fed + len(pieces) - 1)
         self._next = ([pieces[-1].token_id], pieces[-1].embedding)
         self.rounds.append(guesses)
-        self._note_round(guesses, pieces, begin, answered)
+        self._note_round(guesses, pieces, RoundTimes(begin, sent, answered, trio.current_time()), drafted=drafted)
         return pieces
 
-    def _guesses(self) -> tuple[int, ...]:
-        """Guesses to send with the next token: none with the prompt, and never more than the reply can still take."""
-        if self._guesser is None or not self.stats.token_ids:
-            return ()
-        return self._guesser.propose(self._room - len(self.tokens) - 1).tokens
+    async def _guesses(self) -> tuple[tuple[int, ...], bool]:
+        """Guesses to send with the next token, and whether the draft model made them.
 
-    def _note_round(self, guesses: tuple[int, ...], pieces: Sequence[TextPiece], begin: float, answered: float) -> None:
+        None with the prompt, and never more than the reply can still take.
+        """
+        if self._guesser is None or not self.stats.token_ids:
+            return (), False
+        can_draft = self._draft is not None and self._draft.is_ready
+        proposal = self._guesser.propose(self._room - len(self.tokens) - 1, can_draft=can_draft)
+        if self._draft is None or not proposal.draft:
+            return proposal.tokens, False
+        return await self._draft.guess(self.tokens, proposal.draft), True
+
+    def _note_round(
+        self, guesses: tuple[int, ...], pieces: Sequence[TextPiece], times: RoundTimes, *, drafted: bool
+    ) -> None:
         """Count a round and learn from it."""
-        stats, now = self.stats, trio.current_time()
+        stats = self.stats
         smooth = False
         if stats.route != self._session.route:
             self._route_s = Ewma(_SMOOTHING)
         elif stats.token_ids and self._session.recoveries == stats.recoveries:
             smooth = True
         if smooth and not guesses:
-            self._route_s.add(answered - begin)
-            self._ends_s.add(now - answered)
+            self._route_s.add(times.answered - times.sent)
+            self._ends_s.add(times.chosen - times.answered)
         if self._guesser is not None:
             drawn = [piece.token_id for piece in pieces]
-            self._guesser.note(guesses, drawn, now - begin if smooth else None, drafted=False)
+            draft_s = times.sent - times.begun if drafted else None
+            self._guesser.note(guesses, drawn, times.chosen - times.sent if smooth else None, draft_s)
         stats.guessed_tokens += len(guesses)
         stats.accepted_tokens += len(pieces) - 1
         for piece in pieces:
-            self._note(piece, now)
+            self._note(piece, times.chosen)
 
     async def waiting(self) -> ReplyWaiting | None:
         """Return what the reply waits for before its first token; None once it can begin, or will fail."""

@@ -115,6 +115,26 @@ class ReplyEnds(Protocol):
         """Compare hidden states (`data`, `dtype`): mean relative distance, and their common scale factor minus 1."""
 
 
+class DraftReply(Protocol):
+    """A draft model's cache of one reply."""
+
+    def read(self, tokens: Sequence[int]) -> bool:
+        """Read a few more of these tokens; True once all but the last are read."""
+
+    def guess(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Return up to `count` guesses of the tokens that follow these."""
+
+    def close(self) -> None:
+        """Free the cache."""
+
+
+class DraftModel(Protocol):
+    """A small model with the tokenizer of the model that writes the replies."""
+
+    def begin(self, tokens: int, settings: Any) -> DraftReply | None:
+        """Begin a reply of at most `tokens` tokens with its prompt; None without room in the cache."""
+
+
 class Device(Protocol):
     """Runs blocking work of one device, one call at a time."""
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import trio
 
-from app.asker.reply_service import ReplyService
+from app.asker.reply_service import DraftSource, ReplyService
 from app.core.errors import AppError, HomeError, UnknownSwarm, first_error, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
@@ -37,6 +37,7 @@ from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.weights.disk_space import DiskRoom
+from app.weights.draft_models import find_draft
 from app.weights.extents import WeightsError
 from app.weights.manifest_store import model_name
 from app.weights.model_weights import ENDS, ModelWeights
@@ -243,7 +244,9 @@ class ActiveSwarm:
                 partial(fetching_text, self.weights, ENDS),
                 self._serve_self,
                 preferences=self._privacy,
-                draft=lambda: context.config().settings.draft,
+                drafts=DraftSource(
+                    lambda: context.config().settings.draft, partial(find_draft, context.manifests.cache)
+                ),
                 book=context.trust,
                 count=context.count_reply,
             )

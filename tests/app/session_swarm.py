@@ -52,9 +52,10 @@ class SessionSwarm:
         ends: ReplyEnds | None = None,
         settings: SessionSettings | None = None,
         guesser: Any = Guesser,
+        draft: Any = lambda: None,
     ) -> Asker:
         """A node that hosts nothing."""
-        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), guesser=guesser)
+        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), guesser=guesser, draft=draft)
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
         await self.nursery.start(asker.run)

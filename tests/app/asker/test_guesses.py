@@ -33,12 +33,14 @@ class ScriptedGuesser:
         self.third_round = trio.Event()
         self.rounds: list[tuple[tuple[int, ...], int]] = []  # the guesses that were answered, and how many were right
 
-    def propose(self, room: int) -> Proposal:
+    def propose(self, room: int, *, can_draft: bool = False) -> Proposal:
         right, wrong = self._script.pop(0) if self._script else (0, 0)
         at = len(self.drawn)
         return Proposal((*self._reply[at : at + right], *(7_000_000 + n for n in range(wrong)))[: max(room, 0)])
 
-    def note(self, guesses: Sequence[int], drawn: Sequence[int], seconds: float | None, *, drafted: bool) -> None:
+    def note(
+        self, guesses: Sequence[int], drawn: Sequence[int], seconds: float | None, draft_s: float | None = None
+    ) -> None:
         self.drawn += drawn
         self.rounds.append((tuple(guesses), len(drawn) - 1))
         if len(self.rounds) == 3:
@@ -211,3 +213,68 @@ def test_no_interleaving_of_guesses_cuts_and_deaths_changes_a_reply(
             return reply.stats.token_ids
 
     assert trio.run(run, clock=MockClock(autojump_threshold=0)) == REPLY[:TOKENS]
+
+
+class HashDraft:
+    """A draft model of the model of hashes: it knows the reply, and is wrong at every `wrong_at`-th token."""
+
+    def __init__(self, wrong_at: int = 5) -> None:
+        self._wrong_at = wrong_at
+        self.open = 0
+        self.read_tokens = self.guessed = 0
+
+    def begin(self, tokens: int, settings: Any) -> HashDraft:
+        self.open += 1
+        return self
+
+    def read(self, tokens: Sequence[int]) -> bool:
+        self.read_tokens += 16
+        return self.read_tokens >= len(tokens)
+
+    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
+        self.guessed += count
+        at = len(tokens) - len(PROMPT)
+        return [REPLY[at + n] if (at + n) % self._wrong_at else 7 for n in range(count)]
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+async def test_a_draft_model_saves_trips_where_the_text_does_not_repeat(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), delay_s=0.05) as swarm:
+        model = HashDraft()
+        stats = await ask(await swarm.asker(draft=lambda: model), PROMPT, 40)
+        assert stats.token_ids == REPLY
+        assert stats.accepted_tokens > 20
+        assert model.read_tokens >= len(PROMPT)
+        await no_leaks(swarm)
+        assert model.open == 0
+
+
+async def test_a_draft_model_without_room_or_that_is_never_right_costs_little(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), delay_s=0.05) as swarm:
+
+        class Full(HashDraft):
+            def begin(self, tokens: int, settings: Any) -> Any:
+                return None
+
+        stats = await ask(await swarm.asker("one", draft=lambda: Full()), PROMPT, 40)
+        assert (stats.token_ids, stats.guessed_tokens) == (REPLY, 0)
+        wrong = HashDraft(wrong_at=1)
+        stats = await ask(await swarm.asker("two", draft=lambda: wrong), PROMPT, 40)
+        assert stats.token_ids == REPLY
+        assert stats.guessed_tokens < 40
+        assert stats.accepted_tokens == 0
+        await no_leaks(swarm)
+
+
+async def test_a_cancelled_reply_ends_its_draft(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8), delay_s=0.1) as swarm:
+        model = HashDraft()
+        asker = await swarm.asker(draft=lambda: model)
+        for patience_s in (0.1, 0.4, 0.9):
+            with trio.move_on_after(patience_s):
+                await ask(asker, PROMPT, 30)
+            await trio.sleep(1)
+            assert model.open == 0
+        await no_leaks(swarm)

@@ -130,7 +130,7 @@ def write(guesser: Guesser, text: Sequence[int]) -> tuple[int, int, int]:
     while at < len(text):
         guesses = guesser.propose(len(text) - at - 1).tokens
         drawn = text[at : at + 1 + right_guesses(guesses, text[at:])]
-        guesser.note(guesses, drawn, None, drafted=False)
+        guesser.note(guesses, drawn, None)
         at, rounds, sent, right = at + len(drawn), rounds + 1, sent + len(guesses), right + len(drawn) - 1
     return rounds, sent, right
 
@@ -159,7 +159,7 @@ def test_now_and_then_a_round_goes_without_guesses() -> None:
     sent = []
     for _ in range(3 * PLAIN_EVERY):
         guesses = guesser.propose(1000).tokens
-        guesser.note(guesses, ([1, 2, 3] * 6)[: len(guesses) + 1], 0.1, drafted=False)
+        guesser.note(guesses, ([1, 2, 3] * 6)[: len(guesses) + 1], 0.1)
         sent.append(len(guesses))
     assert sum(count == 0 for count in sent) == 3
 
@@ -167,11 +167,11 @@ def test_now_and_then_a_round_goes_without_guesses() -> None:
 def test_a_draft_that_is_never_right_is_asked_less_and_less() -> None:
     cost = cost_of(0.1, 0.01)
     cost.note_draft(1, 0.01)
-    guesser = Guesser(range(50), cost, has_draft=True)
+    guesser = Guesser(range(50), cost)
     asked = []
     for index in range(600):
-        count = guesser.propose(1000).draft
-        guesser.note([-1] * count, [10_000 + index], None, drafted=count > 0)
+        count = guesser.propose(1000, can_draft=True).draft
+        guesser.note([-1] * count, [10_000 + index], None, 0.01 * count if count else None)
         asked.append(count)
     assert asked[0] > 0  # it was given a chance
     assert sum(count > 0 for count in asked[:100]) < 12
@@ -181,12 +181,12 @@ def test_a_draft_that_is_never_right_is_asked_less_and_less() -> None:
 def test_a_draft_that_is_always_right_is_asked_for_more() -> None:
     cost = cost_of(0.1, 0.01)
     cost.note_draft(1, 0.01)
-    guesser = Guesser([], cost, has_draft=True)
+    guesser = Guesser([], cost)
     for index in range(40):
-        count = guesser.propose(1000).draft
+        count = guesser.propose(1000, can_draft=True).draft
         drawn = list(range(100 * index, 100 * index + count + 1))
-        guesser.note(drawn[:count], drawn, None, drafted=count > 0)
-    assert guesser.propose(1000).draft >= 8
+        guesser.note(drawn[:count], drawn, None, 0.01 * count if count else None)
+    assert guesser.propose(1000, can_draft=True).draft >= 8
 
 
 @given(st.lists(st.integers(0, 2), max_size=20), st.lists(st.integers(0, 2), max_size=20))
