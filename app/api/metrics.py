@@ -33,7 +33,7 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics that have a value."""
-        parts = (_node, _flow, _device, _links, _route)
+        parts = (_node, _flow, _guesses, _device, _links, _route)
         return (metric for part in parts for metric in part(self.snapshot) if metric.samples)
 
 
@@ -84,6 +84,12 @@ def _flow(snapshot: Snapshot) -> Iterable[Metric]:
     yield Gauge("shoal_steps_per_second", "Device steps, recent mean.", flow.steps_per_s)
     yield Gauge("shoal_batch_rows", "Sessions in a device step, recent mean.", flow.batch_rows)
     yield Gauge("shoal_queued_sessions", "Sessions waiting for a device step.", flow.queued)
+
+
+def _guesses(snapshot: Snapshot) -> Iterable[Metric]:
+    guesses = snapshot.guesses
+    yield Counter("shoal_guessed_tokens_total", "Guessed tokens sent through the hops.", guesses.guessed_tokens)
+    yield Counter("shoal_accepted_tokens_total", "Guessed tokens that were right.", guesses.accepted_tokens)
 
 
 def _device(snapshot: Snapshot) -> Iterable[Metric]:

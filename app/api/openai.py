@@ -142,9 +142,18 @@ class _Text(_ReplyFormat):
         return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
 
 
-def _usage(stats: ReplyStats) -> dict[str, int]:
+def _usage(stats: ReplyStats) -> dict[str, Any]:
     prompt, completion = stats.prompt_tokens, len(stats.token_ids)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    right = stats.accepted_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": right,
+            "rejected_prediction_tokens": stats.guessed_tokens - right,
+        },
+    }
 
 
 async def _whole(events: Events, form: _ReplyFormat) -> AsyncGenerator[bytes, None]:

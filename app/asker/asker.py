@@ -85,6 +85,7 @@ class Asker:
         self._replies: dict[bytes, Reply] = {}
         self._latest: AskedSession | None = None
         self._begun = self._asked_tokens = self._prompt_tokens = 0
+        self._guessed_tokens = self._accepted_tokens = 0
         self.active = 0
 
     @property
@@ -158,6 +159,8 @@ class Asker:
             asked_tokens=self._asked_tokens + sum(len(reply.stats.token_ids) for reply in replies),
             prompt_tokens=self._prompt_tokens + sum(reply.stats.prompt_tokens for reply in replies),
             audits=self._auditor.counts,
+            guessed_tokens=self._guessed_tokens + sum(reply.stats.guessed_tokens for reply in replies),
+            accepted_tokens=self._accepted_tokens + sum(reply.stats.accepted_tokens for reply in replies),
         )
 
     def _route_request(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
@@ -171,6 +174,8 @@ class Asker:
         self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
         self._asked_tokens += len(stats.token_ids)
         self._prompt_tokens += stats.prompt_tokens
+        self._guessed_tokens += stats.guessed_tokens
+        self._accepted_tokens += stats.accepted_tokens
         if seen.route_s is not None and not stats.recoveries:
             self.planner.record_token_time(stats.route, seen.route_s, request)
         sample, sampler = None, reply.sampler

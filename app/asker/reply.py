@@ -226,6 +226,8 @@ class Reply:
             link_s(before[-1], "") if route else None,
             self._route_s.value if self._route_s else None,
             self._ends_s.value if self._ends_s else None,
+            stats.guessed_tokens,
+            stats.accepted_tokens,
         )
 
     def _note(self, piece: TextPiece, now: float) -> None:

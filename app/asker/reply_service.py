@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import trio
@@ -99,6 +99,7 @@ class ReplyService:
         )
         self._drafts = drafts or DraftSource()
         self._draft: DraftModel | None = None
+        self._draft_label = ""
         self._draft_wanted = OFF  # the setting for which `_draft` was loaded, or is being loaded
         self._members = UsableMembers(membership)
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
@@ -121,7 +122,9 @@ class ReplyService:
 
     def stats(self) -> AskerStats:
         """Figures of this node's asker."""
-        return AskerStats() if self._asker is None else self._asker.stats()
+        if self._asker is None:
+            return AskerStats()
+        return replace(self._asker.stats(), draft_model=self._draft_label if self._draft is not None else "")
 
     def unused(self) -> dict[str, Reason]:
         """Members that routes do not use now, each with the reason."""
@@ -216,12 +219,16 @@ class ReplyService:
     async def _load_draft(self, wanted: str) -> None:
         assert self._source is not None, "a draft model is loaded after the ends"
         try:
-            draft = await self._thread.run_apart(_load_draft, self._drafts.find, self._source, wanted)
+            found = await self._thread.run_apart(self._drafts.find, self._source, wanted)
+            if found is None:
+                return
+            draft = await self._thread.run_apart(_load_draft, found, self._source.config.vocab_size)
         except (AppError, EngineError) as error:
             log.warning("there is no draft model: %s", error)
             return
-        if draft is not None and self._draft_wanted == wanted:
-            self._draft = draft
+        if self._draft_wanted == wanted:
+            log.info("%s guesses tokens for %s", found.label, self._source.label)
+            self._draft, self._draft_label = draft, found.label
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:
@@ -277,16 +284,10 @@ def _load_ends(source: ModelSource, options: WeightOptions) -> SwarmEnds:
     return load_swarm_ends(source, options)
 
 
-def _load_draft(
-    find: Callable[[ModelSource, str], ModelSource | None], target: ModelSource, wanted: str
-) -> DraftModel | None:
+def _load_draft(source: ModelSource, vocabulary: int) -> DraftModel:
     from engine.draft_model import load_draft
 
-    source = find(target, wanted)
-    if source is None:
-        return None
-    log.info("%s guesses tokens for %s", source.label, target.label)
-    return load_draft(source, _cpu_ends(), target.config.vocab_size)
+    return load_draft(source, _cpu_ends(), vocabulary)
 
 
 def _cpu_ends() -> WeightOptions:

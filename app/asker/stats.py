@@ -36,6 +36,8 @@ class AskedSession:
     return_s: float | None = None  # one way from the last hop back
     route_s: float | None = None  # an average token's time on the route, measured
     ends_s: float | None = None  # and on this node: embedding, head and sampling
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0  # guesses that were right
 
 
 @dataclass(frozen=True)
@@ -58,3 +60,6 @@ class AskerStats:
     asked_tokens: int = 0  # written by all replies
     prompt_tokens: int = 0
     audits: AuditCounts = field(default_factory=AuditCounts)
+    guessed_tokens: int = 0  # sent through the hops along with others
+    accepted_tokens: int = 0  # guesses that were right
+    draft_model: str = ""  # that guesses now; empty: none

@@ -256,6 +256,7 @@ class Node:
             weights=work.weights,
             steps=work.steps,
             hardware=work.hardware,
+            guesses=work.guesses,
             listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),

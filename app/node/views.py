@@ -7,7 +7,7 @@ measured is None. `app.node.rates` turns counters into rates.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -16,7 +16,7 @@ from app.core.network import Network
 from app.node.active_swarm import ActiveSwarm
 from app.node.rates import Counters, RateMeter, RateReading
 from app.serving.stats import ServerStats
-from app.snapshot.views import DeviceView, FlowView, HopView, RouteView, SessionView, StepView, WeightsView
+from app.snapshot.views import DeviceView, FlowView, GuessView, HopView, RouteView, SessionView, StepView, WeightsView
 
 SENSE_S = 10.0  # between two readings of the device's sensors
 
@@ -33,6 +33,7 @@ class WorkView:
     weights: WeightsView | None = None
     steps: tuple[StepView, ...] = ()
     hardware: DeviceView | None = None
+    guesses: GuessView = field(default_factory=GuessView)
 
 
 class NodeViews:
@@ -72,6 +73,7 @@ class NodeViews:
             weights=None if active_swarm.weights is None else active_swarm.weights.view(),
             steps=active_swarm.steps.views(),
             hardware=self._hardware(active_swarm),
+            guesses=GuessView(asked.guessed_tokens, asked.accepted_tokens, asked.draft_model),
         )
 
     def _hardware(self, active_swarm: ActiveSwarm) -> DeviceView | None:
@@ -97,6 +99,8 @@ class NodeViews:
             start=session.route[0].start if session.route else None,
             stop=session.route[-1].stop if session.route else None,
             recoveries=session.recoveries,
+            guessed_tokens=session.guessed_tokens,
+            accepted_tokens=session.accepted_tokens,
         )
 
     def _serving(self, stats: ServerStats) -> Sequence[SessionView]:

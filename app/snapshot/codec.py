@@ -41,7 +41,12 @@ def to_json(value: Any) -> dict[str, Any]:
 def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return what `shoal status` prints: the snapshot without the lists that have their own commands."""
     reasons = {name: value and to_json(value) for name, value in (("why", snapshot.why), ("warning", snapshot.warning))}
-    given = {**reasons, "today": to_json(snapshot.today), "ever": to_json(snapshot.ever)}
+    given = {
+        **reasons,
+        "guesses": to_json(snapshot.guesses),
+        "today": to_json(snapshot.today),
+        "ever": to_json(snapshot.ever),
+    }
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 
 

@@ -98,6 +98,8 @@ class SessionView:
     recoveries: int = 0
     prompt_done: int | None = None  # prompt tokens that have passed all blocks, before the first new token
     prompt_tokens: int | None = None  # of `tokens`; None: not known, as for the sessions of others
+    guessed_tokens: int = 0  # sent along with others, of those asked here
+    accepted_tokens: int = 0  # guesses that were right
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,15 @@ class FlowView:
     steps_per_s: float = 0.0
     batch_rows: float = 0.0  # mean rows of a step
     queued: int = 0  # sessions waiting for a step
+
+
+@dataclass(frozen=True)
+class GuessView:
+    """Guessed tokens of this node's replies since it joined the swarm, and the model that guesses."""
+
+    guessed_tokens: int = 0  # sent through the hops along with others
+    accepted_tokens: int = 0  # guesses that were right: each saved a trip through all hops
+    draft_model: str = ""  # empty: none, guesses come from the conversation alone
 
 
 @dataclass(frozen=True)
@@ -285,6 +296,7 @@ class Snapshot:
     active_sessions: tuple[SessionView, ...] = ()
     route: RouteView | None = None
     flow: FlowView = FlowView()
+    guesses: GuessView = GuessView()
     today: GivenView = GivenView()
     ever: GivenView = GivenView()
     courtesy: CourtesyView = CourtesyView()

@@ -11,6 +11,7 @@ from app.snapshot.views import (
     DeviceView,
     FlowView,
     GivenView,
+    GuessView,
     HopView,
     NetworkView,
     PeerView,
@@ -46,6 +47,7 @@ def busy(peers: int = 2) -> Snapshot:
         active_sessions=(SessionView("ab", "serving", "peer000"), SessionView("cd", "asking", "me")),
         hardware=DeviceView("cpu", cache_bytes=100, cache_used_bytes=40, step_s=0.01, load=None),
         flow=FlowView(served_tokens_per_s=3.5, batch_rows=2.0, queued=1),
+        guesses=GuessView(30, 21),
         ever=GivenView(served_tokens=12, up_bytes=5),
         weights=WeightsView(bytes_held=70, from_peers_bytes=60, given_bytes=2**40 + 1),
         route=RouteView("ab", (HopView("peer000", 0, 2, "lan", 0.001, 0.02, None),), token_s=0.05),
@@ -59,6 +61,7 @@ def test_what_is_written_is_read_back() -> None:
     assert found["shoal_info", (("version", '1 "quoted" \\ back\nslash'),)] == 1
     assert found["shoal_served_tokens_total", ()] == 12
     assert found["shoal_served_tokens_per_second", ()] == 3.5
+    assert (found["shoal_guessed_tokens_total", ()], found["shoal_accepted_tokens_total", ()]) == (30, 21)
     assert found["shoal_weights_downloaded_bytes_total", ()] == 60
     assert found["shoal_weights_given_bytes_total", ()] == 2**40 + 1
     assert (found["shoal_kv_used_bytes", ()], found["shoal_kv_bytes", ()]) == (40, 100)

@@ -55,7 +55,13 @@ async def test_a_reply_at_once_and_in_pieces() -> None:
                 "finish_reason": "stop",
             }
         ]
-        assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+        assert whole["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "completion_tokens_details": details,
+        }
         told = events(await post(client, "/v1/chat/completions", {**CHAT, "stream": True}))
         assert told[-1] == "[DONE]"
         assert [piece["choices"][0]["delta"].get("content") for piece in told[:-1]] == ["a", "b", None]
