@@ -11,12 +11,12 @@ equal to what was drawn.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import NamedTuple
-
-from app.core.smoothing import Ewma
 
 MAX_GUESSES = 15
 SHORTEST_MATCH = 2  # tokens that must have occurred before
@@ -26,12 +26,13 @@ LEAST_GAIN = 1.05  # guesses must promise this many times the speed without them
 PLAIN_EVERY = 32  # rounds after which one goes without guesses, to learn again what a single row takes
 FIRST_ROW_SHARE = 0.25  # of a round's time, for a further row, until it is measured
 LEAST_ROW_SHARE = 0.02  # a row never counts as cheaper than this: it takes room in the steps of others
-_SMOOTHING = 0.2
+FORGET_EVERY = 16  # rounds without guesses
+_LATEST = 9  # rounds
 _MEMORY = 0.9  # weight that is left to an observation after the next
 _PRIOR_WEIGHT = 2.0
 # How often the token after a match of this many tokens is right, before it is known.
-_MATCH_PRIOR = {2: 0.25, 3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.7}
-_LONG_MATCH_PRIOR = 0.75
+_MATCH_PRIOR = {2: 0.25, 3: 0.35, 4: 0.45, 5: 0.55, 6: 0.65, 7: 0.75}
+_LONG_MATCH_PRIOR = 0.85
 _DRAFT_PRIOR = 0.6
 SHORTEST_DRAFT_PAUSE, LONGEST_DRAFT_PAUSE = 16, 256  # tokens without a draft, after drafts that gain nothing
 
@@ -99,32 +100,43 @@ class HitRate:
 
 
 class RowCost:
-    """Seconds of a round with one row, and of each further row; learned from rounds."""
+    """Seconds of a round with one row, and of each further row; learned from rounds.
+
+    Medians of the latest rounds, so that a machine that stalls for a moment does not count.
+    """
 
     def __init__(self) -> None:
-        self._round_s, self._row_s, self._draft_s = Ewma(_SMOOTHING), Ewma(_SMOOTHING), Ewma(_SMOOTHING)
+        self._rounds_s: deque[float] = deque(maxlen=_LATEST)
+        self._row_shares: deque[float] = deque([FIRST_ROW_SHARE] * 2, maxlen=_LATEST)  # of a round's time
+        self._drafts_s: deque[float] = deque(maxlen=_LATEST)
+        self._plain_rounds = 0  # since the last with guesses
 
     def note(self, rows: int, seconds: float) -> None:
         """Take a round of these many rows, from the first hop to the tokens that were drawn."""
         if rows == 1:
-            self._round_s.add(seconds)
-        elif self._round_s:
-            self._row_s.add(max(seconds - self._round_s.value, 0.0) / (rows - 1))
+            self._rounds_s.append(seconds)
+            self._plain_rounds += 1
+            if self._plain_rounds % FORGET_EVERY == 0:  # a bad figure must not keep guesses away for ever
+                self._row_shares.append(FIRST_ROW_SHARE)
+        elif self._rounds_s:
+            self._plain_rounds = 0
+            share = (seconds / max(median(self._rounds_s), 1e-9) - 1) / (rows - 1)
+            self._row_shares.append(min(max(share, LEAST_ROW_SHARE), 1.0))
 
     def note_draft(self, tokens: int, seconds: float) -> None:
         """Take the time in which a draft model guessed these many tokens."""
-        self._draft_s.add(seconds / tokens)
+        self._drafts_s.append(seconds / tokens)
 
     @property
     def is_known(self) -> bool:
         """True once a round of one row was seen."""
-        return bool(self._round_s)
+        return bool(self._rounds_s)
 
     def seconds(self, guesses: int, *, drafted: bool = False) -> float:
         """Seconds that a round with these many guesses takes."""
-        round_s = self._round_s.value
-        row_s = max(self._row_s.value, LEAST_ROW_SHARE * round_s) if self._row_s else FIRST_ROW_SHARE * round_s
-        return round_s + guesses * (row_s + (self._draft_s.value if drafted else 0.0))
+        round_s = median(self._rounds_s)
+        draft_s = median(self._drafts_s) if drafted and self._drafts_s else 0.0
+        return round_s + guesses * (median(self._row_shares) * round_s + draft_s)
 
 
 class Promise(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,9 +79,7 @@ class Judge:
 
     def __init__(self) -> None:
         source = open_source("starter", cache_folder())
-        self._model: LocalModel = load_local(
-            source, local_options(source, torch.device("cpu"), torch.float32, 1 << 33)
-        )
+        self._model: LocalModel = load_local(source, local_options(source, torch.device("cpu"), torch.float32, 1 << 33))
 
     def is_tie(self, task: Task, one: Sequence[int], other: Sequence[int]) -> bool:
         """True if two replies first differ where the model's two best logits are as good as equal."""
@@ -123,6 +122,8 @@ class Rounds:
         for piece in self._swarm.client.chat(task.request(self._tokens)):
             if "done" in piece:
                 done: dict[str, Any] = piece["done"]
+        guesses = f"{done['accepted_tokens']} of {done['guessed_tokens']} guesses right"
+        print(f"{task.name} {draft}: {done['tokens_per_s']:.2f} tokens/s, {guesses}", file=sys.stderr, flush=True)
         return done
 
     def _compare(self, task: Task, one: Sequence[int], other: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.asker.guessing import (
+    FORGET_EVERY,
     LEAST_GAIN,
     LONGEST_MATCH,
     MAX_GUESSES,
@@ -122,6 +123,27 @@ def test_the_cost_of_a_row_is_what_rounds_with_more_rows_take_longer() -> None:
     cost.note_draft(4, 0.04)
     assert cost.seconds(5, drafted=True) == pytest.approx(0.25)
     assert cost.seconds(5) == pytest.approx(0.2)
+
+
+def test_a_stall_of_the_machine_does_not_keep_guesses_away() -> None:
+    cost = RowCost()
+    cost.note(1, 0.1)
+    cost.note(3, 7.0)  # as if a row took longer than a round
+    assert cost.seconds(4) < 0.3
+    cost = cost_of(0.1, 0.01)
+    cost.note(1, 9.0)
+    assert cost.seconds(0) == pytest.approx(0.1)
+
+
+def test_a_bad_figure_is_forgotten_where_nothing_is_guessed_any_more() -> None:
+    cost = RowCost()
+    for _ in range(20):
+        cost.note(1, 0.1)
+        cost.note(2, 5.0)
+    assert best_count([0.9] * 8, cost.seconds).guesses == 0
+    for _ in range(5 * FORGET_EVERY):
+        cost.note(1, 0.1)
+    assert best_count([0.9] * 8, cost.seconds).guesses > 0
 
 
 def write(guesser: Guesser, text: Sequence[int]) -> tuple[int, int, int]:
