@@ -283,6 +283,7 @@ class RouteHops:
         self._revisers: set[str] = set()  # hops that know revisions
         self.epoch = 0
         self.revision = 0  # of the tokens within the epoch
+        self._revised_at = 0  # the first position of that revision
         self.urgent_from = 0  # a reply waits for the tokens from this position on
         self._wanted = range(0)  # positions whose outputs are the answer
         self._outputs = bytearray()  # of the first of them, of one number format
@@ -300,7 +301,7 @@ class RouteHops:
         if peer not in self._open:
             return
         if frame.kind == Kind.STATE:
-            self.states[peer] = frame
+            self.states[peer] = self._without_cut(frame)
         elif frame.epoch != self.epoch:
             self._on_late_frame(peer, frame)
             return
@@ -354,11 +355,17 @@ class RouteHops:
         """True if rows of a new revision can be sent: all hops know revisions, and this epoch has one left."""
         return self.revision < MAX_REVISION and self.know_revisions
 
-    def revise(self) -> None:
-        """Let the next rows replace what hops cache from their position on."""
+    def revise(self, position: int) -> None:
+        """Let the next rows, which begin at this position, replace what hops cache from there on."""
         assert self.can_revise, "an epoch's revisions are numbers of two bytes"
-        self.revision += 1
+        self.revision, self._revised_at = self.revision + 1, position
         self._forwarded.clear()
+
+    def _without_cut(self, state: Frame) -> Frame:
+        """Leave out of a hop's progress what the rows of the present revision, which it has not seen yet, replace."""
+        if state.epoch != self.epoch or state.revision == self.revision:
+            return state
+        return state._replace(position=min(state.position, self._revised_at), rows=min(state.rows, self._revised_at))
 
     def _on_late_frame(self, peer: str, frame: Frame) -> None:
         """Heed of another epoch's frames only that a hop is leaving: that is true whatever the route is by now."""
@@ -695,7 +702,7 @@ class RouteSession:
             smooth = self._flowing and hops.trouble is None
         if smooth:
             if self._cut_to != KEEP:
-                hops.revise()
+                hops.revise(first)
             if guesses and hops.know_revisions:
                 self._history += guesses
                 hops.want(known - 1, len(self._history))

@@ -513,7 +513,9 @@ class BlockServer:
         if frame.kind == Kind.PROBE:
             session.heard_at = trio.current_time()
             queued = min(self._queue.rows, 2**31)
-            state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
+            state = plain(
+                Kind.STATE, session.id, session.epoch, session.length, session.received, queued, session.revision
+            )
             await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
             pace = encode_pace(session.id, session.epoch, session.counters.step_s.value, session.counters.queue_s.value)

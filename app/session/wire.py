@@ -6,7 +6,7 @@
     20      4     position  token position, or as the kind says
     24      1     kind
     25      1     dtype     of the numbers in the body (0: no numbers)
-    26      2     revision  of the tokens in this epoch: raised with each cut, below; 0 in all but DATA and RELAY
+    26      2     revision  of the tokens in this epoch: raised with each cut, below; 0 in all but DATA, RELAY and STATE
     28      4     rows      tokens in the body, or as the kind says
     32      4     width     numbers in a row
     36      4     length    bytes that follow
@@ -182,9 +182,11 @@ def header(
     return _HEADER.pack(session, epoch, position, kind, dtype, revision, rows, width, length)
 
 
-def plain(kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 0, width: int = 0) -> bytes:
+def plain(
+    kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 0, width: int = 0, revision: int = 0
+) -> bytes:
     """Encode a frame without a body."""
-    return _HEADER.pack(session, epoch, position, kind, 0, 0, rows, width, 0)
+    return _HEADER.pack(session, epoch, position, kind, 0, revision, rows, width, 0)
 
 
 def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:

@@ -105,12 +105,12 @@ def forget_revisions(swarm: SessionSwarm, name: str) -> None:
                 frame = control_frame(message[:32] + bytes(4) + message[36:])
             return await self._outbox.push(frame)
 
-    turn = server._on_turn
+    turn: Any = server._on_turn
 
     async def on_turn(frame: Any, order: Any, peer: str, answers: Any) -> None:
         await turn(frame, order, peer, OldOutbox(answers))
 
-    server._on_turn = on_turn  # type: ignore[method-assign]
+    server._on_turn = on_turn  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize("victim", ["n0", "n1", "n2"])
