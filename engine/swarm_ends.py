@@ -32,7 +32,7 @@ class Token(NamedTuple):
 
 
 class TokenChoice(Protocol):
-    """A reply waiting for its next token, with the last block's output."""
+    """A reply waiting for its next token, with the last block's output for it and for the guesses after it."""
 
     @property
     def reply(self) -> Any: ...
@@ -40,6 +40,8 @@ class TokenChoice(Protocol):
     def hidden(self) -> memoryview: ...
     @property
     def dtype(self) -> str: ...
+    @property
+    def guesses(self) -> Sequence[int]: ...
 
 
 class HiddenState(Protocol):
@@ -83,20 +85,36 @@ class SwarmEnds:
         """Start a reply; raises `EngineError` if the prompt is empty or leaves no room in the context."""
         return self._text.begin(prompt_ids, settings)
 
-    def choose(self, choices: Sequence[TokenChoice]) -> list[Token]:
-        """Choose the next token of each reply from the last row of its hidden states; one head product for all."""
+    def choose(self, choices: Sequence[TokenChoice]) -> list[list[Token]]:
+        """Choose the next tokens of each reply from the last rows of its hidden states; one head product for all.
+
+        A reply gets one token, and one more for each guess that equals the token sampled in its place.
+        """
         dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
-        rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-1:] for choice in choices]
-        hidden = torch.cat([row.to(dtype) if dtype else row for row in rows]) if len(rows) > 1 else rows[0]
-        writers: list[ReplyWriter] = [choice.reply for choice in choices]
-        tokens, embedded = self._sample(hidden, [writer.request for writer in writers])
-        texts = [writer.accept(token) for writer, token in zip(writers, tokens, strict=True)]
-        data = bytes(to_bytes(embedded, self.dtype))
-        size = len(data) // len(writers)
-        return [
-            Token(writer.last_token, text, writer.finish_reason, data[index * size : (index + 1) * size])
-            for index, (writer, text) in enumerate(zip(writers, texts, strict=True))
+        counts = [1 + len(choice.guesses) for choice in choices]
+        rows = [
+            to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-count:]
+            for choice, count in zip(choices, counts, strict=True)
         ]
+        hidden = torch.cat([row.to(dtype) if dtype else row for row in rows]) if len(rows) > 1 else rows[0]
+        requests = [request for choice in choices for request in choice.reply.requests(choice.guesses)]
+        tokens, embedded = self._sample(hidden, requests)
+        data = bytes(to_bytes(embedded, self.dtype))
+        size, first = len(data) // len(tokens), 0
+        chosen = []
+        for choice, count in zip(choices, counts, strict=True):
+            writer: ReplyWriter = choice.reply
+            texts = writer.accept_run(tokens[first : first + count], choice.guesses)
+            ends = [None] * (len(texts) - 1) + [writer.finish_reason]
+            places = range(first, first + len(texts))
+            chosen.append(
+                [
+                    Token(tokens[place], text, end, data[place * size : (place + 1) * size])
+                    for place, text, end in zip(places, texts, ends, strict=True)
+                ]
+            )
+            first += count
+        return chosen
 
     @torch.inference_mode()
     def _sample(self, hidden: Tensor, requests: Sequence[SampleRequest]) -> tuple[list[int], Tensor]:

@@ -33,7 +33,7 @@ class _SnapshotCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the metrics that have a value."""
-        parts = (_node, _flow, _reuse, _device, _links, _route)
+        parts = (_node, _flow, _reuse, _guesses, _device, _links, _route)
         return (metric for part in parts for metric in part(self.snapshot) if metric.samples)
 
 
@@ -94,6 +94,12 @@ def _reuse(snapshot: Snapshot) -> Iterable[Metric]:
     yield Gauge("shoal_resting_sessions", "Sessions that rest at this node.", reuse.resting_sessions)
     yield Gauge("shoal_resting_tokens", "Tokens of KV cache that only resting sessions hold.", reuse.resting_tokens)
     yield Counter("shoal_reused_tokens_total", "Tokens cached here that new sessions began with.", reuse.reused_tokens)
+
+
+def _guesses(snapshot: Snapshot) -> Iterable[Metric]:
+    guesses = snapshot.guesses
+    yield Counter("shoal_guessed_tokens_total", "Guessed tokens sent through the hops.", guesses.guessed_tokens)
+    yield Counter("shoal_accepted_tokens_total", "Guessed tokens that were right.", guesses.accepted_tokens)
 
 
 def _device(snapshot: Snapshot) -> Iterable[Metric]:

@@ -144,11 +144,16 @@ class _Text(_ReplyFormat):
 
 def _usage(stats: ReplyStats) -> dict[str, Any]:
     prompt, completion = stats.prompt_tokens, len(stats.token_ids)
+    right = stats.accepted_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": right,
+            "rejected_prediction_tokens": stats.guessed_tokens - right,
+        },
     }
 
 

@@ -15,12 +15,15 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
 from app.asker.audit import Auditor
+from app.asker.drafting import Draft
 from app.asker.evidence import Deviation, precisions
+from app.asker.guessing import Guesser, RowCost
 from app.asker.head_batcher import HeadBatcher
 from app.asker.kept_sessions import (
     KEEP_S,
@@ -30,7 +33,7 @@ from app.asker.kept_sessions import (
     best_prefix,
     shared_tokens,
 )
-from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, last_state
+from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, hidden_states
 from app.asker.route_session import (
     CachedPrefix,
     HopLinks,
@@ -40,7 +43,7 @@ from app.asker.route_session import (
     SessionShape,
 )
 from app.asker.stats import AskedSession, AskerStats
-from app.core.compute import Device, ReplyEnds, TokenChoice
+from app.core.compute import Device, DraftModel, ReplyEnds, TokenChoice
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
 from app.core.span import Span
@@ -77,6 +80,10 @@ class AskerOptions:
     book: TrustBook = field(default_factory=TrustBook)
     rng: random.Random = field(default_factory=random.SystemRandom)
     keep_sessions: Callable[[], int] = lambda: 0  # whose cache may rest at the hops after their replies
+    draft: Callable[[], DraftModel | None] = lambda: None  # guesses more, where it is worth it
+    guesser: Callable[[Sequence[int], RowCost], Guesser | None] = (
+        Guesser  # for a reply to this prompt; None: no guesses
+    )
 
 
 SWEEP_S = 30.0  # between two looks for kept sessions that are too old
@@ -101,14 +108,17 @@ class Asker:
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
         self._settings, self._rng = options.session, options.rng
+        self._guesser, self._draft_model, self._row_cost = options.guesser, options.draft, RowCost()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
+        self._nursery: trio.Nursery | None = None
         self._links: HopLinks | None = None
         self._keep_sessions = options.keep_sessions
         self._kept = KeptSessions()
         self._replies: dict[bytes, RunningReply] = {}
         self._latest: AskedSession | None = None
         self._begun = self._asked_tokens = self._prompt_tokens = self._cached_tokens = 0
+        self._guessed_tokens = self._accepted_tokens = 0
         self.active = 0
 
     @property
@@ -119,6 +129,7 @@ class Asker:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Keep the streams to hops open, and audit, until cancelled."""
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             links_open = await nursery.start(self._run_links)
             nursery.start_soon(self._auditor.run)
             task_status.started()
@@ -159,7 +170,20 @@ class Asker:
         sampled = () if prefix is None else prefix.source.routes
         async with self._counted(routes, request.tokens, self._taken(prefix)) as session:
             sampler = AuditSampler(self._rng, sampled)
-            reply = Reply(session, text, self._head_batcher, prompt_ids, sampler, begin, routes.notices)
+            guesser = self._guesser(prompt_ids, self._row_cost)
+            draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
+            reply = Reply(
+                session,
+                text,
+                self._head_batcher,
+                prompt_ids,
+                sampler,
+                begin,
+                routes.notices,
+                guesser,
+                draft,
+                request.tokens,
+            )
             self._replies[session.id] = running = RunningReply(reply, session, tuple(prompt_ids), request.privacy)
             self._begun += 1
             try:
@@ -167,6 +191,8 @@ class Asker:
                 if reply.stats.finish_reason is not None:
                     await self._keep(running)
             finally:
+                if draft is not None:
+                    draft.end()
                 del self._replies[session.id]
                 self._ended(reply, request, settings)
 
@@ -228,6 +254,15 @@ class Asker:
         for session in self._kept.surplus(limit, trio.current_time()):
             await self._links.close_session(session.route, session.id, session.epoch)
 
+    def _begin_draft(self, prompt_ids: Sequence[int], tokens: int, settings: Any) -> Draft | None:
+        model = self._draft_model()
+        if model is None:
+            return None
+        assert self._nursery is not None, "the asker is not running"
+        draft = Draft(self._device, partial(model.begin, tokens, settings))
+        self._nursery.start_soon(draft.run, prompt_ids)
+        return draft
+
     @asynccontextmanager
     async def session(self, tokens: int, prompt_tokens: int = 0) -> AsyncIterator[RouteSession]:
         """Open a session of at most `tokens` tokens, for callers that choose the tokens themselves."""
@@ -250,6 +285,8 @@ class Asker:
             kept_sessions=len(self._kept),
             kept_tokens=self._kept.tokens,
             audits=self._auditor.counts,
+            guessed_tokens=self._guessed_tokens + sum(reply.stats.guessed_tokens for reply in replies),
+            accepted_tokens=self._accepted_tokens + sum(reply.stats.accepted_tokens for reply in replies),
         )
 
     def _route_request(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
@@ -264,6 +301,8 @@ class Asker:
         self._asked_tokens += len(stats.token_ids)
         self._prompt_tokens += stats.prompt_tokens
         self._cached_tokens += stats.cached_tokens
+        self._guessed_tokens += stats.guessed_tokens
+        self._accepted_tokens += stats.accepted_tokens
         if seen.route_s is not None and not stats.recoveries:
             self.planner.record_token_time(stats.route, seen.route_s, request)
         sample, sampler = None, reply.sampler
@@ -278,6 +317,7 @@ class Asker:
                 room=request.tokens,
                 privacy=request.privacy,
                 settings=settings,
+                rounds=tuple(reply.rounds),
             )
         self._auditor.ended(sample, len(reply.tokens))
 
@@ -361,12 +401,17 @@ class _AuditContext:
         async with asker.open(source, room, settings) as session:
             yield session
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenState:
-        return last_state(await session.advance(tokens))
+    async def answers_of(
+        self, session: RouteSession, tokens: Sequence[int], guesses: Sequence[int]
+    ) -> list[HiddenState]:
+        return hidden_states(await session.advance(tokens, guesses=guesses))
 
-    async def sample_and_discard(self, answer: HiddenState, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(
+        self, answers: Sequence[HiddenState], tokens: Sequence[int], guesses: Sequence[int], settings: Any
+    ) -> None:
         text = self._asker._ends.begin(tokens, settings)
-        await self._asker._head_batcher.choose(TokenChoice(text, memoryview(answer.data), answer.dtype))
+        hidden = memoryview(b"".join(answer.data for answer in answers))
+        await self._asker._head_batcher.choose(TokenChoice(text, hidden, answers[0].dtype, guesses))
 
     async def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> Deviation:
         ends = self._asker._ends

@@ -8,10 +8,10 @@ again and again takes an ever larger part of them, until it is no longer used. T
 the user trusts, are never accused, which makes them the best judges.
 
 What a hop can see. A reply's hops cannot know that it will be audited: that is decided when they are done. The hops of
-an audit see a whole reply, opened by the same code: its prompt, then its tokens one at a time with the time between
-them that choosing a token takes, to its end; room for a whole reply, a close. So does a user who asks the same again
-with the same seed. Only a peer that took part in both can tell that the tokens are the same; it can lie in the reply
-and not in the audit, and shares the doubt with the other hops of that reply: here doubts must add up. Peers that
+an audit see a whole reply, opened by the same code: its prompt, then its tokens with the same guesses and the time
+between them that choosing a token takes, to its end; room for a whole reply, a close. So does a user who asks the same
+again with the same seed. Only a peer that took part in both can tell that the tokens are the same; it can lie in the
+reply and not in the audit, and shares the doubt with the other hops of that reply: here doubts must add up. Peers that
 together hold all copies of a block and tell the same lie agree with each other. An audit never begins with the cache of
 another session, as replies may: a peer that lies only in sessions that do is found by doubts as well. And an audit
 shows the tokens to more peers than the reply did; private blocks stay private.
@@ -40,6 +40,7 @@ from app.asker.evidence import (
     tolerance,
     worst_case_remaining,
 )
+from app.asker.guessing import right_guesses
 from app.asker.reply import AuditSample, HiddenState
 from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
@@ -78,10 +79,16 @@ class AuditContext(Protocol):
     def pinned(self, route: Route, room: int) -> AbstractAsyncContextManager[RouteSession]:
         """Open a session on this route and no other."""
 
-    async def sample_and_discard(self, answer: HiddenState, tokens: Sequence[int], settings: Any) -> None:
+    async def sample_and_discard(
+        self, answers: Sequence[HiddenState], tokens: Sequence[int], guesses: Sequence[int], settings: Any
+    ) -> None:
         """Run head and sampler and drop the result, so that an audit's timing looks like a reply's."""
 
-    async def answer_of(self, session: RouteSession, tokens: Sequence[int]) -> HiddenState: ...
+    async def answers_of(
+        self, session: RouteSession, tokens: Sequence[int], guesses: Sequence[int]
+    ) -> list[HiddenState]:
+        """Feed tokens and guesses; return the answer after the tokens and, unless the route broke, each guess."""
+
     async def deviation(self, one: Sequence[HiddenState], other: Sequence[HiddenState]) -> Deviation: ...
 
 
@@ -247,18 +254,24 @@ class Auditor:
     async def _compute(self, sample: AuditSample, route: Route) -> tuple[HiddenState, ...] | None:
         """Repeat the reply on this route, and return its answers where the sample's are; None if the route breaks."""
         answers: list[HiddenState] = []
-        fed = 0
+        fed, until = 0, sample.prompt_tokens
+        rounds = iter(sample.rounds)
         wanted = range(sample.first, sample.first + len(sample.answers))
         self._sessions += 1
         try:
             with trio.fail_after(AUDIT_S):
                 async with self._context.pinned(route, sample.room) as session:
-                    for until in range(sample.prompt_tokens, sample.cost + 1):
-                        self._tokens += until - fed
-                        answer = await self._context.answer_of(session, sample.tokens[fed:until])
-                        await self._context.sample_and_discard(answer, sample.tokens[:until], sample.settings)
-                        answers += [answer] if until in wanted else []
-                        fed = until
+                    while until <= sample.stop:
+                        guesses = next(rounds, ())
+                        self._tokens += until - fed + len(guesses)
+                        states = await self._context.answers_of(session, sample.tokens[fed:until], guesses)
+                        guesses = guesses[: len(states) - 1]
+                        await self._context.sample_and_discard(states, sample.tokens[:until], guesses, sample.settings)
+                        right = right_guesses(guesses, sample.tokens[until:])
+                        if right < len(guesses):
+                            session.cut(until + right)
+                        answers += [state for at, state in enumerate(states[: right + 1], until) if at in wanted]
+                        fed, until = until + right, until + right + 1
         except (AppError, P2PError, trio.TooSlowError) as error:
             log.info("an audit broke off: %s", error)
             return None

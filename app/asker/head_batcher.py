@@ -6,6 +6,7 @@ further request has arrived for an eighth of a pass; a single reply never waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -21,11 +22,11 @@ _SMOOTHING = 0.25
 class _HeadRequest:
     """One reply that waits for its next token."""
 
-    __slots__ = ("choice", "failure", "piece", "woken")
+    __slots__ = ("choice", "failure", "pieces", "woken")
 
     def __init__(self, choice: TokenChoice) -> None:
         self.choice = choice
-        self.piece: TextPiece | None = None
+        self.pieces: Sequence[TextPiece] = ()
         self.failure: BaseException | None = None
         self.woken = Signal()
 
@@ -41,14 +42,14 @@ class HeadBatcher:
         self._away: WeakSet[Any] = WeakSet()  # replies whose last token is on its way through the hops
         self._pass_s = Ewma(_SMOOTHING)
 
-    async def choose(self, choice: TokenChoice) -> TextPiece:
-        """Return the next token of one reply; raises whatever the ends raise."""
+    async def choose(self, choice: TokenChoice) -> Sequence[TextPiece]:
+        """Return the next tokens of one reply, one and those after right guesses; raises whatever the ends raise."""
         request = _HeadRequest(choice)
         self._waiting.append(request)
         self._away.discard(choice.reply)
         self._added.notify()
         try:
-            while request.piece is None and request.failure is None:
+            while not request.pieces and request.failure is None:
                 if self._busy:
                     await request.woken.wait()
                 else:
@@ -59,8 +60,7 @@ class HeadBatcher:
                 self._wake_next()
         if request.failure is not None:
             raise request.failure
-        assert request.piece is not None
-        return request.piece
+        return request.pieces
 
     async def _lead(self) -> None:
         """Run one pass for all requests; the task that found the device free does it for the others."""
@@ -71,11 +71,11 @@ class HeadBatcher:
             requests, self._waiting = self._waiting, []
             begin = trio.current_time()
             with trio.CancelScope(shield=True):
-                pieces = await self._device.run(self._ends.choose, [request.choice for request in requests])
+                chosen = await self._device.run(self._ends.choose, [request.choice for request in requests])
             self._pass_s.add(trio.current_time() - begin)
-            for request, piece in zip(requests, pieces, strict=True):
-                request.piece = piece
-                if piece.finish_reason is None:
+            for request, pieces in zip(requests, chosen, strict=True):
+                request.pieces = pieces
+                if pieces[-1].finish_reason is None:
                     self._away.add(request.choice.reply)
         except Exception as error:
             for request in requests:

@@ -1,17 +1,22 @@
 """One reply as it is written: its tokens, the times they took, and the sample of answers that an audit may check.
 
-A `RouteSession` carries the tokens and a `HeadBatcher` chooses them; both are passed in.
+A `RouteSession` carries the tokens, a `HeadBatcher` chooses them and a `Guesser` guesses which they will be; all are
+passed in. Guesses change no token: each is chosen from the same outputs, history and random number as without them
+(`ReplyEnds.choose`), and what was computed for wrong guesses is cut.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import trio
 
+from app.asker.drafting import Draft
+from app.asker.guessing import Guesser
 from app.asker.head_batcher import HeadBatcher
 from app.asker.route_session import RouteSession
 from app.asker.stats import AskedSession, HopStats
@@ -38,6 +43,8 @@ class ReplyStats:
     route: Route = ()
     notices: Sequence[str] = ()  # that the user should know, such as another number format after a hop died
     cached_tokens: int = 0  # of the prompt, that the hops had cached; the others were read
+    guessed_tokens: int = 0  # sent through the hops together with the token before them
+    accepted_tokens: int = 0  # of these, those that were right
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,15 @@ def _hops(route: Route) -> list[dict[str, Any]]:
     return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]
 
 
+class RoundTimes(NamedTuple):
+    """When a round began, was sent with its guesses, was answered by the last hop, and its tokens were chosen."""
+
+    begun: float
+    sent: float
+    answered: float
+    chosen: float
+
+
 class Reply:
     """Iterates over the pieces of one reply, one for each token."""
 
@@ -102,10 +118,16 @@ class Reply:
         sampler: AuditSampler,
         begin: float,
         notices: Sequence[str] = (),
+        guesser: Guesser | None = None,
+        draft: Draft | None = None,
+        room: int = 0,
     ) -> None:
         self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
         self._next: tuple[Sequence[int], bytes | None] = (list(prompt_ids), None)
+        self._guesser, self._draft, self._room = guesser, draft, room  # tokens that the session can hold
+        self._unread: deque[TextPiece] = deque()  # chosen, but not returned yet
+        self.rounds: list[tuple[int, ...]] = []  # the guesses that went along with the prompt, then with each token fed
         self._begin = self._last_at = begin
         self._first_at = 0.0
         self._route_s = Ewma(_SMOOTHING)  # a token through the hops of the present route
@@ -119,25 +141,68 @@ class Reply:
 
     async def __anext__(self) -> TextPiece:
         """Return the next token; raises `NoRoute` or `SessionLost` if the swarm cannot carry the session."""
-        if self.stats.finish_reason is not None:
-            raise StopAsyncIteration
+        if not self._unread:
+            if self.stats.finish_reason is not None:
+                raise StopAsyncIteration
+            self._unread += await self._round()
+        return self._unread.popleft()
+
+    async def _round(self) -> Sequence[TextPiece]:
+        """Send the latest token and guesses through the hops; return the next token and those after right guesses."""
         token_ids, embedded = self._next
+        fed = len(self.tokens)
         begin = trio.current_time()
-        frame = await self._session.advance(token_ids, embedded)
+        guesses, drafted = await self._guesses()
+        sent = trio.current_time()
+        frame = await self._session.advance(token_ids, embedded, guesses)
         answered = trio.current_time()
-        self.sampler.note(last_state(frame), self._session.route)
-        piece = await self._head_batcher.choose(TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype]))
-        self._next = ([piece.token_id], piece.embedding)
-        now = trio.current_time()
-        if self.stats.route != self._session.route:
+        guesses = guesses[: frame.position + frame.rows - fed]  # a repaired route drops them
+        pieces = await self._head_batcher.choose(TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype], guesses))
+        for state in hidden_states(frame)[: len(pieces)]:
+            self.sampler.note(state, self._session.route)
+        if len(pieces) <= len(guesses):
+            self._session.cut(fed + len(pieces) - 1)
+        self._next = ([pieces[-1].token_id], pieces[-1].embedding)
+        self.rounds.append(guesses)
+        self._note_round(guesses, pieces, RoundTimes(begin, sent, answered, trio.current_time()), drafted=drafted)
+        return pieces
+
+    async def _guesses(self) -> tuple[tuple[int, ...], bool]:
+        """Guesses to send with the next token, and whether the draft model made them.
+
+        None with the prompt, and never more than the reply can still take.
+        """
+        if self._guesser is None or not self.stats.token_ids:
+            return (), False
+        can_draft = self._draft is not None and self._draft.is_ready
+        proposal = self._guesser.propose(self._room - len(self.tokens) - 1, can_draft=can_draft)
+        if self._draft is None or not proposal.draft:
+            return proposal.tokens, False
+        return await self._draft.guess(self.tokens, proposal.draft), True
+
+    def _note_round(
+        self, guesses: tuple[int, ...], pieces: Sequence[TextPiece], times: RoundTimes, *, drafted: bool
+    ) -> None:
+        """Count a round and learn from it."""
+        stats = self.stats
+        smooth = False
+        if stats.route != self._session.route:
             self._route_s = Ewma(_SMOOTHING)
-        elif self.stats.token_ids and self._session.recoveries == self.stats.recoveries:
-            self._route_s.add(answered - begin)
-            self._ends_s.add(now - answered)
-            self._host_s.add(begin - self._last_at + self._session.own_s)
-            self._token_s.add(now - self._last_at)
-        self._note(piece, now)
-        return piece
+        elif stats.token_ids and self._session.recoveries == stats.recoveries:
+            smooth = True
+        if smooth and not guesses:
+            self._route_s.add(times.answered - times.sent)
+            self._ends_s.add(times.chosen - times.answered)
+            self._host_s.add(times.begun - self._last_at + self._session.own_s)
+            self._token_s.add(times.chosen - self._last_at)
+        if self._guesser is not None:
+            drawn = [piece.token_id for piece in pieces]
+            draft_s = times.sent - times.begun if drafted else None
+            self._guesser.note(guesses, drawn, times.chosen - times.sent if smooth else None, draft_s)
+        stats.guessed_tokens += len(guesses)
+        stats.accepted_tokens += len(pieces) - 1
+        for piece in pieces:
+            self._note(piece, times.chosen)
 
     async def waiting(self) -> ReplyWaiting | None:
         """Return what the reply waits for before its first token; None once it can begin, or will fail."""
@@ -172,6 +237,8 @@ class Reply:
             self._host_s.value if self._host_s else None,
             self._token_s.value if self._token_s else None,
             self._session.reused,
+            stats.guessed_tokens,
+            stats.accepted_tokens,
         )
 
     def _note(self, piece: TextPiece, now: float) -> None:
@@ -211,11 +278,17 @@ class AuditSample:
     room: int  # tokens that the session could hold
     privacy: Privacy
     settings: Any  # of the reply, for head and sampler
+    rounds: tuple[tuple[int, ...], ...] = ()  # guesses that the reply sent with the prompt, then with each token fed
+
+    @property
+    def stop(self) -> int:
+        """Tokens that an audit repeats: all but the last, which the reply did not feed either."""
+        return max(len(self.tokens) - 1, self.first + len(self.answers) - 1)
 
     @property
     def cost(self) -> int:
-        """Tokens that an audit sends through the swarm: all but the last, which the reply did not feed either."""
-        return max(len(self.tokens) - 1, self.first + len(self.answers) - 1)
+        """Tokens that an audit sends through the swarm at most, with guesses."""
+        return self.stop + sum(map(len, self.rounds))
 
 
 class AuditSampler:
@@ -242,7 +315,7 @@ class AuditSampler:
         self._count += 1
 
 
-def last_state(frame: Frame) -> HiddenState:
-    """Return the hidden state of the last token of a frame."""
-    size = len(frame.body) // frame.rows
-    return HiddenState(bytes(frame.body[-size:]), DTYPE_NAMES[frame.dtype])
+def hidden_states(frame: Frame) -> list[HiddenState]:
+    """Return the hidden state of each token of a frame."""
+    size, body = len(frame.body) // frame.rows, bytes(frame.body)
+    return [HiddenState(body[at : at + size], DTYPE_NAMES[frame.dtype]) for at in range(0, len(body), size)]

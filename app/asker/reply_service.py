@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import trio
 
 from app.asker.asker import Asker, AskerOptions
+from app.asker.guessing import Guesser, RowCost
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
 from app.asker.stats import AskedSession, AskerStats
+from app.core.compute import DraftModel
 from app.core.device_thread import DeviceThread
 from app.core.errors import AppError
 from app.core.network import FrameStream, Network
@@ -28,6 +30,7 @@ from app.routing.route import Hop, Route, RouteRequest
 from app.routing.trust import TrustBook
 from app.swarm.coverage import coverage_of
 from app.swarm.records import Announcement
+from app.weights.draft_models import AUTO, OFF
 from app.weights.extents import WeightsError
 from engine.errors import EngineError
 
@@ -64,6 +67,14 @@ class ReplyRequest:
     private_blocks: int | None = None  # at either end, if more than the setting says
 
 
+@dataclass(frozen=True)
+class DraftSource:
+    """The setting `draft`, and how to find the draft model that it names, or one by itself."""
+
+    setting: Callable[[], str] = lambda: AUTO
+    find: Callable[[ModelSource, str], ModelSource | None] = lambda target, wanted: None
+
+
 class NoModelHere(AppError):
     """Tokenizer, embedding or head are not on this machine yet."""
 
@@ -82,11 +93,22 @@ class ReplyService:
         own_server: Callable[[FrameStream], Awaitable[None]] | None = None,
         *,
         preferences: Callable[[], PrivacyPreferences] = PrivacyPreferences,
+        drafts: DraftSource | None = None,
         book: TrustBook | None = None,
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
         keep_sessions: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._options = AskerOptions(preferences=preferences, book=book or TrustBook(), keep_sessions=keep_sessions)
+        self._options = AskerOptions(
+            preferences=preferences,
+            book=book or TrustBook(),
+            keep_sessions=keep_sessions,
+            guesser=self._guesser,
+            draft=lambda: self._draft,
+        )
+        self._drafts = drafts or DraftSource()
+        self._draft: DraftModel | None = None
+        self._draft_label = ""
+        self._draft_wanted = OFF  # the setting for which `_draft` was loaded, or is being loaded
         self._members = UsableMembers(membership)
         self._network, self._membership, self._get_ends, self._describe = network, membership, ends, describe
         self._source: ModelSource | None = None
@@ -108,7 +130,9 @@ class ReplyService:
 
     def stats(self) -> AskerStats:
         """Figures of this node's asker."""
-        return AskerStats() if self._asker is None else self._asker.stats()
+        if self._asker is None:
+            return AskerStats()
+        return replace(self._asker.stats(), draft_model=self._draft_label if self._draft is not None else "")
 
     def expected_tokens_per_s(self, reply: AskedSession) -> float | None:
         """Return the speed that a forecast gives a reply over its route, with the head as it was measured.
@@ -183,6 +207,7 @@ class ReplyService:
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
+        self._follow_draft_setting()
         settings = await self._thread.run_apart(_settings, request)
         prompt_ids = await self._thread.run_apart(_prompt_ids, ends, request)
         pieces: list[str] = []
@@ -205,6 +230,31 @@ class ReplyService:
             yield ReplyDone("".join(pieces), reply.stats)
         finally:
             self._count(len(pieces), list(peers))
+
+    def _guesser(self, prompt_ids: Sequence[int], cost: RowCost) -> Guesser | None:
+        return None if self._drafts.setting() == OFF else Guesser(prompt_ids, cost)
+
+    def _follow_draft_setting(self) -> None:
+        """Load the draft model in the background if the setting has changed; replies do not wait for it."""
+        wanted = self._drafts.setting()
+        if wanted != self._draft_wanted:
+            self._draft, self._draft_wanted = None, wanted
+            if wanted != OFF and self._nursery is not None:
+                self._nursery.start_soon(self._load_draft, wanted)
+
+    async def _load_draft(self, wanted: str) -> None:
+        assert self._source is not None, "a draft model is loaded after the ends"
+        try:
+            found = await self._thread.run_apart(self._drafts.find, self._source, wanted)
+            if found is None:
+                return
+            draft = await self._thread.run_apart(_load_draft, found, self._source.config.vocab_size)
+        except (AppError, EngineError) as error:
+            log.warning("there is no draft model: %s", error)
+            return
+        if self._draft_wanted == wanted:
+            log.info("%s guesses tokens for %s", found.label, self._source.label)
+            self._draft, self._draft_label = draft, found.label
 
     async def _ready(self) -> tuple[SwarmEnds, Asker]:
         async with self._lock:
@@ -258,6 +308,12 @@ def _load_ends(source: ModelSource, options: WeightOptions) -> SwarmEnds:
     from engine.swarm_ends import load_swarm_ends
 
     return load_swarm_ends(source, options)
+
+
+def _load_draft(source: ModelSource, vocabulary: int) -> DraftModel:
+    from engine.draft_model import load_draft
+
+    return load_draft(source, _cpu_ends(), vocabulary)
 
 
 def _cpu_ends() -> WeightOptions:

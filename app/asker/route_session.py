@@ -32,6 +32,8 @@ from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
     DTYPES,
     KEEP,
+    KNOWS_REVISIONS,
+    MAX_REVISION,
     MAX_TOKENS,
     PROTOCOL,
     EpochOrder,
@@ -305,9 +307,14 @@ class RouteHops:
         self._heard = Signal()
         self.route: Route = ()  # in use, or being set up
         self._epoch_route: Route = ()  # the route of the present epoch
+        self._revisers: set[str] = set()  # hops that know revisions
         self.epoch = 0
+        self.revision = 0  # of the tokens within the epoch
+        self._revised_at = 0  # the first position of that revision
         self.urgent_from = 0  # a reply waits for the tokens from this position on
-        self.awaited = 0  # the answer must be the output after this many tokens
+        self._wanted = range(0)  # positions whose outputs are the answer
+        self._outputs = bytearray()  # of the first of them, of one number format
+        self._outputs_dtype = 0
         self.answer: Frame | None = None
         self.trouble: HopFailed | None = None
         self.states: dict[str, Frame] = {}
@@ -322,16 +329,19 @@ class RouteHops:
         if peer not in self._open:
             return
         if frame.kind == Kind.STATE:
-            self.states[peer] = frame
+            self.states[peer] = self._without_cut(frame)
         elif frame.epoch != self.epoch:
             self._on_late_frame(peer, frame)
             return
         elif frame.kind == Kind.DATA:
             is_last = bool(self.route) and peer == self.route[-1].peer
-            if not is_last or frame.position + frame.rows != self.awaited or frame.width != self._shape.width:
+            if not is_last or frame.revision != self.revision or frame.width != self._shape.width:
+                return
+            if frame.position + frame.rows > self._wanted.stop:
                 return
             if is_finite(frame):
-                self.answer, self.answered_at = frame, trio.current_time()
+                self._take_outputs(frame)
+                self.answered_at = trio.current_time()
             else:
                 self.trouble = _not_finite(peer)
         elif frame.kind == Kind.RELAY:
@@ -342,9 +352,49 @@ class RouteHops:
             return
         elif frame.kind == Kind.READY:
             self._ready[peer] = HopState(frame.position, frame.rows)
+            (self._revisers.add if frame.width & KNOWS_REVISIONS else self._revisers.discard)(peer)
         elif frame.kind == Kind.TROUBLE:
             self._on_error(peer, decode_hop_error(frame))
         self._heard.notify()
+
+    def want(self, first: int, stop: int) -> None:
+        """Wait from now on for the outputs of positions [first, stop): together they are the answer."""
+        self._wanted, self._outputs, self.answer = range(first, stop), bytearray(), None
+
+    def _take_outputs(self, frame: Frame) -> None:
+        """Add outputs to the answer; a hop may send those of one chunk in several frames."""
+        if frame.dtype != self._outputs_dtype:
+            self._outputs, self._outputs_dtype = bytearray(), frame.dtype
+        first, stop = self._wanted.start, self._wanted.stop
+        size = row_bytes(frame.dtype, frame.width)
+        next_position = first + len(self._outputs) // size
+        if frame.position > next_position:
+            return  # what comes before it is missing
+        self._outputs += frame.body[(next_position - frame.position) * size :]
+        if first + len(self._outputs) // size == stop:
+            self.answer = frame._replace(position=first, rows=stop - first, body=memoryview(bytes(self._outputs)))
+
+    @property
+    def know_revisions(self) -> bool:
+        """True if all hops of the route know revisions."""
+        return all(hop.peer in self._revisers for hop in self.route)
+
+    @property
+    def can_revise(self) -> bool:
+        """True if rows of a new revision can be sent: all hops know revisions, and this epoch has one left."""
+        return self.revision < MAX_REVISION and self.know_revisions
+
+    def revise(self, position: int) -> None:
+        """Let the next rows, which begin at this position, replace what hops cache from there on."""
+        assert self.can_revise, "an epoch's revisions are numbers of two bytes"
+        self.revision, self._revised_at = self.revision + 1, position
+        self._forwarded = dict.fromkeys(self._forwarded, position)
+
+    def _without_cut(self, state: Frame) -> Frame:
+        """Leave out of a hop's progress what the rows of the present revision, which it has not seen yet, replace."""
+        if state.epoch != self.epoch or state.revision == self.revision:
+            return state
+        return state._replace(position=min(state.position, self._revised_at), rows=min(state.rows, self._revised_at))
 
     def _on_late_frame(self, peer: str, frame: Frame) -> None:
         """Heed of another epoch's frames only that a hop is leaving: that is true whatever the route is by now."""
@@ -407,7 +457,7 @@ class RouteHops:
         arrived here is blamed: it said that it has computed them.
         """
         peer, sender = loss.failure.peer, loss.sender
-        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < self.awaited:
+        if sender and not self._suspect_link_to(peer) and self._forwarded.get(sender, 0) < self._wanted.stop:
             why = because("hop_failed", "it does not send what it says it has computed", sender)
             return HopFailed(sender, why)
         return loss.failure
@@ -417,7 +467,9 @@ class RouteHops:
 
         The successor would take a frame that does not fit for this asker's fault, so it is checked here.
         """
-        if frame.width != self._shape.width or frame.position + frame.rows > self.awaited:
+        if frame.revision != self.revision:
+            return
+        if frame.width != self._shape.width or frame.position + frame.rows > self._wanted.stop:
             why = because("hop_failed", "it sent outputs that do not fit the session", peer)
             self.trouble = HopFailed(peer, why)
             self._heard.notify()
@@ -457,7 +509,17 @@ class RouteHops:
 
     async def _send_data(self, peer: str, position: int, rows: int, dtype: int, data: bytes) -> None:
         width = self._shape.width
-        head = header(Kind.DATA, self.id, self.epoch, position, dtype=dtype, rows=rows, width=width, length=len(data))
+        head = header(
+            Kind.DATA,
+            self.id,
+            self.epoch,
+            position,
+            dtype=dtype,
+            rows=rows,
+            width=width,
+            length=len(data),
+            revision=self.revision,
+        )
         priority = Priority.DECODE if position >= self.urgent_from else Priority.PREFILL
         await self._open[peer].send(head, data, priority=priority)
 
@@ -475,7 +537,7 @@ class RouteHops:
         """Ask every hop how far it is, and wait for all their states, the answer or a failure."""
         self.states.clear()
         for hop in self.route:
-            await self._open[hop.peer].send(plain(Kind.PROBE, self.id, self.epoch, self.awaited))
+            await self._open[hop.peer].send(plain(Kind.PROBE, self.id, self.epoch, self._wanted.stop))
         with trio.move_on_after(self._settings.probe_s):
             while self.answer is None and self.trouble is None and len(self.states) < len(self.route):
                 await self._heard.wait()
@@ -512,7 +574,7 @@ class RouteHops:
 
     async def turn(self, cuts: Sequence[int], known: ResumePlan | None) -> list[HopState]:
         """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`."""
-        self.epoch += 1
+        self.epoch, self.revision = self.epoch + 1, 0
         self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
         self._ready.clear()
         self._forwarded = self._first_outputs(known)
@@ -689,14 +751,23 @@ class RouteSession:
         longest_s = self._settings.first_route_s
         return longest_s if error.is_hole else min(longest_s, REFUSED_ROUTE_S)
 
-    async def advance(self, token_ids: Sequence[int], embedded: bytes | None = None) -> Frame:
-        """Feed the next tokens and return the frame with the last block's output for the last of them.
+    async def advance(
+        self, token_ids: Sequence[int], embedded: bytes | None = None, guesses: Sequence[int] = ()
+    ) -> Frame:
+        """Feed the next tokens and return a frame with the last block's output for the last of them.
+
+        Guesses go with them, at the positions that follow; the frame then has their outputs too, one row each, unless
+        the route had to be repaired, which drops them. Guesses that turn out wrong are to be cut.
 
         Repairs the route as often as needed. Raises `NoRoute` or `SessionLost` if the swarm cannot carry the session.
         """
         first, hops = len(self._history), self._hops
+        known = first + len(token_ids)
         self._history += token_ids
-        hops.answer, hops.awaited, self.reached = None, len(self._history), None
+        self.reached = None
+        hops.want(known - 1, known)
+        if self._cut_to != KEEP and not hops.can_revise:
+            self._flowing = False
         begin = trio.current_time()
         if hops.leaving and self._can_leave():
             self._flowing = False
@@ -707,35 +778,44 @@ class RouteSession:
             smooth = self._flowing and hops.trouble is None
         fed_at = begin
         if smooth:
+            if self._cut_to != KEEP:
+                hops.revise(first)
+            if guesses and hops.know_revisions:
+                self._history += guesses
+                hops.want(known - 1, len(self._history))
+                embedded = None
             await self._feed(first, embedded)
             fed_at = trio.current_time()
-            if len(self._history) % PACE_EVERY == 0:
+            if first // PACE_EVERY < len(self._history) // PACE_EVERY:
                 await hops.ask_paces()
         for _ in range(self._settings.attempts_without_progress):
             if hops.trouble is not None or not self._flowing:
                 smooth = False
+                if len(self._history) > known:
+                    self.cut(known)
+                    hops.want(known - 1, known)
                 await self._repair()
             answer = await self._wait_answer()
             if answer is not None:
+                self._cut_to = KEEP  # it passed all hops, and so did the cut
                 for hop in () if smooth else self.route:
                     self._guide.worked(hop.peer)
-                if smooth and len(token_ids) == 1:
+                if smooth and len(self._history) == first + 1:
                     now = trio.current_time()
                     self._step_s.add(now - begin)
                     self.own_s = fed_at - begin + now - hops.answered_at
                 self._excuses.clear()
-                self.answered = first + len(token_ids)
+                self.answered = answer.position + answer.rows
                 self.first_answer.set()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
 
     def cut(self, length: int) -> None:
-        """Drop the tokens from position `length` on; the hops learn it with the next tokens, in a new epoch."""
+        """Drop the tokens from position `length` on; the hops learn it with the next tokens."""
         assert 0 <= length <= len(self._history), "only tokens that were fed can be dropped"
         del self._history[length:]
         self.answered = min(self.answered, length)
         self._cut_to = min(self._cut_to, length)
-        self._flowing = False
 
     async def close(self, rest_s: int = 0) -> None:
         """Close the session at all hops, without waiting for them; they may keep its cache for `rest_s` seconds."""

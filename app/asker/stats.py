@@ -40,6 +40,8 @@ class AskedSession:
     host_s: float | None = None  # and on this node: sending the token, coming back to the answer, passing the text on
     token_s: float | None = None  # from one token to the next, measured
     cached_tokens: int = 0  # of the prompt, that the hops had cached
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0  # guesses that were right
 
 
 @dataclass(frozen=True)
@@ -65,3 +67,6 @@ class AskerStats:
     kept_sessions: int = 0  # whose cache rests at their hops now
     kept_tokens: int = 0
     audits: AuditCounts = field(default_factory=AuditCounts)
+    guessed_tokens: int = 0  # sent through the hops along with others
+    accepted_tokens: int = 0  # guesses that were right
+    draft_model: str = ""  # that guesses now; empty: none

@@ -184,6 +184,8 @@ def reply_facts(
         "finish_reason": reply.writer.finish_reason,
         **dataclasses.asdict(reply.stats),
         "recoveries": 0,
+        "guessed_tokens": 0,
+        "accepted_tokens": 0,
         "moves": 0,
         "longest_gap_s": longest_gap_s,
         "route": [{"peer": "local", "start": 0, "stop": blocks}],

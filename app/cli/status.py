@@ -104,7 +104,9 @@ def describe_session(session: dict[str, Any]) -> str:
     total = session["tokens"]
     passed = f"{total} tokens" if prompt is None else f"{prompt} tokens read, {total - prompt} written"
     tokens = f"{passed} in {session['age_s']:.0f} s"
-    return f"{session['id'][:8]}  {whose}{span}, {tokens}{speed}{recovered}"
+    guessed, right = session.get("guessed_tokens", 0), session.get("accepted_tokens", 0)
+    guesses = f", {right} of {guessed} guesses right" if guessed else ""
+    return f"{session['id'][:8]}  {whose}{span}, {tokens}{speed}{guesses}{recovered}"
 
 
 def describe_peer(peer: dict[str, Any]) -> str:
@@ -151,6 +153,10 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         lines += [("device", describe_device(device)) for device in several] or [("device", status["device"])]
     if status.get("reuse", {}).get("prompt_tokens"):
         lines.append(("prompts", _reuse(status["reuse"])))
+    guesses = status.get("guesses", {})
+    if guesses.get("guessed_tokens") or guesses.get("draft_model"):
+        drafts = f", with the draft model {guesses['draft_model']}" if guesses["draft_model"] else ""
+        lines.append(("guesses", f"{guesses['accepted_tokens']} of {guesses['guessed_tokens']} right{drafts}"))
     lines += [
         ("sessions", status["sessions"]),
         ("listens", " ".join(status["listen_addrs"])),

@@ -34,6 +34,7 @@ Kind = Literal[
     "programs",
     "peers",
     "origins",
+    "model",
 ]
 Value = str | int | bool | tuple[str, ...] | None
 
@@ -100,6 +101,8 @@ class Setting:
                 return str(Span.parse(value))
             case ("text", str()) if value.isprintable() and len(value) <= 32:
                 return value
+            case ("model", str()) if value.isprintable() and 0 < len(value) <= _MAX_CHARS:
+                return value
             case ("choice", str()) if value in self.options:
                 return value
             case ("timetable", str()):
@@ -131,6 +134,7 @@ class Setting:
         """The form of a valid value, for error messages and the settings screen."""
         return {
             "text": "printable text of at most 32 characters",
+            "model": "the name or folder of a model, as `shoal models` lists it",
             "integer": f"a whole number from {self.bounds[0]} to {self.bounds[1]}",
             "flag": "true or false",
             "size": "a size like 6GB or 500MB",
@@ -264,6 +268,13 @@ class Settings:
         "others' requests displace it; 0: none.",
         live=True,
         bounds=(0, 64),
+    )
+    draft: str = _setting(
+        "model",
+        "auto",
+        "Send guesses of the next tokens along, taken from the conversation and a small draft model: auto (a model at "
+        "hand with the same tokenizer), the model's name, or off (no guesses).",
+        live=True,
     )
     pause_busy: int = _setting(
         "integer",

@@ -92,11 +92,12 @@ class TextPiece(Protocol):
 
 
 class TokenChoice(NamedTuple):
-    """A reply whose next token is to be sampled, with the last block's output for its latest token."""
+    """A reply whose next token is to be sampled, with the last block's output for its latest token and for guesses."""
 
     reply: Any  # returned by `ReplyEnds.begin`
-    hidden: memoryview  # (rows, hidden_size); only the last row is used
+    hidden: memoryview  # (rows, hidden_size); only the last row, and one for each guess after it, are used
     dtype: str
+    guesses: Sequence[int] = ()  # the tokens that were fed after the latest
 
 
 class ReplyEnds(Protocol):
@@ -116,11 +117,34 @@ class ReplyEnds(Protocol):
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
         """Create the state of a new reply to this prompt."""
 
-    def choose(self, choices: Sequence[TokenChoice]) -> Sequence[TextPiece]:
-        """Sample the next token of each of these replies, in one batch through the head."""
+    def choose(self, choices: Sequence[TokenChoice]) -> Sequence[Sequence[TextPiece]]:
+        """Sample the next tokens of each of these replies, in one batch through the head.
+
+        One token for each reply, and one more for each guess that equals the token sampled in its place.
+        """
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
         """Compare hidden states (`data`, `dtype`): mean relative distance, and their common scale factor minus 1."""
+
+
+class DraftReply(Protocol):
+    """A draft model's cache of one reply."""
+
+    def read(self, tokens: Sequence[int]) -> bool:
+        """Read a few more of these tokens; True once all but the last are read."""
+
+    def guess(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Return up to `count` guesses of the tokens that follow these."""
+
+    def close(self) -> None:
+        """Free the cache."""
+
+
+class DraftModel(Protocol):
+    """A small model with the tokenizer of the model that writes the replies."""
+
+    def begin(self, tokens: int, settings: Any) -> DraftReply | None:
+        """Begin a reply of at most `tokens` tokens with its prompt; None without room in the cache."""
 
 
 class Device(Protocol):

@@ -1,4 +1,4 @@
-"""Exponentially weighted averages of measured figures. Pure."""
+"""Exponentially weighted averages and trends of measured figures. Pure."""
 
 from __future__ import annotations
 
@@ -25,3 +25,32 @@ class Ewma:
         self.value = self.value + self._share * (value - self.value) if self._known else value
         self._known = True
         return self.value
+
+
+class LinearTrend:
+    """A line through measured points (x, y), by least squares; each point weighs `memory` times what the next does."""
+
+    __slots__ = ("_memory", "_n", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self, memory: float) -> None:
+        assert 0 < memory < 1, "a memory is between 0 and 1"
+        self._memory = memory
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        """Take one more point in."""
+        for name, value in (("_n", 1.0), ("_x", x), ("_y", y), ("_xx", x * x), ("_xy", x * y)):
+            setattr(self, name, self._memory * getattr(self, name) + value)
+
+    @property
+    def slope(self) -> float | None:
+        """Growth of y with each further x; None while all points have about the same x."""
+        spread = self._n * self._xx - self._x * self._x
+        if spread <= 0.01 * self._xx * self._n:
+            return None
+        return (self._n * self._xy - self._x * self._y) / spread
+
+    def at(self, x: float) -> float | None:
+        """The line's y at this x; None while the slope is unknown."""
+        slope = self.slope
+        return None if slope is None else (self._y + slope * (self._n * x - self._x)) / self._n

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import trio
 
-from app.asker.reply_service import ReplyService
+from app.asker.reply_service import DraftSource, ReplyService
 from app.core.errors import AppError, HomeError, UnknownSwarm, first_error, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
@@ -48,6 +48,7 @@ from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.weights.disk_space import DiskRoom
+from app.weights.draft_models import find_draft
 from app.weights.extents import WeightsError
 from app.weights.manifest_store import model_name
 from app.weights.model_weights import ENDS, ModelWeights
@@ -307,6 +308,9 @@ class ActiveSwarm:
                 partial(fetching_text, self.weights, ENDS),
                 self._serve_self,
                 preferences=self._privacy,
+                drafts=DraftSource(
+                    lambda: context.config().settings.draft, partial(find_draft, context.manifests.cache)
+                ),
                 book=context.trust,
                 count=context.count_reply,
                 keep_sessions=lambda: context.config().settings.keep_sessions,

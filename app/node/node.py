@@ -271,6 +271,7 @@ class Node:
             hardware=work.hardware,
             devices=work.devices,
             reuse=work.reuse,
+            guesses=work.guesses,
             listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),

@@ -16,7 +16,17 @@ from app.core.network import Network
 from app.node.active_swarm import ActiveSwarm
 from app.node.rates import Counters, RateMeter, RateReading
 from app.serving.stats import ServerStats
-from app.snapshot.views import DeviceView, FlowView, HopView, ReuseView, RouteView, SessionView, StepView, WeightsView
+from app.snapshot.views import (
+    DeviceView,
+    FlowView,
+    GuessView,
+    HopView,
+    ReuseView,
+    RouteView,
+    SessionView,
+    StepView,
+    WeightsView,
+)
 
 SENSE_S = 10.0  # between two readings of the device's sensors
 
@@ -35,6 +45,7 @@ class WorkView:
     hardware: DeviceView | None = None
     devices: tuple[DeviceView, ...] = ()
     reuse: ReuseView = field(default_factory=ReuseView)
+    guesses: GuessView = field(default_factory=GuessView)
 
 
 class NodeViews:
@@ -76,6 +87,7 @@ class NodeViews:
             hardware=self._hardware(active_swarm),
             devices=_several(active_swarm),
             reuse=reuse_view(served, asked),
+            guesses=GuessView(asked.guessed_tokens, asked.accepted_tokens, asked.draft_model),
         )
 
     def _hardware(self, active_swarm: ActiveSwarm) -> DeviceView | None:
@@ -101,6 +113,8 @@ class NodeViews:
             start=session.route[0].start if session.route else None,
             stop=session.route[-1].stop if session.route else None,
             recoveries=session.recoveries,
+            guessed_tokens=session.guessed_tokens,
+            accepted_tokens=session.accepted_tokens,
         )
 
     def _serving(self, stats: ServerStats) -> Sequence[SessionView]:

@@ -6,11 +6,14 @@ The policy:
    sessions cannot starve the rest.
 2. Tokens that a reply waits for (urgent) go before tokens that fill a cache (bulk); bulk runs in chunks and gets every
    second step at least, so neither waits for more than one step of the other.
-3. A step of many rows costs little more than one of few, so a step waits a fraction of its own time for sessions that
+3. A token that comes with guesses has as many rows more. Sessions with few rows do not wait for those with many: the
+   step gives each session its share of the rows, and guesses make it at most `GUESSES_STRETCH` times as long as it
+   were without them (`_row_limit`). What is left goes into the next step.
+4. A step of many rows costs little more than one of few, so a step waits a fraction of its own time for sessions that
    are about to return (`_wait_for_returning_sessions`).
-4. Rarely, and only where their routes begin, few sessions wait up to a whole round for many, so that they stay in step
+5. Rarely, and only where their routes begin, few sessions wait up to a whole round for many, so that they stay in step
    from then on (`_occasional_long_wait`).
-5. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
+6. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
 
 A session that is alone never waits.
 """
@@ -18,17 +21,19 @@ A session that is alone never waits.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from app.core.smoothing import Ewma
+from app.core.smoothing import Ewma, LinearTrend
 
-URGENT_ROWS = 8  # more tokens than this in one frame are bulk
+URGENT_ROWS = 16  # more tokens than this in one frame are bulk
+GUESSES_STRETCH = 1.5  # a step of several sessions takes at most so many times as long with guesses as without
 LONG_WAIT_EVERY = (4, 32)  # tokens between two long waits of a session: at first, and at most after doubling
 MAX_LONG_WAIT_S = 0.5
 BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
 ROUNDS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
 _SMOOTHING = 0.25
+_TREND_MEMORY = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,7 @@ class QueuedTokens:
     urgent: bool
     arrived_at: float
     first: bool = False  # this hop is the first of the session's route
+    revision: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class BatchQueue:
         self._served: dict[str, int] = {}  # peer -> number of the step that last served it
         self._steps = 0
         self._step_s = Ewma(_SMOOTHING)  # an urgent step
+        self._step_trend = LinearTrend(_TREND_MEMORY)  # its seconds by its rows
         self._returning: dict[bytes, _ReturningSession] = {}
         self._round_s: dict[bytes, Ewma] = {}  # from a session's output to its next token
         self._long_waits: dict[bytes, tuple[int, int]] = {}  # position of the last long wait; tokens until the next
@@ -107,10 +114,14 @@ class BatchQueue:
                 later_s = 0.0 if other.peer == work.peer or not others else others.value - usual_s
                 other.due_at = work.arrived_at + max(later_s, 0.0)
 
-    def drop(self, session: bytes) -> None:
-        """Forget a session and everything that waits of it."""
+    def drop_rows(self, session: bytes) -> None:
+        """Forget everything that waits of a session."""
         for work in self._queues.pop(session, ()):
             self.rows -= work.rows
+
+    def drop(self, session: bytes) -> None:
+        """Forget a session and everything that waits of it."""
+        self.drop_rows(session)
         self._returning.pop(session, None)
         self._round_s.pop(session, None)
         self._long_waits.pop(session, None)
@@ -120,7 +131,10 @@ class BatchQueue:
         urgent = [work for work in works if work.urgent]
         if urgent:
             self._step_s.add(seconds)
+            self._step_trend.add(sum(work.rows for work in urgent), seconds)
         for work in urgent:
+            if work.session in self._queues:
+                continue  # the rest of its rows is here
             average = self._round_s.get(work.session)
             due_at = now + average.value if average else float("inf")
             self._returning[work.session] = _ReturningSession(work.peer, now, due_at, work.first)
@@ -136,9 +150,17 @@ class BatchQueue:
             if wait_until is not None:
                 return wait_until
             self._bulk_next = some_bulk
-            return self._pick(urgent, self._limits.urgent_rows)
+            return self._pick(urgent, min(self._limits.urgent_rows, self._row_limit(urgent)), in_shares=True)
         self._bulk_next = False
         return self._pick([q[0] for q in self._queues.values() if not q[0].urgent], self._limits.chunk_rows)
+
+    def _row_limit(self, urgent: list[QueuedTokens]) -> int:
+        """Rows of a step such that guesses of some sessions do not make it much longer for the others."""
+        sessions, rows = len(urgent), sum(work.rows for work in urgent)
+        row_s, plain_s = self._step_trend.slope, self._step_trend.at(sessions)
+        if sessions < 2 or row_s is None or plain_s is None or row_s <= 0 or plain_s <= 0:
+            return rows
+        return sessions + max(1, int((GUESSES_STRETCH - 1) * plain_s / row_s))
 
     def _wait_until(self, urgent: list[QueuedTokens], now: float) -> float | None:
         """Return the time until which a step waits for further sessions; None: start it now."""
@@ -201,19 +223,23 @@ class BatchQueue:
         arrivals = [work.arrived_at for work in urgent]
         return min(max(arrivals) + min(BURST_GAP_S, step_s / 8), min(arrivals) + step_s / 2)
 
-    def _pick(self, heads: list[QueuedTokens], max_rows: int) -> list[QueuedTokens]:
-        """Take tokens of each session, those of peers that waited longest first, up to `max_rows` in all."""
+    def _pick(self, heads: list[QueuedTokens], max_rows: int, *, in_shares: bool = False) -> list[QueuedTokens]:
+        """Take tokens of each session, those of peers that waited longest first, up to `max_rows` in all.
+
+        With `in_shares` no session takes rows that another one with fewer could have.
+        """
         by_peer: dict[str, deque[QueuedTokens]] = {}
         for work in heads:
             by_peer.setdefault(work.peer, deque()).append(work)
         picked: list[QueuedTokens] = []
         room = max_rows
+        share = fair_share([work.rows for work in heads], max_rows) if in_shares else max_rows
         peers = deque(sorted(by_peer, key=lambda peer: self._served.get(peer, -1)))
         self._steps += 1
         while peers and room > 0:
             peer = peers.popleft()
             work = by_peer[peer].popleft()
-            picked.append(self._take_rows(work, room))
+            picked.append(self._take_rows(work, min(room, share)))
             room -= picked[-1].rows
             self._served[peer] = self._steps
             if by_peer[peer]:
@@ -234,3 +260,11 @@ class BatchQueue:
         if not queue:
             del self._queues[work.session]
         return work
+
+
+def fair_share(rows: Sequence[int], room: int) -> int:
+    """Return the most rows that one session may take so that all of them fit into `room`; 1 at least."""
+    share = max(rows, default=1)
+    while share > 1 and sum(min(count, share) for count in rows) > room:
+        share -= 1
+    return share

@@ -49,6 +49,7 @@ from app.session.wire import (
     DTYPE_NAMES,
     DTYPES,
     HEADER_BYTES,
+    KNOWS_REVISIONS,
     PROTOCOL,
     EpochOrder,
     Frame,
@@ -77,6 +78,7 @@ class HopFrame(NamedTuple):
     parts: tuple[bytes, ...]  # header, body
     priority: Priority
     epoch: int
+    revision: int
     position: int
 
 
@@ -159,18 +161,26 @@ class HopSender:
     def _data_frame(self, session: HopSession, kind: Kind, position: int, data: bytes, priority: Priority) -> HopFrame:
         rows, dtype = len(data) // session.row_bytes, DTYPES[session.dtype]
         head = header(
-            kind, session.id, session.epoch, position, dtype=dtype, rows=rows, width=self.width, length=len(data)
+            kind,
+            session.id,
+            session.epoch,
+            position,
+            dtype=dtype,
+            rows=rows,
+            width=self.width,
+            length=len(data),
+            revision=session.revision,
         )
         session.counters.bytes_out += len(head) + len(data)
-        return HopFrame(session.key, (head, data), priority, session.epoch, position)
+        return HopFrame(session.key, (head, data), priority, session.epoch, session.revision, position)
 
     def _drop_waiting(self, session: HopSession) -> None:
         self._answers[session.key].drop(_of_session(session))
         self._outboxes.drop(session.turn.successor, _of_session(session))
 
     async def _relay(self, session: HopSession, frame: HopFrame) -> None:
-        """Send a successor's frame through the asker, unless the session is in another epoch by now."""
-        if frame.epoch == session.epoch:
+        """Send a successor's frame through the asker, unless the session is in another epoch or revision by now."""
+        if (frame.epoch, frame.revision) == (session.epoch, session.revision):
             relayed = self._data_frame(session, Kind.RELAY, frame.position, frame.parts[1], frame.priority)
             await self._answers[session.key].push(relayed)
 
@@ -482,7 +492,7 @@ class BlockServer:
         """
         session = self._by_id.get(frame.session)
         if session is not None and self._runner is not None and frame.width == self._runner.hidden_size:
-            action = session.judge(peer, frame.epoch, frame.position, frame.rows)
+            action = session.judge(peer, frame.epoch, frame.position, frame.rows, frame.revision)
             if action is not FrameAction.DROP:
                 await self._act_on(action, session, frame)
                 return
@@ -491,7 +501,9 @@ class BlockServer:
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()
         session.counters.bytes_in += HEADER_BYTES + len(frame.body)
-        if action is FrameAction.COMPUTE:
+        if action is FrameAction.CUT:
+            self._cut(session, frame)
+        if action in (FrameAction.COMPUTE, FrameAction.CUT):
             session.accepted(frame.rows)
             if not session.turn.successor:
                 session.forget_before(frame.position)  # the asker sends the next token, so it has all earlier outputs
@@ -499,6 +511,7 @@ class BlockServer:
                 session=session.key,
                 peer=session.asker,
                 epoch=session.epoch,
+                revision=session.revision,
                 position=frame.position,
                 rows=frame.rows,
                 data=frame.body,
@@ -515,6 +528,22 @@ class BlockServer:
             await self._sender.report_error(
                 session, "gap", f"tokens at {frame.position} do not follow {session.received}"
             )
+
+    def _cut(self, session: HopSession, frame: Frame) -> None:
+        """Drop a session's tokens from the frame's position on; the cache follows before the next step."""
+        self._queue.drop_rows(session.key)
+        session.begin_revision(frame.revision, frame.position)
+        self._do_between_steps(partial(self._truncate, session))
+
+    async def _truncate(self, session: HopSession) -> None:
+        """Cut a session's cache to its length; a step that was under way may have added rows to it."""
+        if self._sessions.get(session.key) is not session or self._runner is None:
+            return
+        try:
+            self._runner.truncate(session.key, session.length)
+        except EngineError as error:
+            await self._sender.report_error(session, "closed", str(error))
+            self._end(session, session.epoch)
 
     async def _on_control(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         """Carry out what an asker orders for its own session."""
@@ -536,7 +565,9 @@ class BlockServer:
         if frame.kind == Kind.PROBE:
             session.heard_at = trio.current_time()
             queued = min(self._queue.rows, 2**31)
-            state = plain(Kind.STATE, session.id, session.epoch, session.length, session.received, queued)
+            state = plain(
+                Kind.STATE, session.id, session.epoch, session.length, session.received, queued, session.revision
+            )
             await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
             await answers.push(control_frame(encode_pace(session.id, session.epoch, session.counters.pace)))
@@ -563,7 +594,7 @@ class BlockServer:
         session = opened
         self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
-        ready = plain(Kind.READY, session.id, session.epoch, session.length, rows=session.kept_from)
+        ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept_from, KNOWS_REVISIONS)
         await answers.push(control_frame(ready))
         if self.draining:  # an asker that began this epoch at that moment has missed it
             await self._sender.report_error(session, "draining", _LEAVES)
@@ -795,6 +826,8 @@ class BlockServer:
     async def _deliver(self, item: QueuedTokens, output: StepOutput) -> None:
         """Keep a session's outputs, and send those that its successor needs."""
         session = self._sessions[item.session]
+        if item.revision != session.revision:
+            return  # it was cut during the step, and so will be its cache
         session.computed(item.rows, output.data, output.dtype)
         first, stop = session.send_from, item.position + item.rows
         if first is None or first >= stop:

@@ -2,7 +2,7 @@
 
 Invariants, by which duplicates, late frames and frames of dead routes do no harm:
 - only the asker raises the epoch, and nothing of another epoch is accepted;
-- `received` grows without gaps, and shrinks only by an explicit cut in a new epoch;
+- `received` grows without gaps, and shrinks only by an explicit cut, in a new epoch or with rows of a new revision;
 - outputs kept for [kept_from, length) are exactly what this hop computed for the tokens its cache holds.
 
 A session that rests (`rest`) accepts nothing: its cache waits for a new session that begins with the same tokens, and
@@ -28,6 +28,7 @@ class FrameAction(Enum):
     """Verdict on a frame of hidden states."""
 
     COMPUTE = "compute"
+    CUT = "cut"  # drop everything from its position on, then compute it
     REPEAT = "repeat"  # answer from the kept outputs
     DROP = "drop"
     GAP = "gap"  # refuse it and tell the asker
@@ -69,12 +70,13 @@ class HopSession:
 
     __slots__ = (
         "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "key", "length", "received",
-        "rests_until", "row_bytes", "send_from", "turn",
+        "rests_until", "revision", "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
         self.id, self.asker, self.epoch, self.turn = id, asker, epoch, turn
         self.key = session_key(asker, id)
+        self.revision = 0  # of the tokens within the epoch
         self.received = 0  # tokens accepted; those from `length` on wait for the device
         self.length = 0  # tokens in the cache
         self.send_from = turn.send_from  # the successor needs outputs from here on; None: not told yet
@@ -116,24 +118,41 @@ class HopSession:
     def begin_epoch(self, epoch: int, cut_to: int, turn: EpochOrder) -> None:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
         assert epoch > self.epoch, "an epoch begins once"
-        self.epoch, self.turn = epoch, turn
+        self.epoch, self.revision, self.turn = epoch, 0, turn
         if cut_to != KEEP and cut_to < self.length:
-            self.length = cut_to
-            if cut_to < self.kept_from:
-                self.kept_from = cut_to
-                self.kept.clear()
-            else:
-                del self.kept[(cut_to - self.kept_from) * self.row_bytes :]
+            self._drop_from(cut_to)
         self.received = self.length
         self.send_from = turn.send_from
 
-    def judge(self, sender: str, epoch: int, position: int, rows: int) -> FrameAction:
+    def begin_revision(self, revision: int, cut_to: int) -> None:
+        """Drop the tokens from `cut_to` on, as rows of a new revision order; what waits for the device is forgotten."""
+        assert revision > self.revision, "a revision begins once"
+        assert cut_to <= self.length, "only tokens that were computed are cut"
+        self.revision = revision
+        self._drop_from(cut_to)
+        self.received = cut_to
+        if self.send_from is not None:
+            self.send_from = min(self.send_from, cut_to)
+
+    def _drop_from(self, position: int) -> None:
+        self.length = position
+        if position < self.kept_from:
+            self.kept_from = position
+            self.kept.clear()
+        else:
+            del self.kept[(position - self.kept_from) * self.row_bytes :]
+
+    def judge(self, sender: str, epoch: int, position: int, rows: int, revision: int = 0) -> FrameAction:
         """What to do with hidden states for [position, position + rows) that `sender` sent."""
         if epoch != self.epoch or sender not in (self.turn.predecessor or self.asker, self.asker):
             return FrameAction.DROP
         if self.rests_until is not None:
             return FrameAction.DROP
         stop = position + rows
+        if revision < self.revision:
+            return FrameAction.DROP
+        if revision > self.revision:
+            return FrameAction.CUT if position <= self.length and stop <= self.turn.tokens else FrameAction.GAP
         if position == self.received:
             return FrameAction.COMPUTE if stop <= self.turn.tokens else FrameAction.GAP
         if stop <= self.length:

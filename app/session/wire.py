@@ -6,7 +6,7 @@
     20      4     position  token position, or as the kind says
     24      1     kind
     25      1     dtype     of the numbers in the body (0: no numbers)
-    26      2     flags     sent as 0, ignored
+    26      2     revision  of the tokens in this epoch: raised with each cut, below; 0 in all but DATA, RELAY and STATE
     28      4     rows      tokens in the body, or as the kind says
     32      4     width     numbers in a row
     36      4     length    bytes that follow
@@ -15,7 +15,8 @@ All integers are little-endian. The asker (A) opens one stream to each hop (H) a
 one stream to each successor and sends `DATA` on it; the last hop answers on the asker's stream.
 
     TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: truncate the cache to it (KEEP: do not)
-    READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on
+    READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on,
+                  width: 1 if the hop knows revisions, 0 if not
     GO       A>H  position: the successor needs outputs from here on; kept ones are sent at once
     DATA     any  hidden states of `rows` tokens, the first at position
     RELAY    H>A  the same, for the asker to pass on to the hop's successor, which the hop cannot reach
@@ -27,6 +28,10 @@ one stream to each successor and sends `DATA` on it; the last hop answers on the
     PACE     A>H  ask for PACE
     PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it,
                   width: microseconds that the hop takes to send its output on (0: not said)
+
+A cut needs no order of its own. DATA of a newer revision of the same epoch replaces everything from its position on:
+the hop truncates its cache there, computes the rows, and sends its outputs with the same revision, so that the cut
+travels with the rows. Every epoch begins with revision 0. Revisions are only for routes whose hops all know them.
 
 Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive late
 or from a peer that is not named in the epoch's TURN; what the asker sends twice is answered from kept outputs.
@@ -55,6 +60,8 @@ MAX_ROWS = 4096  # in one frame
 MAX_WIDTH = 2**16
 MAX_JSON_BYTES = 1024
 MAX_DATA_BYTES = 48 * 2**20
+MAX_REVISION = 2**16 - 1
+KNOWS_REVISIONS = 1  # in READY
 
 # Reason codes with which a hop refuses a session (`app.serving.admission`).
 REFUSALS = frozenset(
@@ -100,6 +107,7 @@ class Frame(NamedTuple):
     rows: int
     width: int
     body: memoryview
+    revision: int = 0
 
 
 @dataclass(frozen=True)
@@ -171,15 +179,26 @@ def is_finite(frame: Frame) -> bool:
 
 
 def header(
-    kind: int, session: bytes, epoch: int, position: int, *, dtype: int = 0, rows: int = 0, width: int = 0, length: int
+    kind: int,
+    session: bytes,
+    epoch: int,
+    position: int,
+    *,
+    dtype: int = 0,
+    rows: int = 0,
+    width: int = 0,
+    length: int,
+    revision: int = 0,
 ) -> bytes:
     """Encode the header of a frame whose body has `length` bytes."""
-    return _HEADER.pack(session, epoch, position, kind, dtype, 0, rows, width, length)
+    return _HEADER.pack(session, epoch, position, kind, dtype, revision, rows, width, length)
 
 
-def plain(kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 0, width: int = 0) -> bytes:
+def plain(
+    kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 0, width: int = 0, revision: int = 0
+) -> bytes:
     """Encode a frame without a body."""
-    return _HEADER.pack(session, epoch, position, kind, 0, 0, rows, width, 0)
+    return _HEADER.pack(session, epoch, position, kind, 0, revision, rows, width, 0)
 
 
 def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:
@@ -226,14 +245,15 @@ def decode(message: bytes) -> Frame:
     """Decode and check one message; raises `RecordError` if it is not a valid frame."""
     if len(message) < HEADER_BYTES:
         raise RecordError(f"session frame: {len(message)} bytes are less than a header")
-    session, epoch, position, kind, dtype, _flags, rows, width, length = _HEADER.unpack_from(message)
+    session, epoch, position, kind, dtype, revision, rows, width, length = _HEADER.unpack_from(message)
     if length != len(message) - HEADER_BYTES:
         raise RecordError(f"session frame: its header says {length} bytes follow, but {len(message) - HEADER_BYTES} do")
     if kind in _WITH_DATA:
         _check_data(position, dtype, rows, width, length)
     elif kind not in _KINDS or length > (MAX_JSON_BYTES if kind in _WITH_JSON else 0):
         raise RecordError(f"session frame: kind {kind} with {length} bytes is not understood; update Shoal")
-    return Frame(session, epoch, position, kind, dtype, rows, width, memoryview(message)[HEADER_BYTES:])
+    body = memoryview(message)[HEADER_BYTES:]
+    return Frame(session, epoch, position, kind, dtype, rows, width, body, revision)
 
 
 def _check_data(position: int, dtype: int, rows: int, width: int, length: int) -> None:

@@ -46,6 +46,7 @@ def status_facts(snapshot: Snapshot) -> dict[str, Any]:
         **reasons,
         "devices": devices,
         "reuse": to_json(snapshot.reuse),
+        "guesses": to_json(snapshot.guesses),
         "today": to_json(snapshot.today),
         "ever": to_json(snapshot.ever),
     }

@@ -100,6 +100,8 @@ class SessionView:
     recoveries: int = 0
     prompt_done: int | None = None  # prompt tokens that have passed all blocks, before the first new token
     prompt_tokens: int | None = None  # of `tokens`; None: not known, as for the sessions of others
+    guessed_tokens: int = 0  # sent along with others, of those asked here
+    accepted_tokens: int = 0  # guesses that were right
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,15 @@ class ReuseView:
     resting_sessions: int = 0  # of any asker, whose cache rests here now
     resting_tokens: int = 0
     reused_tokens: int = 0  # cached here, that new sessions began with
+
+
+@dataclass(frozen=True)
+class GuessView:
+    """Guessed tokens of this node's replies since it joined the swarm, and the model that guesses."""
+
+    guessed_tokens: int = 0  # sent through the hops along with others
+    accepted_tokens: int = 0  # guesses that were right: each saved a trip through all hops
+    draft_model: str = ""  # empty: none, guesses come from the conversation alone
 
 
 @dataclass(frozen=True)
@@ -328,6 +339,7 @@ class Snapshot:
     route: RouteView | None = None
     flow: FlowView = FlowView()
     reuse: ReuseView = ReuseView()
+    guesses: GuessView = GuessView()
     today: GivenView = GivenView()
     ever: GivenView = GivenView()
     courtesy: CourtesyView = CourtesyView()

@@ -50,12 +50,28 @@ class ReplyWriter:
 
     def choose(self, logits: Tensor) -> str:
         """Sample the next token from logits (vocab,) of the last position; return the text that can be shown now."""
-        return self.accept(int(sample_rows(logits[None], [self.request])))
+        return self.accept(int(sample_rows(logits[None], self.requests())))
 
-    @property
-    def request(self) -> SampleRequest:
-        """The request to sample the next token."""
-        return SampleRequest(self._history, self._settings.sampling, len(self._history))
+    def requests(self, guesses: Sequence[int] = ()) -> list[SampleRequest]:
+        """The requests to sample the next token, and the one after each guess as if all guesses up to it were right."""
+        history, sampling = self._history, self._settings.sampling
+        places = range(len(history), len(history) + len(guesses) + 1)
+        if sampling.repetition_penalty == 1.0 or not guesses:  # nothing but the penalty looks at the history
+            return [SampleRequest(history, sampling, place) for place in places]
+        return [SampleRequest([*history, *guesses[: place - places.start]], sampling, place) for place in places]
+
+    def accept_run(self, sampled: Sequence[int], guesses: Sequence[int]) -> list[str]:
+        """Append sampled tokens, the first and those after guesses that were right; return the text of each.
+
+        `sampled` has one token more than there are guesses. A token that was sampled after a wrong guess belongs to
+        another text, so the first wrong guess is the last place that counts; so is the end of the reply.
+        """
+        texts = []
+        for place, token in enumerate(sampled):
+            texts.append(self.accept(token))
+            if self.finish_reason is not None or place == len(guesses) or guesses[place] != token:
+                break
+        return texts
 
     def accept(self, token: int) -> str:
         """Append a sampled token; return the text that can be shown now."""

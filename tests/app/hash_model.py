@@ -146,12 +146,18 @@ class HashEnds:
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> HashReply:
         return HashReply(int(settings))
 
-    def choose(self, choices: Sequence[TokenChoice]) -> list[Token]:
-        tokens = []
-        for choice in choices:
-            token = token_of(bytes(choice.hidden[-ROW_BYTES:]))
+    def choose(self, choices: Sequence[TokenChoice]) -> list[list[Token]]:
+        return [self._choose(choice) for choice in choices]
+
+    def _choose(self, choice: TokenChoice) -> list[Token]:
+        tokens: list[Token] = []
+        for place in range(len(choice.guesses) + 1):
+            first = len(choice.hidden) - (len(choice.guesses) + 1 - place) * ROW_BYTES
+            token = token_of(bytes(choice.hidden[first : first + ROW_BYTES]))
             choice.reply.left -= 1
             tokens.append(Token(token, f"{token} ", None if choice.reply.left else "length", self.embed([token])))
+            if not choice.reply.left or place == len(choice.guesses) or choice.guesses[place] != token:
+                break
         return tokens
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:

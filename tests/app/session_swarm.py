@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from app.asker.asker import Asker, AskerOptions
+from app.asker.guessing import Guesser
 from app.asker.reply import ReplyStats
 from app.asker.route_session import SessionSettings
 from app.core.compute import BlockRunner, ReplyEnds
@@ -53,9 +54,17 @@ class SessionSwarm:
         settings: SessionSettings | None = None,
         keep: int = 0,
         nursery: trio.Nursery | None = None,
+        guesser: Any = Guesser,
+        draft: Any = lambda: None,
     ) -> Asker:
         """A node that hosts nothing."""
-        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), keep_sessions=lambda: keep)
+        outlook = AskerOptions(
+            settings or SessionSettings(),
+            rng=random.Random(1),
+            keep_sessions=lambda: keep,
+            guesser=guesser,
+            draft=draft,
+        )
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
         await (nursery or self.nursery).start(asker.run)

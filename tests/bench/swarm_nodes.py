@@ -38,14 +38,14 @@ class BenchSwarm:
 
     def __init__(self, asker: Serving, nodes: Sequence[Serving], proxies: Sequence[DelayProxy]) -> None:
         self.proxies = proxies
-        self._client = client_of(asker.place.home)
+        self.client = client_of(asker.place.home)
         self._nodes: list[Client] = [client_of(node.place.home) for node in nodes]
 
     def reply(self, text: str, tokens: int, told: Told | None = None) -> Told:
         """A whole greedy reply."""
         told = told or Told()
         request = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "temperature": 0.0}
-        for piece in self._client.chat(request):
+        for piece in self.client.chat(request):
             if "done" in piece:
                 told.done = piece["done"]
             elif "text" in piece:

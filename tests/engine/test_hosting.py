@@ -124,8 +124,8 @@ def greedy(source: ModelSource, span: HostedSpan, prompts: list[list[int]], toke
     found: list[list[int]] = [[] for _ in prompts]
     for step in range(tokens):
         choices = [TokenChoice(w, memoryview(out.data), out.dtype) for w, out in zip(writers, outs, strict=True)]
-        for own, piece in zip(found, ends.choose(choices), strict=True):
-            own.append(piece.token_id)
+        for own, pieces in zip(found, ends.choose(choices), strict=True):
+            own += [piece.token_id for piece in pieces]
         if step < tokens - 1:
             joined = zip(sessions, prompts, found, strict=True)
             outs = runner.step([work(session, len(ids) + step, own[-1:]) for session, ids, own in joined])

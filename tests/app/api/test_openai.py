@@ -55,11 +55,13 @@ async def test_a_reply_at_once_and_in_pieces() -> None:
                 "finish_reason": "stop",
             }
         ]
+        details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
         assert whole["usage"] == {
             "prompt_tokens": 3,
             "completion_tokens": 2,
             "total_tokens": 5,
             "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": details,
         }
         told = events(await post(client, "/v1/chat/completions", {**CHAT, "stream": True}))
         assert told[-1] == "[DONE]"

@@ -147,7 +147,7 @@ class Truth:
             work = StepWork(session, 0, 8, position, len(new), memoryview(self._ends.embed(new)), "f32", "")
             output = self._runner.step([work])[0]
             position += len(new)
-            new = [self._ends.choose([TokenChoice(text, memoryview(output.data), output.dtype)])[0].token_id]
+            new = [self._ends.choose([TokenChoice(text, memoryview(output.data), output.dtype)])[0][0].token_id]
             tokens += new
         self._runner.close(session)
         return tokens

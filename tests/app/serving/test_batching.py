@@ -252,3 +252,75 @@ def test_everything_is_taken_once_and_in_order(puts: list[tuple[str, str, int, b
 def test_admission(load: HopLoad, tokens: int, expected: str | None) -> None:
     why = why_busy(load, tokens, AdmissionLimits())
     assert (why is None) if expected is None else (why is not None and expected in why.text)
+
+
+def test_sessions_with_few_rows_do_not_wait_for_one_with_many() -> None:
+    queue = BatchQueue(LIMITS)
+    queue.put(waiting("guesses", 8, peer="q", urgent=True))
+    for name in "abcd":
+        queue.put(waiting(name))
+    assert sorted(take(queue)) == [("a", 0, 1), ("b", 0, 1), ("c", 0, 1), ("d", 0, 1), ("guesses", 0, 4)]
+    assert take(queue) == [("guesses", 4, 4)]
+    assert queue.take(0.0) is None
+
+
+def learn_steps(queue: BatchQueue, row_s: float) -> None:
+    """Let a queue see that a step takes 10 ms and `row_s` for each further row."""
+    for rows in (1, 8, 1, 4, 1, 8):
+        queue.done([waiting("x", rows, urgent=True)], 0.01 + (rows - 1) * row_s, 0.0)
+    queue.drop(b"x")
+
+
+@pytest.mark.parametrize(
+    ("row_s", "taken"),
+    [
+        (0.0, 16),  # rows that cost nothing: all go along
+        (0.001, 7),  # 12 ms with one row each, so 6 ms more: six guesses
+        (0.02, 2),  # one guess at least, so that guesses move on
+    ],
+)
+def test_guesses_stretch_a_step_that_others_share_only_so_far(row_s: float, taken: int) -> None:
+    queue = BatchQueue(BatchLimits())
+    learn_steps(queue, row_s)
+    queue.put(waiting("guesses", 16, peer="q", urgent=True))
+    queue.put(waiting("a"))
+    queue.put(waiting("b"))
+    work = queue.take(0.0)
+    assert isinstance(work, list)
+    assert {item.session.decode(): item.rows for item in work} == {"guesses": taken, "a": 1, "b": 1}
+
+
+def test_guesses_of_a_session_that_is_alone_all_go_at_once() -> None:
+    queue = BatchQueue(BatchLimits())
+    learn_steps(queue, 0.02)
+    queue.put(waiting("guesses", 16, urgent=True))
+    assert take(queue) == [("guesses", 0, 16)]
+
+
+def test_a_session_whose_rows_are_half_done_is_not_waited_for() -> None:
+    queue = BatchQueue(LIMITS)
+    for _ in range(2):
+        queue.put(waiting("guesses", 12, urgent=True))
+        done = queue.take(0.0)
+        assert isinstance(done, list)
+        queue.done(done, 0.01, 0.0)
+        assert take(queue, 0.0) == [("guesses", 8, 4)]
+
+
+@given(st.lists(st.tuples(st.sampled_from("pqr"), st.integers(1, 16)), min_size=1, max_size=30))
+def test_urgent_rows_are_shared_out_evenly_and_none_is_lost(heads: list[tuple[str, int]]) -> None:
+    limits = BatchLimits(urgent_rows=24)
+    queue = BatchQueue(limits)
+    for number, (peer, rows) in enumerate(heads):
+        queue.put(waiting(f"s{number}", rows, peer=peer, urgent=True))
+    left = {f"s{number}": rows for number, (_, rows) in enumerate(heads)}
+    while queue.rows:
+        before = {session: rows for session, rows in left.items() if rows}
+        taken = {session: rows for session, _, rows in take(queue)}
+        assert sum(taken.values()) <= limits.urgent_rows
+        assert len(taken) == min(len(before), limits.urgent_rows)
+        most = max(taken.values())
+        for session, rows in taken.items():
+            left[session] -= rows
+            assert rows in (most, before[session])  # only a session that needs no more gets less
+    assert not any(left.values())
