@@ -26,7 +26,7 @@ from app.core.errors import RecordError
 from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
-from app.serving.admission import AdmissionLimits, why_not
+from app.serving.admission import AdmissionLimits, frame_cost, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.hop_session import SMOOTHING, FrameAction, HopSession, SessionCounters, first_to_evict, session_key
 from app.serving.stats import ServerStats, SessionStats
@@ -50,6 +50,7 @@ from app.session.wire import (
 )
 from engine.errors import EngineError, NotFinite
 from p2p.errors import P2PError
+from p2p.rate_limit import PeerRateLimit
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -312,6 +313,8 @@ class BlockServer:
         self._emptied = Signal()
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
+        limits = self._settings.admission
+        self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
         network.accept(PROTOCOL, self.attend)
 
@@ -409,11 +412,15 @@ class BlockServer:
         try:
             while True:
                 frame = decode(await stream.receive())
-                attended.heard_at = trio.current_time()
+                attended.heard_at = now = trio.current_time()
+                action = None
                 if frame.kind == Kind.DATA:
-                    await self._on_data(frame, stream.peer)
+                    action = await self._on_data(frame, stream.peer)
                 else:
                     await self._on_control(frame, stream.peer, answers)
+                delay_s = self._frame_limit.delay_s(stream.peer, now, frame_cost(frame.kind, action))
+                if delay_s:  # nothing is lost: what the peer sends meanwhile waits in the stream's window
+                    await trio.sleep(delay_s)
         except RecordError as error:
             log.warning("%s sent a malformed frame, its stream is closed: %s", stream.peer, error)
             await stream.reset()
@@ -423,7 +430,7 @@ class BlockServer:
             answers.broken = True
             self._do_between_steps(partial(self._end_sessions_of, answers))
 
-    async def _on_data(self, frame: Frame, peer: str) -> None:
+    async def _on_data(self, frame: Frame, peer: str) -> FrameAction:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
 
         Only the predecessor and the asker of a session may send for it.
@@ -433,8 +440,9 @@ class BlockServer:
             action = session.judge(peer, frame.epoch, frame.position, frame.rows)
             if action is not FrameAction.DROP:
                 await self._act_on(action, session, frame)
-                return
+                return action
         self._counters.dropped_frames += 1
+        return FrameAction.DROP
 
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()
