@@ -89,6 +89,15 @@ class KeyedRateLimit(Generic[K]):
 
     def take(self, key: K, now: float) -> bool:
         """Use up one token of `key`; False if it has none."""
+        return self._bucket(key, now).take(now)
+
+    def delay_s(self, key: K, now: float, amount: float = 1.0) -> float:
+        """Use up `amount` tokens of `key`, on credit if need be; returns the seconds after which they are paid for."""
+        bucket = self._bucket(key, now)
+        bucket.spend(now, amount)
+        return bucket.wait_s(now, 0.0)
+
+    def _bucket(self, key: K, now: float) -> TokenBucket:
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = TokenBucket(self._per_s, self._burst, now)
@@ -96,7 +105,7 @@ class KeyedRateLimit(Generic[K]):
                 self._buckets.popitem(last=False)
         else:
             self._buckets.move_to_end(key)
-        return bucket.take(now)
+        return bucket
 
 
 PeerRateLimit = KeyedRateLimit[str]  # by peer id

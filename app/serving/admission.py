@@ -1,4 +1,7 @@
-"""Admission of sessions at a hop: hosted blocks, free cache and places, and the share kept for other askers. Pure."""
+"""Admission of sessions at a hop: hosted blocks, free cache and places, and the share kept for other askers. Pure.
+
+Also the cost of session frames: a peer whose frames cost more than it earns is read more slowly (`AdmissionLimits`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.core.compute import BlockRunner
-from app.serving.hop_session import HopSession
-from app.session.wire import EpochOrder, HopError
+from app.serving.hop_session import FrameAction, HopSession
+from app.session.wire import EpochOrder, HopError, Kind
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,23 @@ class AdmissionLimits:
     sessions: int = 256
     peer_sessions: int = 64
     reserve: float = 0.25  # of the cache and of the places, kept for askers below their fair share
+    # What the frames of one peer may cost (`frame_cost`). If all 64 sessions of an asker lose a hop at once, their
+    # recoveries cost a few hundred.
+    frames_burst: float = 4000.0
+    frames_per_s: float = 1000.0
+
+
+_ORDER_COST = 4.0  # begins an epoch, or has outputs sent again
+
+
+def frame_cost(kind: int, action: FrameAction | None) -> float:
+    """The cost of a session frame to this hop, in control frames; `action` is the verdict on hidden states.
+
+    Hidden states that are computed cost nothing here: fairness among those is the batch queue's.
+    """
+    if kind == Kind.TURN or action in (FrameAction.REPEAT, FrameAction.GAP):
+        return _ORDER_COST
+    return 1.0 if kind != Kind.DATA or action is FrameAction.DROP else 0.0
 
 
 def why_busy(load: HopLoad, tokens: int, limits: AdmissionLimits) -> HopError | None:

@@ -32,7 +32,7 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
-from app.serving.admission import AdmissionLimits, why_not
+from app.serving.admission import AdmissionLimits, frame_cost, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.hop_session import (
     SMOOTHING,
@@ -66,6 +66,7 @@ from app.session.wire import (
 )
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite
 from p2p.errors import P2PError
+from p2p.rate_limit import PeerRateLimit
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -346,6 +347,8 @@ class BlockServer:
         self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
+        limits = self._settings.admission
+        self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
         network.accept(PROTOCOL, self.attend)
 
@@ -471,11 +474,15 @@ class BlockServer:
         try:
             while True:
                 frame = decode(await stream.receive())
-                attended.heard_at = trio.current_time()
+                attended.heard_at = now = trio.current_time()
+                action = None
                 if frame.kind == Kind.DATA:
-                    await self._on_data(frame, stream.peer)
+                    action = await self._on_data(frame, stream.peer)
                 else:
                     await self._on_control(frame, stream.peer, answers)
+                delay_s = self._frame_limit.delay_s(stream.peer, now, frame_cost(frame.kind, action))
+                if delay_s:  # nothing is lost: what the peer sends meanwhile waits in the stream's window
+                    await trio.sleep(delay_s)
         except RecordError as error:
             log.warning("%s sent a malformed frame, its stream is closed: %s", stream.peer, error)
             await stream.reset()
@@ -485,7 +492,7 @@ class BlockServer:
             answers.broken = True
             self._do_between_steps(partial(self._end_sessions_of, answers))
 
-    async def _on_data(self, frame: Frame, peer: str) -> None:
+    async def _on_data(self, frame: Frame, peer: str) -> FrameAction:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.
 
         Only the predecessor and the asker of a session may send for it.
@@ -495,8 +502,9 @@ class BlockServer:
             action = session.judge(peer, frame.epoch, frame.position, frame.rows, frame.revision)
             if action is not FrameAction.DROP:
                 await self._act_on(action, session, frame)
-                return
+                return action
         self._counters.dropped_frames += 1
+        return FrameAction.DROP
 
     async def _act_on(self, action: FrameAction, session: HopSession, frame: Frame) -> None:
         session.heard_at = now = trio.current_time()

@@ -15,7 +15,7 @@ import trio
 
 from app.core.network import FrameStream, Network, Priority
 from p2p.errors import P2PError, QueueFull
-from p2p.rate_limit import LogLimit
+from p2p.rate_limit import LogLimit, PeerRateLimit
 
 log = logging.getLogger("shoal.sessions")
 log.addFilter(LogLimit())  # peers can cause these lines
@@ -27,6 +27,9 @@ MAX_WAITING_BYTES = 128 * 2**20
 MAX_WAITING_FRAMES = 16_384
 MAX_DIALS = 32
 MAX_DIALS_PER_ASKER = 4
+# Beyond so many new successors of one asker, its outputs go through the asker: a dial may search the whole directory.
+DIALS_BURST = 16.0
+DIALS_PER_S = 0.5
 
 
 class Sendable(Protocol):
@@ -159,13 +162,16 @@ class PeerOutboxes(Generic[SendableT]):
         self._open: dict[str, PeerOutbox] = {}
         self._opening: dict[str, _Backlog[SendableT]] = {}
         self._dials: Counter[str] = Counter()  # under way, by asker
+        self._dial_limit = PeerRateLimit(DIALS_BURST, DIALS_PER_S)
         self._unreachable: dict[str, float] = {}  # peer -> until when
 
     def prepare(self, peer: str, asker: str) -> None:
         """Start to open the stream to a peer that will be needed, if it may be dialled now."""
         if peer in self._open or peer in self._opening or self._is_unreachable(peer):
             return
-        if len(self._opening) < MAX_DIALS and self._dials[asker] < MAX_DIALS_PER_ASKER:
+        if len(self._opening) >= MAX_DIALS or self._dials[asker] >= MAX_DIALS_PER_ASKER:
+            return
+        if self._dial_limit.take(asker, trio.current_time()):
             self._opening[peer] = _Backlog()
             self._dials[asker] += 1
             self._nursery.start_soon(self._connect, peer, asker)

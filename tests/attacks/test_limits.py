@@ -56,7 +56,13 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "waiting output of a session stream": (outbound.MAX_WAITING_BYTES / MIB, outbound.MAX_WAITING_FRAMES),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
-    "dials that askers make a hop try": (outbound.MAX_DIALS_PER_ASKER, outbound.MAX_DIALS),
+    "session frames of one peer that have nothing computed": (PLACES.frames_burst, PLACES.frames_per_s),
+    "dials that askers make a hop try": (
+        outbound.MAX_DIALS_PER_ASKER,
+        outbound.MAX_DIALS,
+        outbound.DIALS_BURST,
+        1 / outbound.DIALS_PER_S,
+    ),
     "idle session streams": (),
     "frames that achieve nothing": (
         yamux_table.IDLE_FRAMES,

@@ -97,3 +97,11 @@ def test_a_keyed_limit_is_bounded_and_drops_the_key_that_was_unused_for_longest(
         assert limit.take(key, 0.0) == (key not in recent)
         recent = [*(one for one in recent if one != key), key][-8:]
         assert len(limit) == len(recent)
+
+
+def test_a_keyed_limit_on_credit_tells_when_it_is_paid_for() -> None:
+    limit: KeyedRateLimit[str] = KeyedRateLimit(burst=4, per_s=2.0)
+    assert [limit.delay_s("a", 0.0) for _ in range(6)] == [0.0, 0.0, 0.0, 0.0, 0.5, 1.0]
+    assert limit.delay_s("b", 0.0, 6.0) == 1.0
+    assert limit.delay_s("a", 1.5, 0.0) == 0.0
+    assert limit.delay_s("a", 1.5, 2.0) == 0.5
