@@ -92,10 +92,6 @@ class GuardedNetwork:
             return self.book.refuses(certificate)
         return peer != self.authority.creator and peer in self.book.revoked_by(self.authority.creator)
 
-    def certificate_of(self, peer: str) -> Certificate | None:
-        """Return the certificate that a peer has shown, None if it has shown none."""
-        return self._certificates.get(peer)
-
     @property
     def own(self) -> Certificate | None:
         """This node's own certificate."""
