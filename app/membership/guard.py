@@ -92,10 +92,6 @@ class GuardedNetwork:
             return self.book.refuses(certificate)
         return peer != self.authority.creator and peer in self.book.revoked_by(self.authority.creator)
 
-    def certificate_of(self, peer: str) -> Certificate | None:
-        """Return the certificate that a peer has shown, None if it has shown none."""
-        return self._certificates.get(peer)
-
     @property
     def own(self) -> Certificate | None:
         """This node's own certificate."""
@@ -157,7 +153,7 @@ class GuardedNetwork:
         """Exchange certificates and revocation lists with a peer; raises `P2PError` if it does not take part."""
         body = wire.Tell(self._guard, self._statements()).encode()
         answer = await self._network.call(peer, wire.PRESENT, body, timeout_s=timeout_s)
-        self._receive(wire.unpack(answer, wire.MAX_BATCH_BYTES), peer)
+        self._receive(wire.unpack(answer, wire.MAX_BATCH_BYTES), peer, asked=True)
 
     async def _on_present(self, peer: str, body: bytes) -> bytes:
         if not self._presented.take(peer, trio.current_time()):
@@ -172,17 +168,21 @@ class GuardedNetwork:
             return wire.pack(wire.fitting(self.book.statements(), wire.MAX_BATCH_BYTES))
         raise RemoteError("no valid certificate was shown", code=wire.NOT_ADMITTED)
 
-    def _receive(self, statements: Sequence[bytes], peer: str) -> None:
-        """Keep the peer's certificate and the lists among the statements; invalid ones are dropped."""
-        for raw in statements[:_MAX_STATEMENTS]:
-            try:
+    def _receive(self, statements: Sequence[bytes], peer: str, *, asked: bool = False) -> None:
+        """Keep the peer's certificate, which comes first, and the lists that follow.
+
+        Unless this node `asked` for them, lists of peers without a certificate are not looked at: checking signatures
+        takes CPU time, which strangers must not waste. The first invalid statement ends it.
+        """
+        try:
+            for number, raw in enumerate(statements[:_MAX_STATEMENTS]):
                 envelope = parse(raw)
-                if envelope.domain == REVOCATIONS_DOMAIN:
-                    self.keep(envelope)
-                elif envelope.domain == CERTIFICATE_DOMAIN:
+                if envelope.domain == CERTIFICATE_DOMAIN and number == 0:
                     self._remember(read_certificate(raw, self.authority), peer)
-            except EnvelopeError as error:
-                log.info("a certificate or list from %s was rejected: %s", peer, error)
+                elif envelope.domain == REVOCATIONS_DOMAIN and (asked or self.is_admitted(peer)):
+                    self.keep(envelope)
+        except EnvelopeError as error:
+            log.info("a certificate or list from %s was rejected: %s", peer, error)
 
     def _remember(self, certificate: Certificate, peer: str) -> None:
         if certificate.peer != peer:

@@ -32,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from app.swarm.certificates import TOKEN_BYTES
 from p2p.errors import ProtocolError
 
 TELL, PROBE, TABLE = "swarm.tell", "swarm.probe", "swarm.table"
@@ -39,7 +40,7 @@ FIND, MANIFEST = "swarm.find", "swarm.manifest"
 PRESENT, ADMIT = "swarm.present", "swarm.admit"
 NOT_MEMBER, MALFORMED, NOT_ADMITTED, REVOKED = "not_member", "malformed", "not_admitted", "revoked"
 
-ID_BYTES, KEY_BYTES, NUMBER_BYTES, HASH_BYTES, TOKEN_BYTES = 16, 8, 8, 32, 16
+ID_BYTES, KEY_BYTES, NUMBER_BYTES, HASH_BYTES = 16, 8, 8, 32
 MAX_STATEMENT_BYTES = 4352  # a swarm record with its envelope; announcements are far smaller
 MAX_BATCH_BYTES = 64 * 1024  # of statements that were not asked for
 MAX_TABLE_BYTES = 2**20  # of statements that were asked for

@@ -268,6 +268,18 @@ async def test_lists_from_those_without_right_are_neither_kept_nor_passed_on(
         assert victim.peer in nodes[3].knows()
 
 
+async def test_a_stranger_cannot_make_a_member_check_lists(autojump_clock: MockClock, tmp_path: Path) -> None:
+    async with open_guarded(tmp_path) as sim:
+        nodes = await sim.grow(2)
+        stranger = sim.add(9)
+        assert HERE is not None
+        genuine = sign_revocations(nodes[0].who, HERE, [nodes[1].peer], sequence=2**50)
+        with pytest.raises(RemoteError) as error:
+            await stranger.raw.call(nodes[1].peer, wire.PRESENT, wire.Tell(GUARD, [genuine]).encode(), timeout_s=5)
+        assert error.value.code == wire.NOT_ADMITTED
+        assert list(nodes[1].guard.book.statements()) == []
+
+
 async def test_an_oversized_list_costs_its_sender_the_call(autojump_clock: MockClock, tmp_path: Path) -> None:
     async with open_guarded(tmp_path) as sim:
         nodes = await sim.grow(2)

@@ -22,6 +22,7 @@ READERS: list[Callable[[bytes], object]] = [
     wire.ProbeRequest.decode,
     wire.TableRequest.decode,
     wire.TableAnswer.decode,
+    wire.AdmitRequest.decode,
     lambda body: wire.unpack(body, wire.MAX_TABLE_BYTES),
 ]
 
@@ -35,6 +36,7 @@ def test_what_is_written_is_read_again(
         wire.ProbeRequest(swarm, number, statements),
         wire.TableRequest(swarm, vector, statements),
         wire.TableAnswer(wanted, statements),
+        wire.AdmitRequest(swarm, swarm, "anna's mühle"),
     ):
         assert type(body).decode(body.encode()) == body
 
@@ -64,8 +66,12 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
         (wire.TableRequest.decode, bytes(16) + b"\0\2" + bytes(31)),
         (wire.TableRequest.decode, bytes(16) + (wire.MAX_VECTOR + 1).to_bytes(2) + bytes(16 * (wire.MAX_VECTOR + 1))),
         (wire.TableAnswer.decode, b""),
+        (wire.AdmitRequest.decode, bytes(31)),
+        (wire.AdmitRequest.decode, bytes(32) + b"a" * (wire.MAX_NAME_BYTES + 1)),
+        (wire.AdmitRequest.decode, bytes(32) + b"\x1b[2J"),
+        (wire.AdmitRequest.decode, bytes(32) + "\u202e".encode()),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_what_is_cut_off_or_too_long_is_refused(read: Callable[[bytes], object], body: bytes) -> None:
     with pytest.raises(ProtocolError):
