@@ -668,7 +668,9 @@ class BlockServer:
         """Let the runner build one thing that later steps need, unless a session has work by now."""
         runner = self._runner
         try:
-            if not self._queue.rows:
+            if self._queue.rows:
+                self._stepped_at = trio.current_time()  # a step is about to run
+            else:
                 self._unprepared = runner is not None and await self._device.run_later(runner.prepare)
         except Exception:  # torch raises errors of every kind; steps work without it
             log.exception("the device could not prepare a step")
