@@ -88,6 +88,8 @@ class HeadBatcher:
 
     async def _gather(self) -> None:
         """Wait until no request arrives for an eighth of a pass, all are here, or half a pass is over."""
+        if not self._away:
+            return
         with trio.move_on_after(self._pass_s.value / 2):
             while self._away:
                 with trio.move_on_after(self._pass_s.value / 8) as quiet:

@@ -170,7 +170,7 @@ class BlockHost:
         return device_views(self._seen, self._plan, self._hosted, self.server.stats, self._options)
 
     async def look_at_device(self) -> None:
-        """Read the devices' sensors in a thread; if that fails, log it and keep the last reading."""
+        """Read the sensors of all devices, in a thread; one that cannot be read keeps the figures of the plan."""
         from engine.device.probe import probe_devices
 
         if self._plan is not None:

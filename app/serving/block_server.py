@@ -342,6 +342,8 @@ class BlockServer:
         self._closed: OrderedDict[bytes, int] = OrderedDict()  # key of an ended session -> its last epoch
         self._between_steps: deque[Action] = deque()  # wait for the end of the step under way
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
+        self._preparing = False  # `_prepare_when_quiet` runs
+        self._stepped_at = 0.0
         self._work = Signal()  # the queue or `_between_steps` has something new
         self._emptied = Signal()
         self.device_full = Signal()  # a step failed because the device's memory is full
@@ -769,10 +771,7 @@ class BlockServer:
                 await self._carry_out(self._between_steps.popleft())
             batch = self._queue.take(trio.current_time())
             if batch is None:
-                with trio.move_on_after(PREPARE_AFTER_S if self._unprepared else float("inf")):
-                    await self._work.wait()
-                    continue
-                await self._prepare()
+                await self._work.wait()
                 continue
             if isinstance(batch, float):
                 with trio.move_on_at(batch):
@@ -787,19 +786,43 @@ class BlockServer:
         except Exception:
             log.exception("an order of a peer could not be carried out")
 
-    async def _prepare(self) -> None:
-        """Let the runner build one thing that later steps need; called while no session has work."""
+    async def _prepare_when_quiet(self) -> None:
+        """Once no step has run for `PREPARE_AFTER_S`, have the step loop prepare later ones, until nothing is left.
+
+        One task for many steps, rather than a timer for each of them.
+        """
+        while self._unprepared:
+            quiet_at = self._stepped_at + PREPARE_AFTER_S
+            if trio.current_time() < quiet_at:
+                await trio.sleep_until(quiet_at)
+                continue
+            prepared = trio.Event()
+            self._do_between_steps(partial(self._prepare, prepared))
+            await prepared.wait()
+        self._preparing = False
+
+    async def _prepare(self, prepared: trio.Event) -> None:
+        """Let the runner build one thing that later steps need, unless a session has work by now."""
         runner = self._runner
         try:
-            self._unprepared = runner is not None and await self._device.run_later(runner.prepare)
+            if self._queue.rows:
+                self._stepped_at = trio.current_time()  # a step is about to run
+            else:
+                self._unprepared = runner is not None and await self._device.run_later(runner.prepare)
         except Exception:  # torch raises errors of every kind; steps work without it
             log.exception("the device could not prepare a step")
             self._unprepared = False
+        finally:
+            prepared.set()
 
     async def _step(self, batch: list[QueuedTokens]) -> None:
         """Run one batch through the blocks and send every session's outputs on."""
         assert self._runner is not None, "no session outlives its runner"
-        started_at, self._unprepared = trio.current_time(), True
+        self._stepped_at = started_at = trio.current_time()
+        self._unprepared = True
+        if not self._preparing and self._nursery is not None:
+            self._preparing = True
+            self._nursery.start_soon(self._prepare_when_quiet)
         work = [self._step_work(item) for item in batch]
         try:
             outputs = await self._device.run(self._runner.step, work)
