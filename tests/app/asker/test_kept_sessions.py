@@ -305,7 +305,8 @@ async def test_a_session_that_was_cut_below_what_it_shares_disturbs_nobody(autoj
         assert (await turn(asker, list(LONG), [6], 4)).cached_tokens == 0  # the dead hop had read all but the question
 
 
-async def test_two_hundred_conversations_come_and_go(autojump_clock: MockClock) -> None:
+async def come_and_go(conversations: int) -> None:
+    """So many conversations of two turns, eight at a time, over hops that hold a few of them."""
     async with open_swarm() as swarm:
         for name, span in (("a", (0, 4)), ("b", (4, 8))):
             await swarm.serve(name, HashRunner(*span, kv_tokens=4000))
@@ -316,7 +317,7 @@ async def test_two_hundred_conversations_come_and_go(autojump_clock: MockClock) 
             for _ in range(2):
                 await turn(asker, conversation, [number, *PROMPT], 3)
 
-        for first in range(0, 200, 8):
+        for first in range(0, conversations, 8):
             async with trio.open_nursery() as nursery:
                 for number in range(first, first + 8):
                     nursery.start_soon(converse, askers[number % 4], number)
@@ -331,6 +332,10 @@ async def test_two_hundred_conversations_come_and_go(autojump_clock: MockClock) 
         await no_leaks(swarm)
 
 
+async def test_conversations_come_and_go(autojump_clock: MockClock) -> None:
+    await come_and_go(40)
+
+
 # --- any interleaving -------------------------------------------------------------------------------------------------
 
 turns = st.lists(
@@ -340,14 +345,14 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(faults, events, turns, st.sets(st.integers(0, 5)))
-def test_no_schedule_changes_a_reply_that_begins_with_a_cache(
+def converse_under(
     schedule: dict[int, tuple[Fault, int]],
     happenings: list[tuple[int, str, int]],
     turns: list[tuple[str, int, int]],
     evictions: set[int],
 ) -> None:
+    """Turns of a conversation, other versions, edits and other prompts, while frames, hops and caches get lost."""
+
     async def run() -> None:
         async with meddled_swarm(schedule, keep=2) as (swarm, asker):
             said: list[int] = list(PROMPT)
@@ -370,6 +375,10 @@ def test_no_schedule_changes_a_reply_that_begins_with_a_cache(
                 assert reply == greedy(said, count), number
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+schedules = (faults, events, turns, st.sets(st.integers(0, 5)))
+test_no_schedule_changes_a_reply_that_begins_with_a_cache = settings(max_examples=25)(given(*schedules)(converse_under))
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------
