@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -50,11 +50,12 @@ class SessionSwarm:
         name: str = "asker",
         ends: ReplyEnds | None = None,
         settings: SessionSettings | None = None,
-        keep: int = 0,
+        keep: int | Callable[[], int] = 0,
         nursery: trio.Nursery | None = None,
     ) -> Asker:
         """A node that hosts nothing."""
-        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), keep_sessions=lambda: keep)
+        kept = keep if callable(keep) else lambda: keep
+        outlook = AskerOptions(settings or SessionSettings(), rng=random.Random(1), keep_sessions=kept)
         members = lambda: list(self.announcements.values())  # noqa: E731
         asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
         await (nursery or self.nursery).start(asker.run)

@@ -175,6 +175,18 @@ async def test_without_the_setting_nothing_is_kept(autojump_clock: MockClock) ->
         await no_leaks(swarm)
 
 
+async def test_the_setting_may_change_while_sessions_are_kept(autojump_clock: MockClock) -> None:
+    async with open_swarm(*HALVES) as swarm:
+        limit = [4]
+        asker = await swarm.asker(keep=lambda: limit[0])
+        await ask(asker, LONG, 4)
+        assert asker.stats().kept_sessions == 1
+        limit[0] = 0
+        assert (await ask(asker, [*LONG, 1], 4)).cached_tokens == 0
+        assert asker.stats().kept_sessions == 0
+        await no_leaks(swarm)
+
+
 async def test_a_reply_that_was_cancelled_frees_its_hops(autojump_clock: MockClock) -> None:
     async with open_swarm(*HALVES) as swarm:
         asker = await swarm.asker(keep=4)
