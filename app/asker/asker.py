@@ -241,12 +241,12 @@ class Asker:
         return PrefixRoutes(self.planner, request, prefix.source.route, request.prompt_tokens - prefix.tokens)
 
     async def _keep(self, running: RunningReply) -> None:
-        """Let the cache of a reply that ended rest at its hops."""
+        """Let the cache of a reply that ended rest at its hops, if the setting allows it."""
         limit = self._keep_sessions()
         if limit:
             self._kept.add(replace(running.cached(), at=trio.current_time()))
             await running.session.close(KEEP_S)
-            await self._drop_kept(limit)
+        await self._drop_kept(limit)
 
     async def _drop_kept(self, limit: int) -> None:
         """Keep at most so many sessions, and none that is too old."""

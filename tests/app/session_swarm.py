@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -52,16 +52,17 @@ class SessionSwarm:
         name: str = "asker",
         ends: ReplyEnds | None = None,
         settings: SessionSettings | None = None,
-        keep: int = 0,
+        keep: int | Callable[[], int] = 0,
         nursery: trio.Nursery | None = None,
         guesser: Any = Guesser,
         draft: Any = lambda: None,
     ) -> Asker:
         """A node that hosts nothing."""
+        kept = keep if callable(keep) else lambda: keep
         outlook = AskerOptions(
             settings or SessionSettings(),
             rng=random.Random(1),
-            keep_sessions=lambda: keep,
+            keep_sessions=kept,
             guesser=guesser,
             draft=draft,
         )

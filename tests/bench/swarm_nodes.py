@@ -22,6 +22,7 @@ from app.api.client import Client, client_of
 from tests.bench.delay import DelayProxy, delay_proxy
 from tests.process.node_process import Place, Serving, wait_until
 
+READY_S = 240.0  # for nodes that load at once on a busy machine
 MEMORY = "215MB"  # ten of the starter model's 30 blocks, and their cache
 
 
@@ -39,7 +40,7 @@ class BenchSwarm:
     def __init__(self, asker: Serving, nodes: Sequence[Serving], proxies: Sequence[DelayProxy]) -> None:
         self.proxies = proxies
         self.client = client_of(asker.place.home)
-        self._nodes: list[Client] = [client_of(node.place.home) for node in nodes]
+        self.nodes: list[Client] = [client_of(node.place.home) for node in nodes]
 
     def reply(self, text: str, tokens: int, told: Told | None = None) -> Told:
         """A whole greedy reply."""
@@ -62,7 +63,7 @@ class BenchSwarm:
             thread.start()
         while threads[0].is_alive() and len(told[0].times) < tokens // 2:
             time.sleep(0.1)
-        rows = [round(node.snapshot().flow.batch_rows, 2) for node in self._nodes]
+        rows = [round(node.snapshot().flow.batch_rows, 2) for node in self.nodes]
         for thread in threads:
             thread.join()
         assert all(own.done for own in told), "a reply failed"
@@ -74,15 +75,27 @@ class BenchSwarm:
 
     def spans(self) -> list[tuple[int, int]]:
         """What each node holds."""
-        statuses = [node.get("/api/status") for node in self._nodes]
+        statuses = [node.get("/api/status") for node in self.nodes]
         return sorted((status["start"], status["stop"]) for status in statuses)
 
 
 @contextmanager
 def open_bench_swarm(
-    folder: Path, cache: Path, model: str, *, nodes: int = 3, rtt_s: float = 0.0
+    folder: Path,
+    cache: Path,
+    model: str,
+    *,
+    nodes: int = 3,
+    rtt_s: float = 0.0,
+    memory: str = MEMORY,
+    spans: Sequence[str] = (),
+    keep_sessions: int | None = 0,
 ) -> Iterator[BenchSwarm]:
-    """A swarm that serves the whole model."""
+    """A swarm that serves the whole model; `spans` pins the nodes' blocks, else their memory makes them share it.
+
+    Replies to the same prompt are compared: unless `keep_sessions` says so, none begins with what another one read.
+    None leaves that to the asker's setting.
+    """
     ports = [free_port() for _ in range(nodes + 1)]
     with ExitStack() as stack:
         proxies = stack.enter_context(open_proxies(ports, rtt_s)) if rtt_s else []
@@ -93,17 +106,19 @@ def open_bench_swarm(
         ]
         places = [Place(folder / f"node{index}", cache) for index in range(nodes + 1)]
         assert places[0].shoal("create", "bench", "--model", model).status == 0
-        asker = stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0]))
+        kept = {} if keep_sessions is None else {"SHOAL_KEEP_SESSIONS": str(keep_sessions)}
+        asker = stack.enter_context(Serving(places[0], "--discovery=invite", *ways[0], **kept))
         asker.ready()
         invite = places[0].shoal("invite").out.strip()
+        pins = [[f"--blocks={span}"] for span in spans] or [[]] * nodes
         servers = [
             stack.enter_context(
-                Serving(place, "--discovery=invite", "--device=cpu", *way, max_vram=MEMORY, SHOAL_INVITE=invite)
+                Serving(place, "--discovery=invite", "--device=cpu", *way, *pin, max_vram=memory, SHOAL_INVITE=invite)
             )
-            for place, way in zip(places[1:], ways[1:], strict=True)
+            for place, way, pin in zip(places[1:], ways[1:], pins, strict=True)
         ]
         for server in servers:
-            server.ready()
+            server.ready(READY_S)
         client = client_of(places[0].home)
         wait_until(lambda: _covered(client, nodes), "every block is held")
         yield BenchSwarm(asker, servers, proxies)

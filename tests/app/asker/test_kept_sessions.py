@@ -176,6 +176,18 @@ async def test_without_the_setting_nothing_is_kept(autojump_clock: MockClock) ->
         await no_leaks(swarm)
 
 
+async def test_the_setting_may_change_while_sessions_are_kept(autojump_clock: MockClock) -> None:
+    async with open_swarm(*HALVES) as swarm:
+        limit = [4]
+        asker = await swarm.asker(keep=lambda: limit[0])
+        await ask(asker, LONG, 4)
+        assert asker.stats().kept_sessions == 1
+        limit[0] = 0
+        assert (await ask(asker, [*LONG, 1], 4)).cached_tokens == 0
+        assert asker.stats().kept_sessions == 0
+        await no_leaks(swarm)
+
+
 async def test_a_reply_that_was_cancelled_frees_its_hops(autojump_clock: MockClock) -> None:
     async with open_swarm(*HALVES) as swarm:
         asker = await swarm.asker(keep=4)
@@ -306,7 +318,8 @@ async def test_a_session_that_was_cut_below_what_it_shares_disturbs_nobody(autoj
         assert (await turn(asker, list(LONG), [6], 4)).cached_tokens == 0  # the dead hop had read all but the question
 
 
-async def test_two_hundred_conversations_come_and_go(autojump_clock: MockClock) -> None:
+async def come_and_go(conversations: int) -> None:
+    """So many conversations of two turns, eight at a time, over hops that hold a few of them."""
     async with open_swarm() as swarm:
         for name, span in (("a", (0, 4)), ("b", (4, 8))):
             await swarm.serve(name, HashRunner(*span, kv_tokens=4000))
@@ -317,7 +330,7 @@ async def test_two_hundred_conversations_come_and_go(autojump_clock: MockClock) 
             for _ in range(2):
                 await turn(asker, conversation, [number, *PROMPT], 3)
 
-        for first in range(0, 200, 8):
+        for first in range(0, conversations, 8):
             async with trio.open_nursery() as nursery:
                 for number in range(first, first + 8):
                     nursery.start_soon(converse, askers[number % 4], number)
@@ -332,6 +345,10 @@ async def test_two_hundred_conversations_come_and_go(autojump_clock: MockClock) 
         await no_leaks(swarm)
 
 
+async def test_conversations_come_and_go(autojump_clock: MockClock) -> None:
+    await come_and_go(40)
+
+
 # --- any interleaving -------------------------------------------------------------------------------------------------
 
 turns = st.lists(
@@ -341,14 +358,14 @@ turns = st.lists(
 )
 
 
-@settings(max_examples=60)
-@given(faults, events, turns, st.sets(st.integers(0, 5)))
-def test_no_schedule_changes_a_reply_that_begins_with_a_cache(
+def converse_under(
     schedule: dict[int, tuple[Fault, int]],
     happenings: list[tuple[int, str, int]],
     turns: list[tuple[str, int, int]],
     evictions: set[int],
 ) -> None:
+    """Turns of a conversation, other versions, edits and other prompts, while frames, hops and caches get lost."""
+
     async def run() -> None:
         async with meddled_swarm(schedule, keep=2) as (swarm, asker):
             said: list[int] = list(PROMPT)
@@ -371,6 +388,10 @@ def test_no_schedule_changes_a_reply_that_begins_with_a_cache(
                 assert reply == greedy(said, count), number
 
     trio.run(run, clock=MockClock(autojump_threshold=0))
+
+
+schedules = (faults, events, turns, st.sets(st.integers(0, 5)))
+test_no_schedule_changes_a_reply_that_begins_with_a_cache = settings(max_examples=25)(given(*schedules)(converse_under))
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------
