@@ -38,9 +38,7 @@ def reply_of(model: LocalModel, how: ReplySettings) -> list[int]:
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-def test_a_draft_of_the_same_model_guesses_every_token(
-    tiny: tuple[DraftModel, LocalModel], how: ReplySettings
-) -> None:
+def test_a_draft_of_the_same_model_guesses_every_token(tiny: tuple[DraftModel, LocalModel], how: ReplySettings) -> None:
     draft, model = tiny
     tokens = [*PROMPT, *reply_of(model, how)]
     reply = draft.begin(200, how)
