@@ -80,10 +80,9 @@ class AskerOptions:
     book: TrustBook = field(default_factory=TrustBook)
     rng: random.Random = field(default_factory=random.SystemRandom)
     keep_sessions: Callable[[], int] = lambda: 0  # whose cache may rest at the hops after their replies
-    draft: Callable[[], DraftModel | None] = lambda: None  # guesses more, where it is worth it
-    guesser: Callable[[Sequence[int], RowCost], Guesser | None] = (
-        Guesser  # for a reply to this prompt; None: no guesses
-    )
+    # The guesser of a reply to a prompt, or None for no guesses; and the model that guesses where the text is new.
+    guesser: Callable[[Sequence[int], RowCost], Guesser | None] = Guesser
+    draft: Callable[[], DraftModel | None] = lambda: None
 
 
 SWEEP_S = 30.0  # between two looks for kept sessions that are too old

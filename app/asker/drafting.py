@@ -1,16 +1,20 @@
 """Runs a draft model for replies: opens its cache, reads the prompt while the swarm does, and asks it for guesses.
 
 Everything runs in the device's thread, in short calls, so that replies and hops that share the thread wait for none of
-them long. `engine.draft_model` computes, `app.asker.guessing` decides how many guesses are worth it.
+them long. A draft model that fails costs a reply nothing but its guesses: torch raises errors of every kind, and all of
+them are caught here. `engine.draft_model` computes, `app.asker.guessing` decides how many guesses are worth it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import trio
 
 from app.core.compute import Device, DraftReply
+
+log = logging.getLogger("shoal.replies")
 
 
 class Draft:
@@ -28,7 +32,11 @@ class Draft:
 
     async def run(self, prompt_ids: Sequence[int]) -> None:
         """Read the prompt, then wait for the end of the reply."""
-        reply = await self._device.run(self._open)
+        try:
+            reply = await self._device.run(self._open)
+        except Exception:
+            log.exception("the draft model failed")
+            return
         if reply is None:
             return
         try:
@@ -36,6 +44,8 @@ class Draft:
                 pass
             self._reply = reply
             await self._ended.wait()
+        except Exception:
+            log.exception("the draft model failed")
         finally:
             self._reply = None
             with trio.CancelScope(shield=True):
@@ -49,7 +59,12 @@ class Draft:
         """Return at most `count` guesses of the tokens that follow `tokens`."""
         guesses: list[int] = []
         while len(guesses) < count and (reply := self._reply) is not None:
-            more = await self._device.run(reply.guess, [*tokens, *guesses], 1)
+            try:
+                more = await self._device.run(reply.guess, [*tokens, *guesses], 1)
+            except Exception:
+                log.exception("the draft model failed")
+                self.end()
+                break
             if not more:
                 break
             guesses += more

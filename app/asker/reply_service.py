@@ -249,7 +249,7 @@ class ReplyService:
             if found is None:
                 return
             draft = await self._thread.run_apart(_load_draft, found, self._source.config.vocab_size)
-        except (AppError, EngineError) as error:
+        except Exception as error:  # a model's files can be wrong in every way; replies go on without guesses of it
             log.warning("there is no draft model: %s", error)
             return
         if self._draft_wanted == wanted:

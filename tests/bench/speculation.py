@@ -1,6 +1,6 @@
 """Replies with guesses beside the same replies without them, through three real nodes, in one run.
 
-    python -m tests.bench.speculation [--json] [--quick] [--rounds 3] [--tokens 96]
+    python -m tests.bench.speculation [--json] [--quick] [--only near|far] [--rounds 3] [--tokens 96]
 
 Both take turns, so that a noisy machine disturbs both alike; speed-ups are medians of the rounds' ratios. Replies must
 have the same tokens. Where they first differ, the undisturbed model's two best logits must lie within `TIE`: rows that
@@ -56,6 +56,15 @@ def print_invoice(customer, items, discount):
 '''
 
 
+ARTICLE = (
+    "The harbour of the old town was built three hundred years ago. Fishing boats leave it before sunrise and come "
+    "back in the afternoon. In summer, visitors walk along the wall and watch the boats. In winter, the wind is "
+    "strong and the waves break over the wall. The town council wants to repair the wall next year. The repair will "
+    "cost two million and take eight months. The fishermen ask that the work begin after the summer, because they "
+    "need the harbour then."
+)
+
+
 @dataclass(frozen=True)
 class Task:
     """One request; `seed` is None for a greedy reply."""
@@ -77,7 +86,8 @@ class Task:
 
 
 REPEATING = (
-    Task("code", f"Write this Python code again and change nothing:\n\n{CODE}"),
+    Task("article", f"Repeat the following text word for word:\n\n{ARTICLE}"),
+    Task("article_seeded", f"Repeat the following text word for word:\n\n{ARTICLE}", seed=7),
     Task("code_seeded", f"Write this Python code again and change nothing:\n\n{CODE}", seed=7),
 )
 # Prose of high temperature hardly repeats itself; the model's greedy prose soon does.
@@ -164,29 +174,51 @@ class Rounds:
             self.differences += not tie
 
 
-def measure(rounds: int, tokens: int) -> dict[str, Any]:
-    """Everything, one after the other."""
+def measure_near(judge: Judge, rounds: int, tokens: int) -> tuple[dict[str, float], Rounds]:
+    """Speed-ups of look-up on loopback."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_bench_swarm(Path(folder, "near"), cache_folder(), "starter", nodes=HOPS) as swarm,
+    ):
+        turns = Rounds(swarm, judge, tokens)
+        repeating, fresh = turns.speedups(REPEATING, rounds), turns.speedups(FRESH, rounds)
+        return {"lookup_speedup": median(repeating), "lookup_speedup_fresh": median(fresh)}, turns
+
+
+def measure_far(judge: Judge, rounds: int, tokens: int) -> tuple[dict[str, float], Rounds]:
+    """Speed-ups of look-up, and of a draft model where the text does not repeat, over links of 50 ms."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_bench_swarm(Path(folder, "far"), cache_folder(), "starter", nodes=HOPS, rtt_s=RTT_S) as swarm,
+    ):
+        turns = Rounds(swarm, judge, tokens)
+        looked_up, fresh = turns.speedups(REPEATING, rounds), turns.speedups(FRESH, rounds)
+        judge.make_draft(Path(folder, "draft"), FRESH, tokens)
+        turns.acceptance.clear()
+        drafted = turns.speedups(FRESH, rounds, str(Path(folder, "draft")))
+        figures = {
+            "delay50_lookup_speedup": median(looked_up),
+            "delay50_lookup_speedup_fresh": median(fresh),
+            "delay50_draft_speedup": median(drafted),
+        }
+        rates = [rate for rates in turns.acceptance.values() for rate in rates]
+        return {**figures, "accepted_draft": median(rates) if rates else 0.0}, turns
+
+
+def measure(rounds: int, tokens: int, only: str) -> dict[str, Any]:
+    """Both swarms, one after the other, or only one."""
     judge = Judge()
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with open_bench_swarm(Path(folder, "near"), cache_folder(), "starter", nodes=HOPS) as swarm:
-            near = Rounds(swarm, judge, tokens)
-            figures["lookup_speedup"] = near.speedups(REPEATING, rounds)
-            figures["lookup_speedup_fresh"] = near.speedups(FRESH, rounds)
-        with open_bench_swarm(Path(folder, "far"), cache_folder(), "starter", nodes=HOPS, rtt_s=RTT_S) as swarm:
-            far = Rounds(swarm, judge, tokens)
-            figures["delay50_lookup_speedup"] = far.speedups(REPEATING, rounds)
-            figures["delay50_lookup_speedup_fresh"] = far.speedups(FRESH, rounds)
-            judge.make_draft(Path(folder, "draft"), FRESH, tokens)
-            drafted = Rounds(swarm, judge, tokens)
-            figures["delay50_draft_speedup"] = drafted.speedups(FRESH, rounds, str(Path(folder, "draft")))
-    turns = (near, far, drafted)
-    shown = {name: round(median(ratios), 3) for name, ratios in figures.items()}
-    accepted = {f"accepted_{name}": round(median(rates), 3) for name, rates in near.acceptance.items()}
-    if drafted.acceptance:
-        accepted["accepted_draft"] = round(median(rate for rates in drafted.acceptance.values() for rate in rates), 3)
-    ties = {"ties": sum(each.ties for each in turns), "different_tokens": sum(each.differences for each in turns)}
-    return {**shown, **accepted, **ties}
+    ties = differences = 0
+    for name, part in (("near", measure_near), ("far", measure_far)):
+        if only in ("", name):
+            speedups, turns = part(judge, rounds, tokens)
+            figures |= {label: round(value, 3) for label, value in speedups.items()}
+            if name == "near":
+                accepted = {f"accepted_{task}": round(median(rates), 3) for task, rates in turns.acceptance.items()}
+                figures |= accepted
+            ties, differences = ties + turns.ties, differences + turns.differences
+    return {**figures, "ties": ties, "different_tokens": differences}
 
 
 def main() -> None:
@@ -196,8 +228,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round of short replies")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--only", choices=("near", "far"), default="", help="one of the two swarms")
     arguments = parser.parse_args()
-    figures = measure(1, 48) if arguments.quick else measure(arguments.rounds, arguments.tokens)
+    rounds, tokens = (1, 48) if arguments.quick else (arguments.rounds, arguments.tokens)
+    figures = measure(rounds, tokens, arguments.only)
     print(json.dumps(figures) if arguments.json else "\n".join(f"{name:32} {value}" for name, value in figures.items()))
 
 

@@ -278,3 +278,20 @@ async def test_a_cancelled_reply_ends_its_draft(autojump_clock: MockClock) -> No
             await trio.sleep(1)
             assert model.open == 0
         await no_leaks(swarm)
+
+
+@pytest.mark.parametrize("fails_in", ["begin", "read", "guess"])
+async def test_a_draft_model_that_fails_costs_nothing_but_its_guesses(autojump_clock: MockClock, fails_in: str) -> None:
+    async with open_swarm((0, 4), (4, 8), delay_s=0.05) as swarm:
+        model = HashDraft()
+
+        def fail(*arguments: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+        setattr(model, fails_in, fail)
+        asker = await swarm.asker(draft=lambda: model)
+        stats = await ask(asker, PROMPT, 40)
+        assert (stats.token_ids, stats.guessed_tokens) == (REPLY, 0)
+        await no_leaks(swarm)
+        assert model.open == 0
+        assert (await ask(asker, PROMPT, 10)).token_ids == REPLY[:10]  # the asker goes on
