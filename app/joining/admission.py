@@ -38,6 +38,7 @@ from p2p.errors import EnvelopeError, IdentityError, ProtocolError, Refused, Rem
 from p2p.identity import Identity, public_key_of
 from p2p.rate_limit import LogLimit, PeerRateLimit
 
+TOKENS_AT_ONCE, TOKEN_EVERY_S = 8, 2  # that one peer may show
 log = logging.getLogger("shoal.joining")
 log.addFilter(LogLimit())  # peers can cause these lines
 
@@ -325,7 +326,7 @@ class AdmissionDesk:
         self._guard, self._identity, self._home, self._note = guard, identity, home, note
         self._slots = trio.CapacityLimiter(_AT_ONCE)
         self._in_thread = in_thread or self._run_in_thread
-        self._asked = PeerRateLimit(burst=8, per_s=0.5)
+        self._asked = PeerRateLimit(burst=TOKENS_AT_ONCE, per_s=1 / TOKEN_EVERY_S)
         self._reported: set[str] = set()  # waiting peers that the user was told of
         self.waiting: tuple[Guest, ...] = ()  # for approval
         network.serve(wire.ADMIT, self._on_admit)

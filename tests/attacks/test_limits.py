@@ -8,11 +8,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
+from app.membership import guard
 from app.membership.table import TableLimits
 from app.serving.admission import AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, ServerSettings
 from app.session import outbound
+from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
@@ -95,6 +98,19 @@ ROWS: dict[str, tuple[float, ...]] = {
         MAX_RECORD_BYTES / KIB,
         MAX_ANNOUNCEMENT_BYTES / KIB,
         MAX_INVITE_CHARS,
+    ),
+    "certificate, revocation list": (
+        certificates.MAX_CERTIFICATE_BYTES / KIB,
+        certificates.MAX_LIST_BYTES / KIB,
+        certificates.MAX_DELEGATES_LISTS + 1,
+        guard._MAX_CERTIFICATES,
+    ),
+    "limited invites": (
+        invitations.MAX_INVITATIONS,
+        invitations.MAX_USES,
+        invitations.MAX_WAITING,
+        admission.TOKENS_AT_ONCE,
+        admission.TOKEN_EVERY_S,
     ),
     "parts of a model": (chunk_server.SLOTS_PER_PEER, chunk_server.SLOTS, chunk_server.MAX_WAITING),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
