@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import EngineError
-from engine.text.sampler import SampleRequest, Sampling, penalised, sample, sample_rows, uniform
+from engine.text.sampler import SampleRequest, Sampling, _draw, penalised, sample, sample_rows, uniform
 
 logit_lists = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40)
 samplings = st.builds(
@@ -120,3 +120,42 @@ def test_random_numbers_are_the_same_on_every_machine() -> None:
 def test_senseless_settings_are_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(EngineError, match=next(iter(bad))):
         Sampling(**bad)  # type: ignore[arg-type]
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(
+        st.tuples(
+            st.sampled_from([0.3, 0.8, 1.5]),
+            st.sampled_from([0, 1, 5, 40]),
+            st.sampled_from([0.5, 0.9, 0.95, 1.0]),
+            st.sampled_from([0.0, 0.05, 0.5]),
+            st.integers(0, 1000),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([0.5, 2.0, 6.0]),
+    st.booleans(),
+)
+def test_sorting_the_likeliest_tokens_first_changes_no_draw(
+    seed: int, rows: list[tuple[float, int, float, float, int]], spread: float, coarse: bool
+) -> None:
+    logits = spread * torch.randn(len(rows), 600, generator=torch.Generator().manual_seed(seed))
+    if coarse:  # many equal logits
+        logits = logits.round()
+    requests = [
+        SampleRequest((), Sampling(temperature, top_k, top_p, min_p, seed=seed), position)
+        for temperature, top_k, top_p, min_p, position in rows
+    ]
+    for head in (4, 32, 128):
+        assert torch.equal(_draw(logits, requests, head), _draw(logits, requests, 600))
+
+
+def test_equal_tokens_are_drawn_in_their_order_with_a_short_head() -> None:
+    logits = torch.zeros(1, 100)
+    logits[0, 60] = 1.0
+    for position in range(50):
+        request = SampleRequest((), Sampling(1.0, top_k=3, seed=9), position)
+        assert int(_draw(logits, [request], 8)) in (60, 0, 1)
