@@ -7,10 +7,12 @@ Linux, macOS and Windows name these options differently or lack some of them. Mi
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import socket
 import struct
 import sys
+import time
 
 import psutil
 import trio
@@ -22,6 +24,7 @@ _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 2
 _BACKLOG = 128
+_INTERFACES_S = 5.0
 
 
 def tune(sock: trio.socket.SocketType) -> None:
@@ -117,6 +120,16 @@ def own_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
             if scope_of(own.ip) is not Scope.UNUSABLE:
                 found.append(own)
     return found
+
+
+@functools.lru_cache(maxsize=1)
+def _interfaces_of_period(period: int) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    return own_interfaces()
+
+
+def recent_interfaces() -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interface]:
+    """Like `own_interfaces`, up to `_INTERFACES_S` old: peers can cause many dials, and reading them costs as much."""
+    return _interfaces_of_period(int(time.monotonic() / _INTERFACES_S))
 
 
 def own_ips() -> list[IPAddress]:

@@ -354,7 +354,7 @@ class Host:
             self.book.succeeded(address, trio.current_time())
             return connection
 
-        attempts = dialer.order(self.book.addresses(peer), sockopts.own_interfaces())
+        attempts = dialer.order(self.book.addresses(peer), sockopts.recent_interfaces())
         return await dialer.first_of(peer, attempts, attempt, lambda late: late.abort("another dial was faster"))
 
 
