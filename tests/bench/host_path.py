@@ -15,7 +15,7 @@ import json
 import pstats
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import trio
@@ -59,8 +59,14 @@ class NoBlocks:
     kv_free_tokens = kv_total_tokens = 1 << 30
 
     def open(self, session: bytes, tokens: int) -> None: ...
+    def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None: ...
+    def take_over(self, session: bytes, tokens: int, source: bytes, length: int) -> None: ...
+    def resize(self, session: bytes, tokens: int) -> None: ...
     def close(self, session: bytes) -> None: ...
     def truncate(self, session: bytes, length: int) -> None: ...
+
+    def tokens_freed_by(self, sessions: Iterable[bytes]) -> int:
+        return 0
 
     def prepare(self) -> bool:
         return False
@@ -80,8 +86,8 @@ class NoEnds:
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
         return _NoReply()
 
-    def choose(self, choices: Sequence[TokenChoice]) -> list[Piece]:
-        return [Piece(0, "x", None, ROW) for _ in choices]
+    def choose(self, choices: Sequence[TokenChoice]) -> list[list[Piece]]:
+        return [[Piece(0, "x", None, ROW)] for _ in choices]
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
         return 0.0, 0.0
@@ -120,7 +126,7 @@ async def reply_over(here: Network, server: Network, profile: cProfile.Profile |
         blocks = BlockServer(server, NoBlocks(), DeviceThread("no device"))
         await nursery.start(blocks.run)
         own = blocks.attend if server is here else None
-        options = AskerOptions(SessionSettings(), rng=random.Random(1))
+        options = AskerOptions(SessionSettings(), rng=random.Random(1), guesser=lambda prompt, cost: None)
         members = [announcement(server.peer_id)]
         asker = Asker(here, NoEnds(), DeviceThread("no head"), lambda: members, own_server=own, options=options)
         await nursery.start(asker.run)
