@@ -805,7 +805,7 @@ class RouteSession:
                     self._step_s.add(now - begin)
                     self.own_s = fed_at - begin + now - hops.answered_at
                 self._excuses.clear()
-                self.answered = answer.position + answer.rows
+                self.answered = first + len(token_ids)  # guesses may be wrong
                 self.first_answer.set()
                 return answer
         raise SessionLost("the route failed again and again without a single token; try again later")
