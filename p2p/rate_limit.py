@@ -91,6 +91,10 @@ class KeyedRateLimit(Generic[K]):
         """Use up one token of `key`; False if it has none."""
         return self._bucket(key, now).take(now)
 
+    def has_token(self, key: K, now: float) -> bool:
+        """True if `take` would succeed."""
+        return key not in self._buckets or self._buckets[key].wait_s(now) == 0.0
+
     def delay_s(self, key: K, now: float, amount: float = 1.0) -> float:
         """Use up `amount` tokens of `key`, on credit if need be; returns the seconds after which they are paid for."""
         bucket = self._bucket(key, now)

@@ -4,7 +4,8 @@ Only this node's own contact with a member, timed by its own clock, decides whet
 others only cause a probe (`app.membership.failure_detector`). The table is bounded and hard to flood. A *stranger* is
 a member that this node has not been in contact with yet: a contacted member is never evicted for a stranger, strangers
 have a limited number of places, and these are shared fairly among the peers that passed their announcements on. A
-stranger that does not answer is removed, and for `held_off_s` not accepted again from anybody but itself.
+stranger that does not answer is removed, and for `held_off_s` not accepted again from anybody but itself; a peer that
+told of several such is not believed about further strangers for a while.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from app.membership.wire import KEY_BYTES
 from app.swarm.records import Announcement
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.identity import public_key_of
+from p2p.rate_limit import PeerRateLimit
 
 PRESENT = ("alive", "draining")
 GONE = ("dead", "left")
@@ -31,6 +33,9 @@ class TableLimits:
 
     members: int = 2048
     strangers: int = 1024  # members that this node has not been in contact with yet
+    # Strangers that one peer may tell of though they do not answer, at once and each second: each of them is dialled.
+    vain_strangers: float = 8.0
+    vain_strangers_per_s: float = 0.2
     gone: int = 512  # dead or left
     held_off: int = 4096  # peers whose announcements are accepted from themselves only
     gone_kept_s: float = 1800.0
@@ -71,6 +76,7 @@ class Table:
         self._peer_of: dict[bytes, str] = {}
         self._strangers: OrderedDict[str, dict[str, None]] = OrderedDict()  # via -> its strangers, oldest first
         self._stranger_count = 0
+        self._vain_limit = PeerRateLimit(self._limits.vain_strangers, self._limits.vain_strangers_per_s)
         self._gone: dict[str, None] = {}  # the longest gone first; an ordered set
         self._held_off: OrderedDict[str, float] = OrderedDict()
         self._present: tuple[str, ...] | None = None
@@ -151,7 +157,9 @@ class Table:
         """
         if sender != peer and self._held_off.get(peer, now) > now:
             return False
-        return peer in self._entries or self._has_room(sender)
+        if peer in self._entries:
+            return True
+        return (sender == peer or self._vain_limit.has_token(sender, now)) and self._has_room(sender)
 
     def update(self, announcement: Announcement, *, sender: str, now: float) -> Change | None:
         """Keep a verified announcement that `sender` passed on, if it is newer and has a place; returns the change."""
@@ -203,6 +211,7 @@ class Table:
             return None
         before = entry.member()
         if entry.seen_at is None:
+            self._vain_limit.take(entry.via, now)
             self._hold_off(peer, now)
             self._remove(peer)
             entry.state = "dead"

@@ -84,7 +84,12 @@ ROWS: dict[str, tuple[float, ...]] = {
         dht_wire.MAX_VALUE_BYTES / KIB,
         dht_wire.MAX_VALUES,
     ),
-    "members known": (TABLE.members, TABLE.strangers),
+    "members known": (
+        TABLE.members,
+        TABLE.strangers,
+        TABLE.vain_strangers,
+        1 / TABLE.vain_strangers_per_s,
+    ),
     "addresses": (MAX_PEERS, MAX_ADDRESSES_PER_PEER, MAX_REMEMBERED, MAX_UNREACHED),
     "relaying": (
         RELAY.reservations,

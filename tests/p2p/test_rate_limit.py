@@ -94,6 +94,7 @@ def test_a_keyed_limit_is_bounded_and_drops_the_key_that_was_unused_for_longest(
     limit: KeyedRateLimit[int] = KeyedRateLimit(burst=1, per_s=0.0, max_keys=8)
     recent: list[int] = []  # oldest first
     for key in keys:
+        assert limit.has_token(key, 0.0) == (key not in recent)
         assert limit.take(key, 0.0) == (key not in recent)
         recent = [*(one for one in recent if one != key), key][-8:]
         assert len(limit) == len(recent)

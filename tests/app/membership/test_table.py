@@ -201,6 +201,23 @@ def test_a_stranger_that_does_not_answer_is_forgotten_and_kept_off_for_a_while()
     assert book.offer(signed(ALICE), sender=ALICE.peer_id) == "joined"  # it speaks for itself: it is there
 
 
+def test_a_peer_that_tells_of_strangers_that_do_not_answer_is_soon_not_believed() -> None:
+    limits, book = TableLimits(), Book()
+    (carol,) = crowd(1, first=900)
+    book.met(carol)
+    ghosts = iter(crowd(100))
+    for _ in range(int(limits.vain_strangers)):
+        ghost = next(ghosts)
+        assert book.offer(signed(ghost), sender=MALLORY.peer_id) == "joined"
+        book.failed(ghost)
+    assert book.offer(signed(next(ghosts)), sender=MALLORY.peer_id) is None
+    assert book.offer(later(carol), sender=MALLORY.peer_id) == "updated"  # no stranger
+    assert book.offer(signed(ALICE), sender=BOB.peer_id) == "joined"
+    assert book.offer(signed(MALLORY), sender=MALLORY.peer_id) == "joined"  # it is there
+    book.now += 1 / limits.vain_strangers_per_s
+    assert book.offer(signed(next(ghosts)), sender=MALLORY.peer_id) == "joined"
+
+
 def test_round_trips_fall_at_once_and_rise_slowly() -> None:
     book = Book().met(ALICE)
     for rtt_s, expected in ((0.1, 0.1), (0.02, 0.02), (0.12, 0.04), (0.01, 0.01)):
