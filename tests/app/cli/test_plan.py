@@ -37,7 +37,7 @@ rtt_s = 0.03
 FIELDS = {
     "task", "tokens_per_s", "first_token_s", "seconds", "energy_kwh", "cost", "alone", "lacking_bytes", "limit",
     "verdicts", "advice", "why", "parts", "assumed", "low", "high", "machines",
-    "idle", "utilisation",
+    "idle", "utilisation", "correction",
 }  # fmt: skip
 HERE = MachineSpec("here", 64 * 10**9, 10e9, 50e9, kind="cpu", rtt_s=0.0)
 
