@@ -142,7 +142,7 @@ class ReplyService:
         if self._asker is None or reply.tokens < FORECAST_TOKENS or reply.recoveries or reply.ends_s is None:
             return None
         planner, route = self._asker.planner, tuple(Hop(hop.peer, Span(hop.start, hop.stop)) for hop in reply.route)
-        members = list(planner.members())
+        members = [member for member in planner.members() if member.span is not None]
         if not {hop.peer for hop in route} <= {member.peer for member in members}:
             return None
         request = RouteRequest(Span(0, self._membership.n_blocks), reply.prompt_tokens + reply.tokens)
