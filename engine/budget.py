@@ -16,6 +16,7 @@ KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
 CUDA_KINDS = ("cuda", "rocm")  # devices whose driver takes memory of its own, and that capture steps
 HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
 LIBRARY_BYTES = 288 << 20  # kernels and libraries that a GPU's driver loads later; 244 MiB were seen on an H200
+ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # matrices of a block that adapters can change
 SCRATCH_BYTES = 192 << 20  # captured steps, the libraries' workspace, and what the allocator rounds up
 
 
@@ -202,12 +203,24 @@ def block_weights(config: ModelConfig) -> int:
     return block_bytes(config, unquantised(1))
 
 
-def adapter_weights(config: ModelConfig, rank: int) -> int:
-    """Number of weights of one block's adapters of a rank, on all seven of its matrices."""
+def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of each matrix of a block that an adapter can change."""
     c = config
     q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    attention = 2 * (c.hidden_size + q_size) + 2 * (c.hidden_size + kv_size)
-    return rank * (attention + 3 * (c.hidden_size + c.intermediate_size))
+    return {
+        "q": (q_size, c.hidden_size),
+        "k": (kv_size, c.hidden_size),
+        "v": (kv_size, c.hidden_size),
+        "o": (c.hidden_size, q_size),
+        "gate": (c.intermediate_size, c.hidden_size),
+        "up": (c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+    }
+
+
+def adapter_weights(config: ModelConfig, rank: int, targets: tuple[str, ...] = ADAPTER_ROLES) -> int:
+    """Number of weights of one block's adapters of a rank, on all seven of its matrices unless `targets` says less."""
+    return rank * sum(sum(shape) for role, shape in adapter_shapes(config).items() if role in targets)
 
 
 def trained_block_bytes(config: ModelConfig, precision: Precision, *, rank: int | None, kept_rows: int) -> int:
@@ -222,6 +235,14 @@ def trained_block_bytes(config: ModelConfig, precision: Precision, *, rank: int 
     else:
         held += 16 * adapter_weights(config, rank)
     return held + kept_rows * config.hidden_size * precision.compute_bytes
+
+
+def block_graph_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
+    """Bytes that one block keeps of a pass over `rows` rows so that its backward pass need not compute it again."""
+    c = config
+    q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    per_row = 6 * c.hidden_size + 4 * q_size + 4 * kv_size + 4 * c.intermediate_size
+    return rows * per_row * precision.compute_bytes
 
 
 def ends_bytes(config: ModelConfig, precision: Precision, *, embedding: bool, head: bool) -> int:

@@ -50,7 +50,8 @@ ENGINE_LEVELS = {
     1: ("engine.budget", "engine.config", "engine.errors", "engine.wire"),
     2: ("engine.device", "engine.sources"),
     3: ("engine.model", "engine.text"),
-    4: ("engine",),  # the modules beside the rooms
+    4: ("engine.training",),
+    5: ("engine",),  # the modules beside the rooms
 }
 UI_LEVELS = {
     1: ("ui.state",),

@@ -1,4 +1,4 @@
-"""A span of consecutive blocks on one device: steps over cached sessions, and a differentiable pass for training.
+"""A span of consecutive blocks on one device: steps over cached sessions.
 
 Knows no tokens and no peers: hidden states go in, hidden states come out.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import EngineError, SessionError
-from engine.model.attention import Plans, Segment, StepPlan, attend_cached, attend_whole, write_cache
+from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, WeightOptions, block_forward, build_block
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
@@ -152,24 +152,6 @@ class SpanRunner:
             plans = plan.for_window(self.config.window_of(block.index))
             x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans))
         return x
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Run whole sequences with no cache, differentiable in the input: (batch, length, hidden).
-
-        For training, which is not built yet; only tests call it.
-        """
-        batch, length, size = hidden.shape
-        x = hidden.reshape(batch * length, size)
-        positions = torch.arange(length, device=hidden.device).repeat(batch)
-        rope = self._rope.at(positions)
-        for block in self.blocks:
-            window = self.config.window_of(block.index)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = window) -> Tensor:
-                return attend_whole(q, k, v, batch, window)
-
-            x = block_forward(block, self.config, x, rope, attend)
-        return x.view(batch, length, size)
 
 
 def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:
