@@ -28,6 +28,7 @@ WIRES = (
     ("p2p/__init__.py", "The link between two peers"),
     ("p2p/envelope.py", "Signed statements"),
     ("app/membership/wire.py", "Membership"),
+    ("app/session/frame.py", "Frames of sessions and training"),
     ("app/session/wire.py", "Sessions"),
     ("app/weights/wire.py", "Parts of a model"),
     ("p2p/dht/wire.py", "The directory"),

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from app.core.compute import BlockRunner
 from app.serving.hop_session import HopSession
-from app.session.wire import EpochOrder, HopError
+from app.session.frame import HopError
+from app.session.wire import EpochOrder
 
 
 @dataclass(frozen=True)

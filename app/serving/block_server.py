@@ -30,24 +30,9 @@ from app.serving.admission import AdmissionLimits, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.hop_session import SMOOTHING, FrameAction, HopSession, SessionCounters, first_to_evict, session_key
 from app.serving.stats import ServerStats, SessionStats
+from app.session.frame import DTYPE_NAMES, DTYPES, HEADER_BYTES, Frame, HopError, belongs_to, header, plain
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
-from app.session.wire import (
-    DTYPE_NAMES,
-    DTYPES,
-    HEADER_BYTES,
-    PROTOCOL,
-    EpochOrder,
-    Frame,
-    HopError,
-    Kind,
-    belongs_to,
-    decode,
-    decode_turn,
-    encode_hop_error,
-    encode_pace,
-    header,
-    plain,
-)
+from app.session.wire import PROTOCOL, EpochOrder, Kind, decode, decode_turn, encode_hop_error, encode_pace
 from engine.errors import EngineError, NotFinite
 from p2p.errors import P2PError
 

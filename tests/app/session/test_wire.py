@@ -10,22 +10,8 @@ from hypothesis import strategies as st
 
 from app.core.errors import RecordError
 from app.core.span import Span
-from app.session.wire import (
-    HEADER_BYTES,
-    KEEP,
-    MAX_TOKENS,
-    MAX_WIDTH,
-    EpochOrder,
-    HopError,
-    Kind,
-    decode,
-    decode_hop_error,
-    decode_turn,
-    encode_hop_error,
-    encode_turn,
-    header,
-    plain,
-)
+from app.session.frame import HEADER_BYTES, MAX_WIDTH, HopError, decode_hop_error, header, plain
+from app.session.wire import KEEP, MAX_TOKENS, EpochOrder, Kind, decode, decode_turn, encode_hop_error, encode_turn
 
 SESSION = bytes(range(16))
 peers = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)
