@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.errors import NotFinite, SessionError
 from engine.model.attention import Segment
 from engine.model.kv_cache import KVLease
-from engine.model.span import SpanRunner
+from engine.model.span import BlockAdapter, SpanRunner
 from engine.wire import is_finite, to_bytes, to_tensor, wire_name
 
 
@@ -53,6 +53,7 @@ class SessionRunner:
     def __init__(self, span: SpanRunner) -> None:
         self._span = span
         self._leases: dict[bytes, KVLease] = {}
+        self._adapters: dict[bytes, BlockAdapter] = {}  # of the sessions that use one
         self.start = span.start
         self.hidden_size = span.config.hidden_size
         self.context_length = span.config.context_length
@@ -73,16 +74,19 @@ class SessionRunner:
         """KV cache slots (one per token) in all."""
         return self._span.pool.total_tokens
 
-    def open(self, session: bytes, tokens: int) -> None:
-        """Lease cache for `tokens` tokens of a new session.
+    def open(self, session: bytes, tokens: int, adapter: BlockAdapter | None = None) -> None:
+        """Lease cache for `tokens` tokens of a new session, all of which are computed with the adapter if one is given.
 
         Raises `CacheFull` without room, and `SessionError` if `tokens` exceeds the model's context.
         """
         assert session not in self._leases, "a session is opened once"
         self._leases[session] = self._span.open(tokens)
+        if adapter is not None:
+            self._adapters[session] = adapter
 
     def close(self, session: bytes) -> None:
         """Free a session's cache; unknown sessions are ignored."""
+        self._adapters.pop(session, None)
         lease = self._leases.pop(session, None)
         if lease is not None:
             lease.close()
@@ -96,22 +100,22 @@ class SessionRunner:
         return self._span.capture_pending() and self._span.has_pending
 
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
-        """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
+        """Run one step; inputs for the same blocks and adapter are batched. All sessions advance or, on an error, none.
 
         Raises `SessionError` for input that does not fit its session, `NotFinite` for NaN, `CacheFull` without room.
         """
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, BlockAdapter | None], list[int]] = {}
         for index, item in enumerate(work):
-            groups.setdefault((item.start, item.stop), []).append(index)
+            groups.setdefault((item.start, item.stop, self._adapters.get(item.session)), []).append(index)
         outputs: dict[int, StepResult] = {}
         advanced: list[Segment] = []
         try:
-            for blocks, indices in groups.items():
+            for (start, stop, adapter), indices in groups.items():
                 items = [work[index] for index in indices]
                 segments = [Segment(self._lease(item.session), item.position, item.rows) for item in items]
                 rows = self._joined(items)
                 self._check_finite(rows, items)
-                hidden = self._span.step(rows, segments, blocks)
+                hidden = self._span.step(rows, segments, (start, stop), adapter)
                 advanced += segments
                 outputs.update(zip(indices, self._split(hidden, items), strict=True))
         except BaseException:  # undo the groups that have advanced already

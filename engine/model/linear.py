@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.budget import CONVERTED_ROWS
+
 Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
 
 QUANTISED_ROWS = 1024  # rows of a matrix that are quantised at a time
-CONVERTED_ROWS = 2048  # rows of a quantised matrix that are converted at a time
 # Row counts at which the methods are timed; a count in between uses the entry below it.
 TIMED_ROWS = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128)
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.budget import LOSS_ROWS
 from engine.model.ends import EmbeddingAndHead
 
 IGNORED = -100  # label of a token that does not count, as in PyTorch
-SLICE_ROWS = 128  # rows whose logits are held at a time
 
 
 class Loss(NamedTuple):
@@ -51,7 +51,7 @@ class TrainingEnds:
         targets = labels[counted]
         total = torch.zeros((), dtype=torch.float64, device=norm.device)
         gradients = []
-        for x, target in zip(rows.split(SLICE_ROWS), targets.split(SLICE_ROWS), strict=True):
+        for x, target in zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
             with torch.enable_grad():
                 leaf = x.detach().requires_grad_(gradient)
                 normed = F.rms_norm(leaf, (x.shape[1],), norm, self._ends.config.norm_eps)

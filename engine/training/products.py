@@ -31,13 +31,15 @@ class LowRank:
     sums: Tensor | None  # None: gradients are not counted
     scale: float
 
-    def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add the adapter's part to the product's output (N, out) in place; return x Aᵀ times the scale."""
-        low = torch.mm(x, self.group.down(self.values).to(x.dtype).t()).mul_(self.scale)  # (N, roles * rank)
+    def low(self, x: Tensor) -> Tensor:
+        """Return x Aᵀ times the scale, (N, roles * rank)."""
+        return torch.mm(x, self.group.down(self.values).to(x.dtype).t()).mul_(self.scale)
+
+    def add(self, low: Tensor, out: Tensor) -> None:
+        """Add the adapter's part to the product's output (N, out) in place."""
         for index, ((first, stop), up) in enumerate(zip(self.group.columns, self.group.ups(self.values), strict=True)):
             own = low.narrow(1, index * self.group.rank, self.group.rank)
-            out[:, first:stop].addmm_(own, up.to(x.dtype).t())
-        return low
+            out[:, first:stop].addmm_(own, up.to(low.dtype).t())
 
     def gradients(self, x: Tensor, low: Tensor, dy: Tensor) -> Tensor:
         """Add the gradients of A and B to their sums; return that of x Aᵀ (N, roles * rank)."""
@@ -61,17 +63,29 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, linear: Linear, adapter: LowRank | None, mask: Mask | None
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        linear: Linear,
+        adapter: LowRank | None,
+        mask: Mask | None,
+        unread: bool,
     ) -> Tensor:
-        out = linear(x, residual, training=True)
         ctx.linear, ctx.adapter, ctx.mask, ctx.has_residual = linear, adapter, mask, residual is not None
-        if adapter is not None:
-            ctx.save_for_backward(x, adapter.add(x if mask is None else x * mask(), out))
+        low = None if adapter is None else adapter.low(x if mask is None else x * mask())
+        if low is not None:
+            ctx.save_for_backward(x, low)
+        if unread:  # the product is known already; only its backward pass is wanted
+            assert residual is not None
+            return torch.empty_like(residual)
+        out = linear(x, residual, training=True)
+        if adapter is not None and low is not None:
+            adapter.add(low, out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         dx = ctx.linear.input_gradient(dy)
         adapter: LowRank | None = ctx.adapter
         if adapter is not None:
@@ -83,7 +97,7 @@ class _Product(torch.autograd.Function):
                 dx.addmm_(d_low, down)
             else:
                 dx.addcmul_(torch.mm(d_low, down), mask)
-        return dx, dy if ctx.has_residual else None, None, None, None
+        return dx, dy if ctx.has_residual else None, None, None, None, None
 
 
 class Dropout(NamedTuple):
@@ -100,8 +114,10 @@ class Dropout(NamedTuple):
         return (draws >= self.share).to(x.device, x.dtype).div_(1 - self.share)
 
 
-def trained_products(block: Block, adapters: Mapping[Matrix, LowRank], dropout: Dropout | None) -> Multiply:
-    """Return a block's products for a pass in training.
+def trained_products(
+    block: Block, adapters: Mapping[Matrix, LowRank], dropout: Dropout | None, *, again: bool = False
+) -> Multiply:
+    """Return a block's products for a pass in training; `again` leaves out the last, whose output was answered already.
 
     The adapters' gradients go to the `sums` that they have in the moment of the backward pass.
     """
@@ -111,19 +127,8 @@ def trained_products(block: Block, adapters: Mapping[Matrix, LowRank], dropout: 
         mask = None
         if dropout is not None and dropout.share and adapter is not None:
             mask = functools.partial(dropout.mask, block.index, matrix, x.detach())
-        out: Tensor = _Product.apply(x, residual, getattr(block, matrix), adapter, mask)  # type: ignore[no-untyped-call]
-        return out
-
-    return multiply
-
-
-def served_products(block: Block, adapters: Mapping[Matrix, LowRank]) -> Multiply:
-    """Return a block's products for the steps of replies that use an adapter."""
-
-    def multiply(matrix: Matrix, x: Tensor, residual: Tensor | None) -> Tensor:
-        out = block.multiply(matrix, x, residual)
-        if (adapter := adapters.get(matrix)) is not None:
-            adapter.add(x, out)
+        unread = again and matrix == "down"
+        out: Tensor = _Product.apply(x, residual, getattr(block, matrix), adapter, mask, unread)  # type: ignore[no-untyped-call]
         return out
 
     return multiply

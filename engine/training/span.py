@@ -335,11 +335,20 @@ class TrainedSpan:
     def _turns(self, rows: int, batch: int) -> tuple[Tensor, Tensor]:
         return self._rope.at(torch.arange(rows // batch, device=self.options.device).repeat(batch))
 
-    def _run(self, index: int, number: int | None, x: Tensor, batch: int, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def _run(
+        self,
+        index: int,
+        number: int | None,
+        x: Tensor,
+        batch: int,
+        rope: tuple[Tensor, Tensor],
+        *,
+        again: bool = False,
+    ) -> Tensor:
         own = self._at(index)
         window = self.config.window_of(index)
         dropout = None if number is None else Dropout(self.settings.dropout, self.settings.seed, self.version, number)
-        multiply = trained_products(own.block, own.adapters, dropout)
+        multiply = trained_products(own.block, own.adapters, dropout, again=again)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_whole(q, k, v, batch, window)
@@ -359,7 +368,7 @@ class TrainedSpan:
         own, (leaf, y) = self._at(index), kept
         if y is None:
             with torch.enable_grad():
-                y = self._run(index, number, leaf.requires_grad_(), batch, rope)
+                y = self._run(index, number, leaf.requires_grad_(), batch, rope, again=True)
         counts = index not in uncounted and number not in own.counted
         own.count(counts)
         (dx,) = torch.autograd.grad(y, leaf, dy)
