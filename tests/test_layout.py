@@ -35,6 +35,7 @@ LEVELS = {
     4: ("app.membership", "app.routing", "app.system"),
     5: ("app.planning", "app.weights"),
     6: ("app.asker", "app.hosting", "app.joining"),
+    7: ("app.training",),
     8: ("app.api",),
     9: ("app.node",),
     10: ("app.cli",),
