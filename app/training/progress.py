@@ -61,6 +61,11 @@ class StepProgress:
         return True
 
     @property
+    def under_way(self) -> int:
+        """Number of micro-batches under way."""
+        return len(self._under_way)
+
+    @property
     def is_back(self) -> bool:
         """True once nothing is under way or left to send."""
         return not self._to_send and not self._under_way

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from app.core.errors import RecordError
 from app.core.span import Span
-from app.session.frame import DTYPES, Frame, HopError, decode_hop_error, header, is_finite, plain, root_mean_square
+from app.session.frame import (
+    DTYPES,
+    Frame,
+    HopError,
+    decode_hop_error,
+    header,
+    is_finite,
+    plain,
+    root_mean_square,
+    with_json,
+)
 from app.training import wire
 from app.training.wire import JobOrder, Kind, Pass, StatePart, StepOrder, Tally
 
@@ -72,7 +82,7 @@ def test_a_tally_must_be_about_the_blocks_of_its_hop() -> None:
 
 @pytest.mark.parametrize("norm", [-1.0, 1e301, True, "1", None])
 def test_norms_of_a_tally_are_finite_numbers(norm: object) -> None:
-    frame = wire.decode(wire.with_json(Kind.TALLY, RUN, 1, 7, {"counted": [[0, 1, ""]], "norms": [norm]}))
+    frame = wire.decode(with_json(Kind.TALLY, RUN, 1, 7, {"counted": [[0, 1, ""]], "norms": [norm]}))
     with pytest.raises(RecordError, match="norms"):
         wire.decode_tally(frame, Span(0, 1))
 
@@ -129,7 +139,7 @@ def test_unknown_kinds_are_refused(kind: int) -> None:
 
 def test_only_some_kinds_have_a_body() -> None:
     with pytest.raises(RecordError, match="not understood"):
-        wire.decode(wire.with_json(Kind.COMMIT, RUN, 1, 0, {}))
+        wire.decode(with_json(Kind.COMMIT, RUN, 1, 0, {}))
 
 
 def test_troubles_come_back() -> None:
