@@ -137,6 +137,9 @@ NEXT_STEPS: dict[str, str] = {
     "bad_source": _MODEL,
     "bad_device": "`shoal doctor` says what this machine can host",
     "bad_step": "ask again",
+    "bad_training": "`shoal finetune --dry-run` says what would be trained",
+    "training_full": "nothing: the micro-batch is sent again when there is room",
+    "bad_data": "correct the file, then run it again",
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.errors import NotFinite, TrainingError
@@ -28,6 +29,21 @@ class MicroBatch(NamedTuple):
     def counted(self) -> int:
         """Number of tokens that the loss counts."""
         return int((self.labels != IGNORED).sum())
+
+
+def micro_batch(sequences: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> MicroBatch:
+    """Make a micro-batch of (token ids, which of them count), padded at the end to the longest.
+
+    Padding needs no mask: nothing in front of it sees it, and it does not count.
+    """
+    longest = max(len(ids) for ids, _ in sequences)
+    token_ids = torch.zeros(len(sequences), longest, dtype=torch.int64)
+    labels = torch.full((len(sequences), longest), IGNORED)
+    for row, (ids, counted) in enumerate(sequences):
+        token_ids[row, : len(ids)] = torch.tensor(ids)
+        following = torch.where(torch.tensor(counted), token_ids[row, : len(ids)], IGNORED)
+        labels[row, : len(ids) - 1] = following[1:]
+    return MicroBatch(token_ids, labels)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from engine.training.adapters import MAX_RANK, AdapterSettings, layout, named, w
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
-_MODEL_KEY = "shoal_model"  # the hash of the model, in the metadata
+MODEL_KEY = "shoal_model"  # the hash of the model, in the metadata
 _NAME = re.compile(r"base_model\.model\.model\.layers\.(\d{1,5})\.(\w+\.\w+)\.lora_([AB])\.weight")
 # Kinds of LoRA that compute something else than `alpha / r · B A x`, or change more than the seven matrices.
 _UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
@@ -63,20 +63,23 @@ def peft_files(adapter: Adapter, config: ModelConfig, base: str) -> dict[str, by
         for role, pair in named(groups, vector.float().cpu()).items():
             for which, tensor in zip("AB", pair, strict=True):
                 tensors[_tensor_name(block, modules[role], which)] = tensor.contiguous().numpy()
-    metadata = {"format": "pt"} | ({_MODEL_KEY: adapter.model} if adapter.model else {})
+    metadata = {"format": "pt"} | ({MODEL_KEY: adapter.model} if adapter.model else {})
     return {
         CONFIG_FILE: json.dumps(values, indent=2, sort_keys=True).encode() + b"\n",
         WEIGHTS_FILE: encode(tensors, metadata),
     }
 
 
-def read_peft(folder: Path, config: ModelConfig) -> Adapter:
-    """Read an adapter's folder for a model of this shape.
+def read_peft(folder: Path, config: ModelConfig, model: str | None = None) -> Adapter:
+    """Read an adapter's folder for a model of this shape and, if it is given, this hash.
 
     Raises `TrainingError` or `SourceError` if it is none, is damaged, is of a kind that Shoal does not run, or does not
     fit the model. Blocks that have no adapter get one that changes nothing.
     """
     settings = _settings(folder)
+    trained_for = read_metadata(folder / WEIGHTS_FILE).get(MODEL_KEY)
+    if model is not None and trained_for not in (None, model):
+        raise TrainingError(f"the adapter in {folder} belongs to the model {trained_for}, but this one is {model}")
     entries = read_index(folder / WEIGHTS_FILE)
     roles = {name: role for role, name in module_names().items()}
     found: dict[tuple[int, str, str], TensorEntry] = {}
@@ -100,7 +103,7 @@ def read_peft(folder: Path, config: ModelConfig) -> Adapter:
         if not bool(torch.isfinite(values).all()):
             raise TrainingError(f"{folder}: {shown(entry.name)} has numbers that are not finite")
         named(groups, vectors[block])[role]["AB".index(which)].copy_(values)
-    return Adapter(settings, vectors, read_metadata(folder / WEIGHTS_FILE).get(_MODEL_KEY))
+    return Adapter(settings, vectors, trained_for)
 
 
 def _tensor_name(block: int, module: str, which: str) -> str:

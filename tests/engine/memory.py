@@ -14,7 +14,7 @@ class PeakBytes(TorchDispatchMode):
     """Counts the bytes of all tensors that are made inside the block and still live; `peak` is the most of it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._known: set[int] = set()
 
