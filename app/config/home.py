@@ -149,6 +149,10 @@ class Home:
         "jobs", "fine-tuning jobs, a folder for each (`app.training.job_store`)", private=True, is_folder=True,
         is_whole=True,
     )  # fmt: skip
+    training_folder = HomeFile(
+        "training", "states of running jobs, of this node and of others (`app.training.states`)", private=True,
+        is_folder=True, is_whole=True,
+    )  # fmt: skip
     log_folder = HomeFile("logs", "the folder of both logs", private=True, is_folder=True)
     log_file = HomeFile(
         "logs/node.log", "the node's log (`app.system.logs`)", private=False, related=("logs/node.log.*",)
