@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from app.training.wire import (
     JobOrder,
     Kind,
     Pass,
+    StatePart,
     Tally,
     decode,
     decode_open,
@@ -62,6 +63,7 @@ log = logging.getLogger("shoal.training")
 
 IDLE_S = 180.0  # a job whose owner is silent for so long is ended
 MAX_PARKED = 4
+MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of one job
 _REMEMBERED_ENDED = 1024
 
 
@@ -122,6 +124,7 @@ class HopJob:
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
     news: Signal = field(default_factory=Signal)
     sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
+    kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
 
     @property
@@ -234,6 +237,10 @@ class TrainingServer:
         elif frame.kind == Kind.CLOSE:
             if frame.epoch >= job.ordered:
                 self._end(job)
+        elif peer not in (job.ledger.owner, job.ledger.order.predecessor, job.ledger.order.successor):
+            job.dropped["foreign"] += 1
+        elif frame.kind in PASSES and frame.rows * sequences_of(frame) > job.ledger.order.rows:
+            await self._reject(job, frame, _Rejected("more rows than were agreed", "shape"))
         elif len(job.waiting) > 2 * job.ledger.order.under_way + 8:
             job.dropped["queue"] += 1
         else:
@@ -338,6 +345,7 @@ class TrainingServer:
         if frame.epoch != job.ordered or self._make is None:
             return  # a later order is waiting
         with trio.CancelScope() as job.fetching:
+            await self._note_kept(job, frame.position, order.states, others=False)
             data = await self._states.fetch(job.run, order.states, order.holders)
             used = sum(other.blocks.memory_bytes for other in self._jobs.values() if other.blocks is not None)
             spare = self._terms().memory_bytes - used
@@ -396,10 +404,8 @@ class TrainingServer:
 
     async def _admit(self, job: HopJob, frame: Frame) -> None:
         """Check what a peer sent before it is computed with; raises `_Rejected`."""
-        blocks = self._blocks(job)
-        rows = frame.rows * sequences_of(frame)
-        if frame.width != blocks.hidden_size or rows > job.ledger.order.rows:
-            raise _Rejected(f"{rows} rows of {frame.width} numbers are not what was agreed", "shape")
+        if frame.width != self._blocks(job).hidden_size:
+            raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
         size = root_mean_square(frame)
         if not job.sizes[frame.kind].accepts(size):
             raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
@@ -438,12 +444,27 @@ class TrainingServer:
         for block in job.span.blocks():
             state = await self._device.run_later(self._blocks(job).state, block)
             parts.append(await self._states.keep(job.run, state))
+        await self._note_kept(job, frame.position, parts)
         await self._answer(job, encode_parts(Kind.SNAPSHOT, job.run, frame.epoch, frame.position, parts))
 
     async def _keep(self, job: HopJob, sender: str, frame: Frame) -> None:
         parts, holders = decode_parts(frame)
+        await self._note_kept(job, frame.position, parts)
         await self._states.fetch(job.run, parts, holders)
         await self._answer(job, plain(Kind.KEEP, job.run, frame.epoch, frame.position))
+
+    async def _note_kept(self, job: HopJob, version: int, parts: Sequence[StatePart], *, others: bool = True) -> None:
+        """Keep these states of a version, and of the others only the latest, which may be the last that all have.
+
+        Raises `RecordError` if the job wants more kept than any may.
+        """
+        versions = {version, *sorted(job.kept.keys() - {version})[-1:]} if others else {version}
+        job.kept = {kept: states for kept, states in job.kept.items() if kept in versions}
+        job.kept[version] = [*job.kept.get(version, ()), *parts]
+        wanted = [state for states in job.kept.values() for state in states]
+        if sum(state.size_bytes for state in set(wanted)) > MAX_KEPT_BYTES:
+            raise RecordError(f"a job may keep at most {MAX_KEPT_BYTES} bytes of states here")
+        await self._states.forget(job.run, keep=wanted)
 
     def _blocks(self, job: HopJob) -> JobBlocks:
         assert job.blocks is not None, "orders wait until the job's blocks are there"

@@ -35,7 +35,7 @@ class StateStore:
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
-        self._fetching = trio.Lock()
+        self._is_member = is_member
 
     def serve(self) -> None:
         """Answer requests of members for the states that are here."""
@@ -56,11 +56,10 @@ class StateStore:
         Raises `WeightsError` if the disk cannot be written, `trio.TooSlowError` if nobody sends them in time.
         """
         names = [self._part(run, state).name for state in states]
-        others = [peer for peer in holders if peer != self._network.peer_id]
+        others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
         with trio.fail_after(FETCH_S):
-            async with self._fetching:
-                if self._parts.missing(names):
-                    await Download(self._network, self._parts, self._server, lambda name: others).fetch(names)
+            if self._parts.missing(names):
+                await Download(self._network, self._parts, self._server, lambda name: others).fetch(names)
         return [await trio.to_thread.run_sync(self._parts.whole, name) for name in names]
 
     async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -131,7 +131,7 @@ class JobFigures:
     epochs: int = 0
     micro_batches_again: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # hop -> frames that were not computed with
-    lost: list[str] = field(default_factory=list)  # why an epoch ended
+    lost: deque[str] = field(default_factory=lambda: deque(maxlen=64))  # why the latest epochs ended
     bytes_out: int = 0
     bytes_in: int = 0
 

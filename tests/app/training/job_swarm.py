@@ -50,6 +50,20 @@ def undisturbed(
     return [job.step(batches_of(version)) for version in range(steps)], job
 
 
+class CountingDevice(InlineDevice):
+    """Counts calls that go before replies, and calls that give way to them."""
+
+    now = later = 0
+
+    async def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.now += 1
+        return await super().run(function, *args)
+
+    async def run_later(self, function: Callable[..., Any], *args: Any) -> Any:
+        self.later += 1
+        return await InlineDevice.run(self, function, *args)
+
+
 @dataclass
 class Node:
     """One node that trains blocks."""
@@ -57,6 +71,7 @@ class Node:
     name: str
     span: Span
     server: TrainingServer
+    device: CountingDevice
     states: StateStore
     blocks: list[Any]  # every `JobBlocks` that was made here
     scope: trio.CancelScope
@@ -75,9 +90,10 @@ class JobSwarm:
         """Start a node that trains these blocks."""
         network = self.fabric.node(name)
         states = StateStore(network, self.folder / name, lambda peer: True)
-        server = TrainingServer(network, InlineDevice(), states, lambda: terms or TrainingTerms())
+        device = CountingDevice()
+        server = TrainingServer(network, device, states, lambda: terms or TrainingTerms())
         scope: trio.CancelScope = await self.nursery.start(_run, server)
-        node = Node(name, Span(start, stop), server, states, [], scope)
+        node = Node(name, Span(start, stop), server, device, states, [], scope)
         make = blocks_of(load_span(self.source, start, stop, OPTIONS))
 
         def remember(order: Any, spare: int) -> Any:

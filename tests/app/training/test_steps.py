@@ -171,6 +171,26 @@ async def test_a_node_trains_no_more_jobs_than_it_wants(source: ModelSource, tmp
         assert any("at most 1 jobs" in why for why in (*first.figures.lost, *second.figures.lost))
 
 
+async def test_hops_keep_the_states_of_two_versions_at_most(source: ModelSource, tmp_path: Path) -> None:
+    def count() -> None:
+        for name in ("n0", "n1", "n2"):
+            states = [file for file in (tmp_path / name / "parts").iterdir() if not file.suffix]
+            assert len(states) <= 2 * 8, name
+
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        losses = Losses({version: count for version in (3, 4, 5)})
+        await swarm.owner(every=1).run(5, batches_of, losses)
+        assert len(losses.steps) == 5
+
+
+async def test_training_gives_way_to_replies_at_every_block(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        await swarm.owner().run(1, batches_of, Losses())
+        device = swarm.nodes["n0"].device
+        assert device.now == 0
+        assert device.later >= 2 * 5 * 8  # each block of each pass is a call of its own
+
+
 async def test_nothing_of_a_finished_job_is_left(source: ModelSource, tmp_path: Path) -> None:
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
         owner = swarm.owner(every=1)
