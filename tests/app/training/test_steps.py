@@ -73,7 +73,7 @@ async def test_every_hop_is_killed_once(source: ModelSource, tmp_path: Path) -> 
         assert (owner.figures.epochs, losses.repeated) == (4, 4)
 
 
-@pytest.mark.parametrize("point", ["backward", "step", "commit", "state"])
+@pytest.mark.parametrize("point", ["backward", "commit"])
 async def test_a_hop_killed_within_a_step_changes_nothing(source: ModelSource, tmp_path: Path, point: str) -> None:
     wanted, local = undisturbed(source, 2)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
