@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import trio
 
+from app.core.network import Network
 from app.core.span import Span
 from app.routing.route import Hop, NoRoute, Route
 from app.training.hop import TrainingServer, TrainingTerms
@@ -86,9 +87,16 @@ class JobSwarm:
         self.nodes: dict[str, Node] = {}
         self.before_step: Callable[[Any], None] = lambda blocks: None
 
-    async def train(self, name: str, start: int, stop: int, terms: TrainingTerms | None = None) -> Node:
-        """Start a node that trains these blocks."""
-        network = self.fabric.node(name)
+    async def train(
+        self,
+        name: str,
+        start: int,
+        stop: int,
+        terms: TrainingTerms | None = None,
+        network: Network | None = None,
+    ) -> Node:
+        """Start a node that trains these blocks, on the in-memory network unless another is given."""
+        network = network or self.fabric.node(name)
         states = StateStore(network, self.folder / name, lambda peer: True)
         device = CountingDevice()
         server = TrainingServer(network, device, states, lambda: terms or TrainingTerms())
@@ -111,7 +119,7 @@ class JobSwarm:
             return blocks
 
         await server.host(remember)
-        self.nodes[name] = node
+        self.nodes[network.peer_id] = node
         return node
 
     def kill(self, name: str) -> None:
@@ -177,7 +185,7 @@ class JobSwarm:
         self, name: str = "owner", *, every: int = 10, settings: AdapterSettings = SETTINGS, **more: Any
     ) -> SwarmTrainer:
         """A node that owns a job and trains nothing itself."""
-        network = self.fabric.node(name)
+        network: Network = more.pop("network", None) or self.fabric.node(name)
         states = StateStore(network, self.folder / name, lambda peer: True)
         states.serve()
         config = self.source.config
