@@ -9,6 +9,7 @@ import pytest
 import torch
 import trio
 
+from app.core.errors import reason_of
 from app.training.hop import TrainingTerms
 from app.training.trainer import SwarmTrainer, TrainingStopped
 from engine.sources.base import ModelSource
@@ -153,8 +154,9 @@ async def test_a_job_beyond_a_nodes_limits_is_refused_before_it_begins(source: M
     async with open_job_swarm(source, tmp_path) as swarm:
         await swarm.train("a", 0, 8, TrainingTerms(memory_bytes=1000))
         owner = swarm.owner(patience=replace(PATIENCE, route_s=0.0))
-        with pytest.raises(TrainingStopped, match="of which 1000 are to spare"):
+        with pytest.raises(TrainingStopped, match="of which 1000 are to spare") as stopped:
             await owner.run(1, batches_of, Losses())
+        assert reason_of(stopped.value).code == "training_stopped"
         assert owner.figures.epochs == 1
 
 
