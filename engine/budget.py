@@ -15,6 +15,9 @@ from engine.device.kinds import kind_named
 MB = 10**6
 KV_SHARE = 0.25  # fraction of the allowed memory that the KV cache gets
 HEAD_SHARE = 0.25  # largest fraction of a GPU's allowed memory for the head
+CONVERTED_ROWS = 2048  # rows of a quantised matrix that are converted at a time
+LOSS_ROWS = 128  # rows whose logits are held at a time when a loss is computed
+ADAPTER_ROLES = ("q", "k", "v", "o", "gate", "up", "down")  # matrices of a block that adapters can change
 
 
 @dataclass(frozen=True)
@@ -202,26 +205,103 @@ def block_weights(config: ModelConfig) -> int:
     return block_bytes(config, unquantised(1))
 
 
-def adapter_weights(config: ModelConfig, rank: int) -> int:
-    """Number of weights of one block's adapters of a rank, on all seven of its matrices."""
+def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of each matrix of a block that an adapter can change."""
     c = config
     q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    attention = 2 * (c.hidden_size + q_size) + 2 * (c.hidden_size + kv_size)
-    return rank * (attention + 3 * (c.hidden_size + c.intermediate_size))
+    return {
+        "q": (q_size, c.hidden_size),
+        "k": (kv_size, c.hidden_size),
+        "v": (kv_size, c.hidden_size),
+        "o": (c.hidden_size, q_size),
+        "gate": (c.intermediate_size, c.hidden_size),
+        "up": (c.intermediate_size, c.hidden_size),
+        "down": (c.hidden_size, c.intermediate_size),
+    }
+
+
+def adapter_weights(config: ModelConfig, rank: int, targets: tuple[str, ...] = ADAPTER_ROLES) -> int:
+    """Number of weights of one block's adapters of a rank, on all seven of its matrices unless `targets` says less."""
+    return rank * sum(sum(shape) for role, shape in adapter_shapes(config).items() if role in targets)
+
+
+# Bytes a weight of an adapter takes: itself, its gradient and two moments, and itself and the moments after a step
+# until that is committed. All are float32.
+ADAPTER_WEIGHT_BYTES = 16 + 12
 
 
 def trained_block_bytes(config: ModelConfig, precision: Precision, *, rank: int | None, kept_rows: int) -> int:
     """Bytes of one block in training; `rank` is that of its adapters, None trains all weights.
 
-    What is trained has a float32 master, a gradient and AdamW's two moments, 16 bytes a weight in all; a copy to
-    compute with comes on top unless that is float32 too. `kept_rows` inputs are kept for the backward pass.
+    All weights, if trained, have a float32 master, a gradient and AdamW's two moments, 16 bytes a weight in all; a copy
+    to compute with comes on top unless that is float32 too. `kept_rows` inputs are kept for the backward pass.
     """
     held = int(block_weights(config) * precision.weight_bytes)
     if rank is None:
         held = 16 * block_weights(config) + (0 if precision.weight_bytes >= 4 else held)
     else:
-        held += 16 * adapter_weights(config, rank)
+        held += ADAPTER_WEIGHT_BYTES * adapter_weights(config, rank)
     return held + kept_rows * config.hidden_size * precision.compute_bytes
+
+
+def block_graph_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
+    """Bytes that one block keeps of a pass over `rows` rows so that its backward pass need not compute it again."""
+    c = config
+    q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    # Inputs of both norms and their results; q, k, v as computed and rotated, attention's output twice; gate, up, the
+    # gate's activation and their product. A quarter of a row more is for the adapters' own small products.
+    per_row = 4.25 * c.hidden_size + 4 * q_size + 3 * kv_size + 4 * c.intermediate_size
+    return int(rows * per_row * precision.compute_bytes)
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """What decides the memory of a span in training: its blocks and adapters, and the micro-batches under way."""
+
+    blocks: int
+    rank: int
+    targets: tuple[str, ...]
+    rows: int  # of the largest micro-batch
+    under_way: int  # micro-batches that have been run forwards and not yet backwards
+
+
+@dataclass(frozen=True)
+class TrainingBudget:
+    """Memory of a span in training."""
+
+    weight_bytes: int  # of the model's own blocks
+    state_bytes: int  # adapters, summed gradients, moments, and the next version during a step
+    input_bytes: int  # inputs that forward passes keep
+    graph_bytes: int  # what they keep beyond that, to save computing blocks again
+    workspace_bytes: int  # the pass of one block, backwards
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all."""
+        return self.weight_bytes + self.state_bytes + self.input_bytes + self.graph_bytes + self.workspace_bytes
+
+
+def plan_training(config: ModelConfig, precision: Precision, task: TrainingTask, usable_bytes: int) -> TrainingBudget:
+    """Return the memory of a span in training; what is left of `usable_bytes` is for graphs, as far as they can use it.
+
+    The task does not fit if the total is more than `usable_bytes`.
+    """
+    weights = task.blocks * block_bytes(config, precision)
+    state = task.blocks * ADAPTER_WEIGHT_BYTES * adapter_weights(config, task.rank, task.targets)
+    inputs = task.under_way * task.blocks * task.rows * config.hidden_size * precision.compute_bytes
+    graph = block_graph_bytes(config, precision, task.rows)
+    # Besides what a block keeps, its backward pass has gradients of the widest rows, and an int8 matrix as numbers.
+    converted = min(CONVERTED_ROWS, 2 * config.intermediate_size) * config.hidden_size
+    wide = task.rows * (3 * config.intermediate_size + 3 * config.hidden_size)
+    workspace = graph + (converted + wide) * precision.compute_bytes
+    left = max(0, usable_bytes - weights - state - inputs - workspace)
+    return TrainingBudget(weights, state, inputs, min(left, task.under_way * task.blocks * graph), workspace)
+
+
+def loss_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
+    """Bytes that the loss of a micro-batch and its gradient take at the asker, besides the head's own weights."""
+    logits = 3 * LOSS_ROWS * config.vocab_size * 4
+    return logits + 6 * rows * config.hidden_size * precision.compute_bytes
 
 
 def ends_bytes(config: ModelConfig, precision: Precision, *, embedding: bool, head: bool) -> int:

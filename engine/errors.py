@@ -45,3 +45,15 @@ class NotFinite(SessionError):
     def __init__(self, text: str, session: bytes = b"") -> None:
         super().__init__(text)
         self.session = session
+
+
+class TrainingError(EngineError):
+    """A training job's settings, data or input do not fit the model, or belong to another version."""
+
+    reason_code = "bad_training"
+
+
+class TrainingFull(EngineError):
+    """The memory for training has no room for another micro-batch now; the sender may try again later."""
+
+    reason_code = "training_full"

@@ -13,10 +13,12 @@ from engine.budget import Allowance, block_bytes, kv_bytes_per_token, unquantise
 from engine.model.attention import Segment
 from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.model.kv_cache import KVLease
-from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
+from engine.model.span import BlockAdapter, LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
+from engine.training.peft_format import Adapter
+from engine.training.serving import ServedAdapter
 
 PREFILL_ROWS = 512
 
@@ -32,11 +34,14 @@ class LocalStats:
 class LocalModel:
     """Embedding, all blocks, head and tokenizer of one model, on one device."""
 
-    def __init__(self, source: ModelSource, ends: EmbeddingAndHead, span: SpanRunner) -> None:
+    def __init__(
+        self, source: ModelSource, ends: EmbeddingAndHead, span: SpanRunner, adapter: BlockAdapter | None = None
+    ) -> None:
         self.config = source.config
         self._text = ModelText(source)
         self.ends = ends
         self.span = span
+        self._adapter = adapter
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's reply."""
@@ -46,7 +51,8 @@ class LocalModel:
         """Run the session's next tokens through all blocks, in chunks; return the logits (vocab,) after the last."""
         for begin in range(0, len(token_ids), PREFILL_ROWS):
             chunk = token_ids[begin : begin + PREFILL_ROWS]
-            hidden = self.span.step(self.ends.embed(chunk), [Segment(lease, lease.length, len(chunk))])
+            segment = Segment(lease, lease.length, len(chunk))
+            hidden = self.span.step(self.ends.embed(chunk), [segment], adapter=self._adapter)
         return self.ends.logits(hidden[-1:])[0]
 
     def reply(self, prompt_ids: Sequence[int], settings: ReplySettings) -> LocalReply:
@@ -90,7 +96,10 @@ def local_options(source: ModelSource, device: torch.device, dtype: torch.dtype,
     return SpanOptions(device, dtype, packed=roomy, kv_bytes=min(whole, Allowance(free_bytes).kv_bytes))
 
 
-def load_local(source: ModelSource, options: SpanOptions, progress: LoadProgress | None = None) -> LocalModel:
-    """Load all blocks, the embedding and the head of a model."""
+def load_local(
+    source: ModelSource, options: SpanOptions, progress: LoadProgress | None = None, adapter: Adapter | None = None
+) -> LocalModel:
+    """Load all blocks, the embedding and the head of a model; replies use the adapter if one is given."""
     span = load_span(source, 0, source.config.n_blocks, options, progress)
-    return LocalModel(source, load_ends(source, options), span)
+    served = None if adapter is None else ServedAdapter(adapter, source.config, range(span.start, span.stop), options)
+    return LocalModel(source, load_ends(source, options), span, served)

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.device.probe import first_line
 from engine.errors import DeviceFull, NotFinite, SessionError
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
+from engine.model.span import BlockAdapter
 from engine.wire import is_finite, to_bytes, to_tensor, wire_name
 
 
@@ -52,6 +53,7 @@ class SessionRunner:
     def __init__(self, span: HostedSpan) -> None:
         self._span = span
         self._leases: dict[bytes, SessionLease] = {}
+        self._adapters: dict[bytes, BlockAdapter] = {}  # of the sessions that use one
         self.hidden_size = span.config.hidden_size
         self.context_length = span.config.context_length
         self._native = wire_name(span.options.dtype)
@@ -76,13 +78,15 @@ class SessionRunner:
         """KV cache slots (one per token) in all."""
         return self._span.total_tokens
 
-    def open(self, session: bytes, tokens: int) -> None:
-        """Lease cache for `tokens` tokens of a new session.
+    def open(self, session: bytes, tokens: int, adapter: BlockAdapter | None = None) -> None:
+        """Lease cache for `tokens` tokens of a new session, all of which are computed with the adapter if one is given.
 
         Raises `CacheFull` without room, and `SessionError` if `tokens` exceeds the model's context.
         """
         assert session not in self._leases, "a session is opened once"
         self._leases[session] = self._span.open(tokens)
+        if adapter is not None:
+            self._adapters[session] = adapter
 
     def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
         """Open a session whose first `length` tokens are those of `source`; both share their cache pages.
@@ -119,6 +123,7 @@ class SessionRunner:
 
     def close(self, session: bytes) -> None:
         """Free a session's cache; unknown sessions are ignored."""
+        self._adapters.pop(session, None)
         lease = self._leases.pop(session, None)
         if lease is not None:
             lease.close()
@@ -132,23 +137,23 @@ class SessionRunner:
         return self._span.capture_pending() and self._span.has_pending
 
     def step(self, work: Sequence[StepInput]) -> list[StepResult]:
-        """Run one step; inputs for the same blocks are batched. All sessions advance or, on an error, none.
+        """Run one step; inputs for the same blocks and adapter are batched. All sessions advance or, on an error, none.
 
         Raises `SessionError` for input that does not fit its session, `NotFinite` for NaN, `CacheFull` without room in
         the cache, `DeviceFull` if the device's memory is full.
         """
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, BlockAdapter | None], list[int]] = {}
         for index, item in enumerate(work):
-            groups.setdefault((item.start, item.stop), []).append(index)
+            groups.setdefault((item.start, item.stop, self._adapters.get(item.session)), []).append(index)
         outputs: dict[int, StepResult] = {}
         advanced: list[SessionRows] = []
         try:
-            for blocks, indices in groups.items():
+            for (start, stop, adapter), indices in groups.items():
                 items = [work[index] for index in indices]
                 taken = [SessionRows(self._lease(item.session), item.position, item.rows) for item in items]
                 rows = self._joined(items)
                 self._check_finite(rows, items)
-                hidden = self._span.step(rows, taken, blocks)
+                hidden = self._span.step(rows, taken, (start, stop), adapter)
                 advanced += taken
                 outputs.update(zip(indices, self._split(hidden, items), strict=True))
         except BaseException as error:

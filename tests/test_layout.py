@@ -35,6 +35,7 @@ LEVELS = {
     4: ("app.membership", "app.routing", "app.system"),
     5: ("app.planning", "app.weights"),
     6: ("app.asker", "app.hosting", "app.joining"),
+    7: ("app.training",),
     8: ("app.api",),
     9: ("app.node",),
     10: ("app.cli",),
@@ -50,7 +51,8 @@ ENGINE_LEVELS = {
     1: ("engine.budget", "engine.config", "engine.device.kinds", "engine.errors", "engine.wire"),
     2: ("engine.device", "engine.sources"),
     3: ("engine.model", "engine.text"),
-    4: ("engine",),  # the modules beside the rooms
+    4: ("engine.training",),
+    5: ("engine",),  # the modules beside the rooms
 }
 UI_LEVELS = {
     1: ("ui.state",),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from app.core.reasons import Reason, because
 from app.routing.route import Route
-from app.session.wire import Frame
+from app.session.frame import Frame
 
 SLOW_LINK_BYTES_PER_S = 250_000  # tokens may be under way for as long as such a link takes
 

@@ -23,7 +23,7 @@ from app.asker.stats import AskedSession, HopStats
 from app.core.compute import TextPiece, TokenChoice
 from app.core.smoothing import Ewma
 from app.routing.route import LinkSeconds, Privacy, Route
-from app.session.wire import DTYPE_NAMES, Frame
+from app.session.frame import DTYPE_NAMES, Frame
 
 _SMOOTHING = 0.1
 

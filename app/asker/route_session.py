@@ -28,30 +28,32 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
+from app.session.frame import (
+    DTYPES,
+    Frame,
+    HopError,
+    decode_hop_error,
+    header,
+    is_finite,
+    new_session_id,
+    plain,
+    row_bytes,
+)
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
-    DTYPES,
     KEEP,
     KNOWS_REVISIONS,
     MAX_REVISION,
     MAX_TOKENS,
     PROTOCOL,
     EpochOrder,
-    Frame,
-    HopError,
     HopPace,
     Kind,
     Prefix,
     decode,
-    decode_hop_error,
     decode_pace,
     encode_turn,
-    header,
     hop_error_reason,
-    is_finite,
-    new_session_id,
-    plain,
-    row_bytes,
 )
 from p2p.errors import P2PError, QueueFull, StreamClosed
 from p2p.rate_limit import LogLimit, backoff_s

@@ -11,6 +11,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
     words = "with --local: starter, tiny-random, a folder or a GGUF file"
     parser.add_argument("--model", default="starter", metavar="M", help=words)
+    parser.add_argument("--adapter", metavar="NAME", help="with --local: reply with this adapter (`shoal adapters`)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
     for name, metavar, default, words in (
@@ -89,9 +91,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
     settings = {name: getattr(arguments, name) for name in SAMPLING}
     answers: LocalAnswers | SwarmAnswers
     if arguments.local:
-        answers = LocalAnswers(
-            load_model(arguments.model, arguments.device), arguments.model, arguments.device, settings
-        )
+        model = load_model(arguments.model, arguments.device, arguments.adapter, arguments.home)
+        answers = LocalAnswers(model, arguments.model, arguments.device, settings)
+    elif arguments.adapter is not None:
+        raise UsageError("--adapter needs --local: replies of a swarm do not use adapters yet")
     else:
         answers = SwarmAnswers(_node_client(arguments), settings)
     is_conversation = arguments.prompt is None and sys.stdin.isatty()
@@ -123,8 +126,13 @@ def _seed(settings: dict[str, Any]) -> int:
     return time.time_ns() % 2**63 if settings["seed"] is None else int(settings["seed"])
 
 
-def load_model(name: str, device_name: str | None) -> LocalModel:
-    """Open a model and load all of it on a device, with progress on stderr."""
+def load_model(
+    name: str, device_name: str | None, adapter_name: str | None = None, home: Path | None = None
+) -> LocalModel:
+    """Open a model and load all of it on a device, with progress on stderr; replies use the adapter if one is named.
+
+    Raises `EngineError` if the adapter was trained for another model.
+    """
     import torch
 
     from app.config.home import cache_folder
@@ -137,7 +145,14 @@ def load_model(name: str, device_name: str | None) -> LocalModel:
     with progress_on_stderr(name) as progress:
         source = open_source(name, cache_folder(), progress)
     options = local_options(source, torch.device(device.id), pick_dtype(device.id), device.free_bytes)
-    return load_local(source, options)
+    adapter = None
+    if adapter_name is not None:
+        from app.config.home import Home
+        from app.manifest.importing import hash_source
+        from app.training.adapter_store import AdapterStore
+
+        adapter = AdapterStore(Home.open(home)).load(adapter_name, source.config, hash_source(source).manifest.hash)
+    return load_local(source, options, adapter=adapter)
 
 
 class LocalAnswers:

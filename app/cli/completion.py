@@ -27,7 +27,7 @@ _KINDS = {
     ("trust", "peer"): "peers",
     ("revoke", "peer"): "peers",
     ("pull", "model"): "models",
-    **{(command, "model"): "models" for command in ("create", "chat", "bench", "doctor")},
+    **{(command, "model"): "models" for command in ("create", "chat", "bench", "doctor", "finetune", "adapters")},
 }
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _SETTING_ACTIONS = ("get", "set", "unset")

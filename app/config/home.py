@@ -60,6 +60,7 @@ class HomeFile:
     private: bool  # created with mode 0600 (a folder: 0700), so that other users of the machine cannot read it
     related: tuple[str, ...] = ()  # glob patterns of files made from it: backups, SQLite's journals, rotated logs
     is_folder: bool = False
+    is_whole: bool = False  # a folder that holds nothing but Shoal's files, and is removed with them
 
     @overload
     def __get__(self, home: None, owner: type[Home]) -> HomeFile: ...
@@ -151,6 +152,18 @@ class Home:
     node_file = HomeFile(
         "node.json", "where the running node is reached; stale unless node.lock is locked", private=True
     )
+    adapters_folder = HomeFile(
+        "adapters", "finished adapters, a folder for each (`app.training.adapter_store`)", private=True, is_folder=True,
+        is_whole=True,
+    )  # fmt: skip
+    jobs_folder = HomeFile(
+        "jobs", "fine-tuning jobs, a folder for each (`app.training.job_store`)", private=True, is_folder=True,
+        is_whole=True,
+    )  # fmt: skip
+    training_folder = HomeFile(
+        "training", "states of running jobs, of this node and of others (`app.training.states`)", private=True,
+        is_folder=True, is_whole=True,
+    )  # fmt: skip
     log_folder = HomeFile("logs", "the folder of both logs", private=True, is_folder=True)
     log_file = HomeFile(
         "logs/node.log", "the node's log (`app.system.logs`)", private=False, related=("logs/node.log.*",)

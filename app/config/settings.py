@@ -255,6 +255,17 @@ class Settings:
     trusted: tuple[str, ...] = _setting(
         "peers", (), "Ids of peers that may run private blocks and are never distrusted.", live=True
     )
+    train: Literal["never", "trusted", "members"] = _setting(
+        "choice",
+        "trusted",
+        "Whose fine-tuning jobs may use the blocks hosted here: nobody's, those of trusted peers, or of all members.",
+        live=True,
+        options=("never", "trusted", "members"),
+    )
+    train_memory: int | None = _setting(
+        "size", 2**30, "Most memory for jobs, besides the hosted blocks; unset: no limit.", live=True
+    )
+    train_jobs: int = _setting("integer", 1, "Most jobs that train here at a time.", live=True, bounds=(1, 64))
     prefer_here: int = _setting(
         "integer",
         20,

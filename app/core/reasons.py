@@ -148,6 +148,10 @@ NEXT_STEPS: dict[str, str] = {
     "bad_device": "`shoal doctor` says what this machine can host",
     "device_full": "close other programs, or lower the limit with `shoal config set max_vram SIZE`",
     "bad_step": "ask again",
+    "bad_training": "`shoal finetune --dry-run` says what would be trained",
+    "training_full": "nothing: the micro-batch is sent again when there is room",
+    "training_stopped": "the job stays at its last snapshot: remove the cause, then go on with `shoal jobs resume`",
+    "bad_data": "correct the file, then run it again",
 }
 
 

@@ -123,10 +123,12 @@ class BlockHost:
         steps: StartupSteps | None = None,
         *,
         planned: Callable[[HostingPlan], Awaitable[None]] | None = None,
+        on_hosted: Callable[[Hosted | None], Awaitable[None]] | None = None,
     ) -> None:
         self._network, self._swarm, self._loader, self._options, self._say = network, swarm, loader, options, say
         self._steps = steps or StartupSteps(lambda: None)
         self._planned = planned  # runs while the first blocks are loaded
+        self._on_hosted = on_hosted  # awaited once all blocks are served, and with None before they are given up
         self.server = BlockServer(network, None, loader.device)
         self._plan: HostingPlan | None = None
         self._full: HostingPlan | None = None  # the plan before blocks were given back
@@ -220,6 +222,7 @@ class BlockHost:
         """Announce `draining`, accept no new sessions, and wait up to `within_s` for the others to move."""
         if self._span is not None:
             self._swarm.announce(state="draining")
+            await self._tell_hosted(None)
             await self.server.drain(within_s)
 
     async def retire(self, within_s: float = DRAIN_S) -> None:
@@ -230,6 +233,7 @@ class BlockHost:
 
     async def unload(self) -> None:
         """Free the memory of the blocks; remaining sessions end."""
+        await self._tell_hosted(None)
         await self.server.host(None)
         plan, self._hosted, self._span = self._plan, None, None
         if plan is not None:
@@ -322,6 +326,7 @@ class BlockHost:
         state: State = "loading" if await self._loader.is_downloaded(span) else "fetching"
         self._say(state, replace(move.why, text=f"blocks {span}: {move.why.text}"))
         self._swarm.announce(state=state, span=span, growing=None, device=plan.device_name)
+        await self._tell_hosted(None)
         await self.server.host(None)
         if self._span is not None:
             self._loader.let_go(self._span)
@@ -332,6 +337,7 @@ class BlockHost:
         self._steps.done("measure", f"{hosted.throughput.decode_tokens_per_s:.1f} tokens/s")
         self._settled_at = trio.current_time()
         await self._serve(hosted, span, None)
+        await self._tell_hosted(hosted)
         self._steps.done("announce")
         self._say("serving", move.why)
 
@@ -387,7 +393,9 @@ class BlockHost:
         text = f"blocks {kept} of {span}: other programs need the device's memory"
         self._span, self._plan = kept, plan.with_blocks(blocks_of(span, kept, plan))
         self._announce()  # first, so that askers look for others at once
+        await self._tell_hosted(None)
         self._hosted = await self.server.shrink(kept, partial(self._loader.keep, hosted, kept))
+        await self._tell_hosted(self._hosted)
         log.warning("%s", text)
         self._announce()
         self._say("serving", because("memory_short", text))
@@ -404,6 +412,10 @@ class BlockHost:
             span = regrown(me, self._swarm.announcements(), self._swarm.n_blocks)
         await self.drain()
         await self._load(plan, Move(span, 0.0, because("memory_back", "the device's memory is free again")))
+
+    async def _tell_hosted(self, hosted: Hosted | None) -> None:
+        if self._on_hosted is not None:
+            await self._on_hosted(hosted)
 
     async def _serve_part(self, span: Span, move: Move, hosted: Hosted, part: Span) -> None:
         """Serve the loaded part of a span while the rest is downloaded."""

@@ -70,6 +70,7 @@ class AnnouncementFields(TypedDict, total=False):
     busy: float
     dtype: str
     rtts: tuple[tuple[str, float], ...]
+    train: str
 
 
 @dataclass(frozen=True)

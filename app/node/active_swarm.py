@@ -191,7 +191,8 @@ class ActiveSwarm:
     def follow_settings(self) -> None:
         """Announce this node's new name to the members, and host with the new memory limit."""
         if self.membership is not None:
-            self.membership.announce(name=self._context.config().settings.name)
+            settings = self._context.config().settings
+            self.membership.announce(name=settings.name, train=settings.train)
         if self.hosting_loop is not None:
             self.hosting_loop.follow_settings()
 
@@ -291,7 +292,7 @@ class ActiveSwarm:
         # `joining` tells other newcomers that this node will choose blocks too, so that they choose in turn
         # (`app.hosting.placement`).
         state = "client" if settings.max_vram == 0 else "joining"
-        membership.announce(state=state, name=settings.name, app_version=context.app_version)
+        membership.announce(state=state, name=settings.name, app_version=context.app_version, train=settings.train)
         membership.join_via(peers)
         membership.subscribe(self._on_change)
         await context.remember(self.swarm)

@@ -10,6 +10,7 @@ import importlib
 import logging
 import math
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import trio
@@ -28,13 +29,17 @@ from app.node.context import NodeContext
 from app.serving.block_server import DRAIN_S
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
+from app.training.consent import terms_of
+from app.training.hop import TrainingServer, TrainingTerms
+from app.training.states import StateStore
+from app.training.wiring import blocks_of
 from app.weights.extents import WeightsError
 from app.weights.model_weights import ModelWeights
 from engine.errors import DeviceFull, EngineError
 from p2p.rate_limit import backoff_s
 
 if TYPE_CHECKING:
-    from engine.hosting import HostingPlan
+    from engine.hosting import Hosted, HostingPlan
 
 FIRST_RETRY_S = 30.0  # after hosting failed: a full disk or card may have room again
 LONGEST_RETRY_S = 600.0
@@ -75,6 +80,7 @@ class HostingLoop:
         self._network, self._membership, self._weights, self._replies = network, membership, weights, replies
         self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
+        self._states = StateStore(network, context.home.training_folder, weights.sharing.is_member)
         self._limit_bytes: int | None = None  # that hosting was begun with
         self._limit_changed = trio.Event()
 
@@ -231,19 +237,34 @@ class HostingLoop:
             nursery.start_soon(trio.to_thread.run_sync, importlib.import_module, "engine.hosting")
             with trio.move_on_after(0 if blocks is not None else MEET_MEMBERS_S):
                 await self._membership.joined()
+        loader = BlockLoader(self._weights, self._observer.steps)
+        training = TrainingServer(self._network, loader.device, self._states, self._training_terms)
         self.block_host = BlockHost(
             self._network,
             self._membership,
-            BlockLoader(self._weights, self._observer.steps),
+            loader,
             options,
             self._observer.settle,
             self._observer.steps,
             planned=self._place_head,
+            on_hosted=partial(_train_with, training),
         )
-        await self.block_host.run()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(training.run)
+            await self.block_host.run()
+            nursery.cancel_scope.cancel()
+
+    def _training_terms(self) -> TrainingTerms:
+        return terms_of(self._context.config().settings, self._network.peer_id)
 
     def _settle_without_hosting(self, state: State, why: Reason) -> None:
         """Drop the startup steps of hosting and settle in `state`."""
         self._observer.steps.leave_out_hosting()
         self._observer.steps.done("announce")
         self._observer.settle(state, why)
+
+
+async def _train_with(training: TrainingServer, hosted: Hosted | None) -> None:
+    """Offer the hosted blocks to jobs; a node with several cards does not train."""
+    parts = [] if hosted is None else hosted.span.parts
+    await training.host(blocks_of(parts[0]) if len(parts) == 1 else None)

@@ -17,7 +17,7 @@ from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, NoRoute, Route
-from app.session.wire import DTYPES, row_bytes
+from app.session.frame import DTYPES, row_bytes
 
 EVERY_S = 30.0
 PATIENCE_S = 20.0  # long, because a fully loaded device is slow

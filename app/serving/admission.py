@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from app.core.compute import BlockRunner
 from app.serving.hop_session import FrameAction, HopSession
-from app.session.wire import EpochOrder, HopError, Kind
+from app.session.frame import HopError
+from app.session.wire import EpochOrder, Kind
 
 
 @dataclass(frozen=True)

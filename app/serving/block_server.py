@@ -44,25 +44,18 @@ from app.serving.hop_session import (
     session_key,
 )
 from app.serving.stats import ServerStats, SessionStats
+from app.session.frame import DTYPE_NAMES, DTYPES, HEADER_BYTES, Frame, HopError, belongs_to, header, plain
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
 from app.session.wire import (
-    DTYPE_NAMES,
-    DTYPES,
-    HEADER_BYTES,
     KNOWS_REVISIONS,
     PROTOCOL,
     EpochOrder,
-    Frame,
-    HopError,
     HopPace,
     Kind,
-    belongs_to,
     decode,
     decode_turn,
     encode_hop_error,
     encode_pace,
-    header,
-    plain,
 )
 from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite
 from p2p.errors import P2PError

@@ -1,5 +1,5 @@
 """The session protocol between an asker and its hops, as both sides need it.
 
-`wire` is the format of the frames, `outbound` the bounded queues to peers. What a frame does is decided by its
-receiver: `app.serving` at a hop, `app.asker` at the asker.
+`frame` is the form of a frame, which training shares, `wire` the kinds of frames, `outbound` the bounded queues to
+peers. What a frame does is decided by its receiver: `app.serving` at a hop, `app.asker` at the asker.
 """

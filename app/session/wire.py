@@ -1,18 +1,13 @@
-"""Wire format of session streams: each message is one frame, a fixed binary header and then raw bytes. No I/O.
+"""Wire format of session streams: each message is one frame of `app.session.frame`. No I/O.
 
-    offset  size  field
-    0       16    session   8 random bytes, then 8 that bind them to the asker's peer id (`new_session_id`)
-    16      4     epoch     raised only by the asker, at each change of the route or truncation
-    20      4     position  token position, or as the kind says
-    24      1     kind
-    25      1     dtype     of the numbers in the body (0: no numbers)
-    26      2     revision  of the tokens in this epoch: raised with each cut, below; 0 in all but DATA, RELAY and STATE
-    28      4     rows      tokens in the body, or as the kind says
-    32      4     width     numbers in a row
-    36      4     length    bytes that follow
+    session   made by the asker (`new_session_id`)
+    epoch     raised only by the asker, at each change of the route or truncation
+    position  token position, or as the kind says
+    revision  of the tokens in this epoch: raised with each cut, below; 0 in all but DATA, RELAY and STATE
+    rows      tokens in the body, or as the kind says
 
-All integers are little-endian. The asker (A) opens one stream to each hop (H) and sends its orders on it; a hop opens
-one stream to each successor and sends `DATA` on it; the last hop answers on the asker's stream.
+The asker (A) opens one stream to each hop (H) and sends its orders on it; a hop opens one stream to each successor and
+sends `DATA` on it; the last hop answers on the asker's stream.
 
     TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: truncate the cache to it (KEEP: do not)
     READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on,
@@ -39,27 +34,31 @@ or from a peer that is not named in the epoch's TURN; what the asker sends twice
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from app.core.canonical_json import Fields, canonical, check_version, decode_object
+from app.core.canonical_json import Fields, check_version, decode_object
 from app.core.errors import RecordError
 from app.core.reasons import NEXT_STEPS, Reason, because
 from app.core.span import MAX_BLOCKS, Span
+from app.session.frame import (
+    DTYPES,
+    MAX_JSON_BYTES,
+    SESSION_BYTES,
+    Frame,
+    HopError,
+    check_numbers,
+    encode_error,
+    plain,
+    split,
+    with_json,
+)
 
 PROTOCOL = "/shoal/1/session"
 VERSION = 1
-SESSION_BYTES = 16
 KEEP = 2**32 - 1  # position of a TURN that truncates nothing
 MAX_TOKENS = 2**24  # of one session
-MAX_ROWS = 4096  # in one frame
-MAX_WIDTH = 2**16
-MAX_JSON_BYTES = 1024
-MAX_DATA_BYTES = 48 * 2**20
 MAX_REVISION = 2**16 - 1
 KNOWS_REVISIONS = 1  # in READY
 
@@ -67,9 +66,6 @@ KNOWS_REVISIONS = 1  # in READY
 REFUSALS = frozenset(
     {"sessions_full", "asker_sessions_full", "cache_full", "cache_reserved", "not_hosted", "context_exceeded"}
 )
-
-_HEADER = struct.Struct("<16sIIBBHIII")
-HEADER_BYTES = _HEADER.size
 
 
 class Kind(IntEnum):
@@ -87,27 +83,9 @@ class Kind(IntEnum):
     PACE = 10
 
 
-# Number formats and their codes; new formats get new codes.
-DTYPES = {"f32": 1, "bf16": 2, "f16": 3}
-DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
-_ITEM_BYTES = {1: 4, 2: 2, 3: 2}
 _KINDS = frozenset(Kind)
 _WITH_DATA = (Kind.DATA, Kind.RELAY)
 _WITH_JSON = (Kind.TURN, Kind.TROUBLE)
-
-
-class Frame(NamedTuple):
-    """One decoded frame; `body` is a view into the message, not a copy."""
-
-    session: bytes
-    epoch: int
-    position: int
-    kind: int
-    dtype: int
-    rows: int
-    width: int
-    body: memoryview
-    revision: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,73 +112,6 @@ class EpochOrder:
     prefix: Prefix | None = None  # a new session begins with these tokens, if the hop has them
 
 
-@dataclass(frozen=True)
-class HopError:
-    """An error at a hop: a code that the asker acts on, and a text for the user."""
-
-    # busy, refused, draining; gap, link, missing, closed, failed; input (it received numbers that are not finite);
-    # evicted (kept outputs, for information)
-    code: str
-    text: str
-    why: str = ""  # reason code, if it is more specific than `code`
-
-
-def new_session_id(asker: str, nonce: bytes | None = None) -> bytes:
-    """Return an id for a session of this asker: eight random bytes, and eight that bind them to its peer id.
-
-    Every hop of a route learns the id, and hidden states carry nothing else: a hop that opened the same id elsewhere
-    could read or change what goes there.
-    """
-    nonce = secrets.token_bytes(SESSION_BYTES // 2) if nonce is None else nonce
-    return nonce + hashlib.sha256(b"shoal session" + nonce + asker.encode()).digest()[: SESSION_BYTES // 2]
-
-
-def belongs_to(session: bytes, asker: str) -> bool:
-    """True if this asker made the session's id."""
-    return session == new_session_id(asker, session[: SESSION_BYTES // 2])
-
-
-def row_bytes(dtype: int, width: int) -> int:
-    """Bytes of one token's hidden state on the wire."""
-    return _ITEM_BYTES[dtype] * width
-
-
-# For each number format: the integers that its bytes are read as, and the bits that are all set in NaN and infinity.
-_NOT_FINITE = {1: ("<u4", 0x7F800000), 2: ("<u2", 0x7F80), 3: ("<u2", 0x7C00)}
-
-
-def is_finite(frame: Frame) -> bool:
-    """True if no number of a frame's body is NaN or infinity."""
-    import numpy  # light starts do without
-
-    kind, exponent = _NOT_FINITE[frame.dtype]
-    numbers = numpy.frombuffer(frame.body, kind)
-    return bool((numbers & exponent).max(initial=0) < exponent)
-
-
-def header(
-    kind: int,
-    session: bytes,
-    epoch: int,
-    position: int,
-    *,
-    dtype: int = 0,
-    rows: int = 0,
-    width: int = 0,
-    length: int,
-    revision: int = 0,
-) -> bytes:
-    """Encode the header of a frame whose body has `length` bytes."""
-    return _HEADER.pack(session, epoch, position, kind, dtype, revision, rows, width, length)
-
-
-def plain(
-    kind: int, session: bytes, epoch: int, position: int = 0, rows: int = 0, width: int = 0, revision: int = 0
-) -> bytes:
-    """Encode a frame without a body."""
-    return _HEADER.pack(session, epoch, position, kind, 0, revision, rows, width, 0)
-
-
 def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:
     """Encode a TURN frame, which begins an epoch at a hop."""
     values: dict[str, object] = {
@@ -212,15 +123,12 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> by
         values["send"] = turn.send_from
     if turn.prefix is not None:
         values |= {"from": turn.prefix.session.hex(), "share": turn.prefix.tokens, "take": turn.prefix.ends}
-    body = canonical(values)
-    return header(Kind.TURN, session, epoch, cut_to, length=len(body)) + body
+    return with_json(Kind.TURN, session, epoch, cut_to, values)
 
 
 def encode_hop_error(session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
     """Encode a TROUBLE frame; its text is cut to 400 characters."""
-    values = {"code": trouble.code, "text": trouble.text[:400], **({"why": trouble.why} if trouble.why else {})}
-    body = canonical(values)
-    return header(Kind.TROUBLE, session, epoch, position, length=len(body)) + body
+    return encode_error(Kind.TROUBLE, session, epoch, position, trouble)
 
 
 class HopPace(NamedTuple):
@@ -243,26 +151,16 @@ def decode_pace(frame: Frame) -> HopPace:
 
 def decode(message: bytes) -> Frame:
     """Decode and check one message; raises `RecordError` if it is not a valid frame."""
-    if len(message) < HEADER_BYTES:
-        raise RecordError(f"session frame: {len(message)} bytes are less than a header")
-    session, epoch, position, kind, dtype, revision, rows, width, length = _HEADER.unpack_from(message)
-    if length != len(message) - HEADER_BYTES:
-        raise RecordError(f"session frame: its header says {length} bytes follow, but {len(message) - HEADER_BYTES} do")
-    if kind in _WITH_DATA:
-        _check_data(position, dtype, rows, width, length)
-    elif kind not in _KINDS or length > (MAX_JSON_BYTES if kind in _WITH_JSON else 0):
-        raise RecordError(f"session frame: kind {kind} with {length} bytes is not understood; update Shoal")
-    body = memoryview(message)[HEADER_BYTES:]
-    return Frame(session, epoch, position, kind, dtype, rows, width, body, revision)
-
-
-def _check_data(position: int, dtype: int, rows: int, width: int, length: int) -> None:
-    if dtype not in _ITEM_BYTES:
-        raise RecordError(f"session frame: number format {dtype} is not understood; update Shoal")
-    if not (0 < rows <= MAX_ROWS and 0 < width <= MAX_WIDTH and position + rows <= MAX_TOKENS):
-        raise RecordError(f"session frame: {rows} rows of {width} numbers at {position} are out of bounds")
-    if length != rows * width * _ITEM_BYTES[dtype] or length > MAX_DATA_BYTES:
-        raise RecordError(f"session frame: {length} bytes do not match {rows} rows of {width} numbers")
+    frame = split(message, "session")
+    if frame.kind in _WITH_DATA:
+        check_numbers(frame, "session", frame.rows)
+        if frame.position + frame.rows > MAX_TOKENS:
+            raise RecordError(f"session frame: {frame.rows} rows at {frame.position} are out of bounds")
+    elif frame.kind not in _KINDS or len(frame.body) > (MAX_JSON_BYTES if frame.kind in _WITH_JSON else 0):
+        raise RecordError(
+            f"session frame: kind {frame.kind} with {len(frame.body)} bytes is not understood; update Shoal"
+        )
+    return frame
 
 
 def decode_turn(frame: Frame) -> EpochOrder:
@@ -293,13 +191,6 @@ def _decode_prefix(fields: Fields) -> Prefix | None:
         return None
     session, tokens = fields.hex_bytes("from", SESSION_BYTES), fields.integer("share", 1, MAX_TOKENS)
     return Prefix(session, tokens, fields.flag("take", False))
-
-
-def decode_hop_error(frame: Frame) -> HopError:
-    """Decode a TROUBLE frame's error, with unprintable characters blanked; raises `RecordError`."""
-    fields = decode_object(bytes(frame.body), "trouble", max_bytes=MAX_JSON_BYTES)
-    text = "".join(c if c.isprintable() else " " for c in fields.text("text", 400, ""))
-    return HopError(fields.text("code", 16), text, fields.text("why", 32, ""))
 
 
 def hop_error_reason(peer: str, trouble: HopError) -> Reason:

@@ -6,7 +6,7 @@ the time are in the envelope only.
 
     shoal/swarm         v, name, model (hash in hex), private, settings (model_name: the model's name for people)
     shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
-                        dtype, device, name, addrs, rtt, app
+                        dtype, device, name, addrs, rtt, app, train
                         (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
                         8 characters of peers' ids and the round-trip times to them in units of 0.1 ms)
     shoal/suspicion     v, swarm, accused, number (of the accused's latest announcement: a newer one refutes it)
@@ -120,6 +120,7 @@ class Announcement:
     busy: float = 0.0  # recent share of time that its device was computing, 0 to 1
     dtype: str = "f32"  # it computes in this; with `quantisation` it bounds how far its results may differ from others'
     rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, round-trip seconds that it measured)
+    train: str = "never"  # whose jobs it trains: never, trusted, members; newer versions may add some
     raw: bytes = field(default=b"", repr=False, compare=False)
 
     @property
@@ -194,6 +195,7 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
         "addrs": [address.removesuffix(f"/p2p/{announcement.peer}") for address in announcement.addresses],
         "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in announcement.rtts},
         "app": announcement.app_version,
+        "train": "" if announcement.train == "never" else announcement.train,
     }
     payload |= {key: value for key, value in optional.items() if value}
     return seal(
@@ -264,6 +266,7 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         busy=fields.number("busy", 0, 1, 0.0),
         dtype=_printable(fields, "dtype", 8, "f32"),
         rtts=_rtts(fields),
+        train=_printable(fields, "train", 16, "never"),
         raw=envelope.raw,
     )
 

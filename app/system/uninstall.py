@@ -28,12 +28,12 @@ class RemovableItem:
 
 def items_in_home(folder: Path) -> list[RemovableItem]:
     """List what Shoal made in a home folder, the contents of a sub-folder before the sub-folder itself."""
-    found: dict[Path, bool] = {}  # path -> whether the table has it as a folder
+    found: dict[Path, bool] = {}  # path -> whether the table has it as a folder that may hold other files
     for entry in HOME_FILES if folder.is_dir() else ():
         for path in (path for pattern in entry.patterns for path in folder.glob(pattern)):
             # A folder with the name of a file, or the reverse, was not made by Shoal.
             if path.is_dir() if entry.is_folder else path.is_symlink() or not path.is_dir():
-                found[path] = entry.is_folder
+                found[path] = entry.is_folder and not entry.is_whole
     return [
         RemovableItem(path, 0 if found[path] else sum(_sizes(path)), only_if_empty=found[path])
         for path in sorted(found, key=lambda path: (-len(path.parts), path))

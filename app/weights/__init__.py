@@ -1,4 +1,4 @@
-"""The bytes of models: where they are on this machine, and their exchange with peers in checked chunks.
+"""The bytes of models: where they are here, and their exchange with peers in checked chunks.
 
 Peers exchange the parts of a `PartSet` (`part_set`). `Library` (`library`) is the set of a model's parts, which lie in
 one of two places: the cache folder (`part_store`) or the model's own files, which are indexed and never copied

@@ -68,7 +68,9 @@ class ChunkClient:
         timeout_s = LEAVES_S + chunk_count(part.size_bytes) * HASH_BYTES * CHUNK_S / CHUNK_BYTES
         begun = trio.current_time()
         try:
-            raw = await self.network.call(peer, wire.LEAVES, part.root, timeout_s=timeout_s, priority=Priority.BULK)
+            raw = await self.network.call(
+                peer, self.sharing.methods.leaves, part.root, timeout_s=timeout_s, priority=Priority.BULK
+            )
             leaves = leaves_from(raw, size_bytes=part.size_bytes, root=part.root)
             # A measured peer is chosen before untried ones, which may never answer.
             self.performance.gave(peer, trio.current_time() - begun)
@@ -86,7 +88,7 @@ class ChunkClient:
         request, begun = wire.ChunkRequest(new.part.root, piece.index, piece.count, tried), trio.current_time()
         try:
             raw = await self.network.call(
-                peer, wire.CHUNK, request.encode(), timeout_s=timeout_s, priority=Priority.BULK
+                peer, self.sharing.methods.chunk, request.encode(), timeout_s=timeout_s, priority=Priority.BULK
             )
             answer = wire.read_answer(raw)
             if isinstance(answer, str):

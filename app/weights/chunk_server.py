@@ -49,6 +49,7 @@ class ChunkServer:
     is_member: Callable[[str], bool]
     given: OrderedDict[str, BytesGiven] = field(default_factory=OrderedDict)
     total_bytes: int = 0
+    methods: wire.ChunkMethods = wire.WEIGHTS
 
     def __post_init__(self) -> None:
         self._slots = trio.CapacityLimiter(SLOTS)
@@ -58,8 +59,8 @@ class ChunkServer:
 
     def serve(self, network: Network) -> None:
         """Register both methods with the network."""
-        network.serve(wire.LEAVES, self._on_leaves)
-        network.serve(wire.CHUNK, self._on_chunk)
+        network.serve(self.methods.leaves, self._on_leaves)
+        network.serve(self.methods.chunk, self._on_chunk)
 
     def receivers(self) -> tuple[str, ...]:
         """Peers that requested something within the last `ACTIVE_S` seconds."""

@@ -6,7 +6,7 @@ as a second place where they may lie.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from app.manifest.manifest import Part
@@ -19,16 +19,27 @@ class PartSet:
     """Finds and reads parts, those that are being downloaded too; methods may be called from any thread."""
 
     def __init__(self, cache: Path, parts: Iterable[Part], owner: str) -> None:
-        self.by_name: Mapping[str, Part] = {part.name: part for part in parts}
+        self.by_name = {part.name: part for part in parts}
         self.files = PartFiles(cache)
         self._owner = owner  # what the parts belong to, for errors
         self._by_root = {part.root: part for part in self.by_name.values()}
         self._leaves: dict[bytes, tuple[bytes, ...]] = {}
         self._new: dict[bytes, NewPart] = {}  # by root: parts being downloaded
 
+    def add(self, part: Part) -> None:
+        """Make one more part known; it need not be here yet."""
+        self.by_name[part.name] = self._by_root[part.root] = part
+
+    def drop(self, root: bytes) -> None:
+        """Forget a part; its files stay."""
+        part = self._by_root.pop(root, None)
+        if part is not None:
+            del self.by_name[part.name]
+            self._leaves.pop(root, None)
+
     def held(self) -> frozenset[str]:
         """Names of the parts that are here, judged by file sizes and stamps without reading them."""
-        return frozenset(name for name, part in self.by_name.items() if self.files.holds(part))
+        return frozenset(name for name, part in list(self.by_name.items()) if self.files.holds(part))
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Names of those parts that are not here, in the given order."""

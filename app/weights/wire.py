@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from app.core.errors import RecordError
 from app.manifest.merkle import CHUNK_BYTES, HASH_BYTES
@@ -30,6 +31,16 @@ _REQUEST = struct.Struct(f">{HASH_BYTES}sIBB")
 _DATA = b"\x00"
 _ELSEWHERE = b"\x01"
 _MAX_PEER_BYTES = 64
+
+
+class ChunkMethods(NamedTuple):
+    """Names of the two calls; sets of parts that come and go apart are served under names of their own."""
+
+    leaves: str
+    chunk: str
+
+
+WEIGHTS = ChunkMethods(LEAVES, CHUNK)
 
 
 @dataclass(frozen=True)

@@ -194,8 +194,7 @@ def _ungrouped(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, batch: int, window: int | None) -> Tensor:
     """Causal attention inside `batch` sequences of equal length, with no cache; differentiable.
 
-    q is (batch * length, heads, 1, head_dim); the result is (batch * length, heads * head_dim). Used only by
-    `SpanRunner.forward`, which is for training and has no caller but tests yet.
+    q is (batch * length, heads, 1, head_dim); the result is (batch * length, heads * head_dim). For training.
     """
 
     def split(x: Tensor) -> Tensor:

@@ -22,6 +22,14 @@ from engine.model.rope import rotate
 Quantisation = Literal["none", "int8"]
 # q (N, heads, 1, head_dim), k and v (N, kv_heads, 1, head_dim) -> (N, heads * head_dim)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Matrix = Literal["qkv", "o", "gate_up", "down"]  # the products of a block
+Multiply = Callable[[Matrix, Tensor, Tensor | None], Tensor]  # (matrix, rows, residual) -> rows
+FUSED: dict[Matrix, tuple[str, ...]] = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
 
 
 @dataclass
@@ -37,6 +45,11 @@ class Block:
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+
+    def multiply(self, matrix: Matrix, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Return the product of rows x with one of the block's matrices, plus the residual if given."""
+        linear: Linear = getattr(self, matrix)
+        return linear(x, residual)
 
     @property
     def nbytes(self) -> int:
@@ -118,11 +131,22 @@ def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
     return block
 
 
-def block_forward(block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-    """Run one block over the rows x (N, hidden); `rope` holds the rows' cosines and sines."""
+def block_forward(
+    block: Block,
+    config: ModelConfig,
+    x: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attend: Attend,
+    multiply: Multiply | None = None,
+) -> Tensor:
+    """Run one block over the rows x (N, hidden); `rope` holds the rows' cosines and sines.
+
+    `multiply` takes the place of the block's own products, for adapters.
+    """
+    multiply = multiply or block.multiply
     heads, kv_heads, head_dim = config.n_heads, config.n_kv_heads, config.head_dim
     normed = F.rms_norm(x, (config.hidden_size,), block.attn_norm, config.norm_eps)
-    qkv = block.qkv(normed).view(-1, heads + 2 * kv_heads, 1, head_dim)
+    qkv = multiply("qkv", normed, None).view(-1, heads + 2 * kv_heads, 1, head_dim)
     if block.q_norm is not None:
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         q = rotate(F.rms_norm(q, (head_dim,), block.q_norm, config.norm_eps), *rope)
@@ -130,7 +154,7 @@ def block_forward(block: Block, config: ModelConfig, x: Tensor, rope: tuple[Tens
     else:
         qk, v = qkv.split((heads + kv_heads, kv_heads), dim=1)
         q, k = rotate(qk, *rope).split((heads, kv_heads), dim=1)
-    x = block.o(attend(q, k, v), residual=x)
+    x = multiply("o", attend(q, k, v), x)
     normed = F.rms_norm(x, (config.hidden_size,), block.mlp_norm, config.norm_eps)
-    gate, up = block.gate_up(normed).chunk(2, dim=-1)
-    return block.down(F.silu(gate) * up, residual=x)
+    gate, up = multiply("gate_up", normed, None).chunk(2, dim=-1)
+    return multiply("down", F.silu(gate) * up, x)

@@ -23,43 +23,43 @@ class EmbeddingAndHead:
 
     def __init__(self, config: ModelConfig, embedding: Tensor, final_norm: Tensor, output: DenseLinear) -> None:
         self.config = config
-        self._embedding = embedding
-        self._final_norm = final_norm
-        self._output = output
+        self.embedding = embedding
+        self.final_norm = final_norm
+        self.output = output
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> Tensor:
         """Embed token ids: (N, hidden)."""
-        return F.embedding(torch.tensor(token_ids, device=self._embedding.device), self._embedding)
+        return F.embedding(torch.tensor(token_ids, device=self.embedding.device), self.embedding)
 
     @torch.inference_mode()
     def fetch(self, tokens: Tensor) -> tuple[list[int], Tensor]:
         """Return sampled tokens (N,) as ids, and their embeddings (N, hidden) on the CPU; waits for the device once."""
-        if self._embedding.device.type == "cpu":
+        if self.embedding.device.type == "cpu":
             tokens = tokens.cpu()
-            return tokens.tolist(), F.embedding(tokens, self._embedding)
-        embedded = F.embedding(tokens, self._embedding).to("cpu", non_blocking=True)
+            return tokens.tolist(), F.embedding(tokens, self.embedding)
+        embedded = F.embedding(tokens, self.embedding).to("cpu", non_blocking=True)
         return tokens.tolist(), embedded  # reading the ids waits for the copy before it
 
     @property
     def device(self) -> torch.device:
         """The device that computes the logits."""
-        return self._output.weight.device
+        return self.output.weight.device
 
     def move(self, how: WeightOptions) -> None:
         """Move the matrices to another device; the embedding of an untied model stays on the CPU."""
-        tied = self._output.weight is self._embedding
-        output = self._output.weight.to(how.device, how.dtype)
-        self._output = DenseLinear(output, packed=packed(output) if how.packed else None)
-        self._embedding = output if tied else self._embedding.to("cpu", how.dtype)
-        self._final_norm = self._final_norm.to(how.device, how.dtype)
+        tied = self.output.weight is self.embedding
+        output = self.output.weight.to(how.device, how.dtype)
+        self.output = DenseLinear(output, packed=packed(output) if how.packed else None)
+        self.embedding = output if tied else self.embedding.to("cpu", how.dtype)
+        self.final_norm = self.final_norm.to(how.device, how.dtype)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn the last block's output (N, hidden) into float32 logits (N, vocab)."""
-        hidden = hidden.to(self._final_norm.device, self._final_norm.dtype)
-        normed = F.rms_norm(hidden, (self.config.hidden_size,), self._final_norm, self.config.norm_eps)
-        return self._output(normed).float()
+        hidden = hidden.to(self.final_norm.device, self.final_norm.dtype)
+        normed = F.rms_norm(hidden, (self.config.hidden_size,), self.final_norm, self.config.norm_eps)
+        return self.output(normed).float()
 
 
 def load_ends(source: ModelSource, how: WeightOptions) -> EmbeddingAndHead:

@@ -16,7 +16,7 @@ from engine.config import ModelConfig
 from engine.errors import SessionError
 from engine.model.attention import Segment
 from engine.model.kv_cache import KVLease, KVPool
-from engine.model.span import SpanOptions, SpanRunner
+from engine.model.span import BlockAdapter, SpanOptions, SpanRunner
 from engine.sources.base import ModelSource
 
 
@@ -172,7 +172,13 @@ class HostedSpan:
             for part in self.parts
         )
 
-    def step(self, hidden: Tensor, work: Sequence[SessionRows], blocks: tuple[int, int] | None = None) -> Tensor:
+    def step(
+        self,
+        hidden: Tensor,
+        work: Sequence[SessionRows],
+        blocks: tuple[int, int] | None = None,
+        adapter: BlockAdapter | None = None,
+    ) -> Tensor:
         """Run rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
 
         Either every session advances by its rows on all devices or, on an error, on none. Raises like
@@ -186,7 +192,7 @@ class HostedSpan:
             for part in self.parts:
                 if part.start < stop and start < part.stop:
                     segments = [Segment(rows.lease.parts[part.pool], rows.start, rows.count) for rows in work]
-                    hidden = part.step(hidden, segments, (max(start, part.start), min(stop, part.stop)))
+                    hidden = part.step(hidden, segments, (max(start, part.start), min(stop, part.stop)), adapter)
                     advanced += segments
         except BaseException:
             for segment in advanced:

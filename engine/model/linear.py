@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.budget import CONVERTED_ROWS
 from engine.device.kinds import kind_of
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
 
 QUANTISED_ROWS = 1024  # rows of a matrix that are quantised at a time
-CONVERTED_ROWS = 2048  # rows of a quantised matrix that are converted at a time
 # Row counts at which the methods are timed; a count in between uses the entry below it.
 TIMED_ROWS = (1, 2, 3, 4, 8, 12, 16, 32, 64, 128)
 
@@ -104,16 +104,24 @@ class DenseLinear:
     # A second copy in oneDNN's layout, used for two rows and more; a single row is faster without it.
     packed: Tensor | None = None
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the product for rows x (N, in), plus the residual if given."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, training: bool = False) -> Tensor:
+        """Return the product for rows x (N, in), plus the residual if given.
+
+        With `training`, the method depends on nothing that was measured, so that a pass that is computed again, in
+        another process too, gives the same bits.
+        """
         rows = x.shape[0]
         if rows == 1 and self.bias is None and residual is not None:
             return torch.addmm(residual, x, self.weight.t())  # fused: overhead matters for one row
-        out = self._product(x, rows)
+        out = F.linear(x, self.weight, self.bias) if training else self._product(x, rows)
         return out if residual is None else residual + out
 
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the rows x for that of the product, (N, out) -> (N, in)."""
+        return torch.mm(gradient, self.weight)
+
     def _product(self, x: Tensor, rows: int) -> Tensor:
-        if rows == 1 or x.device.type != "cpu" or torch.is_grad_enabled():
+        if rows == 1 or x.device.type != "cpu":
             return F.linear(x, self.weight, self.bias)
         if self.packed is not None:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
@@ -157,10 +165,10 @@ class Int8Linear:
             self.scale[first : first + len(rows)] = scale
             first += len(rows)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the product for rows x (N, in), plus the residual if given."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, training: bool = False) -> Tensor:
+        """Return the product for rows x (N, in), plus the residual if given; `training` as for dense weights."""
         # torch's packed product reads int8 directly but processes rows one by one, so it is faster for few rows only.
-        if x.shape[0] <= 4 and not torch.is_grad_enabled() and kind_of(x.device).int8_product:
+        if x.shape[0] <= 4 and not training and kind_of(x.device).int8_product:
             out = torch._weight_int8pack_mm(x, self.quantised, self.scale)
         else:
             # In slices, so that the converted weights take little memory.
@@ -168,6 +176,15 @@ class Int8Linear:
             out = torch.cat([F.linear(x, rows.to(x.dtype)) for rows in slices], dim=1) * self.scale
         out = out if self.bias is None else out + self.bias
         return out if residual is None else residual + out
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the rows x for that of the product, (N, out) -> (N, in)."""
+        scaled = gradient * self.scale
+        dx = scaled.new_zeros(scaled.shape[0], self.quantised.shape[1])
+        for first in range(0, len(self.quantised), CONVERTED_ROWS):  # in slices, as above
+            rows = self.quantised[first : first + CONVERTED_ROWS]
+            dx.addmm_(scaled[:, first : first + len(rows)], rows.to(scaled.dtype))
+        return dx
 
     @property
     def nbytes(self) -> int:

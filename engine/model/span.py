@@ -1,4 +1,4 @@
-"""A span of consecutive blocks on one device: steps over cached sessions, and a differentiable pass for training.
+"""A span of consecutive blocks on one device: steps over cached sessions.
 
 Knows no tokens and no peers: hidden states go in, hidden states come out.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
-from engine.model.attention import Plans, Segment, StepPlan, attend_cached, attend_whole, write_cache
-from engine.model.block import Attend, Block, WeightOptions, block_forward, build_block
+from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
+from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
 from engine.model.rope import RotaryTable
@@ -24,6 +24,7 @@ from engine.sources.device_reader import DeviceReader
 from engine.sources.tensors import PartReader
 
 PREFILL_ROWS = 256  # rows of the largest step that a server runs
+BlockAdapter = Callable[[Block], Multiply]  # the products of a block with an adapter
 LoadProgress = Callable[[int, int], None]  # (blocks loaded, blocks in all)
 
 
@@ -132,21 +133,28 @@ class SpanRunner:
         return self.pool.open(expected_tokens)
 
     @torch.inference_mode()
-    def step(self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int] | None = None) -> Tensor:
+    def step(
+        self,
+        hidden: Tensor,
+        segments: Sequence[Segment],
+        blocks: tuple[int, int] | None = None,
+        adapter: BlockAdapter | None = None,
+    ) -> Tensor:
         """Run rows of several sessions through the span, or a part [start, stop) of it: (N, hidden) -> (N, hidden).
 
-        Either every session advances by its segment or, on an error, none does. A session must use the same part in
-        every step. Raises `SessionError` for input that does not fit, `CacheFull` without room for the new tokens.
+        Either every session advances by its segment or, on an error, none does. The adapter is for all sessions of the
+        step; a session must use the same part and the same adapter in every step. Raises `SessionError` for input that
+        does not fit, `CacheFull` without room for the new tokens.
         """
         start, stop = blocks or (self.start, self.stop)
         if not self.start <= start < stop <= self.stop:
             raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")
         self._admit(hidden, segments)
         part = slice(start - self.start, stop - self.start)
-        if self._graphs is not None and self._graphs.covers(segments):
+        if self._graphs is not None and adapter is None and self._graphs.covers(segments):
             x = self._graphs.step(hidden, segments, part)
         else:
-            x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments), part)
+            x = self._run(hidden.to(self.options.device, self.options.dtype), list(segments), part, adapter)
         for segment in segments:
             segment.lease.length = segment.stop
         return x
@@ -166,31 +174,14 @@ class SpanRunner:
         for segment in segments:
             segment.lease.reserve(segment.stop)
 
-    def _run(self, x: Tensor, segments: list[Segment], part: slice) -> Tensor:
+    def _run(self, x: Tensor, segments: list[Segment], part: slice, adapter: BlockAdapter | None = None) -> Tensor:
         plan = StepPlan(segments, self.options.device, self.options.dtype)
         rope = self._rope.at(plan.positions)
         for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
             plans = plan.for_window(self.config.window_of(block.index))
-            x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans))
+            multiply = None if adapter is None else adapter(block)
+            x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans), multiply)
         return x
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Run whole sequences with no cache, differentiable in the input: (batch, length, hidden).
-
-        For training, which is not built yet; only tests call it.
-        """
-        batch, length, size = hidden.shape
-        x = hidden.reshape(batch * length, size)
-        positions = torch.arange(length, device=hidden.device).repeat(batch)
-        rope = self._rope.at(positions)
-        for block in self.blocks:
-            window = self.config.window_of(block.index)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None = window) -> Tensor:
-                return attend_whole(q, k, v, batch, window)
-
-            x = block_forward(block, self.config, x, rope, attend)
-        return x.view(batch, length, size)
 
 
 def _cached(cache: BlockCache, plan: StepPlan, plans: Plans) -> Attend:

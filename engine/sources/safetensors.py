@@ -1,13 +1,17 @@
-"""Reads the header of a safetensors file: a length of eight bytes, then JSON with the place of each tensor.
+"""Reads the header of a safetensors file: a length of eight bytes, then JSON with the place of each tensor; writes one.
 
 Offsets are checked against the file's size, so that a cut-short file is found without reading the weights.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
+
+import numpy as np
 
 from engine.errors import SourceError
 from engine.sources.base import TensorEntry
@@ -30,6 +34,25 @@ def read_index(path: Path) -> dict[str, TensorEntry]:
         if name != "__metadata__":
             entries[name] = _entry(name, value, path, (8 + header_bytes, size))
     return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts that a file says about itself; empty if there are none."""
+    values = parse_json_object(_read_header(path, file_size(path))[1], f"the header of {path}").get("__metadata__")
+    return {k: v for k, v in values.items() if isinstance(v, str)} if isinstance(values, dict) else {}
+
+
+def encode(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return a file of float32 tensors, in the order given."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name, values in tensors.items():
+        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [offset, offset + values.nbytes]}
+        offset += values.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = b"".join(values.astype("<f4", copy=False).tobytes() for values in tensors.values())
+    return len(text).to_bytes(8, "little") + text + data
 
 
 def _read_header(path: Path, size: int) -> tuple[int, str]:

@@ -79,6 +79,13 @@ def decode(entry: TensorEntry, raw: Tensor, dtype: torch.dtype = torch.float32) 
     return _undo_interleaving(values, entry.interleaved_heads) if entry.interleaved_heads else values
 
 
+def read_tensor(entry: TensorEntry) -> Tensor:
+    """Read one tensor of plain floats as float32; raises `SourceError` for any other type."""
+    if entry.kind not in _PLAIN:
+        raise SourceError(f"{entry.file}: tensor {entry.name} has type {entry.kind}, expected {', '.join(_PLAIN)}")
+    return decode(entry, _read(entry))
+
+
 def _check_length(entry: TensorEntry, length: int) -> None:
     if byte_length(entry.kind, entry.shape) != entry.length or length != entry.length:
         raise SourceError(f"{entry.file}: tensor {entry.name} does not have the expected {entry.length} bytes: {AGAIN}")

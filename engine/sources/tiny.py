@@ -19,6 +19,7 @@ from engine.sources.base import ModelSource
 from engine.sources.cache import models_dir, publish, staging, write_whole
 from engine.sources.gguf_tokenizer import byte_alphabet
 from engine.sources.huggingface import open_folder
+from engine.sources.safetensors import encode
 
 NAME = "tiny-random"
 _BLOCKS, _HIDDEN, _INNER, _HEADS, _KV_HEADS, _HEAD_DIM = 8, 64, 192, 4, 2, 16
@@ -91,7 +92,7 @@ def _files() -> dict[str, bytes]:
     }  # fmt: skip
     texts = {"config.json": config, "tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config}
     files = {name: json.dumps(value, indent=1, sort_keys=True).encode() for name, value in texts.items()}
-    return {**files, "model.safetensors": _safetensors(_weights())}
+    return {**files, "model.safetensors": encode(_weights())}
 
 
 def _weights() -> dict[str, np.ndarray]:
@@ -119,14 +120,3 @@ def _uniform(name: str, shape: tuple[int, ...], spread: float) -> np.ndarray:
     stream = hashlib.shake_256(f"shoal {NAME} 1 {name}".encode()).digest(2 * count)
     # A 16-bit integer times a power of two is exact in float32, so no rounding can differ between machines.
     return (np.frombuffer(stream, dtype="<i2").astype("<f4") * np.float32(spread / 32768)).reshape(shape)
-
-
-def _safetensors(weights: dict[str, np.ndarray]) -> bytes:
-    header: dict[str, object] = {}
-    offset = 0
-    for name, values in weights.items():
-        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [offset, offset + values.nbytes]}
-        offset += values.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(values.tobytes() for values in weights.values())

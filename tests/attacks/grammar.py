@@ -22,7 +22,8 @@ from app.core.network import FrameStream
 from app.core.span import Span
 from app.membership import wire as membership_wire
 from app.serving.block_server import BlockServer
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, new_session_id, plain
+from app.session.frame import Frame, new_session_id, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_turn
 from app.swarm.records import Announcement, sign_announcement, sign_suspicion
 from p2p.errors import P2PError
 from p2p.memory.fabric import open_fabric

@@ -10,7 +10,8 @@ from trio.testing import MockClock
 
 from app.core.network import FrameStream
 from app.serving.hop_session import HopSession
-from app.session.wire import PROTOCOL, HopError, Kind, decode, encode_hop_error, header, plain
+from app.session.frame import HopError, header, plain
+from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
 from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
 

@@ -11,7 +11,8 @@ from trio.testing import MockClock
 
 from app.core.span import Span
 from app.serving.block_server import BlockServer, ServerSettings
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, Prefix, encode_turn, header, new_session_id, plain
+from app.session.frame import Frame, header, new_session_id, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, Prefix, encode_turn
 from p2p.memory.fabric import MemoryFabric, MemoryStream, open_fabric
 from tests.app.hash_model import WIDTH, HashEnds, HashRunner, InlineDevice
 from tests.attacks.test_sessions import F32, next_frame

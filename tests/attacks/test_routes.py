@@ -13,7 +13,8 @@ from app.core.errors import AppError
 from app.core.span import Span
 from app.routing.route import RouteRequest
 from app.routing.search import find_route
-from app.session.wire import PROTOCOL, HopError, Kind, decode, encode_hop_error
+from app.session.frame import HopError
+from app.session.wire import PROTOCOL, Kind, decode, encode_hop_error
 from app.swarm.records import Announcement
 from p2p.memory.fabric import MemoryStream
 from tests.app.hash_model import HashRunner, greedy

@@ -12,7 +12,8 @@ from trio.testing import MockClock
 from app.core.compute import StepWork
 from app.core.span import Span
 from app.serving.block_server import BlockServer
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, belongs_to, encode_turn, new_session_id
+from app.session.frame import belongs_to, new_session_id
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, encode_turn
 from engine.errors import NotFinite
 from p2p.errors import P2PError
 from p2p.memory.fabric import open_fabric

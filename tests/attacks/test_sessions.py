@@ -22,7 +22,8 @@ from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
 from app.serving.block_server import BlockServer
 from app.serving.hop_session import HopSession
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Frame, Kind, decode, encode_turn, header, new_session_id, plain
+from app.session.frame import Frame, header, new_session_id, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_turn
 from engine.errors import NotFinite
 from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span

@@ -13,8 +13,9 @@ from app.core.span import Span
 from app.serving.admission import AdmissionLimits, frame_cost
 from app.serving.block_server import ServerSettings
 from app.serving.hop_session import FrameAction
+from app.session.frame import header, new_session_id, plain
 from app.session.outbound import DIALS_BURST, DIALS_PER_S
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, encode_turn, header, new_session_id, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, encode_turn
 from p2p.errors import PeerUnreachable
 from tests.app.hash_model import ROW_BYTES, WIDTH, HashRunner, greedy
 from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm

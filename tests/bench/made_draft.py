@@ -64,7 +64,7 @@ def _features(model: LocalModel, tokens: Sequence[int], prompt: int) -> tuple[Te
     finally:
         for lease in leases:
             lease.close()
-    normed = F.rms_norm(late, size, model.ends._final_norm, eps)
+    normed = F.rms_norm(late, size, model.ends.final_norm, eps)
     return F.rms_norm(early, size, None, eps)[prompt - 1 :].clone(), normed[prompt - 1 :].clone()
 
 

@@ -51,13 +51,26 @@ def test_a_row_of_zeros_survives_int8() -> None:
     assert linear(torch.ones(1, 8)).tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_a_gradient_passes_through_int8_and_packed_weights() -> None:
-    weight = torch.randn(6, 4)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_in_training_has_the_same_bits_with_and_without_gradients(biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, bias, residual = torch.randn(40, 24), torch.randn(40) if biased else None, torch.randn(7, 40)
+    for linear in (DenseLinear(weight, bias, packed(weight)), Int8Linear.of(weight, bias)):
+        for rows in (1, 3, 7):
+            x = torch.randn(rows, 24)
+            with torch.enable_grad():
+                kept = linear(x.requires_grad_(), residual[:rows], training=True).detach()
+            with torch.inference_mode():
+                assert torch.equal(linear(x, residual[:rows], training=True), kept)
+
+
+def test_the_gradient_of_the_input_is_that_of_autograd() -> None:
+    weight, dy = torch.randn(6, 4), torch.randn(3, 6)
     for linear in (DenseLinear(weight, packed=packed(weight)), Int8Linear.of(weight)):
-        x = torch.randn(2, 4, requires_grad=True)
-        linear(x).sum().backward()
+        x = torch.randn(3, 4, requires_grad=True)
+        linear(x, training=True).backward(dy)
         assert x.grad is not None
-        assert torch.allclose(x.grad, weight.sum(0).expand(2, 4), atol=0.05)
+        assert torch.allclose(linear.input_gradient(dy), x.grad, atol=1e-6)
 
 
 def test_packed_weights_are_counted_twice() -> None:

@@ -23,18 +23,8 @@ from app.core.errors import AppError
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
 from app.membership import Membership, resolve_swarm, wire
-from app.session.wire import (
-    KEEP,
-    PROTOCOL,
-    EpochOrder,
-    HopError,
-    Kind,
-    decode,
-    encode_hop_error,
-    encode_turn,
-    new_session_id,
-    plain,
-)
+from app.session.frame import HopError, new_session_id, plain
+from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_hop_error, encode_turn
 from app.swarm.names import SwarmName
 from app.swarm.records import Announcement, SwarmRecord, sign_announcement, sign_suspicion
 from p2p.addresses import Address, parse_address

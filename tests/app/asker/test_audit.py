@@ -23,7 +23,7 @@ from app.routing.trust import TrustBook
 from engine.errors import SessionError
 from engine.model.block import WeightOptions
 from engine.model.hosted_span import HostedSpan
-from engine.model.span import SpanOptions, load_span
+from engine.model.span import BlockAdapter, SpanOptions, load_span
 from engine.session_runner import SessionRunner, StepResult
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
@@ -212,9 +212,9 @@ class Forms(SessionRunner):
         self.inputs: dict[bytes, list[bytes]] = {}
         self.ended: list[bytes] = []
 
-    def open(self, session: bytes, tokens: int) -> None:
+    def open(self, session: bytes, tokens: int, adapter: BlockAdapter | None = None) -> None:
         self.forms[session], self.inputs[session] = [(0.0, tokens)], []
-        super().open(session, tokens)
+        super().open(session, tokens, adapter)
 
     def step(self, work: Sequence[Any]) -> list[StepResult]:
         for item in work:

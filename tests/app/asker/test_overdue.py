@@ -8,7 +8,8 @@ from app.asker.recovery import HopLoss, HopProgress
 from app.asker.route_session import overdue_s
 from app.core.span import Span
 from app.routing.route import Hop
-from app.session.wire import Frame, Kind
+from app.session.frame import Frame
+from app.session.wire import Kind
 
 ROUTE = (Hop("a", Span(0, 4)), Hop("b", Span(4, 8)))
 FED = 10

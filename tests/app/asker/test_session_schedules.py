@@ -19,7 +19,8 @@ from app.asker.asker import Asker
 from app.asker.kept_sessions import KEEP_S
 from app.core.network import FrameStream, Payload, Priority
 from app.core.span import Span
-from app.session.wire import PROTOCOL, EpochOrder, HopError, Kind, decode, encode_hop_error, encode_turn, header, plain
+from app.session.frame import HopError, header, plain
+from app.session.wire import PROTOCOL, EpochOrder, Kind, decode, encode_hop_error, encode_turn
 from p2p.errors import P2PError
 from p2p.memory.fabric import MemoryNode
 from tests.app.hash_model import ROW_BYTES, WIDTH, greedy, last_hidden

@@ -22,7 +22,8 @@ from app.routing.route import NoRoute, Privacy, RouteRequest
 from app.routing.search import find_route, why_unused
 from app.routing.trust import TrustBook
 from app.serving.admission import AdmissionLimits, HopLoad, why_busy
-from app.session.wire import REFUSALS, HopError, decode, decode_hop_error, encode_hop_error, hop_error_reason
+from app.session.frame import HopError, decode_hop_error
+from app.session.wire import REFUSALS, decode, encode_hop_error, hop_error_reason
 from app.snapshot.codec import snapshot_from, to_json
 from app.snapshot.views import PeerView
 from app.swarm.records import Announcement

@@ -12,22 +12,17 @@ from hypothesis import strategies as st
 from app.core.canonical_json import canonical
 from app.core.errors import RecordError
 from app.core.span import Span
+from app.session.frame import HEADER_BYTES, MAX_WIDTH, HopError, decode_hop_error, header, plain
 from app.session.wire import (
-    HEADER_BYTES,
     KEEP,
     MAX_TOKENS,
-    MAX_WIDTH,
     EpochOrder,
-    HopError,
     Kind,
     Prefix,
     decode,
-    decode_hop_error,
     decode_turn,
     encode_hop_error,
     encode_turn,
-    header,
-    plain,
 )
 
 SESSION = bytes(range(16))

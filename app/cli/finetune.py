@@ -1,0 +1,284 @@
+"""`shoal finetune`: trains an adapter for a model on the user's own records."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.cli.command import Command, print_json
+from app.cli.models import progress_on_stderr
+from app.cli.parser import number_argument
+from app.core.errors import AppError, UsageError
+from app.core.units import format_size
+
+if TYPE_CHECKING:
+    from app.training.job_store import Job, Progress
+    from app.training.local_job import LocalRun, MachinePlan, Material, TrainingWish
+    from engine.training.local_trainer import StepResult
+
+_REDRAW_S = 0.2
+_LINES = 20  # lines of progress where there is no terminal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the data, the adapter and how it is trained."""
+    words = "JSONL with `messages`, with `prompt` and `completion`, or with `text` in each line; or a text file"
+    parser.add_argument("--data", required=True, metavar="FILE", help=words)
+    parser.add_argument("--out", required=True, metavar="NAME", help="name of the adapter")
+    parser.add_argument("--local", action="store_true", help="train in this process, without a swarm")
+    words = "with --local: starter, tiny-random, a folder or a GGUF file (%(default)s)"
+    parser.add_argument("--model", default="starter", metavar="M", help=words)
+    parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
+    parser.add_argument("--rank", type=int, default=8, metavar="R", help="rank of the adapter, 1 to 256 (%(default)s)")
+    parser.add_argument("--alpha", type=float, default=16.0, metavar="A", help="its strength is A / R (%(default)g)")
+    words = "matrices to adapt: all, or some of q,k,v,o,gate,up,down (%(default)s)"
+    parser.add_argument("--targets", default="all", metavar="LIST", help=words)
+    parser.add_argument("--dropout", type=float, default=0.0, metavar="P", help="share of inputs dropped (%(default)g)")
+    whole = number_argument(int, 1, 10**6)
+    parser.add_argument("--epochs", type=whole, default=1, metavar="N", help="passes over the data (%(default)s)")
+    parser.add_argument("--batch", type=whole, default=8, metavar="N", help="records of a step (%(default)s)")
+    length = number_argument(int, 2, 1 << 20)
+    words = "longest record in tokens; longer ones are cut (%(default)s)"
+    parser.add_argument("--length", type=length, default=256, metavar="N", help=words)
+    parser.add_argument("--lr", type=float, default=2e-4, metavar="RATE", help="learning rate (%(default)g)")
+    words = "share of the records to validate with, or a file of its own (%(default)s)"
+    parser.add_argument("--validation", default="0.05", metavar="SHARE|FILE", help=words)
+    seed = number_argument(int, 0, 2**63 - 1)
+    parser.add_argument("--seed", type=seed, default=0, metavar="S", help="the same seed gives the same adapter")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be trained, and what it takes")
+
+
+def run_finetune(arguments: argparse.Namespace) -> int:
+    """Train an adapter, or say what that would take."""
+    from app.config.home import Home, cache_folder
+    from app.training import local_job
+    from app.training.adapter_store import AdapterStore
+    from app.training.job_store import JobStore
+
+    if not arguments.local:
+        raise UsageError("fine-tuning over a swarm is not built yet: add --local to train in this process")
+    wish = _wish(arguments)
+    home = Home.open(arguments.home)
+    jobs, adapters = JobStore(home), AdapterStore(home)
+    adapters.require_free(wish.out)
+    with progress_on_stderr(wish.source.model) as progress:
+        material = local_job.gather(wish.source, wish, cache_folder(), progress)
+    _warn_of_cuts(material, wish.length)
+    record = local_job.new_record(wish, material)
+    plan = local_job.plan_machine(record, material, wish.device)
+    if arguments.dry_run:
+        return _show_plan(record.steps, material, plan, as_json=arguments.json)
+    job = local_job.start(wish, material, jobs, adapters)
+    return train(job, material, plan, arguments)
+
+
+def resume(job: Job, arguments: argparse.Namespace) -> int:
+    """Go on with a job that was paused, or whose process ended."""
+    from app.config.home import cache_folder
+    from app.training import local_job
+
+    with progress_on_stderr(job.source.model) as progress:
+        material = local_job.gather(job.source, job.record, cache_folder(), progress)
+    return train(job, material, local_job.plan_machine(job.record, material, None), arguments)
+
+
+def train(job: Job, material: Material, plan: MachinePlan, arguments: argparse.Namespace) -> int:
+    """Run a job in the foreground; returns 0 when it is finished, 3 if it was paused, 1 if it was stopped."""
+    from app.config.home import Home
+    from app.training import local_job
+    from app.training.adapter_store import AdapterStore
+    from app.training.job_store import JobStore
+
+    home = Home.open(arguments.home)
+    jobs, adapters = JobStore(home), AdapterStore(home)
+    with jobs.hold(job.record.id), _interrupts() as interrupted:
+        run = local_job.LocalRun(job, material, local_job.load_trainer(job.record, material, plan), jobs)
+        view = _StepView(run)
+        with view:
+            run.run(view.show, lambda: interrupted() or jobs.wished(job.record.id))
+        if run.is_complete:
+            folder = local_job.finish(run, adapters)
+    progress = run.progress
+    if progress.status != "finished":
+        return _say_unfinished(job, progress, as_json=arguments.json)
+    facts = _facts(job, progress) | {"path": str(folder)}
+    if arguments.json:
+        print_json(facts)
+        return 0
+    loss = _losses(progress)
+    print(f"The adapter {job.record.out} is finished after {progress.step} steps{loss}: {folder}")
+    print(f'Use it with `shoal chat --local --model {job.source.model} --adapter {job.record.out} "…"`.')
+    return 0
+
+
+def _say_unfinished(job: Job, progress: Progress, *, as_json: bool) -> int:
+    job_id = job.record.id
+    if as_json:
+        print_json(_facts(job, progress))
+    elif progress.status == "stopped":
+        print(f"Job {job_id} was stopped after step {progress.step} of {job.record.steps}.")
+    else:
+        print(f"Job {job_id} is paused after step {progress.step} of {job.record.steps}{_losses(progress)}.")
+        print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` ends it.")
+    return 1 if progress.status == "stopped" else 3
+
+
+def _facts(job: Job, progress: Progress) -> dict[str, Any]:
+    record = job.record
+    return {
+        "job": record.id,
+        "out": record.out,
+        "model": record.model,
+        "steps": record.steps,
+        **dataclasses.asdict(progress),
+        "tokens_per_s": progress.tokens / progress.seconds if progress.seconds else None,
+    }
+
+
+def _losses(progress: Progress) -> str:
+    if not progress.losses:
+        return ""
+    words = f", loss {progress.losses[0]:.3f} to {progress.losses[-1]:.3f}"
+    if len(progress.validation) > 1:
+        words += f", on unseen records {progress.validation[0][1]:.3f} to {progress.validation[-1][1]:.3f}"
+    return words
+
+
+def _wish(arguments: argparse.Namespace) -> TrainingWish:
+    from app.training.job_store import JobSource
+    from app.training.local_job import TrainingWish
+    from app.training.record import checked_name
+    from engine.budget import ADAPTER_ROLES
+    from engine.training.adapters import AdapterSettings
+
+    names = ADAPTER_ROLES if arguments.targets == "all" else tuple(filter(None, arguments.targets.split(",")))
+    settings = AdapterSettings(arguments.rank, arguments.alpha, names, arguments.dropout, arguments.seed)
+    if not 0 < arguments.lr < float("inf"):
+        raise AppError(f"the learning rate must be a positive number, not {arguments.lr}")
+    share, file = _validation(arguments.validation)
+    model = arguments.model if not Path(arguments.model).exists() else str(Path(arguments.model).absolute())
+    source = JobSource(model, str(Path(arguments.data).expanduser().absolute()), file)
+    return TrainingWish(
+        out=checked_name(arguments.out),
+        source=source,
+        adapter=settings,
+        epochs=arguments.epochs,
+        batch=arguments.batch,
+        length=arguments.length,
+        rate=arguments.lr,
+        validation=share,
+        device=arguments.device,
+    )
+
+
+def _validation(text: str) -> tuple[float, str | None]:
+    """Parse a share of the records, or the name of a file."""
+    try:
+        share = float(text)
+    except ValueError:
+        return 0.0, str(Path(text).expanduser().absolute())
+    if not 0 <= share < 1:
+        raise AppError(f"--validation {text} is not a share from 0 to below 1, nor a file")
+    return share, None
+
+
+def _warn_of_cuts(material: Material, length: int) -> None:
+    data = material.trained
+    if data.cut:
+        words = f"{data.cut} records are longer than {length} tokens and are cut"
+        words += f"; {data.dropped} of them have no answer left" if data.dropped else ""
+        print(f"shoal: {words}: a larger --length keeps them whole", file=sys.stderr)
+
+
+def _show_plan(steps: int, material: Material, plan: MachinePlan, *, as_json: bool) -> int:
+    facts = {
+        "model": material.model,
+        "records": len(material.trained.examples),
+        "validation_records": len(material.held.examples),
+        "cut": material.trained.cut,
+        "tokens_per_epoch": material.trained.tokens,
+        "steps": steps,
+        "device": plan.device.id,
+        "memory_bytes": plan.total_bytes,
+        **{f"{name}_bytes": getattr(plan.budget, f"{name}_bytes") for name in ("weight", "state", "input", "graph")},
+    }
+    if as_json:
+        print_json(facts)
+        return 0
+    print(
+        f"{facts['records']} records, {facts['tokens_per_epoch']} tokens that count, {steps} steps on "
+        f"{plan.device.id}, at most {format_size(plan.total_bytes)} of memory."
+    )
+    return 0
+
+
+class _StepView:
+    """Shows each step: on a terminal in one line that is drawn again, else a few lines in all."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self._steps, self._begun = run.record.steps, run.progress
+        self._terminal = sys.stderr.isatty()
+        self._drawn_at, self._line_due = float("-inf"), 0
+        self._open = False
+
+    def __enter__(self) -> _StepView:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._open:
+            print(file=sys.stderr)
+
+    def show(self, result: StepResult, progress: Progress) -> None:
+        """Show a step if it is due."""
+        last = result.version == self._steps
+        now = time.monotonic()
+        if not last and (now - self._drawn_at < _REDRAW_S if self._terminal else result.version < self._line_due):
+            return
+        self._drawn_at, self._line_due = now, result.version + max(1, self._steps // _LINES)
+        seconds = progress.seconds - self._begun.seconds
+        rate = (progress.tokens - self._begun.tokens) / seconds if seconds else 0.0
+        left_s = seconds / max(1, result.version - self._begun.step) * (self._steps - result.version)
+        words = f"step {result.version} of {self._steps}, loss {result.loss:.3f}, {rate:.0f} tokens/s"
+        words += "" if last else f", {_duration(left_s)} left"
+        print(f"\r{words}\x1b[K" if self._terminal else words, end="" if self._terminal else "\n", file=sys.stderr)
+        sys.stderr.flush()
+        self._open = self._terminal
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], str]]:
+    """Turn the first Ctrl-C into a wish to pause after the step; the second one ends the process at once."""
+    asked = ""
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked = "pause"
+        print("\nshoal: pausing after this step (Ctrl-C again: at once)", file=sys.stderr, flush=True)
+
+    signals = [signal.SIGINT, signal.SIGTERM]
+    before = {each: signal.signal(each, on_signal) for each in signals}
+    try:
+        yield lambda: asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+COMMANDS = (
+    Command("finetune", "train an adapter on your own records", run_finetune, add_arguments, prints_facts=True),
+)

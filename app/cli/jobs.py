@@ -1,0 +1,117 @@
+"""`shoal jobs`: lists fine-tuning jobs, shows one, and pauses, resumes or stops it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from app.cli.command import Command, print_json
+from app.core.errors import AppError, UsageError
+
+if TYPE_CHECKING:
+    from app.training.job_store import Job, JobStore
+
+ACTIONS = ("show", "pause", "resume", "stop")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the action and the job."""
+    parser.add_argument("action", nargs="?", choices=ACTIONS, help="what to do with the job; without it, list all")
+    parser.add_argument("job", nargs="?", metavar="ID", help="the job's id, or its beginning")
+
+
+def run_jobs(arguments: argparse.Namespace) -> int:
+    """List the jobs of this home, or act on one."""
+    from app.config.home import Home
+    from app.training.job_store import JobStore
+
+    jobs = JobStore(Home.open(arguments.home))
+    if arguments.action is None:
+        return _list(jobs, as_json=arguments.json)
+    if arguments.job is None:
+        raise UsageError(f"name the job: `shoal jobs {arguments.action} ID`")
+    job = jobs.find(arguments.job)
+    if arguments.action == "show":
+        return _show(job, as_json=arguments.json)
+    if job.progress.status in ("finished", "stopped"):
+        raise AppError(f"job {job.record.id} is {job.progress.status} already")
+    if arguments.action == "resume":
+        from app.cli.finetune import resume
+
+        return resume(job, arguments)
+    return _end(jobs, job, arguments.action, as_json=arguments.json)
+
+
+def _end(jobs: JobStore, job: Job, action: str, *, as_json: bool) -> int:
+    """Pause or stop a job, whether or not a process runs it."""
+    job_id = job.record.id
+    if jobs.is_running(job_id):
+        jobs.wish(job_id, "stop" if action == "stop" else "pause")
+        words = f"Job {job_id} will {action} after the step that it is at."
+    elif action == "stop":
+        jobs.save_progress(job_id, dataclasses.replace(job.progress, status="stopped"))
+        jobs.remove_state(job_id)
+        words = f"Job {job_id} is stopped, and what it had learned is removed."
+    else:
+        words = f"Job {job_id} is not running: `shoal jobs resume {job_id}` goes on with it."
+    if as_json:
+        print_json({"job": job_id, "running": jobs.is_running(job_id)})
+    else:
+        print(words)
+    return 0
+
+
+def _list(jobs: JobStore, *, as_json: bool) -> int:
+    found = jobs.all()
+    if as_json:
+        print_json([_facts(job) for job in found])
+        return 0
+    for job in found:
+        loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
+        record, progress = job.record, job.progress
+        print(f"{record.id}  {record.out}: {progress.status}, step {progress.step} of {record.steps}{loss}")
+    if not found:
+        print("There are no jobs. `shoal finetune --local --data FILE --out NAME` starts one.")
+    return 0
+
+
+def _show(job: Job, *, as_json: bool) -> int:
+    facts = _facts(job) | {"record": dataclasses.asdict(job.record), "losses": job.progress.losses}
+    if as_json:
+        print_json(facts)
+        return 0
+    record, progress = job.record, job.progress
+    print(f"job         {record.id}")
+    print(f"adapter     {record.out}: rank {record.rank}, alpha {record.alpha:g}, {','.join(record.targets)}")
+    print(f"model       {job.source.model} ({record.model[:8]})")
+    print(f"data        {job.source.data}")
+    print(f"status      {progress.status}{f': {progress.why}' if progress.why else ''}")
+    print(f"steps       {progress.step} of {record.steps}, {progress.tokens} tokens in {progress.seconds:.0f} s")
+    if progress.losses:
+        print(f"loss        {progress.losses[0]:.3f} at first, {progress.losses[-1]:.3f} now")
+    for step, loss in progress.validation:
+        print(f"validation  {loss:.3f} after step {step}")
+    return 0
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    progress = job.progress
+    return {
+        "job": job.record.id,
+        "out": job.record.out,
+        "model": job.record.model,
+        "status": progress.status,
+        "step": progress.step,
+        "steps": job.record.steps,
+        "loss": progress.losses[-1] if progress.losses else None,
+        "validation": progress.validation,
+        "tokens": progress.tokens,
+        "seconds": progress.seconds,
+        "why": progress.why,
+    }
+
+
+COMMANDS = (
+    Command("jobs", "list, show, pause, resume or stop fine-tuning jobs", run_jobs, add_arguments, prints_facts=True),
+)

@@ -1,0 +1,68 @@
+"""Whose jobs run where: what this node gives to the jobs of others, and the routes of its own jobs.
+
+A hop sees the hidden states of the training data, so the limits on who may run the first and last blocks hold for jobs
+as they do for replies. A member that announces that it does not train is never asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from app.config.settings import Settings
+from app.core.network import Network
+from app.core.span import Span
+from app.routing.planner import PrivacyPreferences, RoutePlanner
+from app.routing.route import NoRoute, Route, RouteRequest
+from app.swarm.records import Announcement
+from app.training.hop import TrainingTerms
+from app.training.trainer import RouteFinder
+
+NEVER, TRUSTED = "never", "trusted"
+
+
+def terms_of(settings: Settings, own_peer: str) -> TrainingTerms:
+    """Return what this node gives to jobs; its own user's jobs are never refused."""
+
+    def refuses(owner: str) -> str | None:
+        if owner == own_peer:
+            return None
+        if settings.train == NEVER:
+            return "this node trains for nobody"
+        if settings.train == TRUSTED and owner not in settings.trusted:
+            return "this node trains only for peers that its user trusts"
+        return None
+
+    memory = 2**62 if settings.train_memory is None else settings.train_memory
+    return TrainingTerms(jobs=settings.train_jobs, memory_bytes=memory, refuses=refuses)
+
+
+def job_routes(
+    network: Network,
+    members: Callable[[], Sequence[Announcement]],
+    preferences: Callable[[], PrivacyPreferences],
+    n_blocks: int,
+) -> RouteFinder:
+    """Return a function that finds routes of jobs through members that train, as private as those of replies.
+
+    It raises `NoRoute`, which names the block that nobody trains and who holds it but does not train.
+    """
+
+    def willing(member: Announcement) -> bool:
+        return member.peer == network.peer_id or member.train != NEVER
+
+    planner = RoutePlanner(network, lambda: [member for member in members() if willing(member)], preferences)
+
+    def find(avoid: frozenset[str]) -> Route:
+        request = RouteRequest(Span(0, n_blocks), 1, privacy=planner.privacy(n_blocks))
+        try:
+            return planner.find((), request, sorted(avoid))
+        except NoRoute as error:
+            block = error.block
+            holders = [m.peer for m in members() if m.serves and m.span is not None and block in m.span]
+            refusing = [m.peer for m in members() if m.peer in holders and (not willing(m) or m.peer in avoid)]
+            if refusing and len(refusing) == len(holders):
+                words = f" for this job; it is hosted by {', '.join(refusing)}, which will not train it"
+                raise NoRoute(block, words, who="nobody", peers=refusing) from error
+            raise
+
+    return find

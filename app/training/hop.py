@@ -1,0 +1,549 @@
+"""The training server: runs the jobs of owners through the blocks that this node hosts.
+
+A micro-batch's way through this hop, all of it in this file: a stream's reader leaves a frame to its job (`_on_frame`),
+the job's task judges it (`app.training.ledger`), runs it block by block on the device whenever no reply waits there
+(`_forward`, `_back`), and sends what comes out to the next hop or the one before (`_send`). The owner's orders take the
+same way, so nothing of one job ever overlaps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import trio
+
+from app.core.compute import Device
+from app.core.errors import AppError, RecordError
+from app.core.network import FrameStream, Network, Priority
+from app.core.signal import Signal
+from app.core.span import Span
+from app.session.frame import (
+    DTYPE_NAMES,
+    MAX_ROWS,
+    Frame,
+    HopError,
+    belongs_to,
+    plain,
+    root_mean_square,
+)
+from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes
+from app.training.ledger import JobLedger, PassVerdict, UsualSize
+from app.training.states import StateStore
+from app.training.wire import (
+    PASSES,
+    PROTOCOL,
+    JobOrder,
+    Kind,
+    Pass,
+    StatePart,
+    Tally,
+    decode,
+    decode_open,
+    decode_parts,
+    decode_step,
+    encode_parts,
+    encode_root,
+    encode_tally,
+    encode_trouble,
+    pass_header,
+    pass_of,
+    sequences_of,
+)
+from engine.errors import EngineError, TrainingFull
+from p2p.errors import P2PError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+log = logging.getLogger("shoal.training")
+
+IDLE_S = 180.0  # a job whose owner is silent for so long is ended
+MAX_PARKED = 4
+MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of one job
+_REMEMBERED_ENDED = 1024
+
+
+class JobBlocks(Protocol):
+    """The blocks of one job on this node's device; `engine.training_runner` implements it."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    def rows(self, data: memoryview, dtype: str) -> Any: ...
+    def data(self, rows: Any, dtype: str) -> bytes: ...
+    def forward(self, block: int, number: int, rows: Any, sequences: int) -> Any: ...
+    def backward(self, block: int, number: int, rows: Any, counts: bool) -> Any: ...
+    def discard(self, number: int) -> None: ...
+    def clear(self) -> None: ...
+    def squared_norms(self) -> list[float]: ...
+    def step(self, rate: float, scale: float, clip: float) -> bytes: ...
+    def commit(self) -> None: ...
+    def state(self, block: int) -> bytes: ...
+    def load(self, states: Mapping[int, bytes]) -> None: ...
+
+
+MakeBlocks = Callable[[JobOrder, int], JobBlocks]  # (order, bytes to spare); raises `EngineError`; runs on the device
+
+
+@dataclass(frozen=True)
+class TrainingTerms:
+    """What this node gives to the jobs of others."""
+
+    jobs: int = 1
+    memory_bytes: int = 2**62
+    refuses: Callable[[str], str | None] = lambda owner: None  # why an owner's jobs are refused
+
+
+class HopFrame(NamedTuple):
+    """A FORWARD or BACK frame for a neighbour, with what is needed to send it through the owner instead."""
+
+    run: bytes
+    parts: tuple[bytes, ...]
+    priority: Priority
+    epoch: int
+
+
+@dataclass
+class HopJob:
+    """One job at this hop."""
+
+    run: bytes
+    ledger: JobLedger
+    answers: PeerOutbox
+    heard_at: float
+    ordered: int  # the latest epoch that its owner has ordered; the ledger's once it is carried out
+    blocks: JobBlocks | None = None
+    waiting: deque[tuple[str, Frame]] = field(default_factory=deque)  # (sender, frame)
+    is_busy: bool = False
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
+    news: Signal = field(default_factory=Signal)
+    sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
+    kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
+    dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
+
+    @property
+    def span(self) -> Span:
+        """The job's blocks at this hop."""
+        return self.ledger.order.span
+
+
+@dataclass(frozen=True)
+class HopJobStats:
+    """Figures of one job at this hop."""
+
+    run: str
+    owner: str
+    start: int
+    stop: int
+    version: int
+    waiting: int
+    dropped: Mapping[str, int]
+
+
+class TrainingServer:
+    """Serves the jobs of many owners; `host` gives and takes the blocks."""
+
+    def __init__(
+        self, network: Network, device: Device, states: StateStore, terms: Callable[[], TrainingTerms]
+    ) -> None:
+        self._network, self._device, self._states, self._terms = network, device, states, terms
+        self._make: MakeBlocks | None = None
+        self._jobs: dict[bytes, HopJob] = {}
+        self._ended: dict[bytes, int] = {}  # run -> epoch: an old OPEN must not bring a job back
+        self._nursery: trio.Nursery
+        self._outboxes: PeerOutboxes[HopFrame]
+        self._working = 0  # tasks of jobs
+        self._ended_one = Signal()
+        self.dropped = 0  # frames of no job, or not understood
+
+    @property
+    def jobs(self) -> list[HopJobStats]:
+        """Figures of the jobs that run here now."""
+        return [
+            HopJobStats(
+                job.run.hex(),
+                job.ledger.owner,
+                job.span.start,
+                job.span.stop,
+                job.ledger.version,
+                len(job.waiting),
+                dict(job.dropped),
+            )
+            for job in self._jobs.values()
+        ]
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled."""
+        async with trio.open_nursery() as self._nursery:
+            self._outboxes = PeerOutboxes(
+                self._network, PROTOCOL, self._nursery, lost=self._link_lost, undeliverable=self._undeliverable
+            )
+            self._network.accept(PROTOCOL, self.attend)
+            self._states.serve()
+            task_status.started()
+            await trio.sleep_forever()
+
+    async def host(self, make: MakeBlocks | None) -> None:
+        """Train with these blocks from now on; all jobs end, and their owners are told."""
+        self._make = make
+        for job in list(self._jobs.values()):
+            await self._trouble(job, HopError("draining", "this node does not host these blocks any more"))
+            self._end(job)
+
+    async def no_jobs(self) -> None:
+        """Wait until no job runs here and nothing of any is left."""
+        await self._ended_one.wait_for(lambda: not self._working)
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    async def attend(self, stream: FrameStream) -> None:
+        """Read one peer's stream; a frame that is not understood costs the peer its stream."""
+        answers = PeerOutbox(stream, self._nursery)
+        try:
+            while True:
+                await self._on_frame(decode(await stream.receive()), stream.peer, answers)
+        except RecordError as error:
+            log.info("%s sent a frame that is not understood: %s", stream.peer, error)
+            self.dropped += 1
+            await stream.reset()
+        except P2PError:
+            pass  # the stream ended
+        finally:
+            answers.broken = True
+            for job in [job for job in self._jobs.values() if job.answers is answers]:
+                self._park(job)
+
+    async def _on_frame(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
+        if frame.kind == Kind.OPEN:
+            await self._on_open(frame, peer, answers)
+            return
+        job = self._jobs.get(frame.session)
+        if frame.kind == Kind.PROBE:
+            known = job is not None and job.ledger.owner == peer
+            epoch, version = (job.ledger.epoch, job.ledger.version) if job is not None and known else (0, 0)
+            waiting = len(job.waiting) + job.is_busy if job is not None and known else 0
+            await answers.push(_control(plain(Kind.STATE, frame.session, epoch, version, rows=waiting)))
+            if job is not None and known:
+                job.heard_at = trio.current_time()
+            return
+        if job is None or (frame.kind not in PASSES and peer != job.ledger.owner):
+            self.dropped += 1
+        elif frame.kind == Kind.CLOSE:
+            if frame.epoch >= job.ordered:
+                self._end(job)
+        elif peer not in (job.ledger.owner, job.ledger.order.predecessor, job.ledger.order.successor):
+            job.dropped["foreign"] += 1
+        elif frame.kind in PASSES and frame.rows * sequences_of(frame) > job.ledger.order.rows:
+            await self._reject(job, frame, _Rejected("more rows than were agreed", "shape"))
+        elif len(job.waiting) > 2 * job.ledger.order.under_way + 8:
+            job.dropped["queue"] += 1
+        else:
+            job.heard_at = trio.current_time()
+            job.waiting.append((peer, frame))
+            job.news.notify()
+
+    async def _on_open(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
+        order = decode_open(frame)
+        if not belongs_to(frame.session, peer):
+            raise RecordError("the job's id is not one that this peer may use")
+        job = self._jobs.get(frame.session)
+        known_epoch = self._ended.get(frame.session, -1) if job is None else job.ordered
+        if frame.epoch <= known_epoch:
+            self.dropped += 1
+            return
+        refusal = self._refusal(order, peer, job)
+        if refusal is not None:
+            await answers.push(_control(encode_trouble(frame.session, frame.epoch, frame.position, refusal)))
+            return
+        now = trio.current_time()
+        if job is None:
+            job = HopJob(frame.session, JobLedger(peer, frame.epoch, order, frame.position), answers, now, 0)
+            self._jobs[frame.session] = job
+            self._working += 1
+            self._nursery.start_soon(self._work, job)
+        job.answers, job.heard_at, job.ordered = answers, now, frame.epoch
+        job.waiting.clear()
+        job.fetching.cancel()
+        job.waiting.append((peer, frame))
+        job.news.notify()
+
+    def _refusal(self, order: JobOrder, owner: str, job: HopJob | None) -> HopError | None:
+        terms = self._terms()
+        if why := terms.refuses(owner):
+            return HopError("refused", why)
+        if self._make is None:
+            return HopError("busy", "this node hosts no blocks now")
+        if sum(other is not job and not other.answers.broken for other in self._jobs.values()) >= terms.jobs:
+            return HopError("busy", f"this node trains at most {terms.jobs} jobs at a time", "train_jobs")
+        if owner != self._network.peer_id and order.rows > MAX_ROWS:
+            return HopError("refused", f"micro-batches have at most {MAX_ROWS} rows, not {order.rows}")
+        return None
+
+    # --- a job --------------------------------------------------------------------------------------------------------
+
+    async def _work(self, job: HopJob) -> None:
+        """Carry out one frame of a job after the other, until it ends or its owner is silent for too long."""
+        try:
+            with job.scope:
+                while True:
+                    with trio.move_on_after(IDLE_S):
+                        await job.news.wait_for(lambda: bool(job.waiting))
+                    if not job.waiting:
+                        if trio.current_time() - job.heard_at < IDLE_S:
+                            continue  # it was asked how it is
+                        break
+                    job.is_busy = True
+                    await self._carry_out(job, *job.waiting.popleft())
+                    job.is_busy = False
+        finally:
+            self._end(job)
+            job.blocks = None
+            with trio.CancelScope(shield=True):
+                await self._states.forget(job.run)
+            self._working -= 1
+            self._ended_one.notify()
+
+    async def _carry_out(self, job: HopJob, sender: str, frame: Frame) -> None:
+        """Carry out one frame; whatever fails costs this job alone."""
+        work = {
+            Kind.OPEN: self._open,
+            Kind.FORWARD: self._forward,
+            Kind.BACK: self._back,
+            Kind.TALLY: self._tally,
+            Kind.STEP: self._step,
+            Kind.COMMIT: self._commit,
+            Kind.SNAPSHOT: self._snapshot,
+            Kind.KEEP: self._keep,
+        }.get(Kind(frame.kind))
+        if work is None or (job.blocks is None and frame.kind != Kind.OPEN):
+            job.dropped["order"] += 1
+            return
+        try:
+            await work(job, sender, frame)
+        except (RecordError, AppError, EngineError, trio.TooSlowError) as error:
+            code, why = "failed", ""
+            if isinstance(error, TrainingFull):
+                alone = not any(other.blocks for other in self._jobs.values() if other is not job)
+                code, why = "refused" if alone else "busy", "train_memory"
+            await self._trouble(job, HopError(code, str(error) or "states did not arrive in time", why))
+            if job.blocks is None:
+                self._end(job)
+        except Exception as error:  # torch raises errors of every kind; they must cost no other job
+            log.exception("a training job failed")
+            await self._trouble(job, HopError("failed", f"{type(error).__name__} while computing"))
+
+    async def _open(self, job: HopJob, sender: str, frame: Frame) -> None:
+        order = decode_open(frame)
+        job.ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.blocks = None  # frees its memory before the same is taken again
+        if frame.epoch != job.ordered or self._make is None:
+            return  # a later order is waiting
+        with trio.CancelScope() as job.fetching:
+            await self._note_kept(job, frame.position, order.states, others=False)
+            data = await self._states.fetch(job.run, order.states, order.holders)
+            used = sum(other.blocks.memory_bytes for other in self._jobs.values() if other.blocks is not None)
+            spare = self._terms().memory_bytes - used
+            blocks = await self._device.run_later(self._make, order, spare)
+            if data:
+                states = dict(zip(order.span.blocks(), data, strict=True))
+                await self._device.run_later(blocks.load, states)
+            job.blocks = blocks
+            await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
+
+    async def _forward(self, job: HopJob, sender: str, frame: Frame) -> None:
+        one, blocks = pass_of(frame), self._blocks(job)
+        verdict = job.ledger.forward(sender, frame.epoch, one)
+        if verdict is not PassVerdict.RUN:
+            job.dropped[verdict.value] += 1
+            return
+        try:
+            await self._admit(job, frame)
+            rows = await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
+            for block in job.span.blocks():
+                rows = await self._device.run_later(blocks.forward, block, one.number, rows, sequences_of(frame))
+            data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
+        except _Rejected as rejected:
+            job.ledger.failed(one)
+            await self._reject(job, frame, rejected)
+            return
+        except BaseException:
+            job.ledger.failed(one)
+            blocks.discard(one.number)
+            raise
+        await self._send(job, job.ledger.order.successor, frame, one, data)
+
+    async def _back(self, job: HopJob, sender: str, frame: Frame) -> None:
+        one, blocks = pass_of(frame), self._blocks(job)
+        verdict = job.ledger.back(sender, frame.epoch, one)
+        if verdict is not PassVerdict.RUN:
+            job.dropped[verdict.value] += 1
+            return
+        try:
+            await self._admit(job, frame)
+            rows = await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
+        except _Rejected as rejected:
+            blocks.discard(one.number)
+            await self._reject(job, frame, rejected)
+            return
+        try:
+            counts = job.ledger.count(one)
+            for block in reversed(job.span.blocks()):
+                rows = await self._device.run_later(blocks.backward, block, one.number, rows, counts)
+            data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
+        except BaseException:
+            blocks.clear()  # some blocks may have counted it and others not
+            job.ledger.clear()
+            raise
+        await self._send(job, job.ledger.order.predecessor, frame, one, data)
+
+    async def _admit(self, job: HopJob, frame: Frame) -> None:
+        """Check what a peer sent before it is computed with; raises `_Rejected`."""
+        if frame.width != self._blocks(job).hidden_size:
+            raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
+        size = root_mean_square(frame)
+        if not job.sizes[frame.kind].accepts(size):
+            raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
+
+    async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
+        job.dropped[rejected.why] += 1
+        way = "forward" if frame.kind == Kind.FORWARD else "back"
+        await self._trouble(job, HopError("input", str(rejected), way))
+
+    async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
+        if await self._is_current(job, frame):
+            norms = await self._device.run_later(self._blocks(job).squared_norms)
+            tally = Tally(((job.span, job.ledger.counted),), tuple(norms))
+            await self._answer(job, encode_tally(job.run, frame.epoch, frame.position, tally))
+
+    async def _step(self, job: HopJob, sender: str, frame: Frame) -> None:
+        order = decode_step(frame)
+        if await self._is_current(job, frame):
+            root = await self._device.run_later(self._blocks(job).step, order.rate, order.scale, order.clip)
+            job.ledger.made_step()
+            await self._answer(job, encode_root(job.run, frame.epoch, frame.position, root))
+
+    async def _commit(self, job: HopJob, sender: str, frame: Frame) -> None:
+        verdict = job.ledger.commit(frame.epoch, frame.position)
+        if verdict is None:
+            await self._stale(job, frame)
+            return
+        if verdict:
+            await self._device.run_later(self._blocks(job).commit)
+        await self._answer(job, plain(Kind.COMMIT, job.run, frame.epoch, frame.position))
+
+    async def _snapshot(self, job: HopJob, sender: str, frame: Frame) -> None:
+        if not await self._is_current(job, frame):
+            return
+        parts = []
+        for block in job.span.blocks():
+            state = await self._device.run_later(self._blocks(job).state, block)
+            parts.append(await self._states.keep(job.run, state))
+        await self._note_kept(job, frame.position, parts)
+        await self._answer(job, encode_parts(Kind.SNAPSHOT, job.run, frame.epoch, frame.position, parts))
+
+    async def _keep(self, job: HopJob, sender: str, frame: Frame) -> None:
+        parts, holders = decode_parts(frame)
+        await self._note_kept(job, frame.position, parts)
+        await self._states.fetch(job.run, parts, holders)
+        await self._answer(job, plain(Kind.KEEP, job.run, frame.epoch, frame.position))
+
+    async def _note_kept(self, job: HopJob, version: int, parts: Sequence[StatePart], *, others: bool = True) -> None:
+        """Keep these states of a version, and of the others only the latest, which may be the last that all have.
+
+        Raises `RecordError` if the job wants more kept than any may.
+        """
+        versions = {version, *sorted(job.kept.keys() - {version})[-1:]} if others else {version}
+        job.kept = {kept: states for kept, states in job.kept.items() if kept in versions}
+        job.kept[version] = [*job.kept.get(version, ()), *parts]
+        wanted = [state for states in job.kept.values() for state in states]
+        if sum(state.size_bytes for state in set(wanted)) > MAX_KEPT_BYTES:
+            raise RecordError(f"a job may keep at most {MAX_KEPT_BYTES} bytes of states here")
+        await self._states.forget(job.run, keep=wanted)
+
+    def _blocks(self, job: HopJob) -> JobBlocks:
+        assert job.blocks is not None, "orders wait until the job's blocks are there"
+        return job.blocks
+
+    async def _is_current(self, job: HopJob, frame: Frame) -> bool:
+        if job.ledger.is_current(frame.epoch, frame.position):
+            return True
+        await self._stale(job, frame)
+        return False
+
+    async def _stale(self, job: HopJob, frame: Frame) -> None:
+        job.dropped["stale"] += 1
+        if frame.epoch == job.ledger.epoch:
+            text = f"version {frame.position} was ordered, but version {job.ledger.version} is here"
+            await self._trouble(job, HopError("stale", text))
+
+    def _park(self, job: HopJob) -> None:
+        """Free a job's memory but keep its states: the owner may come back with another route, for `IDLE_S`."""
+        job.blocks = None
+        job.waiting.clear()
+        parked = [other for other in self._jobs.values() if other.answers.broken]
+        for other in sorted(parked, key=lambda other: other.heard_at)[:-MAX_PARKED]:
+            self._end(other)
+
+    def _end(self, job: HopJob) -> None:
+        """Free everything that a job holds here."""
+        if self._jobs.get(job.run) is not job:
+            return
+        del self._jobs[job.run]
+        self._ended[job.run] = job.ordered
+        if len(self._ended) > _REMEMBERED_ENDED:
+            del self._ended[next(iter(self._ended))]
+        job.scope.cancel()
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    async def _send(self, job: HopJob, neighbour: str, frame: Frame, one: Pass, data: bytes) -> None:
+        """Send the result of a pass to a neighbour, or through the owner where it cannot be reached."""
+        order = job.ledger.order
+        head = pass_header(
+            Kind(frame.kind), job.run, frame.epoch, one, dtype=order.wire, rows=frame.rows, width=frame.width,
+            length=len(data),
+        )  # fmt: skip
+        sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch)
+        if not neighbour or not await self._outboxes.push(neighbour, sent, job.ledger.owner):
+            await job.answers.push(sent)
+
+    def _undeliverable(self, peer: str, frames: list[HopFrame]) -> None:
+        self._nursery.start_soon(self._send_through_owner, frames)
+
+    async def _send_through_owner(self, frames: list[HopFrame]) -> None:
+        for frame in frames:
+            job = self._jobs.get(frame.run)
+            if job is not None and frame.epoch == job.ledger.epoch:
+                await job.answers.push(frame)
+
+    def _link_lost(self, peer: str) -> None:
+        self._nursery.start_soon(self._report_lost_link, peer)
+
+    async def _report_lost_link(self, peer: str) -> None:
+        for job in list(self._jobs.values()):
+            if peer in (job.ledger.order.predecessor, job.ledger.order.successor):
+                await self._trouble(job, HopError("link", f"the link to {peer} broke"))
+
+    async def _answer(self, job: HopJob, message: bytes) -> None:
+        await job.answers.push(_control(message))
+
+    async def _trouble(self, job: HopJob, trouble: HopError) -> None:
+        await self._answer(job, encode_trouble(job.run, job.ledger.epoch, job.ledger.version, trouble))
+
+
+class _Rejected(Exception):
+    """Numbers from a peer that must not be computed with; `why` is the name under which they are counted."""
+
+    def __init__(self, text: str, why: str) -> None:
+        super().__init__(text)
+        self.why = why
+
+
+def _control(message: bytes) -> OutboundFrame:
+    return OutboundFrame((message,), Priority.CONTROL)

@@ -1,0 +1,195 @@
+"""Jobs on disk: `jobs/ID/` with the record, the progress, the state to go on from, and what the user asked of it.
+
+record.json     the job's record (`app.training.record`)
+source.json     the model's name and the files of the data, as the user gave them
+progress.json   how far it is
+state           adapters and moments of all blocks after some step; only of a job that is not finished
+wish            `pause` or `stop`, read by the process that runs the job
+lock            locked by that process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from app.config.home import Home
+from app.core.canonical_json import Fields, decode_object
+from app.core.errors import AppError, RecordError
+from app.training.record import JobRecord, decode_record
+from p2p.platform import FileLock, is_locked, private_directory, write_private
+
+Status = Literal["running", "paused", "finished", "stopped", "failed"]
+STATUSES: tuple[Status, ...] = ("running", "paused", "finished", "stopped", "failed")
+ENDED = ("finished", "stopped")
+MAX_LOSSES = 10_000
+_MAX_PROGRESS_BYTES = 4 * 2**20
+_MAX_SOURCE_BYTES = 64 * 1024
+_STATE_MAGIC = b"shoal job state 1\n"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is."""
+
+    status: Status = "paused"
+    step: int = 0
+    tokens: int = 0  # counted, over all steps
+    seconds: float = 0.0  # of training, over all runs
+    losses: tuple[float, ...] = ()  # of each step, the last `MAX_LOSSES`
+    validation: tuple[tuple[int, float], ...] = ()  # (step, loss on data that is not trained on)
+    why: str = ""  # the error of a failed job
+
+
+@dataclass(frozen=True)
+class JobSource:
+    """Where the model and the data are on this machine."""
+
+    model: str
+    data: str
+    validation_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as it is on disk."""
+
+    record: JobRecord
+    source: JobSource
+    progress: Progress = field(default_factory=Progress)
+
+
+class JobStore:
+    """The jobs in a home folder."""
+
+    def __init__(self, home: Home) -> None:
+        self._folder = home.jobs_folder
+
+    def folder(self, job_id: str) -> Path:
+        """Folder of a job."""
+        return self._folder / job_id
+
+    def create(self, record: JobRecord, source: JobSource) -> Job:
+        """Write a new job."""
+        job = Job(record, source)
+        folder = private_directory(self.folder(record.id))
+        write_private(folder / "source.json", json.dumps(asdict(source)).encode())
+        self.save_progress(record.id, job.progress)
+        write_private(folder / "record.json", record.encoded())  # last: a job that is found is complete
+        return job
+
+    def all(self) -> list[Job]:
+        """All jobs, the newest first; damaged ones are left out."""
+        found = []
+        for path in self._folder.glob("*/record.json"):
+            with contextlib.suppress(AppError):
+                found.append(self._read(path.parent))
+        return sorted(found, key=lambda job: job.record.created_ms, reverse=True)
+
+    def find(self, text: str) -> Job:
+        """Return the job whose id begins so; raises `AppError` if none or several do."""
+        ids = [path.parent.name for path in self._folder.glob("*/record.json") if path.parent.name.startswith(text)]
+        if len(ids) != 1:
+            words = f"several jobs begin with {text}" if ids else f"no job has the id {text}"
+            raise AppError(f"{words}: `shoal jobs` lists them")
+        return self._read(self.folder(ids[0]))
+
+    def hold(self, job_id: str) -> FileLock:
+        """Lock a job for this process; raises `AppError` if another one runs it."""
+        lock = FileLock.try_acquire(self.folder(job_id) / "lock")
+        if lock is None:
+            raise AppError(f"job {job_id} is running in another process: `shoal jobs pause {job_id}` pauses it")
+        (self.folder(job_id) / "wish").unlink(missing_ok=True)
+        return lock
+
+    def is_running(self, job_id: str) -> bool:
+        """True if a process runs this job."""
+        return is_locked(self.folder(job_id) / "lock")
+
+    def wish(self, job_id: str, wish: Literal["pause", "stop"]) -> None:
+        """Ask the process that runs a job to pause or to stop it."""
+        write_private(self.folder(job_id) / "wish", wish.encode())
+
+    def wished(self, job_id: str) -> str:
+        """What the user asked of a running job; empty for nothing."""
+        with contextlib.suppress(OSError):
+            return (self.folder(job_id) / "wish").read_text("ascii", "replace")[:16]
+        return ""
+
+    def save_progress(self, job_id: str, progress: Progress) -> None:
+        """Write how far a job is."""
+        write_private(self.folder(job_id) / "progress.json", json.dumps(asdict(progress)).encode(), durable=False)
+
+    def save_state(self, job_id: str, states: dict[int, bytes]) -> None:
+        """Replace the state that a job goes on from."""
+        lengths = b"".join(len(states[block]).to_bytes(8, "little") for block in sorted(states))
+        head = _STATE_MAGIC + len(states).to_bytes(4, "little") + lengths
+        write_private(self.folder(job_id) / "state", head + b"".join(states[block] for block in sorted(states)))
+
+    def load_state(self, job_id: str) -> dict[int, bytes] | None:
+        """Return the state of each block; None if there is none. Raises `AppError` if it is damaged."""
+        path = self.folder(job_id) / "state"
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        at = len(_STATE_MAGIC) + 4
+        count = int.from_bytes(raw[at - 4 : at], "little")
+        lengths = [int.from_bytes(raw[at + 8 * i : at + 8 * i + 8], "little") for i in range(min(count, len(raw) // 8))]
+        at += 8 * count
+        if raw[: len(_STATE_MAGIC)] != _STATE_MAGIC or at + sum(lengths) != len(raw):
+            raise AppError(f"{path} is damaged: start the job again with `shoal finetune`")
+        states = {}
+        for block, length in enumerate(lengths):
+            states[block] = raw[at : at + length]
+            at += length
+        return states
+
+    def remove_state(self, job_id: str) -> None:
+        """Remove the state of a job that has ended."""
+        (self.folder(job_id) / "state").unlink(missing_ok=True)
+
+    def remove(self, job_id: str) -> None:
+        """Remove a job with all its files."""
+        shutil.rmtree(self.folder(job_id), ignore_errors=True)
+
+    def _read(self, folder: Path) -> Job:
+        try:
+            record = decode_record((folder / "record.json").read_bytes())
+            fields = decode_object((folder / "source.json").read_bytes(), "source.json", max_bytes=_MAX_SOURCE_BYTES)
+            raw = (folder / "progress.json").read_bytes()
+            progress = _progress(decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES))
+        except OSError as error:
+            raise RecordError(f"the job in {folder} cannot be read: {error.strerror or error}") from error
+        if progress.status == "running" and not self.is_running(record.id):
+            progress = Progress(**{**asdict(progress), "status": "paused"})  # its process was killed
+        source = JobSource(
+            fields.text("model", 4096), fields.text("data", 4096), fields.optional_text("validation_file", 4096)
+        )
+        return Job(record, source, progress)
+
+
+def _progress(fields: Fields) -> Progress:
+    status = fields.text("status", 16)
+    if status not in STATUSES:
+        fields.refuse("status", ", ".join(STATUSES))
+    losses = fields.items("losses", MAX_LOSSES)
+    validation = fields.items("validation", MAX_LOSSES)
+    numbers = (int, float)
+    if not all(type(loss) in numbers for loss in losses) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(each) in numbers for each in pair) for pair in validation
+    ):
+        fields.refuse("losses", "numbers")
+    return Progress(
+        status=status,
+        step=fields.integer("step", 0, 10**9),
+        tokens=fields.integer("tokens", 0, 10**15),
+        seconds=fields.number("seconds", 0, 1e12),
+        losses=tuple(losses),
+        validation=tuple((int(step), float(loss)) for step, loss in validation),
+        why=fields.text("why", 4096),
+    )

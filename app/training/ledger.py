@@ -1,0 +1,137 @@
+"""A job's state at one hop: which frames it accepts, and which micro-batches its sums contain. Pure: no I/O.
+
+Invariants, by which duplicates, late frames and frames of dead routes do no harm:
+- only the owner raises the epoch, and nothing of another epoch or version is accepted;
+- each attempt of a micro-batch passes forwards once and backwards once at most;
+- a micro-batch is counted once for a version, in whichever attempt it first comes back;
+- after a step no pass is accepted until it is committed, or an epoch begins that drops it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from enum import Enum
+
+from app.training.wire import JobOrder, Pass
+
+USUAL_OF = 32  # latest sizes of which the median is the usual one
+USUAL_FROM = 8  # sizes before one can be unusual
+UNUSUAL = 100.0  # times the usual size
+
+
+class PassVerdict(Enum):
+    """Verdict on a FORWARD or BACK frame."""
+
+    RUN = "run"
+    STALE = "stale"  # of another epoch or version
+    FOREIGN = "foreign"  # its sender is not the neighbour on that side
+    REPEATED = "repeated"  # this attempt, or a later one, has been accepted already
+    FULL = "full"  # more micro-batches under way than were agreed
+    UNKNOWN = "unknown"  # backwards, but its forward pass is not here
+
+
+class JobLedger:
+    """One job at one hop."""
+
+    def __init__(self, owner: str, epoch: int, order: JobOrder, version: int) -> None:
+        self.owner = owner
+        self.begin_epoch(epoch, order, version)
+
+    def begin_epoch(self, epoch: int, order: JobOrder, version: int) -> None:
+        """Take the owner's order for a new epoch; everything that is not committed is dropped."""
+        self.epoch, self.order, self.version = epoch, order, version
+        self.stepped = False  # the next version has been made and waits for COMMIT
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the passes and what was counted in this version."""
+        self._forward: dict[int, int] = {}  # micro-batch -> latest attempt that was accepted forwards
+        self._held: dict[int, int] = {}  # micro-batch -> attempt whose inputs are kept for the pass backwards
+        self._counted: set[int] = set()
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def forward(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
+        """Judge a FORWARD frame; `RUN` accepts it, and the hop keeps the inputs for the pass backwards."""
+        verdict = self._judge(sender, self.order.predecessor, epoch, one)
+        if verdict is not PassVerdict.RUN:
+            return verdict
+        if one.attempt <= self._forward.get(one.number, -1):
+            return PassVerdict.REPEATED
+        if one.number not in self._held and len(self._held) >= self.order.under_way:
+            return PassVerdict.FULL
+        self._forward[one.number] = self._held[one.number] = one.attempt  # an earlier attempt will not come back
+        return PassVerdict.RUN
+
+    def back(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
+        """Judge a BACK frame; `RUN` accepts it."""
+        verdict = self._judge(sender, self.order.successor, epoch, one)
+        if verdict is not PassVerdict.RUN:
+            return verdict
+        if self._held.get(one.number) != one.attempt:
+            seen = one.attempt <= self._forward.get(one.number, -1)
+            return PassVerdict.REPEATED if seen else PassVerdict.UNKNOWN
+        del self._held[one.number]
+        return PassVerdict.RUN
+
+    def count(self, one: Pass) -> bool:
+        """Count a micro-batch that came back; False if its gradient is in the sums already and must not be added."""
+        if one.number in self._counted:
+            return False
+        self._counted.add(one.number)
+        return True
+
+    def failed(self, one: Pass) -> None:
+        """A pass forwards could not be computed: nothing is kept of it, and a later attempt may be."""
+        self._held.pop(one.number, None)
+
+    @property
+    def counted(self) -> frozenset[int]:
+        """Micro-batches that the sums of this version contain."""
+        return frozenset(self._counted)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def is_current(self, epoch: int, version: int) -> bool:
+        """True if an order of the owner is about the current epoch and version."""
+        return (epoch, version) == (self.epoch, self.version)
+
+    def made_step(self) -> None:
+        """The next version has been made; passes wait until it is committed."""
+        self.stepped = True
+
+    def commit(self, epoch: int, version: int) -> bool | None:
+        """Judge a COMMIT to this version: True commits the step, False repeats the answer, None refuses."""
+        if epoch != self.epoch:
+            return None
+        if version == self.version:
+            return False
+        if not self.stepped or version != self.version + 1:
+            return None
+        self.version, self.stepped = version, False
+        self.clear()
+        return True
+
+    def _judge(self, sender: str, neighbour: str, epoch: int, one: Pass) -> PassVerdict:
+        if epoch != self.epoch or one.version != self.version or self.stepped:
+            return PassVerdict.STALE
+        if sender not in (self.owner, neighbour or self.owner):
+            return PassVerdict.FOREIGN
+        return PassVerdict.RUN
+
+
+class UsualSize:
+    """Tells numbers of a usual size from those that are far too large: a peer that sends such would ruin the sums."""
+
+    def __init__(self) -> None:
+        self._sizes: deque[float] = deque(maxlen=USUAL_OF)
+
+    def accepts(self, size: float) -> bool:
+        """True if a size is finite and at most `UNUSUAL` times the median of those accepted before."""
+        if not 0 <= size < float("inf"):
+            return False
+        if len(self._sizes) >= USUAL_FROM and size > UNUSUAL * max(statistics.median(self._sizes), 1e-12):
+            return False
+        self._sizes.append(size)
+        return True

@@ -1,0 +1,351 @@
+"""A fine-tuning job in this process: checked, loaded, trained step by step, paused and taken up again.
+
+Blocks the thread that runs it. Everything that decides the result is in the job's record, and the number of a step says
+which records it takes: a job that goes on computes what it would have computed without the pause, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from app.core.errors import AppError
+from app.core.units import format_size
+from app.manifest.importing import hash_source
+from app.training.adapter_store import AdapterStore
+from app.training.dataset import (
+    Dataset,
+    Example,
+    grouped,
+    read_records,
+    split,
+    step_batches,
+    steps_per_epoch,
+    tokenised,
+)
+from app.training.job_store import ENDED, MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
+from app.training.record import JobRecord
+from engine.budget import (
+    TrainingBudget,
+    TrainingTask,
+    allowance_on,
+    ends_bytes,
+    loss_bytes,
+    plan_training,
+    unquantised,
+)
+from engine.device.dtypes import pick_dtype
+from engine.device.probe import Device, find_device, probe_devices
+from engine.errors import EngineError, NotFinite
+from engine.model.block import WeightOptions
+from engine.model.ends import load_ends
+from engine.model.span import SpanOptions, load_span
+from engine.sources.base import ModelSource
+from engine.sources.opening import open_source
+from engine.text.prompt import ModelText
+from engine.training.adapters import AdapterSettings
+from engine.training.head import TrainingEnds
+from engine.training.local_trainer import LocalTrainer, MicroBatch, StepResult, micro_batch
+from engine.training.optimiser import Schedule
+from engine.training.peft_format import Adapter, peft_files
+from engine.training.span import TrainedSpan
+
+ROWS = 1024  # of a micro-batch, unless one sequence is longer
+CLIP = 1.0
+_SAVED_SHARE = 0.04  # of the time is spent on saving the state, at most
+_SAVED_EVERY_S = 30.0  # and not more often than this
+
+LoadProgress = Callable[[int, int], None]  # (done, in all)
+
+
+@dataclass(frozen=True)
+class TrainingWish:
+    """A job as the user asks for it."""
+
+    out: str
+    source: JobSource
+    adapter: AdapterSettings
+    epochs: int
+    batch: int
+    length: int
+    rate: float
+    validation: float  # share of the data, if there is no validation file
+    device: str | None = None
+
+    @property
+    def seed(self) -> int:
+        """The seed of the adapter, of the order of the records and of the choice of those to validate with."""
+        return self.adapter.seed
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a job is made of: the model, its hash, and the data as sequences."""
+
+    source: ModelSource
+    model: str
+    data: str
+    trained: Dataset
+    held: Dataset  # to validate with; may be empty
+
+
+class DataTerms(Protocol):
+    """How the data is cut and divided; both a wish and a record have it."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def validation(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def gather(wish: JobSource, terms: DataTerms, cache: Path, progress: LoadProgress) -> Material:
+    """Open the model and read the data; raises `DataError` or `EngineError` for what cannot be used."""
+    length = terms.length
+    records = read_records(Path(wish.data))
+    digest = hashlib.sha256(Path(wish.data).read_bytes())
+    source = open_source(wish.model, cache, progress)
+    if length > source.config.context_length:
+        raise AppError(f"--length {length} is more than the model's context of {source.config.context_length}")
+    text = ModelText(source)
+    trained = tokenised(records, text, length)
+    if wish.validation_file is not None:
+        held = tokenised(read_records(Path(wish.validation_file)), text, length)
+        digest.update(Path(wish.validation_file).read_bytes())
+    else:
+        trained, held = split(trained, terms.validation, terms.seed)
+    total, done = sum(entry.length for part in source.parts.values() for entry in part), 0
+
+    def count(read: int) -> None:
+        nonlocal done
+        done += read
+        progress(min(done, total), total)
+
+    return Material(source, hash_source(source, count).manifest.hash, digest.hexdigest(), trained, held)
+
+
+def new_record(wish: TrainingWish, material: Material) -> JobRecord:
+    """Return the record of a new job."""
+    Schedule(wish.rate, 1)  # raises for a rate that is none
+    steps = wish.epochs * steps_per_epoch(len(material.trained.examples), wish.batch)
+    return JobRecord(
+        out=wish.out,
+        model=material.model,
+        data=material.data,
+        rank=wish.adapter.rank,
+        alpha=wish.adapter.alpha,
+        targets=wish.adapter.targets,
+        dropout=wish.adapter.dropout,
+        epochs=wish.epochs,
+        batch=wish.batch,
+        length=wish.length,
+        rows=max(ROWS, wish.length),
+        rate=wish.rate,
+        steps=steps,
+        warm_up=steps // 20,
+        clip=CLIP,
+        validation=wish.validation,
+        seed=wish.adapter.seed,
+        created_ms=time.time_ns() // 10**6,
+    )
+
+
+@dataclass(frozen=True)
+class MachinePlan:
+    """Where a job runs on this machine, and the memory that it takes."""
+
+    device: Device
+    dtype: torch.dtype
+    budget: TrainingBudget
+    ends_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all."""
+        return self.budget.total_bytes + self.ends_bytes
+
+
+def plan_machine(record: JobRecord, material: Material, device_name: str | None) -> MachinePlan:
+    """Choose the device and divide its memory; raises `AppError` if the job does not fit."""
+    config = material.source.config
+    device = find_device(device_name, probe_devices())
+    dtype = pick_dtype(device.id)
+    precision = unquantised(dtype.itemsize)
+    longest = max(len(example.token_ids) for example in (*material.trained.examples, *material.held.examples))
+    rows = max(longest, min(record.rows, record.batch * longest))
+    ends = ends_bytes(config, precision, embedding=True, head=True) + loss_bytes(config, precision, rows)
+    usable = allowance_on(device, None).usable_bytes - ends
+    task = TrainingTask(config.n_blocks, record.rank, record.targets, rows, under_way=1)
+    budget = plan_training(config, precision, task, usable)
+    if budget.total_bytes > usable:
+        raise AppError(
+            f"training {material.source.label} takes {format_size(budget.total_bytes + ends)}, but {device.id} has "
+            f"{format_size(max(0, usable + ends))} to spare: give a smaller --length or --rank, or a smaller model"
+        )
+    return MachinePlan(device, dtype, budget, ends)
+
+
+def load_trainer(record: JobRecord, material: Material, plan: MachinePlan) -> LocalTrainer:
+    """Load the model and draw the adapters of a job."""
+    source = material.source
+    options = SpanOptions(torch.device(plan.device.id), plan.dtype)
+    settings = AdapterSettings(record.rank, record.alpha, record.targets, record.dropout, record.seed)
+    blocks = load_span(source, 0, source.config.n_blocks, options).blocks
+    span = TrainedSpan(
+        source.config,
+        blocks,
+        settings,
+        WeightOptions(options.device, options.dtype),
+        input_bytes=plan.budget.input_bytes,
+        graph_bytes=plan.budget.graph_bytes,
+    )
+    ends = TrainingEnds(load_ends(source, options))
+    return LocalTrainer(ends, [span], Schedule(record.rate, record.steps, record.warm_up), record.clip)
+
+
+def start(wish: TrainingWish, material: Material, jobs: JobStore, adapters: AdapterStore) -> Job:
+    """Write a new job; raises `AppError` if its name is taken by an adapter or by a job that has not ended."""
+    adapters.require_free(wish.out)
+    for job in jobs.all():
+        if job.record.out == wish.out and job.progress.status not in ENDED:
+            raise AppError(
+                f"job {job.record.id} makes an adapter named {wish.out} already: go on with `shoal jobs resume "
+                f"{job.record.id}`, end it with `shoal jobs stop {job.record.id}`, or choose another name"
+            )
+    return jobs.create(new_record(wish, material), wish.source)
+
+
+class LocalRun:
+    """Runs a job until it is finished, or until it is asked to pause or to stop."""
+
+    def __init__(self, job: Job, material: Material, trainer: LocalTrainer, jobs: JobStore) -> None:
+        if (material.model, material.data) != (job.record.model, job.record.data):
+            what = "model" if material.model != job.record.model else "data"
+            raise AppError(
+                f"the {what} of job {job.record.id} has changed since it began, so it cannot go on: "
+                "start a new one with `shoal finetune`"
+            )
+        self.record, self._material, self._trainer, self._jobs = job.record, material, trainer, jobs
+        self.progress = job.progress
+        states = jobs.load_state(job.record.id)
+        if states is not None:
+            trainer.load(states)
+        step = trainer.version
+        # Progress may be newer than the state, if the process was killed between two snapshots.
+        ahead = job.progress.step - step
+        self.progress = replace(
+            job.progress,
+            status="running",
+            step=step,
+            why="",
+            losses=job.progress.losses[: len(job.progress.losses) - ahead] if ahead > 0 else job.progress.losses,
+            validation=tuple(pair for pair in job.progress.validation if pair[0] <= step),
+        )
+
+    def run(self, on_step: Callable[[StepResult, Progress], None], asked: Callable[[], str]) -> Progress:
+        """Train; `asked` is called before each step and may return `pause` or `stop`.
+
+        Raises `EngineError` if a step fails: the job then stays at the last good step and can go on from it.
+        """
+        saved_at, cost_s = time.monotonic(), 0.0
+        try:
+            self._validate(at_start=True)
+            while self.progress.step < self.record.steps:
+                if wish := asked():
+                    return self._leave(wish)
+                result, seconds = self._step()
+                self.progress = replace(
+                    self.progress,
+                    step=result.version,
+                    tokens=self.progress.tokens + result.tokens,
+                    seconds=self.progress.seconds + seconds,
+                    losses=(*self.progress.losses, result.loss)[-MAX_LOSSES:],
+                )
+                self._validate()
+                on_step(result, self.progress)
+                waited = time.monotonic() - saved_at
+                if waited > max(_SAVED_EVERY_S, cost_s / _SAVED_SHARE):
+                    saved_at = time.monotonic()
+                    self.save("running")
+                    cost_s = time.monotonic() - saved_at
+        except EngineError as error:
+            self.save("failed", f"{error}")
+            raise
+        self.save("running")
+        return self.progress
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all steps are done."""
+        return self.progress.step == self.record.steps
+
+    def adapter(self) -> Adapter:
+        """The adapter as it is now."""
+        span = self._trainer.spans[0]
+        return Adapter(span.settings, {block: span.values(block) for block in span.blocks}, self.record.model)
+
+    def files(self) -> dict[str, bytes]:
+        """The adapter's files in PEFT's format."""
+        source = self._material.source
+        return peft_files(self.adapter(), source.config, source.label)
+
+    def _step(self) -> tuple[StepResult, float]:
+        began = time.perf_counter()
+        record = self.record
+        groups = step_batches(
+            self._material.trained, self.progress.step, batch=record.batch, seed=record.seed, rows=record.rows
+        )
+        try:
+            result = self._trainer.step([_batch(group) for group in groups])
+        except NotFinite as error:
+            raise NotFinite(
+                f"the loss is not finite after step {self.progress.step}, so job {record.id} stopped there: "
+                "start again with a smaller --lr"
+            ) from error
+        return result, time.perf_counter() - began
+
+    def _validate(self, *, at_start: bool = False) -> None:
+        """Compute the loss on data that is not trained on, before the first step and after each epoch."""
+        held, step = self._material.held.examples, self.progress.step
+        per_epoch = steps_per_epoch(len(self._material.trained.examples), self.record.batch)
+        due = step == 0 if at_start else step % per_epoch == 0
+        if held and due and (not self.progress.validation or self.progress.validation[-1][0] != step):
+            loss = self._trainer.loss(_batches(held, self.record.rows))
+            if math.isfinite(loss):
+                self.progress = replace(self.progress, validation=(*self.progress.validation, (step, loss)))
+
+    def _leave(self, wish: str) -> Progress:
+        self.save("stopped" if wish == "stop" else "paused")
+        return self.progress
+
+    def save(self, status: Status, why: str = "") -> None:
+        """Write how far the job is, and the state to go on from unless it has ended."""
+        self.progress = replace(self.progress, status=status, why=why)
+        if status in ENDED:
+            self._jobs.remove_state(self.record.id)
+        else:
+            self._jobs.save_state(self.record.id, self._trainer.states())
+        self._jobs.save_progress(self.record.id, self.progress)
+
+
+def finish(run: LocalRun, adapters: AdapterStore) -> Path:
+    """Store the adapter of a job whose steps are done, then remove its state; returns the adapter's folder."""
+    folder = adapters.save(run.record.out, run.files())
+    run.save("finished")
+    return folder
+
+
+def _batch(group: Sequence[Example]) -> MicroBatch:
+    return micro_batch([(example.token_ids, example.counted) for example in group])
+
+
+def _batches(examples: Sequence[Example], rows: int) -> Iterator[MicroBatch]:
+    return (_batch(group) for group in grouped(examples, rows))

@@ -1,0 +1,86 @@
+"""States of jobs as parts by hash: a block's adapter and moments, kept on disk and exchanged in checked chunks.
+
+The exchange is that of a model's parts (`app.weights`), under methods of its own, because the parts of a job come and
+go with it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import trio
+
+from app.core.network import Network
+from app.manifest.manifest import Part
+from app.manifest.merkle import CHUNK_BYTES, leaf_hash, root_of
+from app.training.wire import StatePart
+from app.weights.chunk_server import ChunkServer
+from app.weights.download import Download
+from app.weights.extents import WeightsError
+from app.weights.part_set import PartSet
+from app.weights.wire import ChunkMethods
+
+METHODS = ChunkMethods("train.leaves", "train.chunk")
+FETCH_S = 300.0
+
+
+class StateStore:
+    """The states that this node keeps, for its own jobs and for those of others; a state belongs to some runs."""
+
+    def __init__(self, network: Network, folder: Path, is_member: Callable[[str], bool]) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed node has left
+        self._network = network
+        self._parts = PartSet(folder, (), "a training job")
+        self._server = ChunkServer(self._parts, is_member, methods=METHODS)
+        self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
+        self._is_member = is_member
+
+    def serve(self) -> None:
+        """Answer requests of members for the states that are here."""
+        self._server.serve(self._network)
+
+    async def keep(self, run: bytes, data: bytes) -> StatePart:
+        """Keep a state for a run; raises `WeightsError` if the disk cannot be written."""
+        leaves = [leaf_hash(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+        state = StatePart(root_of(leaves), len(data))
+        part = self._part(run, state)
+        if not self._parts.files.holds(part):
+            await trio.to_thread.run_sync(self._parts.files.keep, part, leaves, data)
+        return state
+
+    async def fetch(self, run: bytes, states: Sequence[StatePart], holders: Sequence[str]) -> list[bytes]:
+        """Return states, downloaded from their holders as far as they are not here, and keep them.
+
+        Raises `WeightsError` if the disk cannot be written, `trio.TooSlowError` if nobody sends them in time.
+        """
+        names = [self._part(run, state).name for state in states]
+        others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
+        with trio.fail_after(FETCH_S):
+            if self._parts.missing(names):
+                await Download(self._network, self._parts, self._server, lambda name: others).fetch(names)
+        return [await trio.to_thread.run_sync(self._parts.whole, name) for name in names]
+
+    async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:
+        """Remove the states that no run needs any more but this one, except those to keep."""
+        needed = {state.root for state in keep}
+        gone = []
+        for root, runs in list(self._runs.items()):
+            if root not in needed:
+                runs.discard(run)
+            if not runs:
+                del self._runs[root]
+                self._parts.drop(root)
+                gone.append(root.hex())
+        if gone:
+            await trio.to_thread.run_sync(self._parts.files.remove, gone)
+
+    def _part(self, run: bytes, state: StatePart) -> Part:
+        part = Part(f"the state {state.root.hex()}", state.size_bytes, state.root)
+        known = self._parts.part(state.root)
+        if known is not None and known.size_bytes != state.size_bytes:
+            raise WeightsError(f"{part.name} has {known.size_bytes} bytes, not {state.size_bytes}")
+        self._parts.add(part)
+        self._runs.setdefault(state.root, set()).add(run)
+        return part

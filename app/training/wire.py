@@ -1,0 +1,344 @@
+"""Wire format of `/shoal/1/train`, fine-tuning through several nodes: frames of `app.session.frame`. No I/O.
+
+    session   the job's run, made by its owner (`new_session_id`)
+    epoch     raised only by the owner, at each change of the route or return to an earlier version
+    position  the version that the frame is about: the number of steps done
+    revision  of FORWARD and BACK: 16 times the micro-batch's number within the step, plus the attempt
+    rows      of FORWARD and BACK: tokens of one sequence; the body holds whole sequences of this length
+
+The owner (A) opens one stream to each hop (H) and sends its orders on it. A hop opens a stream to its neighbours and
+sends FORWARD to the next one and BACK to the one before; where it cannot reach a neighbour it sends them to the owner,
+who passes them on. The last hop sends FORWARD and the first one BACK to the owner.
+
+    OPEN      A>H  a JSON object (`JobOrder`): begin an epoch; what the hop has counted before is dropped
+    READY     H>A  the epoch has begun, all blocks are at this version
+    FORWARD   any  hidden states of a micro-batch
+    BACK      any  the gradient of the loss by hidden states of a micro-batch, the other way
+    TALLY     A>H  ask what the sums of this version contain
+    TALLY     H>A  a JSON object (`Tally`)
+    STEP      A>H  a JSON object (`StepOrder`): make the next version beside the current one
+    STEP      H>A  a JSON object: `root`, the hash of the next version
+    COMMIT    A>H  this version, the next one, is the current one from now on
+    COMMIT    H>A  it is
+    SNAPSHOT  A>H  keep the state of this version
+    SNAPSHOT  H>A  a JSON object: `parts`, root and bytes of each block's state, which `weights.chunk` serves
+    KEEP      A>H  a JSON object: `parts` and `holders`; fetch and keep these states of other hops
+    KEEP      H>A  they are here
+    CLOSE     A>H  the job is over: free everything
+    PROBE     A>H  ask for STATE
+    STATE     H>A  position: version, rows: micro-batches that wait or are being computed
+    TROUBLE   H>A  a JSON object (`HopError`)
+
+Versions change in all blocks or in none: the owner commits a step once every hop has made it, and begins an epoch at an
+earlier version if one of them died in between. Unknown kinds are an error, unknown JSON fields are ignored.
+`app.training.ledger` decides which frames count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from app.core.canonical_json import Fields, check_version, decode_object
+from app.core.errors import RecordError
+from app.core.span import MAX_BLOCKS, Span
+from app.manifest.merkle import HASH_BYTES
+from app.session.frame import (
+    DTYPES,
+    HEADER_BYTES,
+    MAX_ROWS,
+    Frame,
+    HopError,
+    check_numbers,
+    encode_error,
+    header,
+    row_bytes,
+    split,
+    with_json,
+)
+
+PROTOCOL = "/shoal/1/train"
+VERSION = 1
+MAX_MICRO_BATCHES = 2**12  # of one step
+MAX_ATTEMPTS = 2**4  # of one micro-batch in one epoch
+MAX_STEPS = 2**31
+MAX_RANK = 256
+MAX_UNDER_WAY = 256
+MAX_STATE_BYTES = 2**33  # of one block
+MAX_HOLDERS = 8
+MAX_JSON_BYTES = 2**20  # a state's hash for each of `MAX_BLOCKS` blocks, or as many bitmaps
+
+
+class Kind(IntEnum):
+    """Kinds of frames; the module docstring gives their fields."""
+
+    OPEN = 1
+    READY = 2
+    FORWARD = 3
+    BACK = 4
+    TALLY = 5
+    STEP = 6
+    COMMIT = 7
+    SNAPSHOT = 8
+    KEEP = 9
+    CLOSE = 10
+    PROBE = 11
+    STATE = 12
+    TROUBLE = 13
+
+
+_KINDS = frozenset(Kind)
+PASSES = (Kind.FORWARD, Kind.BACK)
+_WITH_JSON = (Kind.OPEN, Kind.TALLY, Kind.STEP, Kind.SNAPSHOT, Kind.KEEP, Kind.TROUBLE)
+
+
+class StatePart(NamedTuple):
+    """Root and size of one block's state: its adapter and moments."""
+
+    root: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class JobOrder:
+    """The owner's order to a hop for one epoch; an empty peer id stands for the owner."""
+
+    span: Span
+    predecessor: str
+    successor: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float
+    seed: int
+    weight_decay: float
+    rows: int  # most rows of a micro-batch
+    under_way: int  # most micro-batches between their two passes
+    wire: str  # number format of FORWARD and BACK
+    states: tuple[StatePart, ...] = ()  # of each block; empty: as drawn, at version 0
+    holders: tuple[str, ...] = ()  # peers that have the states
+
+
+class Tally(NamedTuple):
+    """What the sums of a hop's blocks contain."""
+
+    counted: tuple[tuple[Span, frozenset[int]], ...]  # micro-batches, for each run of blocks
+    squared_norms: tuple[float, ...]  # of the summed gradients, block by block
+
+
+class StepOrder(NamedTuple):
+    """How to make the next version: the learning rate, and factors on the summed gradients."""
+
+    rate: float
+    scale: float
+    clip: float
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+class Pass(NamedTuple):
+    """The heading of a FORWARD or BACK frame: which micro-batch at which version, in which attempt."""
+
+    version: int
+    number: int
+    attempt: int
+
+
+def pass_of(frame: Frame) -> Pass:
+    """Return which pass a FORWARD or BACK frame belongs to."""
+    return Pass(frame.position, frame.revision // MAX_ATTEMPTS, frame.revision % MAX_ATTEMPTS)
+
+
+def sequences_of(frame: Frame) -> int:
+    """Return the number of sequences in the body of a FORWARD or BACK frame."""
+    return len(frame.body) // (frame.rows * row_bytes(frame.dtype, frame.width))
+
+
+def pass_header(
+    kind: Kind, run: bytes, epoch: int, heading: Pass, *, dtype: str, rows: int, width: int, length: int
+) -> bytes:
+    """Encode the header of a FORWARD or BACK frame; `rows` are those of one sequence."""
+    version, number, attempt = heading
+    return header(
+        kind, run, epoch, version, dtype=DTYPES[dtype], revision=number * MAX_ATTEMPTS + attempt, rows=rows,
+        width=width, length=length,
+    )  # fmt: skip
+
+
+def decode(message: bytes) -> Frame:
+    """Decode and check one message; raises `RecordError` if it is not a valid frame."""
+    frame = split(message, "training")
+    if frame.kind in PASSES:
+        sequences = 0
+        if frame.dtype in DTYPES.values() and frame.rows and frame.width:
+            sequences = sequences_of(frame)
+        check_numbers(frame, "training", sequences * frame.rows)
+    elif frame.kind not in _KINDS or len(frame.body) > (MAX_JSON_BYTES if frame.kind in _WITH_JSON else 0):
+        raise RecordError(
+            f"training frame: kind {frame.kind} with {len(frame.body)} bytes is not understood; update Shoal"
+        )
+    return frame
+
+
+# --- orders and answers -----------------------------------------------------------------------------------------------
+
+
+def encode_open(run: bytes, epoch: int, version: int, order: JobOrder) -> bytes:
+    """Encode an OPEN frame, which begins an epoch at a hop."""
+    values: dict[str, object] = {
+        "v": VERSION, "start": order.span.start, "stop": order.span.stop, "before": order.predecessor,
+        "after": order.successor, "rank": order.rank, "alpha": order.alpha, "targets": list(order.targets),
+        "dropout": order.dropout, "seed": order.seed, "decay": order.weight_decay, "rows": order.rows,
+        "under_way": order.under_way, "wire": order.wire, "states": _parts_json(order.states),
+        "holders": list(order.holders),
+    }  # fmt: skip
+    return with_json(Kind.OPEN, run, epoch, version, values)
+
+
+def decode_open(frame: Frame) -> JobOrder:
+    """Decode an OPEN frame's order; raises `RecordError` if a field is missing or out of bounds."""
+    fields = _fields(frame, "open")
+    check_version(fields, "v", VERSION)
+    span = _span(fields, fields.integer("start", 0, MAX_BLOCKS), fields.integer("stop", 0, MAX_BLOCKS))
+    wire = fields.text("wire", 8)
+    if wire not in DTYPES:
+        fields.refuse("wire", f"one of {', '.join(DTYPES)}")
+    states = _parts_from(fields)
+    if len(states) != (len(span) if frame.position else 0):
+        fields.refuse("states", "one for each block, or none at version 0")
+    return JobOrder(
+        span=span,
+        predecessor=fields.text("before", 128),
+        successor=fields.text("after", 128),
+        rank=fields.integer("rank", 1, MAX_RANK),
+        alpha=fields.number("alpha", 1e-6, 1e6),
+        targets=fields.texts("targets", 16, 16),
+        dropout=fields.number("dropout", 0, 0.99),
+        seed=fields.integer("seed", 0, 2**63),
+        weight_decay=fields.number("decay", 0, 1e3),
+        rows=fields.integer("rows", 1, MAX_ROWS),
+        under_way=fields.integer("under_way", 1, MAX_UNDER_WAY),
+        wire=wire,
+        states=states,
+        holders=fields.texts("holders", MAX_HOLDERS, 128),
+    )
+
+
+def encode_tally(run: bytes, epoch: int, version: int, tally: Tally) -> bytes:
+    """Encode a hop's TALLY frame."""
+    counted = [[span.start, span.stop, _bitmap(numbers)] for span, numbers in tally.counted]
+    norms = list(tally.squared_norms)
+    return with_json(Kind.TALLY, run, epoch, version, {"counted": counted, "norms": norms})
+
+
+def decode_tally(frame: Frame, span: Span) -> Tally:
+    """Decode the TALLY of a hop that trains `span`; raises `RecordError` unless it is about exactly these blocks."""
+    fields = _fields(frame, "tally")
+    counted, block = [], span.start
+    for item in fields.items("counted", MAX_BLOCKS):
+        match item:
+            case [int(start), int(stop), str(bits)] if start == block < stop <= span.stop:
+                counted.append((Span(start, stop), _numbers(fields, bits)))
+                block = stop
+            case _:
+                fields.refuse("counted", f"runs of the blocks {span}, one after another")
+    norms = fields.items("norms", MAX_BLOCKS)
+    if block != span.stop or len(norms) != len(span):
+        fields.refuse("counted", f"all of the blocks {span}")
+    return Tally(tuple(counted), tuple(_number(fields, "norms", value) for value in norms))
+
+
+def encode_step(run: bytes, epoch: int, version: int, order: StepOrder) -> bytes:
+    """Encode the owner's STEP frame."""
+    return with_json(Kind.STEP, run, epoch, version, dict(order._asdict()))
+
+
+def decode_step(frame: Frame) -> StepOrder:
+    """Decode the owner's STEP frame; raises `RecordError`."""
+    fields = _fields(frame, "step")
+    return StepOrder(fields.number("rate", 0, 1e3), fields.number("scale", 0, 1), fields.number("clip", 0, 1))
+
+
+def encode_root(run: bytes, epoch: int, version: int, root: bytes) -> bytes:
+    """Encode a hop's STEP frame, with the hash of its next version."""
+    return with_json(Kind.STEP, run, epoch, version, {"root": root.hex()})
+
+
+def decode_root(frame: Frame) -> bytes:
+    """Decode a hop's STEP frame; raises `RecordError`."""
+    return _fields(frame, "step").hex_bytes("root", HASH_BYTES)
+
+
+def encode_parts(
+    kind: Kind, run: bytes, epoch: int, version: int, parts: Iterable[StatePart], holders: Iterable[str] = ()
+) -> bytes:
+    """Encode a hop's SNAPSHOT or the owner's KEEP frame."""
+    return with_json(kind, run, epoch, version, {"parts": _parts_json(parts), "holders": list(holders)})
+
+
+def decode_parts(frame: Frame) -> tuple[tuple[StatePart, ...], tuple[str, ...]]:
+    """Decode a SNAPSHOT or KEEP frame: states and peers that have them; raises `RecordError`."""
+    fields = _fields(frame, "parts")
+    return _parts_from(fields, "parts"), fields.texts("holders", MAX_HOLDERS, 128, [])
+
+
+def encode_trouble(run: bytes, epoch: int, version: int, trouble: HopError) -> bytes:
+    """Encode a TROUBLE frame; its text is cut to 400 characters."""
+    return encode_error(Kind.TROUBLE, run, epoch, version, trouble)
+
+
+def frame_bytes(frame: Frame) -> int:
+    """Bytes of a frame on the wire."""
+    return HEADER_BYTES + len(frame.body)
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+def _fields(frame: Frame, what: str) -> Fields:
+    return decode_object(bytes(frame.body), what, max_bytes=MAX_JSON_BYTES)
+
+
+def _span(fields: Fields, start: int, stop: int) -> Span:
+    if not Span.is_possible(start, stop):
+        fields.refuse("stop", "more than start")
+    return Span(start, stop)
+
+
+def _parts_json(parts: Iterable[StatePart]) -> list[list[object]]:
+    return [[part.root.hex(), part.size_bytes] for part in parts]
+
+
+def _parts_from(fields: Fields, name: str = "states") -> tuple[StatePart, ...]:
+    parts = []
+    for item in fields.items(name, MAX_BLOCKS):
+        match item:
+            case [str(text), int(size)] if len(text) == 2 * HASH_BYTES and 0 < size <= MAX_STATE_BYTES:
+                one = Fields(fields.what, {name: text})
+                parts.append(StatePart(one.hex_bytes(name, HASH_BYTES), size))
+            case _:
+                fields.refuse(name, "pairs of a hash and a number of bytes")
+    return tuple(parts)
+
+
+def _bitmap(numbers: Iterable[int]) -> str:
+    bits = sum(1 << number for number in numbers)
+    return bits.to_bytes(-(-bits.bit_length() // 8), "little").hex()
+
+
+def _numbers(fields: Fields, text: str) -> frozenset[int]:
+    try:
+        raw = bytes.fromhex(text[: MAX_MICRO_BATCHES // 4 + 2])
+    except ValueError:
+        raw = b""
+    if raw.hex() != text or len(raw) > MAX_MICRO_BATCHES // 8:
+        fields.refuse("counted", f"a bitmap of at most {MAX_MICRO_BATCHES} bits in lower-case hex")
+    bits = int.from_bytes(raw, "little")
+    return frozenset(number for number in range(8 * len(raw)) if bits >> number & 1)
+
+
+def _number(fields: Fields, name: str, value: Any) -> float:
+    return Fields(fields.what, {name: value}).number(name, 0, 1e300)

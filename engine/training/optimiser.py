@@ -1,0 +1,78 @@
+"""AdamW over one block's vector of weights, the learning rate of each step, and clipping by a norm over all blocks.
+
+All functions are pure: the caller keeps the old state until the new one is accepted everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Constants of the optimiser; the learning rate comes with each step."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+class Moments(NamedTuple):
+    """A block's weights and AdamW's two moments, float32 vectors of one length."""
+
+    values: Tensor
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def fresh(cls, values: Tensor) -> Moments:
+        """The state before the first step."""
+        return cls(values, torch.zeros_like(values), torch.zeros_like(values))
+
+
+def adamw_step(state: Moments, gradient: Tensor, number: int, rate: float, how: AdamW) -> Moments:
+    """Return the state after step `number` (from 1), as `torch.optim.AdamW` computes it; `state` is not changed."""
+    first = state.first.lerp(gradient, 1 - how.beta1)
+    second = torch.addcmul(state.second * how.beta2, gradient, gradient, value=1 - how.beta2)
+    spread = second.sqrt().div_(math.sqrt(1 - how.beta2**number)).add_(how.eps)
+    values = state.values * (1 - rate * how.weight_decay)
+    return Moments(values.addcdiv_(first, spread, value=-rate / (1 - how.beta1**number)), first, second)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over a job: a linear warm-up, then half a cosine down to zero."""
+
+    rate: float
+    steps: int
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise TrainingError(f"the learning rate must be a positive number, not {self.rate}")
+
+    def at(self, number: int) -> float:
+        """Rate of step `number`, from 0."""
+        if number < self.warm_up:
+            return self.rate * (number + 1) / (self.warm_up + 1)
+        done = (number - self.warm_up) / max(1, self.steps - self.warm_up)
+        return self.rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def total_norm(squared: Iterable[float], scale: float) -> float:
+    """Norm of the scaled gradient over all blocks; the sum is exact, so the order and the split do not matter."""
+    return scale * math.sqrt(math.fsum(squared))
+
+
+def clip_factor(norm: float, limit: float | None) -> float:
+    """Factor that brings a gradient of this norm down to the limit; 1 if it is below, or without a limit."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))

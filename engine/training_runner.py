@@ -1,0 +1,172 @@
+"""Runs the blocks of a training job for a server, and the two ends for its owner: bytes in and bytes out.
+
+Each block is a span of its own, so that a reply can go between any two blocks of a pass. Not thread-safe: one thread at
+a time. Knows no peers; `app.training` decides which micro-batches run and when a step counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.budget import TrainingTask, plan_training, unquantised
+from engine.errors import NotFinite, TrainingError, TrainingFull
+from engine.model.span import SpanRunner
+from engine.training.adapters import AdapterSettings
+from engine.training.head import TrainingEnds
+from engine.training.local_trainer import MicroBatch
+from engine.training.optimiser import AdamW
+from engine.training.span import TrainedSpan
+from engine.wire import is_finite, to_bytes, to_tensor
+
+
+class TrainingRunner:
+    """Blocks [start, stop) of a hosted span with the adapters of one job, within a memory limit."""
+
+    def __init__(
+        self,
+        hosted: SpanRunner,
+        blocks: tuple[int, int],
+        settings: AdapterSettings,
+        *,
+        optimiser: AdamW,
+        rows: int,
+        under_way: int,
+        usable_bytes: int,
+    ) -> None:
+        """Draw the adapters; raises `TrainingError` for blocks that are not hosted, `TrainingFull` without memory."""
+        start, stop = blocks
+        if not hosted.start <= start < stop <= hosted.start + len(hosted.blocks):
+            raise TrainingError(f"blocks {start}:{stop} are not hosted here")
+        precision = unquantised(hosted.options.dtype.itemsize)
+        task = TrainingTask(stop - start, settings.rank, settings.targets, rows, under_way)
+        plan = plan_training(hosted.config, precision, task, usable_bytes)
+        # The model's own weights are here already, whether a job uses them or not.
+        self.memory_bytes = plan.total_bytes - plan.weight_bytes - plan.graph_bytes
+        if self.memory_bytes > usable_bytes:
+            raise TrainingFull(
+                f"the job takes {self.memory_bytes} bytes of memory here, of which {usable_bytes} are to spare"
+            )
+        graphs = max(0, min(usable_bytes - self.memory_bytes, under_way * plan.graph_bytes))
+        self.hidden_size = hosted.config.hidden_size
+        self.start, self.stop = start, stop
+        self._spans = [
+            TrainedSpan(
+                hosted.config,
+                [block],
+                settings,
+                hosted.options,
+                input_bytes=plan.input_bytes // (stop - start),
+                graph_bytes=graphs // (stop - start),
+                optimiser=optimiser,
+            )
+            for block in hosted.blocks[start - hosted.start : stop - hosted.start]
+        ]
+
+    @property
+    def version(self) -> int:
+        """Number of committed steps."""
+        return self._spans[0].version
+
+    def rows(self, data: memoryview, dtype: str) -> Tensor:
+        """Return numbers from the wire as rows (N, hidden)."""
+        return to_tensor([data], dtype, self.hidden_size)
+
+    def data(self, rows: Tensor, dtype: str) -> bytes:
+        """Return rows as numbers for the wire; raises `NotFinite` if they do not fit its format."""
+        return _data(rows, dtype)
+
+    def forward(self, block: int, number: int, rows: Tensor, sequences: int) -> Tensor:
+        """Run a micro-batch through one block; see `TrainedSpan.forward`."""
+        return self._spans[block - self.start].forward(number, rows, sequences)
+
+    def backward(self, block: int, number: int, rows: Tensor, counts: bool) -> Tensor:
+        """Run a gradient back through one block, adding to its sums if it counts; see `TrainedSpan.backward`."""
+        return self._spans[block - self.start].backward(number, rows, () if counts else (block,))
+
+    def discard(self, number: int) -> None:
+        """Drop what a micro-batch's forward pass has kept."""
+        for span in self._spans:
+            span.discard(number)
+
+    def clear(self) -> None:
+        """Drop all passes and sums of this version, and the next one if there is one."""
+        for span in self._spans:
+            span.clear()
+
+    def squared_norms(self) -> list[float]:
+        """Squared norm of the summed gradients of each block."""
+        return [norm for span in self._spans for norm in span.squared_norms().values()]
+
+    def gradient(self, block: int) -> Tensor:
+        """A copy of the summed gradients of a block's adapter."""
+        return self._spans[block - self.start].gradient(block)
+
+    def step(self, rate: float, scale: float, clip: float) -> bytes:
+        """Make the next version of all blocks and return its hash; raises `NotFinite` and makes none."""
+        try:
+            for span in self._spans:
+                span.step(rate, scale, clip)
+        except NotFinite:
+            for span in self._spans:
+                span.revert()
+            raise
+        return hashlib.sha256(b"".join(root for span in self._spans for root in span.roots().values())).digest()
+
+    def commit(self) -> None:
+        """Make the next version the current one in all blocks."""
+        for span in self._spans:
+            span.commit()
+
+    def state(self, block: int) -> bytes:
+        """Adapter and moments of a block in the current version."""
+        return self._spans[block - self.start].state(block)
+
+    def load(self, states: Mapping[int, bytes]) -> None:
+        """Go on from these states of all blocks; raises `TrainingError` if they do not fit."""
+        for span in self._spans:
+            span.load({span.start: states[span.start]})
+        if len({span.version for span in self._spans}) != 1:
+            raise TrainingError("the states of the blocks are of different versions")
+
+
+class BatchLoss(NamedTuple):
+    """Summed loss of a micro-batch, and its gradient by the last hidden states as numbers for the wire."""
+
+    total: float
+    gradient: bytes
+
+
+class OwnerEnds:
+    """Embedding and loss of a job's micro-batches, for a wire format."""
+
+    def __init__(self, ends: TrainingEnds, hidden_size: int) -> None:
+        self._ends, self.hidden_size = ends, hidden_size
+
+    def shape(self, batch: MicroBatch) -> tuple[int, int]:
+        """Return sequences and tokens of each."""
+        sequences, length = batch.token_ids.shape
+        return sequences, length
+
+    def counted(self, batches: Sequence[MicroBatch]) -> int:
+        """Number of tokens that the loss of these micro-batches counts."""
+        return sum(batch.counted for batch in batches)
+
+    def embed(self, batch: MicroBatch, wire: str) -> bytes:
+        """Return a micro-batch's embeddings as numbers for the wire."""
+        return _data(self._ends.embed(batch.token_ids), wire)
+
+    def loss(self, batch: MicroBatch, hidden: memoryview, dtype: str, wire: str) -> BatchLoss:
+        """Return the loss of the last hidden states and its gradient; raises `NotFinite`."""
+        found = self._ends.loss(to_tensor([hidden], dtype, self.hidden_size), batch.labels)
+        return BatchLoss(found.total, _data(found.gradient, wire))
+
+
+def _data(rows: Tensor, dtype: str) -> bytes:
+    data = to_bytes(rows, dtype)
+    if not is_finite(to_tensor([data], dtype, rows.shape[1])):
+        raise NotFinite(f"a number is not finite in {dtype}")
+    return bytes(data)

@@ -1,0 +1,261 @@
+"""`shoal finetune`, `jobs` and `adapters` in one process: from a file of records to a reply with the adapter."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.cli import main
+from app.config.home import Home
+from app.training.job_store import JobStore
+from tests.engine.models import VARIANT, write_folder
+
+RECORDS = [{"prompt": f"What is number {n}?", "completion": f"It is {n * 7}."} for n in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SHOAL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SHOAL_DEBUG", raising=False)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)))
+    return path
+
+
+def finetune(data: Path, *arguments: str, out: str = "sevens") -> int:
+    fixed = ["--device", "cpu", "--model", "tiny-random", "--batch", "2", "--lr", "1e-3", "--validation", "0.3"]
+    return main(["finetune", "--local", "--data", str(data), "--out", out, *fixed, *arguments])
+
+
+def weights(home: Path, name: str) -> bytes:
+    return (home / "adapters" / name / "adapter_model.safetensors").read_bytes()
+
+
+def test_from_records_to_a_reply_with_the_adapter(
+    data: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune(data, "--epochs", "3", "--lr", "0.02", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["status"], facts["step"], facts["steps"], facts["out"]) == ("finished", 6, 6, "sevens")
+    assert [step for step, _ in facts["validation"]] == [0, 2, 4, 6]
+    assert facts["losses"][-1] < facts["losses"][0]
+    assert main(["jobs", "--json"]) == 0
+    (job,) = json.loads(capsys.readouterr().out)
+    assert (job["job"], job["status"]) == (facts["job"], "finished")
+    assert not (home / "jobs" / facts["job"] / "state").exists()
+    assert main(["jobs", "show", facts["job"][:4]]) == 0
+    assert "rank 8, alpha 16" in capsys.readouterr().out
+    assert main(["adapters", "--json"]) == 0
+    (adapter,) = json.loads(capsys.readouterr().out)
+    assert (adapter["name"], adapter["model"], adapter["rank"]) == ("sevens", facts["model"], 8)
+
+    question = "chat --local --model tiny-random --device cpu --temperature 0 --max-tokens 8".split()
+    replies = []
+    for option in ([], ["--adapter", "sevens"], []):
+        assert main([*question, *option, "--json", "hello"]) == 0
+        replies.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert replies[0] == replies[2] != replies[1]
+
+    assert main(["adapters", "export", "sevens", str(tmp_path / "out")]) == 0
+    assert main(["adapters", "import", str(tmp_path / "out"), "--name", "again", "--model", "tiny-random"]) == 0
+    assert weights(home, "again") == weights(home, "sevens")
+    assert main(["adapters", "remove", "sevens"]) == 0
+    capsys.readouterr()
+    assert main(["adapters"]) == 0
+    assert capsys.readouterr().out.startswith("again: for tiny-random")
+
+
+class Watched(io.StringIO):
+    """A stderr whose reader presses Ctrl-C when a line appears."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__()
+        self._line = line
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self._line and self._line in self.getvalue():
+            self._line = ""
+            signal.raise_signal(signal.SIGINT)
+        return written
+
+
+def test_ctrl_c_pauses_and_the_job_goes_on_bit_for_bit(
+    data: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        finetune(
+            data,
+            "--epochs",
+            "3",
+            "--dropout",
+            "0.1",
+            out="whole",
+        )
+        == 0
+    )
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Watched("step 2 of 6"))
+        assert finetune(data, "--epochs", "3", "--dropout", "0.1", out="parts") == 3
+    said = capsys.readouterr().out
+    job = JobStore(Home(home)).all()[0]
+    assert f"`shoal jobs resume {job.record.id}` goes on" in said
+    assert (job.progress.status, job.progress.step) == ("paused", 2)
+    assert finetune(data, out="parts") == 1
+    assert f"job {job.record.id} makes an adapter named parts already" in capsys.readouterr().err
+    assert main(["jobs", "resume", job.record.id]) == 0
+    assert weights(home, "parts") == weights(home, "whole")
+    one, other = JobStore(Home(home)).all()
+    assert (one.progress.losses, one.progress.validation) == (other.progress.losses, other.progress.validation)
+    assert main(["jobs", "resume", job.record.id]) == 1
+    assert "is finished already" in capsys.readouterr().err
+
+
+def test_a_job_can_be_stopped_while_it_rests_and_data_must_stay_as_it_was(
+    data: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Watched("step 1 of 2"))
+        assert finetune(data) == 3
+    job_id = JobStore(Home(home)).all()[0].record.id
+    before = data.read_bytes()
+    data.write_bytes(before.replace(b"7", b"8"))
+    assert main(["jobs", "resume", job_id]) == 1
+    assert f"the data of job {job_id} has changed" in capsys.readouterr().err
+    data.write_bytes(before)
+    assert main(["jobs", "pause", job_id]) == 0
+    assert "is not running" in capsys.readouterr().out
+    with JobStore(Home(home)).hold(job_id):  # as another process does while it trains
+        assert main(["jobs", "stop", job_id]) == 0
+        assert JobStore(Home(home)).wished(job_id) == "stop"
+        assert main(["jobs", "resume", job_id]) == 1
+    assert "is running in another process" in capsys.readouterr().err
+    assert main(["jobs", "stop", job_id]) == 0
+    assert JobStore(Home(home)).all()[0].progress.status == "stopped"
+    assert JobStore(Home(home)).load_state(job_id) is None
+    assert finetune(data) == 0  # its name is free again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--targets", "q,w"], "unknown target 'w'"),
+        (["--rank", "0"], "the rank 0 is outside 1 to 256"),
+        (["--rank", "257"], "the rank 257 is outside 1 to 256"),
+        (["--lr", "-1"], "the learning rate must be a positive number, not -1.0"),
+        (["--lr", "nan"], "the learning rate must be a positive number, not nan"),
+        (["--out", "a/b"], "cannot be an adapter's name"),
+        (["--validation", "2"], "--validation 2 is not a share"),
+        (["--validation", "none.jsonl"], "none.jsonl cannot be read"),
+        (["--length", "100000"], "is more than the model's context"),
+        (["--model", "nonsense"], "unknown model 'nonsense'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_1(
+    data: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune(data, *arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.splitlines()[-1].startswith("shoal: ")
+
+
+def test_data_that_is_cut_or_broken_is_named(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune(data, "--length", "40", "--dry-run") == 0
+    assert "6 records are longer than 40 tokens and are cut" in capsys.readouterr().err
+    data.write_text('{"text": "a"}\nno json\n')
+    assert finetune(data) == 1
+    assert "line 2 is not JSON" in capsys.readouterr().err
+    data.write_text("")
+    assert finetune(data) == 1
+    assert "is empty" in capsys.readouterr().err
+
+
+def test_a_dry_run_trains_nothing(data: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune(data, "--dry-run", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["records"], facts["validation_records"], facts["steps"]) == (4, 2, 2)
+    assert facts["memory_bytes"] > facts["weight_bytes"] > 0
+    assert JobStore(Home(home)).all() == []
+
+
+def test_a_loss_that_is_not_finite_stops_at_the_last_good_step(
+    data: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune(data, "--lr", "1e20", "--epochs", "4") == 1
+    assert "start again with a smaller --lr" in capsys.readouterr().err
+    job = JobStore(Home(home)).all()[0]
+    assert job.progress.status == "failed"
+    assert job.progress.step == len(job.progress.losses) >= 1
+
+
+def test_an_adapter_of_another_model_is_refused_with_both_hashes(
+    data: Path, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finetune(data) == 0
+    write_folder(tmp_path / "other", VARIANT["llama"])
+    capsys.readouterr()
+    assert main(["chat", "--local", "--model", str(tmp_path / "other"), "--adapter", "sevens", "hello"]) == 1
+    assert "belongs to the model" in capsys.readouterr().err
+    folder = home / "adapters" / "sevens"
+    weights_file = folder / "adapter_model.safetensors"
+    raw = weights_file.read_bytes()
+    known = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]["shoal_model"]
+    weights_file.write_bytes(raw.replace(known.encode(), b"0" * 64))  # the same shape, another model
+    for command in (
+        ["chat", "--local", "--model", "tiny-random", "--adapter", "sevens", "hello"],
+        ["adapters", "import", str(folder), "--name", "copy", "--model", "tiny-random"],
+    ):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert known in error
+        assert "0" * 64 in error
+
+
+def test_adapters_that_are_not_there_or_already_are(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["adapters"]) == 0
+    assert "There are no adapters" in capsys.readouterr().out
+    for command in (["adapters", "remove", "x"], ["adapters", "export", "x", str(tmp_path / "y")]):
+        assert main(command) == 1
+        assert "no adapter is named x" in capsys.readouterr().err
+    assert main(["adapters", "remove", "../x"]) == 1
+    assert "cannot be an adapter's name" in capsys.readouterr().err
+    assert finetune(data) == 0
+    assert finetune(data) == 1
+    assert "there is an adapter named sevens already" in capsys.readouterr().err
+    assert main(["adapters", "export", "sevens", str(tmp_path)]) == 1
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert main(["adapters", "export", "sevens"]) == 2
+    assert main(["jobs", "show"]) == 2
+    assert main(["jobs", "show", "abc"]) == 1
+
+
+def test_a_full_disk_leaves_no_half_adapter(
+    data: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("app.training.adapter_store.write_private", full)
+        assert finetune(data) == 1
+    assert "the disk is full" in capsys.readouterr().err
+    assert list((home / "adapters").iterdir()) == []
+    job = JobStore(Home(home)).all()[0]
+    assert (job.progress.status, job.progress.step) == ("paused", 2)
+    assert main(["jobs", "resume", job.record.id]) == 0  # nothing is left to compute
+    assert weights(home, "sevens")

@@ -1,0 +1,80 @@
+"""Whose jobs run where: a node's own settings, and routes that never ask who refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from app.config.settings import Settings
+from app.core.span import Span
+from app.routing.planner import PrivacyPreferences
+from app.routing.route import NoRoute
+from app.swarm.records import Announcement, read_announcement, sign_announcement
+from app.training.consent import job_routes, terms_of
+from app.training.trainer import RouteFinder
+from p2p.identity import Identity
+from p2p.memory.fabric import MemoryFabric, open_fabric
+
+
+@pytest.mark.parametrize(
+    ("train", "trusted", "stranger"), [("never", False, False), ("trusted", True, False), ("members", True, True)]
+)
+def test_whose_jobs_a_node_trains(train: str, trusted: bool, stranger: bool) -> None:
+    settings = Settings(train=train, trusted=("friend",))  # type: ignore[arg-type]
+    refuses = terms_of(settings, "me").refuses
+    assert (refuses("me"), refuses("friend") is None, refuses("stranger") is None) == (None, trusted, stranger)
+
+
+def test_limits_are_those_of_the_settings() -> None:
+    terms = terms_of(Settings(train_jobs=3, train_memory=500), "me")
+    assert (terms.jobs, terms.memory_bytes) == (3, 500)
+    assert terms_of(Settings(train_memory=None), "me").memory_bytes > 2**60
+    assert (Settings().train, Settings().train_jobs) == ("trusted", 1)
+
+
+def test_the_announcement_says_it_and_older_ones_say_never() -> None:
+    identity = Identity.generate()
+    own = Announcement(identity.peer_id, 1_000, 60_000, "ab" * 16, "client")
+    for train in ("never", "trusted", "members"):
+        raw = sign_announcement(identity, replace(own, train=train))
+        assert read_announcement(raw, now_ms=1_000).train == train
+        assert (b'"train"' in raw) == (train != "never")  # as before, so that older nodes see no difference
+
+
+def member(peer: str, start: int, stop: int, train: str) -> Announcement:
+    return Announcement(peer, 1, 0, "", "serving", Span(start, stop), 100.0, 1000.0, 1 << 20, train=train)
+
+
+def finder(fabric: MemoryFabric, members: Sequence[Announcement], private: int = 0) -> RouteFinder:
+    preferences = PrivacyPreferences(private_blocks=private, trusted=frozenset({"friend"}))
+    return job_routes(fabric.node("me"), lambda: members, lambda: preferences, 4)
+
+
+async def test_who_refuses_is_never_asked() -> None:
+    async with open_fabric() as fabric:
+        members = [member("a", 0, 4, "never"), member("b", 0, 2, "members"), member("c", 2, 4, "trusted")]
+        assert [hop.peer for hop in finder(fabric, members)(frozenset())] == ["b", "c"]
+
+
+async def test_this_nodes_own_blocks_need_no_consent() -> None:
+    async with open_fabric() as fabric:
+        assert [hop.peer for hop in finder(fabric, [member("me", 0, 4, "never")])(frozenset())] == ["me"]
+
+
+async def test_a_block_that_nobody_trains_is_named_with_who_holds_it() -> None:
+    async with open_fabric() as fabric:
+        members = [member("b", 0, 2, "members"), member("a", 2, 4, "never")]
+        with pytest.raises(NoRoute, match="nobody serves block 2 for this job; it is hosted by a,"):
+            finder(fabric, members)(frozenset())
+
+
+async def test_private_blocks_hold_for_jobs() -> None:
+    async with open_fabric() as fabric:
+        members = [member("a", 0, 4, "members"), member("friend", 0, 4, "members")]
+        route = finder(fabric, members, private=1)(frozenset())
+        assert route[0].peer == route[-1].peer == "friend"
+        alone = job_routes(fabric.nodes["me"], lambda: members[:1], lambda: PrivacyPreferences(private_blocks=1), 4)
+        with pytest.raises(NoRoute, match="trusted peers"):
+            alone(frozenset())

@@ -1,0 +1,215 @@
+"""Steps through several nodes: the numbers of one process, bit for bit, whatever happens to frames and nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+
+from app.core.errors import reason_of
+from app.training.hop import TrainingTerms
+from app.training.trainer import SwarmTrainer, TrainingStopped
+from engine.sources.base import ModelSource
+from engine.sources.tiny import open_tiny
+from engine.training.local_trainer import LocalTrainer
+from engine.training_runner import TrainingRunner
+from tests.app.training.job_swarm import PATIENCE, SETTINGS, Losses, batches_of, open_job_swarm, undisturbed
+from tests.engine.training import gradients, trainer
+
+SPLITS = ((0, 2), (2, 6), (6, 8))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return open_tiny(tmp_path_factory.mktemp("model"))
+
+
+async def check_states(owner: SwarmTrainer, local: LocalTrainer) -> None:
+    """The owner's states of all blocks are those of one process."""
+    assert dict(enumerate(await owner.final_states())) == local.states()
+
+
+async def test_losses_and_states_are_those_of_one_process(source: ModelSource, tmp_path: Path) -> None:
+    wanted, local = undisturbed(source, 4)
+    losses = Losses()
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        owner = swarm.owner()
+        await owner.run(4, batches_of, losses)
+        losses.check(wanted)
+        await check_states(owner, local)
+        assert (owner.figures.epochs, owner.figures.micro_batches_again) == (1, 0)
+        assert not owner.figures.rejected
+
+
+async def test_summed_gradients_are_those_of_one_process(source: ModelSource, tmp_path: Path) -> None:
+    local = trainer(source, SETTINGS)
+    for number, batch in enumerate(batches_of(0)):
+        local.run(number, batch)
+    found: dict[int, torch.Tensor] = {}
+
+    def on_step(runner: TrainingRunner) -> None:
+        found.update({block: runner.gradient(block) for block in range(runner.start, runner.stop)})
+
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        swarm.before_step = on_step
+        await swarm.owner().run(1, batches_of, Losses())
+    wanted = gradients(local)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[block], wanted[block]) for block in wanted)
+
+
+async def test_every_hop_is_killed_once(source: ModelSource, tmp_path: Path) -> None:
+    wanted, local = undisturbed(source, 5)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        for index, (start, stop) in enumerate(SPLITS):
+            await swarm.train(f"spare{index}", start, stop)
+        losses = Losses({1: lambda: swarm.kill("n0"), 3: lambda: swarm.kill("n1"), 4: lambda: swarm.kill("n2")})
+        owner = swarm.owner(every=2)
+        await owner.run(5, batches_of, losses)
+        losses.check(wanted)
+        await check_states(owner, local)
+        assert (owner.figures.epochs, losses.repeated) == (4, 4)
+
+
+@pytest.mark.parametrize("point", ["backward", "commit"])
+async def test_a_hop_killed_within_a_step_changes_nothing(source: ModelSource, tmp_path: Path, point: str) -> None:
+    wanted, local = undisturbed(source, 2)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        await swarm.train("spare", 0, 8)
+        swarm.kill_within("n1", point, call=2)
+        losses, owner = Losses(), swarm.owner(every=1)
+        await owner.run(2, batches_of, losses)
+        losses.check(wanted)
+        await check_states(owner, local)
+        assert owner.figures.epochs == 2
+
+
+async def test_a_frozen_hop_is_left(source: ModelSource, tmp_path: Path) -> None:
+    wanted, _ = undisturbed(source, 3)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        await swarm.train("spare", 0, 8)
+        losses = Losses({1: lambda: swarm.fabric.freeze("n1")})
+        owner = swarm.owner(every=1)
+        await owner.run(3, batches_of, losses)
+        losses.check(wanted)
+        assert "has not answered" in owner.figures.lost[0]
+
+
+async def test_a_job_goes_on_after_its_owner_was_restarted(source: ModelSource, tmp_path: Path) -> None:
+    wanted, local = undisturbed(source, 4)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        losses, owner = Losses(), swarm.owner(every=2)
+        await owner.run(2, batches_of, losses)
+        states = await owner.final_states()
+        swarm.fabric.kill("owner")
+        owner = swarm.owner(every=2)
+        await owner.resume(2, states)
+        await owner.run(4, batches_of, losses)
+        losses.check(wanted)
+        await check_states(owner, local)
+
+
+async def test_neighbours_that_cannot_reach_each_other_send_through_the_owner(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    wanted, _ = undisturbed(source, 2)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        swarm.separate("n0", "n1")
+        losses, owner = Losses(), swarm.owner()
+        await owner.run(2, batches_of, losses)
+        losses.check(wanted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e6])
+async def test_a_hop_that_sends_what_must_not_be_used_is_left(
+    source: ModelSource, tmp_path: Path, value: float
+) -> None:
+    wanted, _ = undisturbed(source, 3)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        await swarm.train("spare", 0, 8)
+        swarm.spoil("n1", value, after_steps=2)
+        losses, owner = Losses(), swarm.owner(every=1)
+        await owner.run(3, batches_of, losses)
+        losses.check(wanted)
+        assert owner.figures.rejected == {"n1": 3}
+        assert "n1" not in {hop.peer for hop in owner.route}
+
+
+async def test_who_refuses_is_not_asked_again(source: ModelSource, tmp_path: Path) -> None:
+    wanted, _ = undisturbed(source, 2)
+    async with open_job_swarm(source, tmp_path) as swarm:
+        await swarm.train("a", 0, 8, TrainingTerms(refuses=lambda owner: "it trains for members it trusts only"))
+        await swarm.train("b", 0, 8)
+        losses, owner = Losses(), swarm.owner()
+        await owner.run(2, batches_of, losses)
+        losses.check(wanted)
+        assert owner.figures.epochs == 2
+        assert not swarm.nodes["a"].blocks
+
+
+async def test_a_job_beyond_a_nodes_limits_is_refused_before_it_begins(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path) as swarm:
+        await swarm.train("a", 0, 8, TrainingTerms(memory_bytes=1000))
+        owner = swarm.owner(patience=replace(PATIENCE, route_s=0.0))
+        with pytest.raises(TrainingStopped, match="of which 1000 are to spare") as stopped:
+            await owner.run(1, batches_of, Losses())
+        assert reason_of(stopped.value).code == "training_stopped"
+        assert owner.figures.epochs == 1
+
+
+async def test_a_node_trains_no_more_jobs_than_it_wants(source: ModelSource, tmp_path: Path) -> None:
+    wanted, _ = undisturbed(source, 2)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        first, second = swarm.owner("first"), swarm.owner("second")
+        losses = Losses(), Losses()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first.run, 2, batches_of, losses[0])
+            nursery.start_soon(second.run, 2, batches_of, losses[1])
+        for one in losses:
+            one.check(wanted)
+        assert any("at most 1 jobs" in why for why in (*first.figures.lost, *second.figures.lost))
+
+
+async def test_hops_keep_the_states_of_two_versions_at_most(source: ModelSource, tmp_path: Path) -> None:
+    def count() -> None:
+        for name in ("n0", "n1", "n2"):
+            states = [file for file in (tmp_path / name / "parts").iterdir() if not file.suffix]
+            assert len(states) <= 2 * 8, name
+
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        losses = Losses({version: count for version in (3, 4, 5)})
+        await swarm.owner(every=1).run(5, batches_of, losses)
+        assert len(losses.steps) == 5
+
+
+async def test_training_gives_way_to_replies_at_every_block(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        await swarm.owner().run(1, batches_of, Losses())
+        device = swarm.nodes["n0"].device
+        assert device.now == 0
+        assert device.later >= 2 * 5 * 8  # each block of each pass is a call of its own
+
+
+async def test_nothing_of_a_finished_job_is_left(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        owner = swarm.owner(every=1)
+        await owner.run(2, batches_of, Losses())
+        await owner.close()
+        with trio.fail_after(30):
+            for node in swarm.nodes.values():
+                await node.server.no_jobs()
+        assert not [file for file in tmp_path.glob("*/parts/*")]  # noqa: ASYNC240
+
+
+async def test_blocks_that_are_not_hosted_any_more_end_the_job_here(source: ModelSource, tmp_path: Path) -> None:
+    wanted, _ = undisturbed(source, 3)
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        await swarm.train("spare", 0, 8)
+        losses = Losses({1: lambda: swarm.nursery.start_soon(swarm.nodes["n2"].server.host, None)})
+        owner = swarm.owner(every=1)
+        await owner.run(3, batches_of, losses)
+        losses.check(wanted)
+        assert "does not host" in owner.figures.lost[0]

@@ -1,0 +1,90 @@
+"""Records and stores of jobs: there and back, damaged files, states."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app.config.home import Home
+from app.core.errors import AppError, RecordError
+from app.training.job_store import JobSource, JobStore, Progress
+from app.training.record import JobRecord, decode_record
+
+RECORD = JobRecord(
+    out="a", model="0" * 64, data="1" * 64, rank=8, alpha=16.0, targets=("q", "v"), dropout=0.0, epochs=1, batch=8,
+    length=256, rows=1024, rate=2e-4, steps=10, warm_up=1, clip=1.0, validation=0.05, seed=0, created_ms=5,
+)  # fmt: skip
+SOURCE = JobSource("starter", "/data.jsonl")
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> JobStore:
+    return JobStore(Home(tmp_path))
+
+
+def test_a_record_is_read_as_it_was_written_and_its_id_is_its_hash() -> None:
+    assert decode_record(RECORD.encoded()) == RECORD
+    assert decode_record(RECORD.encoded()).id == RECORD.id != replace(RECORD, seed=1).id
+    assert RECORD.same_run(replace(RECORD, created_ms=6))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 0}, {"rank": 257}, {"targets": ["w"]}, {"targets": ["v", "q"]}, {"targets": []}, {"rate": 0},
+        {"model": "z" * 64}, {"data": ""}, {"out": "../a"}, {"steps": 0}, {"batch": True}, {"seed": -1}, {"version": 2},
+        {"alpha": "16"}, {"epochs": None},
+    ],
+)  # fmt: skip
+def test_a_bad_record_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(AppError):
+        decode_record(json.dumps(json.loads(RECORD.encoded()) | change).encode())
+
+
+def test_jobs_are_found_by_the_beginning_of_their_id(jobs: JobStore) -> None:
+    assert jobs.all() == []
+    made = [jobs.create(replace(RECORD, created_ms=n), SOURCE) for n in (1, 3, 2)]
+    assert [job.record.created_ms for job in jobs.all()] == [3, 2, 1]
+    assert jobs.find(made[0].record.id[:8]) == made[0]
+    with pytest.raises(AppError, match="no job has the id zz"):
+        jobs.find("zz")
+    with pytest.raises(AppError, match="several jobs begin with"):
+        jobs.find("")
+
+
+def test_a_job_whose_process_was_killed_is_paused(jobs: JobStore) -> None:
+    job = jobs.create(RECORD, SOURCE)
+    progress = Progress("running", 3, 30, 1.5, (2.0, 1.5, 1.0), ((0, 2.5),))
+    jobs.save_progress(RECORD.id, progress)
+    with jobs.hold(RECORD.id):
+        assert jobs.find(RECORD.id).progress == progress
+        with pytest.raises(AppError, match="is running in another process"):
+            jobs.hold(RECORD.id)
+    assert jobs.find(job.record.id).progress == replace(progress, status="paused")
+
+
+def test_a_state_is_read_as_it_was_written_or_refused(jobs: JobStore) -> None:
+    jobs.create(RECORD, SOURCE)
+    assert jobs.load_state(RECORD.id) is None
+    states = {0: b"abc", 1: b"", 2: b"defg"}
+    jobs.save_state(RECORD.id, states)
+    assert jobs.load_state(RECORD.id) == states
+    path = jobs.folder(RECORD.id) / "state"
+    raw = path.read_bytes()
+    for damaged in (raw[:-1], raw + b"x", b"y" + raw[1:], raw[:10], b"", raw[:18] + b"\xff" * 4 + raw[22:]):
+        path.write_bytes(damaged)
+        with pytest.raises(AppError, match="is damaged"):
+            jobs.load_state(RECORD.id)
+
+
+@pytest.mark.parametrize(("file", "content"), [("progress.json", b"{"), ("record.json", b"{}"), ("source.json", b"")])
+def test_a_damaged_job_hides_no_other(jobs: JobStore, file: str, content: bytes) -> None:
+    jobs.create(RECORD, SOURCE)
+    other = jobs.create(replace(RECORD, seed=1), SOURCE)
+    (jobs.folder(RECORD.id) / file).write_bytes(content)
+    assert jobs.all() == [other]
+    with pytest.raises(RecordError):
+        jobs.find(RECORD.id)

@@ -1,0 +1,174 @@
+"""Training frames: what is written is read back, and no bytes raise anything but the one error."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.errors import RecordError
+from app.core.span import Span
+from app.session.frame import (
+    DTYPES,
+    Frame,
+    HopError,
+    decode_hop_error,
+    header,
+    is_finite,
+    plain,
+    root_mean_square,
+    with_json,
+)
+from app.training import wire
+from app.training.wire import JobOrder, Kind, Pass, StatePart, StepOrder, Tally
+
+RUN = bytes(range(16))
+numbers = st.frozensets(st.integers(0, wire.MAX_MICRO_BATCHES - 1), max_size=8)
+names = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)
+spans = st.builds(lambda start, more: Span(start, start + more), st.integers(0, 4000), st.integers(1, 4))
+parts = st.builds(StatePart, st.binary(min_size=32, max_size=32), st.integers(1, wire.MAX_STATE_BYTES))
+finite = st.floats(0, 1, allow_nan=False)
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[int, JobOrder]:
+    span, version = draw(spans), draw(st.integers(0, 1000))
+    count = len(span) if version else 0
+    order = JobOrder(
+        span,
+        draw(names),
+        draw(names),
+        draw(st.integers(1, 256)),
+        draw(st.floats(0.5, 512)),
+        ("q", "v"),
+        draw(st.floats(0, 0.9)),
+        draw(st.integers(0, 2**63)),
+        draw(finite),
+        draw(st.integers(1, 4096)),
+        draw(st.integers(1, 256)),
+        draw(st.sampled_from(sorted(DTYPES))),
+        tuple(draw(parts) for _ in range(count)),
+        ("a", "b"),
+    )
+    return version, order
+
+
+@given(orders(), st.integers(0, 2**32 - 1))
+def test_orders_come_back(versioned: tuple[int, JobOrder], epoch: int) -> None:
+    version, order = versioned
+    frame = wire.decode(wire.encode_open(RUN, epoch, version, order))
+    assert (frame.session, frame.epoch, frame.position, frame.kind) == (RUN, epoch, version, Kind.OPEN)
+    assert wire.decode_open(frame) == order
+
+
+@given(spans, st.lists(numbers, min_size=4, max_size=4), st.lists(st.floats(0, 1e300), min_size=4, max_size=4))
+def test_tallies_come_back(span: Span, counted: list[frozenset[int]], norms: list[float]) -> None:
+    runs = tuple((Span(block, block + 1), counted[block - span.start]) for block in span.blocks())
+    tally = Tally(runs, tuple(norms[: len(span)]))
+    assert wire.decode_tally(wire.decode(wire.encode_tally(RUN, 1, 7, tally)), span) == tally
+
+
+def test_a_tally_must_be_about_the_blocks_of_its_hop() -> None:
+    tally = Tally(((Span(2, 4), frozenset({0})),), (1.0, 1.0))
+    frame = wire.decode(wire.encode_tally(RUN, 1, 7, tally))
+    for other in (Span(2, 5), Span(1, 4), Span(2, 3), Span(0, 2)):
+        with pytest.raises(RecordError, match="tally"):
+            wire.decode_tally(frame, other)
+
+
+@pytest.mark.parametrize("norm", [-1.0, 1e301, True, "1", None])
+def test_norms_of_a_tally_are_finite_numbers(norm: object) -> None:
+    frame = wire.decode(with_json(Kind.TALLY, RUN, 1, 7, {"counted": [[0, 1, ""]], "norms": [norm]}))
+    with pytest.raises(RecordError, match="norms"):
+        wire.decode_tally(frame, Span(0, 1))
+
+
+@given(finite, finite, finite, st.lists(parts, max_size=3))
+def test_steps_and_parts_come_back(rate: float, scale: float, clip: float, states: list[StatePart]) -> None:
+    order = StepOrder(rate, scale, clip)
+    assert wire.decode_step(wire.decode(wire.encode_step(RUN, 1, 7, order))) == order
+    assert wire.decode_root(wire.decode(wire.encode_root(RUN, 1, 7, b"r" * 32))) == b"r" * 32
+    frame = wire.decode(wire.encode_parts(Kind.KEEP, RUN, 1, 7, states, ["a"]))
+    assert wire.decode_parts(frame) == (tuple(states), ("a",))
+
+
+@given(
+    st.sampled_from([Kind.FORWARD, Kind.BACK]),
+    st.integers(0, wire.MAX_STEPS),
+    st.integers(0, wire.MAX_MICRO_BATCHES - 1),
+    st.integers(0, wire.MAX_ATTEMPTS - 1),
+    st.integers(1, 5),
+    st.integers(1, 7),
+)
+def test_passes_come_back(kind: Kind, version: int, number: int, attempt: int, sequences: int, length: int) -> None:
+    body = bytes(range(4 * 3)) * sequences * length
+    heading = Pass(version, number, attempt)
+    frame = wire.decode(
+        wire.pass_header(kind, RUN, 9, heading, dtype="f32", rows=length, width=3, length=len(body)) + body
+    )
+    assert (wire.pass_of(frame), wire.sequences_of(frame), bytes(frame.body)) == (heading, sequences, body)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype", "length"),
+    [
+        (4, 3, 1, 0),  # no sequence
+        (4, 3, 1, 47),  # not whole sequences
+        (4, 3, 1, 72),  # one and a half sequences
+        (0, 3, 1, 48),
+        (4, 0, 1, 48),
+        (4, 3, 9, 48),  # an unknown format
+        (4097, 1, 2, 2 * 4097),
+    ],
+)
+def test_wrong_shapes_are_refused(rows: int, width: int, dtype: int, length: int) -> None:
+    message = header(Kind.FORWARD, RUN, 1, 0, dtype=dtype, rows=rows, width=width, length=length) + bytes(length)
+    with pytest.raises(RecordError, match="training frame"):
+        wire.decode(message)
+
+
+@pytest.mark.parametrize("kind", [0, 14, 255])
+def test_unknown_kinds_are_refused(kind: int) -> None:
+    with pytest.raises(RecordError, match="not understood"):
+        wire.decode(plain(kind, RUN, 1))
+
+
+def test_only_some_kinds_have_a_body() -> None:
+    with pytest.raises(RecordError, match="not understood"):
+        wire.decode(with_json(Kind.COMMIT, RUN, 1, 0, {}))
+
+
+def test_troubles_come_back() -> None:
+    trouble = HopError("busy", "no memory", "train_memory")
+    assert decode_hop_error(wire.decode(wire.encode_trouble(RUN, 1, 0, trouble))) == trouble
+
+
+@given(st.binary(max_size=200) | st.builds(lambda kind, body: header(kind, RUN, 1, 0, length=len(body)) + body,
+                                           st.sampled_from(Kind), st.binary(max_size=60)))  # fmt: skip
+def test_arbitrary_bytes_raise_nothing_else(message: bytes) -> None:
+    with contextlib.suppress(RecordError):
+        frame = wire.decode(message)
+        for read in (
+            wire.decode_open,
+            wire.decode_step,
+            wire.decode_root,
+            wire.decode_parts,
+            decode_hop_error,
+            lambda frame: wire.decode_tally(frame, Span(0, 2)),
+        ):
+            with contextlib.suppress(RecordError):
+                read(frame)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "body"),
+    [("f32", struct.pack("<2f", 3, -4)), ("f16", struct.pack("<2e", 3, -4)), ("bf16", b"\x40\x40\x80\xc0")],
+)
+def test_sizes_are_of_any_format(dtype: str, body: bytes) -> None:
+    frame = Frame(RUN, 0, 0, 0, DTYPES[dtype], 1, 2, memoryview(body))
+    assert root_mean_square(frame) == pytest.approx(math.sqrt(12.5))
+    assert is_finite(frame)
