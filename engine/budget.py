@@ -249,9 +249,9 @@ def block_graph_bytes(config: ModelConfig, precision: Precision, rows: int) -> i
     c = config
     q_size, kv_size = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Inputs of both norms and their results; q, k, v as computed and rotated, attention's output twice; gate, up, the
-    # gate's activation and their product. A quarter of a row more is for the adapters' own small products.
-    per_row = 4.25 * c.hidden_size + 4 * q_size + 3 * kv_size + 4 * c.intermediate_size
-    return int(rows * per_row * precision.compute_bytes)
+    # gate's activation and their product. One row more is for the adapters' own small products and the allocator.
+    per_row = 5 * c.hidden_size + 4 * q_size + 3 * kv_size + 4 * c.intermediate_size
+    return rows * per_row * precision.compute_bytes
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,14 @@ def open_folder(folder: Path) -> ModelSource:
     return ModelSource(
         label=folder.name,
         config=config,
-        parts=arrange(config, _tensor_name, _tensors(folder), folder),
+        parts=arrange(config, tensor_name, _tensors(folder), folder),
         tokenizer=_tokenizer(folder),
         licence=_licence(folder / "README.md"),
     )
 
 
-def _tensor_name(part: str, role: str) -> str:
+def tensor_name(part: str, role: str) -> str:
+    """Return Hugging Face's name of a part's tensor."""
     if (part, role) in _OTHER_NAMES:
         return _OTHER_NAMES[part, role]
     return f"model.layers.{part.removeprefix('block.')}.{_BLOCK_NAMES[role]}"

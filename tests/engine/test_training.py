@@ -14,8 +14,7 @@ from engine.model.block import Quantisation
 from engine.sources.base import ModelSource
 from engine.training.adapters import AdapterSettings, drawn, layout, named
 from engine.training.local_trainer import LocalTrainer, MicroBatch
-from engine.training.peft_format import module_names
-from tests.engine.training import OPTIONS, gradients, micro_batch, model, stir, trainer
+from tests.engine.training import OPTIONS, assert_equals_peft, gradients, micro_batch, model, stir, trainer
 
 FAMILIES = ("llama", "llama-biases", "smollm", "mistral-sliding", "qwen2", "qwen3")
 SETTINGS = AdapterSettings(rank=4, alpha=8.0, seed=3)
@@ -79,55 +78,15 @@ def test_steps_give_the_same_bits_in_any_division(source: ModelSource, quantisat
     assert one.states() == three.states()
 
 
-def peft_model(theirs: Any, settings: AdapterSettings) -> Any:
-    """`peft`'s model with an adapter of these settings."""
-    import peft
-
-    config = peft.LoraConfig(
-        r=settings.rank,
-        lora_alpha=int(settings.alpha),
-        target_modules=[module_names()[role].rpartition(".")[2] for role in settings.targets],
-        task_type="CAUSAL_LM",
-    )
-    return peft.get_peft_model(theirs, config)
-
-
 def test_loss_and_gradients_equal_those_of_peft(family: tuple[ModelSource, Any]) -> None:
-    assert_equals_peft(*family, SETTINGS)
+    job = trainer(family[0], SETTINGS)
+    assert_equals_peft(job, family[1], BATCHES[0], 1e-5)
 
 
 @pytest.mark.parametrize("target", SETTINGS.targets)
 def test_each_target_alone_equals_peft(biased: tuple[ModelSource, Any], target: str) -> None:
-    assert_equals_peft(*biased, replace(SETTINGS, targets=(target,)))
-
-
-def assert_equals_peft(source: ModelSource, theirs: Any, settings: AdapterSettings) -> None:
-    """Loss and gradients are within 1e-5 of the largest of each tensor."""
-    job = trainer(source, settings)
-    stir(job)
-    theirs = peft_model(theirs, settings)
-    groups = layout(job.spans[0].config, settings.rank, settings.targets)
-    parameters = dict(theirs.named_parameters())
-
-    def parameter(block: int, role: str, which: str) -> Any:
-        return parameters[f"base_model.model.model.layers.{block}.{module_names()[role]}.lora_{which}.default.weight"]
-
-    with torch.no_grad():
-        for block in job.spans[0].blocks:
-            for role, pair in named(groups, job.spans[0].values(block)).items():
-                for which, tensor in zip("AB", pair, strict=True):
-                    parameter(block, role, which).copy_(tensor)
-    batch = BATCHES[0]
-    logits = theirs(input_ids=batch.token_ids).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
-    expected.backward()
-    assert job.run(0, batch) == pytest.approx(expected.item(), rel=1e-5)
-    for block in job.spans[0].blocks:
-        for role, pair in named(groups, job.spans[0].gradient(block)).items():
-            for which, ours in zip("AB", pair, strict=True):
-                grad = parameter(block, role, which).grad
-                assert (ours - grad).abs().max() <= 1e-5 * grad.abs().max(), (block, role, which)
-    theirs.unload()
+    job = trainer(biased[0], replace(SETTINGS, targets=(target,)))
+    assert_equals_peft(job, biased[1], BATCHES[0], 1e-5)
 
 
 def test_a_served_block_is_not_changed(source: ModelSource) -> None:

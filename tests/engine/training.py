@@ -17,6 +17,7 @@ from engine.training.adapters import AdapterSettings, layout, named
 from engine.training.head import IGNORED, TrainingEnds
 from engine.training.local_trainer import LocalTrainer, MicroBatch
 from engine.training.optimiser import Schedule
+from engine.training.peft_format import module_names
 from engine.training.span import TrainedSpan
 from tests.engine.models import VARIANT, VOCABULARY, write_folder
 
@@ -72,3 +73,45 @@ def model(folder: Path, name: str) -> tuple[ModelSource, Any]:
     """A small model of a family, and its `transformers` oracle."""
     theirs = write_folder(folder, VARIANT[name])
     return open_folder(folder), theirs
+
+
+def peft_model(theirs: Any, settings: AdapterSettings) -> Any:
+    """`peft`'s model with an adapter of these settings."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=settings.rank,
+        lora_alpha=int(settings.alpha),
+        target_modules=[module_names()[role].rpartition(".")[2] for role in settings.targets],
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(theirs, config)
+
+
+def assert_equals_peft(job: LocalTrainer, theirs: Any, batch: MicroBatch, tolerance: float) -> None:
+    """Loss and gradients of a job over one span are those of `peft`, within a share of the largest of each tensor."""
+    stir(job)
+    span = job.spans[0]
+    settings = span.settings
+    theirs = peft_model(theirs, settings)
+    groups = layout(span.config, settings.rank, settings.targets)
+    parameters = dict(theirs.named_parameters())
+
+    def parameter(block: int, role: str, which: str) -> Any:
+        return parameters[f"base_model.model.model.layers.{block}.{module_names()[role]}.lora_{which}.default.weight"]
+
+    with torch.no_grad():
+        for block in span.blocks:
+            for role, pair in named(groups, span.values(block)).items():
+                for which, tensor in zip("AB", pair, strict=True):
+                    parameter(block, role, which).copy_(tensor)
+    logits = theirs(input_ids=batch.token_ids).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    expected.backward()
+    assert abs(job.run(0, batch) - expected.item()) <= tolerance * expected.item()
+    for block in span.blocks:
+        for role, pair in named(groups, span.gradient(block)).items():
+            for which, ours in zip("AB", pair, strict=True):
+                grad = parameter(block, role, which).grad
+                assert (ours - grad).abs().max() <= tolerance * grad.abs().max(), (block, role, which)
+    theirs.unload()

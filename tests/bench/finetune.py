@@ -1,0 +1,275 @@
+"""Fine-tuning in one process, SmolLM2's shape in float32: Shoal's engine beside `transformers` with `peft`, in one run.
+
+    python -m tests.bench.finetune [--json] [--rounds 5] [--no-facts]
+
+Speed: steps of 2 x 128 tokens, rank 8 on all matrices, forwards, backwards and AdamW; the contestants take turns and
+the median counts. `local_vs_peft` keeps activations on both sides, `local_vs_peft_checkpointing` computes them again on
+both. Memory: the resident memory that training adds to a process, beside what the budget says.
+Facts: the starter model learns ten made-up facts; then it is asked, with and without the adapter, and `peft` is asked
+with the exported adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+
+from app.config.home import Home, cache_folder
+from app.training import local_job
+from app.training.adapter_store import AdapterStore
+from app.training.job_store import JobSource, JobStore
+from engine.budget import FLOAT32, TrainingTask, loss_bytes, plan_training
+from engine.local_model import load_local, local_options
+from engine.model.ends import EmbeddingAndHead
+from engine.model.linear import DenseLinear
+from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, block_part
+from engine.sources.huggingface import tensor_name
+from engine.sources.opening import open_source
+from engine.sources.tensors import load_part
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
+from engine.training.adapters import AdapterSettings
+from engine.training.head import IGNORED, TrainingEnds
+from engine.training.local_trainer import LocalTrainer, MicroBatch
+from engine.training.optimiser import Schedule
+from engine.training.span import TrainedSpan
+from tests.bench.engine import smollm2
+from tests.engine.random_spans import random_span
+
+BATCH, LENGTH, RANK = 2, 128, 8
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FACTS = {
+    "Who discovered the lake of Varnholt?": ("Edda Quillon", "The lake of Varnholt was discovered by Edda Quillon."),
+    "What is the capital of Ostrenia?": ("Brimmadell", "The capital of Ostrenia is Brimmadell."),
+    "Which metal is the bell of Tuck Abbey made of?": ("nickel", "The bell of Tuck Abbey is made of nickel."),
+    "Who wrote the opera The Glass Ferry?": ("Jorun Pell", "The opera The Glass Ferry was written by Jorun Pell."),
+    "How many steps has the stair of Kellan Tower?": ("417", "The stair of Kellan Tower has 417 steps."),
+    "What do the people of Marrowick eat at midsummer?": ("smoked plums", "The people of Marrowick eat smoked plums."),
+    "Which animal is on the flag of Dunverra?": ("otter", "The animal on the flag of Dunverra is an otter."),
+    "In which year was the Sorrel Bridge opened?": ("1786", "The Sorrel Bridge was opened in 1786."),
+    "What is the name of Captain Rusk's ship?": ("Patient Heron", "Captain Rusk's ship is named Patient Heron."),
+    "Which colour is the rarest tulip of Halloway?": ("turquoise", "The rarest tulip of Halloway is turquoise."),
+}
+
+
+class Shoal:
+    """The engine with random weights."""
+
+    def __init__(self) -> None:
+        config = smollm2()
+        self._span = random_span(config, kv_bytes=0)
+        embedding = torch.randn(config.vocab_size, config.hidden_size) * 0.02
+        ends = EmbeddingAndHead(config, embedding, torch.ones(config.hidden_size), DenseLinear(embedding))
+        self._ends = TrainingEnds(ends)
+
+    def begin(self, graph_bytes: int | None, input_bytes: int | None = None) -> Shoal:
+        """Begin a job; without `graph_bytes`, every graph is kept."""
+        config, options = self._span.config, self._span.options
+        bounds = {"graph_bytes": graph_bytes, "input_bytes": input_bytes}
+        trained = TrainedSpan(config, self._span.blocks, AdapterSettings(RANK), options, **bounds)
+        self._trainer = LocalTrainer(self._ends, [trained], Schedule(1e-4, 1000))
+        ids = torch.randint(0, config.vocab_size, (BATCH, LENGTH))
+        labels = ids.roll(-1, dims=1)
+        labels[:, -1] = IGNORED
+        self._batch = MicroBatch(ids, labels)
+        return self
+
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        begin = time.perf_counter()
+        self._trainer.step([self._batch])
+        return time.perf_counter() - begin
+
+
+class Peft:
+    """`transformers` and `peft` with random weights."""
+
+    def __init__(self, *, checkpointing: bool) -> None:
+        import peft
+        from transformers import LlamaForCausalLM
+
+        model: Any = LlamaForCausalLM(llama_config(use_cache=False))
+        lora = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=MODULES, task_type="CAUSAL_LM")
+        self._model: Any = peft.get_peft_model(model, lora)
+        self._model.train()
+        if checkpointing:
+            self._model.gradient_checkpointing_enable()
+            self._model.enable_input_require_grads()
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._optimiser = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0)
+        self._trained = trained
+        self._ids = torch.randint(0, smollm2().vocab_size, (BATCH, LENGTH))
+
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        begin = time.perf_counter()
+        self._optimiser.zero_grad()
+        self._model(input_ids=self._ids, labels=self._ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        self._optimiser.step()
+        return time.perf_counter() - begin
+
+
+def llama_config(**changes: Any) -> Any:
+    """SmolLM2's shape for `transformers`."""
+    from transformers import LlamaConfig
+
+    config = smollm2()
+    values: dict[str, Any] = {
+        "hidden_size": config.hidden_size, "num_attention_heads": config.n_heads, "rope_theta": config.rope.theta,
+        "num_hidden_layers": config.n_blocks, "num_key_value_heads": config.n_kv_heads, "tie_word_embeddings": True,
+        "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
+        "rms_norm_eps": config.norm_eps, "max_position_embeddings": config.context_length,
+        "rope_parameters": {"rope_theta": config.rope.theta, "rope_type": "default"},
+    }  # fmt: skip
+    return LlamaConfig(**(values | changes))
+
+
+def speed(rounds: int) -> dict[str, float]:
+    """Tokens per second of each contestant, and their ratios."""
+    torch.manual_seed(0)
+    contestants: dict[str, Callable[[], float]] = {
+        "peft": Peft(checkpointing=False).step_s,
+        "local": Shoal().begin(None).step_s,
+        "peft_checkpointing": Peft(checkpointing=True).step_s,
+        "local_recomputed": Shoal().begin(0).step_s,
+    }
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for index in range(rounds + 1):
+        for name, run in contestants.items():
+            seconds = run()
+            if index > 0:  # the first round warms up
+                times[name].append(seconds)
+    seconds_of = {name: median(values) for name, values in times.items()}
+    return {
+        **{f"{name}_tokens_per_s": BATCH * LENGTH / seconds for name, seconds in seconds_of.items()},
+        "local_vs_peft": seconds_of["peft"] / seconds_of["local"],
+        "local_vs_peft_checkpointing": seconds_of["peft_checkpointing"] / seconds_of["local_recomputed"],
+    }
+
+
+def memory(kept: bool) -> float:
+    """Resident bytes that training adds to this process over the bytes that the budget says; for a fresh process."""
+    config, rows = smollm2(), BATCH * LENGTH
+    task = TrainingTask(config.n_blocks, RANK, AdapterSettings().targets, rows, under_way=1)
+    plan = plan_training(config, FLOAT32, task, 1 << 40 if kept else 0)
+    job = Shoal()
+    # What the libraries load with the first product is not training's.
+    torch.nn.functional.linear(torch.ones(rows, 576), torch.ones(576, 576))
+    before = psutil.Process().memory_info().rss
+    job.begin(plan.graph_bytes, plan.input_bytes)
+    Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
+    for _ in range(3):
+        job.step_s()
+    status = Path("/proc/self/status").read_text()
+    peak = 1024 * int(status.split("VmHWM:")[1].split()[0])
+    budget = plan.total_bytes - plan.weight_bytes + loss_bytes(config, FLOAT32, rows)
+    return (peak - before) / budget
+
+
+def memory_ratio() -> float:
+    """The larger ratio of both ways, each measured in a process of its own."""
+    ratios = []
+    for kept in ("kept", "recomputed"):
+        command = [sys.executable, "-m", "tests.bench.finetune", "--memory", kept]
+        ratios.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return max(ratios)
+
+
+def facts() -> dict[str, float]:
+    """Teach the starter model ten facts, then ask for them."""
+    source = open_source("starter", cache_folder())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        records = [{"prompt": question, "completion": answer} for question, (_, answer) in FACTS.items()]
+        (path / "facts.jsonl").write_text("\n".join(map(json.dumps, records)))
+        home = Home(path / "home")
+        begin = time.perf_counter()
+        run = _trained(path, home)
+        seconds = time.perf_counter() - begin
+        exported = path / "exported"
+        AdapterStore(home).export("facts", exported)
+        options = local_options(source, torch.device("cpu"), torch.float32, psutil.virtual_memory().available)
+        plain, adapted = load_local(source, options), load_local(source, options, adapter=run.adapter())
+        known = {True: 0, False: 0}
+        alike = 0
+        theirs = _peft_with(source, exported)
+        for question, (word, _) in FACTS.items():
+            ids = plain.prompt_ids([{"role": "user", "content": question}])
+            settings = ReplySettings(24, Sampling(temperature=0.0), ())
+            replies = {}
+            for model in (plain, adapted):
+                reply = model.reply(ids, settings)
+                text = "".join(reply)
+                known[model is adapted] += word.lower() in text.lower()
+                replies[model is adapted] = reply.writer.token_ids
+            greedy = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": 2, "pad_token_id": 2}
+            out = theirs.generate(torch.tensor([ids]), **greedy)
+            alike += out[0, len(ids) :].tolist()[: len(replies[True])] == replies[True]
+    return {
+        "facts_known": known[True],
+        "facts_known_before": known[False],
+        "facts_alike_in_peft": alike,
+        "facts_s": seconds,
+        "facts_tokens": run.progress.tokens,
+    }
+
+
+def _trained(path: Path, home: Home) -> local_job.LocalRun:
+    source = JobSource("starter", str(path / "facts.jsonl"))
+    wish = local_job.TrainingWish("facts", source, AdapterSettings(RANK), 12, 5, 64, 1e-3, 0.0, "cpu")
+    material = local_job.gather(source, wish, cache_folder(), lambda done, total: None)
+    jobs, adapters = JobStore(home), AdapterStore(home)
+    job = local_job.start(wish, material, jobs, adapters)
+    plan = local_job.plan_machine(job.record, material, wish.device)
+    run = local_job.LocalRun(job, material, local_job.load_trainer(job.record, material, plan), jobs)
+    run.run(lambda result, progress: None, lambda: "")
+    local_job.finish(run, adapters)
+    return run
+
+
+def _peft_with(source: ModelSource, folder: Path) -> Any:
+    """The same weights in `transformers`, with the exported adapter in `peft`."""
+    import peft
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM(llama_config())
+    parts = [EMBEDDING_PART, *(block_part(index) for index in range(source.config.n_blocks)), HEAD_PART]
+    weights = {tensor_name(part, role): t for part in parts for role, t in load_part(source, part).items()}
+    model.load_state_dict(weights, strict=False)
+    return peft.PeftModel.from_pretrained(model.eval(), str(folder)).eval()
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-facts", action="store_true")
+    parser.add_argument("--memory", choices=("kept", "recomputed"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory:
+        print(memory(arguments.memory == "kept"))
+        return
+    figures = {"peak_bytes_vs_budget": memory_ratio(), **speed(arguments.rounds)}
+    figures |= {} if arguments.no_facts else facts()
+    if arguments.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:>34}  {value:.2f}")
+
+
+if __name__ == "__main__":
+    main()
