@@ -157,6 +157,13 @@ def step_batches(dataset: Dataset, number: int, *, batch: int, seed: int, rows: 
     return grouped([dataset.examples[index] for index in chosen], rows)
 
 
+def tokens_before(dataset: Dataset, number: int, *, batch: int, seed: int) -> int:
+    """Tokens that count in all steps before step `number`."""
+    epoch, position = divmod(number, steps_per_epoch(len(dataset.examples), batch))
+    begun = order(len(dataset.examples), seed, epoch)[: position * batch]
+    return epoch * dataset.tokens + sum(dataset.examples[index].tokens for index in begun)
+
+
 def grouped(examples: Sequence[Example], rows: int) -> list[list[Example]]:
     """Group sequences of like length, each group of at most `rows` rows once it is padded."""
     groups: list[list[Example]] = []

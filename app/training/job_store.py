@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -152,10 +151,6 @@ class JobStore:
     def remove_state(self, job_id: str) -> None:
         """Remove the state of a job that has ended."""
         (self.folder(job_id) / "state").unlink(missing_ok=True)
-
-    def remove(self, job_id: str) -> None:
-        """Remove a job with all its files."""
-        shutil.rmtree(self.folder(job_id), ignore_errors=True)
 
     def _read(self, folder: Path) -> Job:
         try:

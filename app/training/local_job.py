@@ -29,6 +29,7 @@ from app.training.dataset import (
     step_batches,
     steps_per_epoch,
     tokenised,
+    tokens_before,
 )
 from app.training.job_store import ENDED, MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
 from app.training.record import JobRecord
@@ -61,6 +62,7 @@ ROWS = 1024  # of a micro-batch, unless one sequence is longer
 CLIP = 1.0
 _SAVED_SHARE = 0.04  # of the time is spent on saving the state, at most
 _SAVED_EVERY_S = 30.0  # and not more often than this
+_TOLD_EVERY_S = 2.0  # how often `shoal jobs` can see that a job moves
 
 LoadProgress = Callable[[int, int], None]  # (done, in all)
 
@@ -245,6 +247,7 @@ class LocalRun:
             job.progress,
             status="running",
             step=step,
+            tokens=tokens_before(material.trained, step, batch=job.record.batch, seed=job.record.seed),
             why="",
             losses=job.progress.losses[: len(job.progress.losses) - ahead] if ahead > 0 else job.progress.losses,
             validation=tuple(pair for pair in job.progress.validation if pair[0] <= step),
@@ -255,7 +258,9 @@ class LocalRun:
 
         Raises `EngineError` if a step fails: the job then stays at the last good step and can go on from it.
         """
-        saved_at, cost_s = time.monotonic(), 0.0
+        saved_at = told_at = time.monotonic()
+        cost_s = 0.0
+        self._jobs.save_progress(self.record.id, self.progress)
         try:
             self._validate(at_start=True)
             while self.progress.step < self.record.steps:
@@ -271,11 +276,14 @@ class LocalRun:
                 )
                 self._validate()
                 on_step(result, self.progress)
-                waited = time.monotonic() - saved_at
-                if waited > max(_SAVED_EVERY_S, cost_s / _SAVED_SHARE):
-                    saved_at = time.monotonic()
+                now = time.monotonic()
+                if now - saved_at > max(_SAVED_EVERY_S, cost_s / _SAVED_SHARE):
                     self.save("running")
-                    cost_s = time.monotonic() - saved_at
+                    saved_at = told_at = time.monotonic()
+                    cost_s = saved_at - now
+                elif now - told_at > _TOLD_EVERY_S:
+                    self._jobs.save_progress(self.record.id, self.progress)
+                    told_at = now
         except EngineError as error:
             self.save("failed", f"{error}")
             raise

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from app.core.canonical_json import canonical, check_version, decode_object
@@ -52,10 +52,6 @@ class JobRecord:
     def id(self) -> str:
         """The beginning of the record's hash, which names the job."""
         return hashlib.sha256(self.encoded()).hexdigest()[:ID_DIGITS]
-
-    def same_run(self, other: JobRecord) -> bool:
-        """True if both would give the same adapter, whenever they were started."""
-        return replace(self, created_ms=0) == replace(other, created_ms=0)
 
 
 def decode_record(raw: bytes) -> JobRecord:

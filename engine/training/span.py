@@ -135,8 +135,7 @@ class TrainedSpan:
         """
         start, stop = self._range(blocks)
         self._admit(x, "input")
-        if batch < 1 or x.shape[0] % batch or x.shape[0] // batch > self.config.context_length:
-            raise TrainingError(f"{x.shape[0]} rows do not make {batch} sequences of one length within the context")
+        self._check_batch(x.shape[0], batch)
         self.discard(number)
         if not self.has_room(x.shape[0], (start, stop)):
             raise TrainingFull(f"no memory to keep another micro-batch of {x.shape[0]} rows")
@@ -181,6 +180,7 @@ class TrainedSpan:
     def evaluate(self, x: Tensor, batch: int) -> Tensor:
         """Run rows through the span without keeping anything and without dropout; raises as `forward` does."""
         self._admit(x, "input")
+        self._check_batch(x.shape[0], batch)
         x = self._on_device(x)
         rope = self._turns(x.shape[0], batch)
         for index in self.blocks:
@@ -326,6 +326,10 @@ class TrainedSpan:
             raise TrainingError(f"the {what} is {tuple(rows.shape)}, not (rows, {self.config.hidden_size})")
         if not bool(torch.isfinite(rows).all()):
             raise NotFinite(f"the {what} has numbers that are not finite")
+
+    def _check_batch(self, rows: int, batch: int) -> None:
+        if batch < 1 or rows % batch or rows // batch > self.config.context_length:
+            raise TrainingError(f"{rows} rows do not make {batch} sequences of one length within the context")
 
     def _on_device(self, rows: Tensor) -> Tensor:
         moved = rows.to(self.options.device, self.options.dtype)

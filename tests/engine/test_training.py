@@ -173,6 +173,39 @@ def test_blocks_that_another_holder_has_counted_are_left_out(source: ModelSource
     assert [span.counted(block) for block in span.blocks] == [{0}] * 4
 
 
+def test_holders_that_average_their_gradients_take_the_same_step(source: ModelSource) -> None:
+    one, other, both = (trainer(source, SETTINGS) for _ in range(3))
+    one.run(0, BATCHES[0])
+    other.run(1, BATCHES[1])
+    both.run(0, BATCHES[0])
+    both.run(1, BATCHES[1])
+    mine, theirs = one.spans[0], other.spans[0]
+    for block in mine.blocks:
+        total = mine.gradient(block) + theirs.gradient(block)
+        mine.set_gradient(block, total)
+        theirs.set_gradient(block, total)
+    for job in (one, other, both):
+        job.spans[0].step(1e-3, 0.1)
+    assert mine.root() == theirs.root()
+    for block in mine.blocks:
+        largest = both.spans[0].gradient(block).abs().max()
+        assert (mine.gradient(block) - both.spans[0].gradient(block)).abs().max() <= 1e-6 * largest
+
+
+def test_a_job_in_16_bits_has_nearly_the_same_gradients(source: ModelSource) -> None:
+    exact = trainer(source, SETTINGS)
+    rounded = trainer(source, SETTINGS, options=replace(OPTIONS, dtype=torch.bfloat16, packed=False), cuts=(2,))
+    stir(exact)
+    stir(rounded)
+    losses, expected = passes(exact, BATCHES[:1])
+    found = passes(rounded, BATCHES[:1])
+    assert found[0] == pytest.approx(losses, rel=0.02)
+    for block, gradient in expected.items():
+        assert found[1][block].dtype == torch.float32
+        assert torch.nn.functional.cosine_similarity(found[1][block], gradient, dim=0) > 0.98
+    assert rounded.step(BATCHES).version == 1
+
+
 def test_a_part_of_a_span_can_be_run(source: ModelSource) -> None:
     whole, part = trainer(source, SETTINGS).spans[0], trainer(source, SETTINGS, cuts=(1, 3)).spans[1]
     x, dy = torch.randn(12, 64), torch.randn(12, 64)

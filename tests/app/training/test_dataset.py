@@ -23,6 +23,7 @@ from app.training.dataset import (
     step_batches,
     steps_per_epoch,
     tokenised,
+    tokens_before,
 )  # fmt: skip
 from engine.sources.tiny import open_tiny
 from engine.text.prompt import ModelText
@@ -128,10 +129,12 @@ def test_every_epoch_takes_every_record_once(count: int, batch: int, seed: int, 
     data = dataset(count)
     per_epoch = steps_per_epoch(count, batch)
     for epoch in range(2):
-        taken = []
+        taken: list[int] = []
         for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
             groups = step_batches(data, step, batch=batch, seed=seed, rows=rows)
             assert groups == step_batches(data, step, batch=batch, seed=seed, rows=rows)
+            before = epoch * data.tokens + sum(data.examples[index].tokens for index in taken)
+            assert tokens_before(data, step, batch=batch, seed=seed) == before
             for group in groups:
                 longest = max(len(example.token_ids) for example in group)
                 assert len(group) == 1 or len(group) * longest <= rows
