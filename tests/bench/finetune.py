@@ -76,8 +76,8 @@ class Shoal:
     def begin(self, graph_bytes: int | None, input_bytes: int | None = None) -> Shoal:
         """Begin a job; without `graph_bytes`, every graph is kept."""
         config, options = self._span.config, self._span.options
-        bounds = {"graph_bytes": graph_bytes, "input_bytes": input_bytes}
-        trained = TrainedSpan(config, self._span.blocks, AdapterSettings(RANK), options, **bounds)
+        settings, blocks = AdapterSettings(RANK), self._span.blocks
+        trained = TrainedSpan(config, blocks, settings, options, graph_bytes=graph_bytes, input_bytes=input_bytes)
         self._trainer = LocalTrainer(self._ends, [trained], Schedule(1e-4, 1000))
         ids = torch.randint(0, config.vocab_size, (BATCH, LENGTH))
         labels = ids.roll(-1, dims=1)
@@ -167,7 +167,7 @@ def memory(kept: bool) -> float:
     job = Shoal()
     # What the libraries load with the first product is not training's.
     torch.nn.functional.linear(torch.ones(rows, 576), torch.ones(576, 576))
-    before = psutil.Process().memory_info().rss
+    before = int(psutil.Process().memory_info().rss)
     job.begin(plan.graph_bytes, plan.input_bytes)
     Path("/proc/self/clear_refs").write_text("5")  # begins a new high-water mark
     for _ in range(3):
