@@ -12,6 +12,7 @@ import trio
 
 from app.api.supervisor import ApiHealth
 from app.config.file import Config
+from app.config.home import Home
 from app.config.settings import Settings
 from app.core.reasons import Reason, because
 from app.courtesy.pause import PauseControl
@@ -77,6 +78,7 @@ async def test_a_node_whose_blocks_cannot_be_had_stays_as_a_client(
         config=lambda: Config(Settings(blocks="0:2", device="cpu"), {}),
         pause_control=PauseControl(tmp_path / "pause.json", lambda: None),
         api=ApiHealth(),
+        home=Home.open(tmp_path / "home"),
     )
     async with open_fabric() as fabric, trio.open_nursery() as nursery:
         network = fabric.node(who.peer_id)
