@@ -39,8 +39,10 @@ class LinearTrend:
 
     def add(self, x: float, y: float) -> None:
         """Take one more point in."""
-        for name, value in (("_n", 1.0), ("_x", x), ("_y", y), ("_xx", x * x), ("_xy", x * y)):
-            setattr(self, name, self._memory * getattr(self, name) + value)
+        memory = self._memory
+        self._n = memory * self._n + 1.0
+        self._x, self._y = memory * self._x + x, memory * self._y + y
+        self._xx, self._xy = memory * self._xx + x * x, memory * self._xy + x * y
 
     @property
     def slope(self) -> float | None:

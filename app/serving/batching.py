@@ -157,8 +157,10 @@ class BatchQueue:
     def _row_limit(self, urgent: list[QueuedTokens]) -> int:
         """Rows of a step such that guesses of some sessions do not make it much longer for the others."""
         sessions, rows = len(urgent), sum(work.rows for work in urgent)
+        if sessions < 2 or rows == sessions:
+            return rows  # nobody waits for somebody else's guesses
         row_s, plain_s = self._step_trend.slope, self._step_trend.at(sessions)
-        if sessions < 2 or row_s is None or plain_s is None or row_s <= 0 or plain_s <= 0:
+        if row_s is None or plain_s is None or row_s <= 0 or plain_s <= 0:
             return rows
         return sessions + max(1, int((GUESSES_STRETCH - 1) * plain_s / row_s))
 

@@ -6,7 +6,7 @@ import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,9 +30,9 @@ from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source
 from p2p.errors import P2PError, PeerUnreachable
-from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryNode, MemoryStream, open_fabric
+from p2p.memory.fabric import LinkProfile, MemoryFabric, MemoryStream, open_fabric
 from tests.app.hash_model import WIDTH, HashRunner, InlineDevice, Output, greedy, last_hidden
-from tests.app.session_swarm import PROMPT, SessionSwarm, ask, open_swarm
+from tests.app.session_swarm import PROMPT, SessionSwarm, ask, bar, open_swarm
 
 LAST_EPOCH = 2**32 - 1
 F32 = 1  # on the wire
@@ -294,25 +294,13 @@ class FixedRoutes:
         return None
 
 
-def cannot_reach(node: MemoryNode, unreachable: str) -> None:
-    """Let every dial of this node to that peer fail."""
-    usual = node.open
-
-    async def opened(peer: str, protocol: str, **options: Any) -> MemoryStream:
-        if peer == unreachable:
-            raise PeerUnreachable(f"{peer} does not answer")
-        return await usual(peer, protocol, **options)
-
-    node.open = opened  # type: ignore[method-assign]
-
-
 async def test_what_was_relayed_for_a_dead_hop_reaches_no_other(autojump_clock: MockClock) -> None:
     """A hop dies while its predecessor works on a token to be relayed to it: nobody else computes that output."""
     async with open_fabric(profile=LinkProfile(delay_s=0.005)) as fabric, trio.open_nursery() as nursery:
         swarm = SessionSwarm(fabric, nursery)
         for name, start, stop in (("a", 0, 6), ("b", 3, 6), ("c", 6, 8), ("new", 0, 1)):
             await swarm.serve(name, HashRunner(start, stop))
-        cannot_reach(fabric.nodes["a"], "b")  # so that its outputs go through the asker
+        bar(fabric.nodes["a"], "b")  # so that its outputs go through the asker
         fabric.set_link("asker", "new", LinkProfile(delay_s=0.1))
         asker = await swarm.asker()
         before = (Hop("a", Span(0, 3)), Hop("b", Span(3, 6)), Hop("c", Span(6, 8)))
