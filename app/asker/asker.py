@@ -23,7 +23,7 @@ import trio
 from app.asker.audit import Auditor
 from app.asker.drafting import Draft
 from app.asker.evidence import Deviation, precisions
-from app.asker.guessing import Guesser, RowCost
+from app.asker.guessing import Guesser, GuessHistory
 from app.asker.head_batcher import HeadBatcher
 from app.asker.kept_sessions import (
     KEEP_S,
@@ -81,7 +81,7 @@ class AskerOptions:
     rng: random.Random = field(default_factory=random.SystemRandom)
     keep_sessions: Callable[[], int] = lambda: 0  # whose cache may rest at the hops after their replies
     # The guesser of a reply to a prompt, or None for no guesses; and the model that guesses where the text is new.
-    guesser: Callable[[Sequence[int], RowCost], Guesser | None] = Guesser
+    guesser: Callable[[Sequence[int], GuessHistory], Guesser | None] = Guesser
     draft: Callable[[], DraftModel | None] = lambda: None
 
 
@@ -107,7 +107,7 @@ class Asker:
         self._network, self._ends, self._device, self._own_server = network, ends, device, own_server
         self._head_batcher = HeadBatcher(ends, device)
         self._settings, self._rng = options.session, options.rng
-        self._guesser, self._draft_model, self._row_cost = options.guesser, options.draft, RowCost()
+        self._guesser, self._draft_model, self._history = options.guesser, options.draft, GuessHistory()
         self.planner = RoutePlanner(network, members, options.preferences, options.book)
         self._auditor = Auditor(_AuditContext(self), options.book, options.rng)
         self._nursery: trio.Nursery | None = None
@@ -169,7 +169,7 @@ class Asker:
         sampled = () if prefix is None else prefix.source.routes
         async with self._counted(routes, request.tokens, self._taken(prefix)) as session:
             sampler = AuditSampler(self._rng, sampled)
-            guesser = self._guesser(prompt_ids, self._row_cost)
+            guesser = self._guesser(prompt_ids, self._history)
             draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
             reply = Reply(
                 session,
@@ -255,7 +255,7 @@ class Asker:
 
     def _begin_draft(self, prompt_ids: Sequence[int], tokens: int, settings: Any) -> Draft | None:
         model = self._draft_model()
-        if model is None:
+        if model is None or not self._history.wants_draft():
             return None
         assert self._nursery is not None, "the asker is not running"
         draft = Draft(self._device, partial(model.begin, tokens, settings))

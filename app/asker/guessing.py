@@ -3,7 +3,8 @@
 A guess costs a row at every hop and saves a whole trip through all of them if it is right. `PromptLookup` takes guesses
 from the conversation itself: where its last tokens occurred before, the tokens that followed are likely to follow
 again. A draft model guesses the rest (`engine.draft_model`). `Guesser` compares both by what they promise: it follows
-how often guesses of each kind were right and what a row costs (`RowCost`), and guesses nothing where nothing is gained.
+how often guesses of each kind were right and what they cost (`GuessHistory`), and guesses nothing where nothing is
+gained. It runs for every token of every reply, on the event loop: what it computes must stay within microseconds.
 
 It never decides a token: `app.asker.reply` draws each one as it would without guesses, and keeps the guesses that are
 equal to what was drawn.
@@ -12,9 +13,8 @@ equal to what was drawn.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -25,8 +25,9 @@ MOST_PLACES = 24  # of earlier occurrences that are compared, the latest first
 LEAST_GAIN = 1.05  # guesses must promise this many times the speed without them
 PLAIN_EVERY = 32  # rounds after which one goes without guesses, to learn again what a single row takes
 FIRST_ROW_SHARE = 0.25  # of a round's time, for a further row, until it is measured
-LEAST_ROW_SHARE = 0.02  # a row never counts as cheaper than this: it takes room in the steps of others
+LEAST_ROW_SHARE = 0.05  # a row never counts as cheaper than this: it takes room in the steps of others
 FORGET_EVERY = 16  # rounds without guesses
+DRAFT_EVERY = 16  # of the replies for which a draft promises nothing, one has it, to learn again
 _LATEST = 9  # rounds
 _MEMORY = 0.9  # weight that is left to an observation after the next
 _PRIOR_WEIGHT = 2.0
@@ -99,8 +100,8 @@ class HitRate:
         self._hits, self._weight = _MEMORY * self._hits + hit, _MEMORY * self._weight + 1
 
 
-class RowCost:
-    """Seconds of a round with one row, and of each further row; learned from rounds.
+class GuessHistory:
+    """What the rounds of all replies have taught: how long one takes, what a guess adds, how often drafts are right.
 
     Medians of the latest rounds, so that a machine that stalls for a moment does not count.
     """
@@ -110,33 +111,53 @@ class RowCost:
         self._row_shares: deque[float] = deque([FIRST_ROW_SHARE] * 2, maxlen=_LATEST)  # of a round's time
         self._drafts_s: deque[float] = deque(maxlen=_LATEST)
         self._plain_rounds = 0  # since the last with guesses
+        self._undrafted = 0  # replies since the last with a draft
+        self.round_s: float | None = None  # with one row; None: not known yet
+        self._row_share = FIRST_ROW_SHARE
+        self.draft_s: float | None = None  # for each token that a draft model guesses; None: not known yet
+        self.draft_rate = HitRate(_DRAFT_PRIOR)
 
     def note(self, rows: int, seconds: float) -> None:
         """Take a round of these many rows, from the first hop to the tokens that were drawn."""
         if rows == 1:
             self._rounds_s.append(seconds)
+            self.round_s = median(self._rounds_s)
             self._plain_rounds += 1
             if self._plain_rounds % FORGET_EVERY == 0:  # a bad figure must not keep guesses away for ever
-                self._row_shares.append(FIRST_ROW_SHARE)
-        elif self._rounds_s:
+                self._note_row_share(FIRST_ROW_SHARE)
+        elif self.round_s is not None:
             self._plain_rounds = 0
-            share = (seconds / max(median(self._rounds_s), 1e-9) - 1) / (rows - 1)
-            self._row_shares.append(min(max(share, LEAST_ROW_SHARE), 1.0))
+            self._note_row_share((seconds / max(self.round_s, 1e-9) - 1) / (rows - 1))
+
+    def _note_row_share(self, share: float) -> None:
+        self._row_shares.append(min(max(share, LEAST_ROW_SHARE), 1.0))
+        self._row_share = median(self._row_shares)
 
     def note_draft(self, tokens: int, seconds: float) -> None:
         """Take the time in which a draft model guessed these many tokens."""
         self._drafts_s.append(seconds / tokens)
+        self.draft_s = median(self._drafts_s)
 
     @property
-    def is_known(self) -> bool:
-        """True once a round of one row was seen."""
-        return bool(self._rounds_s)
+    def row_s(self) -> float:
+        """Seconds that each further row adds to a round."""
+        return self._row_share * (self.round_s or 0.0)
 
-    def seconds(self, guesses: int, *, drafted: bool = False) -> float:
-        """Seconds that a round with these many guesses takes."""
-        round_s = median(self._rounds_s)
-        draft_s = median(self._drafts_s) if drafted and self._drafts_s else 0.0
-        return round_s + guesses * (median(self._row_shares) * round_s + draft_s)
+    def draft_promise(self, count: int) -> Promise:
+        """What up to `count` guesses of a draft model promise; one, to learn what it takes, if that is not known."""
+        if self.round_s is None:
+            return NO_GUESSES
+        if self.draft_s is None:
+            return Promise(min(count, 1), 1.0)
+        return best_count([self.draft_rate.value] * count, self.round_s, self.row_s + self.draft_s)
+
+    def wants_draft(self) -> bool:
+        """True if a new reply should have a draft model beside it, which reads the whole prompt."""
+        if self.draft_s is None or self.draft_promise(MAX_GUESSES).guesses or self._undrafted >= DRAFT_EVERY:
+            self._undrafted = 0
+            return True
+        self._undrafted += 1
+        return False
 
 
 class Promise(NamedTuple):
@@ -146,20 +167,24 @@ class Promise(NamedTuple):
     speed: float
 
 
-def best_count(hit_rates: Sequence[float], seconds: Callable[[int], float]) -> Promise:
+NO_GUESSES = Promise(0, 1.0)
+
+
+def best_count(hit_rates: Sequence[float], round_s: float, guess_s: float) -> Promise:
     """Return the number of guesses that promises most, with the probability that each is right if all before it were.
 
-    `seconds` tells what a round with so many guesses takes.
+    A round takes `round_s`, and each guess `guess_s` more.
     """
-    best = Promise(0, 1.0)
-    tokens, reached = 1.0, 1.0  # expected tokens of a round, and the probability that all guesses so far are right
-    for count, rate in enumerate(hit_rates, 1):
+    tokens, seconds, reached = 1.0, round_s, 1.0  # a round's expected tokens; `reached`: all guesses so far are right
+    count = 0
+    for rate in hit_rates:
         reached *= rate
-        tokens += reached
-        speed = tokens * seconds(0) / seconds(count)
-        if speed > best.speed:
-            best = Promise(count, speed)
-    return best if best.speed >= LEAST_GAIN else Promise(0, 1.0)
+        # `reached` only falls and the speed so far only grows, so no later guess gains if this one does not.
+        if reached * seconds <= tokens * guess_s:
+            break
+        tokens, seconds, count = tokens + reached, seconds + guess_s, count + 1
+    speed = tokens * round_s / seconds if seconds > 0 else 1.0
+    return Promise(count, speed) if count and speed >= LEAST_GAIN else NO_GUESSES
 
 
 @dataclass(frozen=True)
@@ -173,14 +198,13 @@ class Proposal:
 class Guesser:
     """The guesses of one reply."""
 
-    def __init__(self, tokens: Sequence[int], cost: RowCost) -> None:
+    def __init__(self, tokens: Sequence[int], history: GuessHistory) -> None:
         self._lookup = PromptLookup(tokens)
-        self._cost = cost
+        self._history = history
         self._match_rates = {
             length: HitRate(_MATCH_PRIOR.get(length, _LONG_MATCH_PRIOR))
             for length in range(SHORTEST_MATCH, LONGEST_MATCH + 1)
         }
-        self._draft_rate = HitRate(_DRAFT_PRIOR)
         self._draft_pause = self._draft_wait = 0  # tokens without a draft: the last pause, and what is left of it
         self._found: Match | None = None
         self._plain_in = PLAIN_EVERY
@@ -189,34 +213,31 @@ class Guesser:
         """Return what to send with the next token: at most `room` guesses, drafted ones only if they can be had."""
         count = min(room, MAX_GUESSES)
         self._found = self._lookup.find(count)
-        if count < 1 or not self._cost.is_known:
+        if count < 1 or self._history.round_s is None:
             return Proposal()
         self._plain_in -= 1
         if self._plain_in <= 0:
             return Proposal()
-        found = self._lookup_promise()
-        drafted = self._draft_promise(count) if can_draft else Promise(0, 1.0)
+        found = self._lookup_promise(self._history.round_s)
+        drafted = self._draft_promise(count) if can_draft else NO_GUESSES
         if found.guesses and found.speed >= drafted.speed:
             assert self._found is not None
             return Proposal(self._found.tokens[: found.guesses])
         return Proposal(draft=drafted.guesses)
 
-    def _lookup_promise(self) -> Promise:
+    def _lookup_promise(self, round_s: float) -> Promise:
         if self._found is None:
-            return Promise(0, 1.0)
+            return NO_GUESSES
         length = self._found.length
         # A guess that is right makes the match longer.
         rates = [self._rate(length + index).value for index in range(len(self._found.tokens))]
-        return best_count(rates, self._cost.seconds)
+        return best_count(rates, round_s, self._history.row_s)
 
     def _draft_promise(self, count: int) -> Promise:
         if self._draft_wait > 0:
-            return Promise(0, 1.0)
-        promise = self._draft_worth(count)
+            return NO_GUESSES
+        promise = self._history.draft_promise(count)
         return promise if promise.guesses else Promise(1, 1.0)  # one, to learn whether the text has become easier
-
-    def _draft_worth(self, count: int) -> Promise:
-        return best_count([self._draft_rate.value] * count, partial(self._cost.seconds, drafted=True))
 
     def _rate(self, length: int) -> HitRate:
         return self._match_rates[min(length, LONGEST_MATCH)]
@@ -235,17 +256,18 @@ class Guesser:
                 if guess != token:
                     break
         if draft_s is not None and guesses:
-            self._cost.note_draft(len(guesses), draft_s)
+            self._history.note_draft(len(guesses), draft_s)
             for guess, token in zip(guesses, drawn, strict=False):
-                self._draft_rate.note(guess == token)
+                self._history.draft_rate.note(guess == token)
                 if guess != token:
                     break
             longer = min(max(2 * self._draft_pause, SHORTEST_DRAFT_PAUSE), LONGEST_DRAFT_PAUSE)
-            self._draft_pause = self._draft_wait = 0 if self._draft_worth(MAX_GUESSES).guesses else longer
+            is_worth_it = self._history.draft_promise(MAX_GUESSES).guesses > 0
+            self._draft_pause = self._draft_wait = 0 if is_worth_it else longer
         else:
             self._draft_wait -= len(drawn)
         if seconds is not None:
-            self._cost.note(1 + len(guesses), seconds)
+            self._history.note(1 + len(guesses), seconds)
         if not guesses:
             self._plain_in = PLAIN_EVERY
         self._found = None

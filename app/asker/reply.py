@@ -150,7 +150,7 @@ class Reply:
     async def _round(self) -> Sequence[TextPiece]:
         """Send the latest token and guesses through the hops; return the next token and those after right guesses."""
         token_ids, embedded = self._next
-        fed = len(self.tokens)
+        fed = self._token_count
         begin = trio.current_time()
         guesses, drafted = await self._guesses()
         sent = trio.current_time()
@@ -175,7 +175,7 @@ class Reply:
         if self._guesser is None or not self.stats.token_ids:
             return (), False
         can_draft = self._draft is not None and self._draft.is_ready
-        proposal = self._guesser.propose(self._room - len(self.tokens) - 1, can_draft=can_draft)
+        proposal = self._guesser.propose(self._room - self._token_count - 1, can_draft=can_draft)
         if self._draft is None or not proposal.draft:
             return proposal.tokens, False
         return await self._draft.guess(self.tokens, proposal.draft), True
@@ -213,6 +213,10 @@ class Reply:
     def tokens(self) -> tuple[int, ...]:
         """Token ids of the prompt and of the reply so far."""
         return (*self._prompt_ids, *self.stats.token_ids)
+
+    @property
+    def _token_count(self) -> int:
+        return len(self._prompt_ids) + len(self.stats.token_ids)
 
     def seen(self, link_s: LinkSeconds, now: float) -> AskedSession:
         """The reply's present figures, with the time that a token spends at each hop and link."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from app.asker.asker import Asker, AskerOptions
-from app.asker.guessing import Guesser, RowCost
+from app.asker.guessing import Guesser, GuessHistory
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import DraftModel
@@ -231,8 +231,8 @@ class ReplyService:
         finally:
             self._count(len(pieces), list(peers))
 
-    def _guesser(self, prompt_ids: Sequence[int], cost: RowCost) -> Guesser | None:
-        return None if self._drafts.setting() == OFF else Guesser(prompt_ids, cost)
+    def _guesser(self, prompt_ids: Sequence[int], history: GuessHistory) -> Guesser | None:
+        return None if self._drafts.setting() == OFF else Guesser(prompt_ids, history)
 
     def _follow_draft_setting(self) -> None:
         """Load the draft model in the background if the setting has changed; replies do not wait for it."""

@@ -22,12 +22,13 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.model.attention import Segment
 from engine.model.block import Attend, Block, block_forward
-from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVPool
+from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVLease, KVPool
 from engine.model.rope import RotaryTable
 
 log = logging.getLogger("shoal.engine.graphs")
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MAX_RUN = 16  # rows of one session, a token and its guesses: each of them reads the session's past again
 MAX_CAPTURED = 64  # each graph holds some memory for its intermediate results
 MAX_PENDING = 16  # steps that wait to be captured
 SMALLEST_PAGES = 16  # 1024 tokens: `plain_step` reads every page it is given, so longer contexts use separate graphs
@@ -102,18 +103,22 @@ class DecodeGraphs:
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:
-        """True if these segments are a decode step: one token each, at most `BATCHES[-1]` sessions."""
-        return len(segments) <= BATCHES[-1] and all(segment.count == 1 for segment in segments)
+        """True if these segments are a decode step: a token and perhaps guesses each, at most `BATCHES[-1]` rows."""
+        rows = sum(segment.count for segment in segments)
+        return rows <= BATCHES[-1] and all(segment.count <= MAX_RUN for segment in segments)
 
     def step(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> Tensor:
-        """Run one token of each session through blocks `part` of the span: (N, hidden) -> (N, hidden) on the host."""
-        rows = next(size for size in BATCHES if size >= len(segments))
-        key = ShapeKey(rows, self._pages(max(len(segment.lease.pages) for segment in segments)), part.start, part.stop)
+        """Run tokens of each session through blocks `part` of the span: (N, hidden) -> (N, hidden) on the host."""
+        places = row_places(segments)
+        used = len(places)
+        rows = next(size for size in BATCHES if size >= used)
+        pages = self._pages(max(len(lease.pages) for lease, _ in places))
+        key = ShapeKey(rows, pages, part.start, part.stop)
         buffers = self._buffers_of(rows)
-        buffers.host_x[: len(segments)].copy_(hidden)
-        if len(segments) < rows:  # a padding row writes to the scratch page, which other rows read behind their mask
-            buffers.host_x[len(segments) :].zero_()
-        self._stage_positions(buffers, segments)
+        buffers.host_x[:used].copy_(hidden)
+        if used < rows:  # a padding row writes to the scratch page, which other rows read behind their mask
+            buffers.host_x[used:].zero_()
+        self._stage_positions(buffers, places)
         replay = self._captured.get(key)
         if replay is not None:
             replay()
@@ -122,7 +127,7 @@ class DecodeGraphs:
                 self._pending[key] = None
             self._run(buffers, key)
         self._wait()
-        return buffers.host_out[: len(segments)].clone()
+        return buffers.host_out[:used].clone()
 
     def capture(self, part: slice) -> None:
         """Capture the steps of every batch size through these blocks: the shortest contexts, or all if fused."""
@@ -167,12 +172,13 @@ class DecodeGraphs:
             )
         return self._buffers[rows]
 
-    def _stage_positions(self, buffers: StepBuffers, segments: Sequence[Segment]) -> None:
+    def _stage_positions(self, buffers: StepBuffers, places: Sequence[tuple[KVLease, int]]) -> None:
         """Write positions and pages to the host's table; rewrites only the rows whose pages changed."""
         table = buffers.host_where.numpy()
         for row in range(len(buffers.staged_pages)):
-            pages = segments[row].lease.pages if row < len(segments) else None
-            table[row, 0] = segments[row].start if pages is not None else 0
+            lease, position = places[row] if row < len(places) else (None, 0)
+            pages = None if lease is None else lease.pages
+            table[row, 0] = position
             if buffers.staged_pages[row] is not pages:  # a lease replaces its list and never changes it in place
                 used = 1 + len(pages or ())
                 table[row, 1:used] = pages or ()
@@ -236,14 +242,24 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def page_table(rows: int, pages: int, segments: Sequence[Segment], scratch_page: int) -> Tensor:
-    """Return (rows, 1 + pages) int32: each segment's position and pages; unused rows point at the scratch page."""
+    """Return (rows, 1 + pages) int32: position and pages of each row; unused rows point at the scratch page."""
     blank = [0] + [scratch_page] * pages
-    table = [[s.start, *s.lease.pages, *blank[1 + len(s.lease.pages) :]] for s in segments]
-    return torch.tensor(table + [blank] * (rows - len(segments)), dtype=torch.int32)
+    places = row_places(segments)
+    table = [[position, *lease.pages, *blank[1 + len(lease.pages) :]] for lease, position in places]
+    return torch.tensor(table + [blank] * (rows - len(places)), dtype=torch.int32)
+
+
+def row_places(segments: Sequence[Segment]) -> list[tuple[KVLease, int]]:
+    """Return the session and the position of each row."""
+    return [(segment.lease, position) for segment in segments for position in range(segment.start, segment.stop)]
 
 
 def fused_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tensor:
-    """Run one token per row through Triton's kernels: five launches per block."""
+    """Run one token per row through Triton's kernels: five launches per block, six for several rows.
+
+    Several rows may belong to one session. A row finds the keys of those before it only if all are written before any
+    row attends, so by a kernel of their own.
+    """
     from engine.model import triton_kernels as kernels
 
     config, rows = parts.config, x.shape[0]
@@ -258,7 +274,9 @@ def fused_step(parts: SpanParts, part: slice, x: Tensor, where: Tensor) -> Tenso
     residual = kernels.Fold(residual=x)
     for block, cache in zip(parts.blocks[part], parts.pool.blocks[part], strict=True):
         kernels.product(x, block.qkv, qkv, kernels.Fold(norm=block.attn_norm, eps=config.norm_eps))
-        kernels.attend(qkv, cache, attended, block, config, paged, scratch)
+        if rows > 1:
+            kernels.write(qkv, cache, block, config, paged)
+        kernels.attend(qkv, cache, attended, block, config, paged, scratch, written=rows > 1)
         kernels.product(attended, block.o, x, residual)
         mlp = kernels.Fold(norm=block.mlp_norm, eps=config.norm_eps, gated=True)
         kernels.product(x, block.gate_up, gated, mlp)

@@ -152,13 +152,58 @@ def _normed(low, high, norm_ptr, dims, eps, HALF: tl.constexpr):
 
 
 @triton.jit
+def _new_key(
+    qkv_row, kv_head, cos, sin, k_norm_ptr, eps, HEADS: tl.constexpr, HALF: tl.constexpr, QK_NORM: tl.constexpr
+):
+    dims = tl.arange(0, HALF)
+    k_at = qkv_row + (HEADS + kv_head) * 2 * HALF + dims[None, :]
+    k_low, k_high = tl.load(k_at).to(tl.float32), tl.load(k_at + HALF).to(tl.float32)
+    if QK_NORM:
+        k_low, k_high = _normed(k_low, k_high, k_norm_ptr, dims, eps, HALF)
+    return k_low * cos - k_high * sin, k_high * cos + k_low * sin
+
+
+@triton.jit
+def _store_new(keys, values, slot, low, high, value, HALF: tl.constexpr):
+    at = slot * 2 * HALF
+    dims = tl.arange(0, HALF)[None, :]
+    tl.store(keys + at + dims, low)
+    tl.store(keys + at + HALF + dims, high)
+    tl.store(values + at + tl.arange(0, 2 * HALF)[None, :], value)
+
+
+@triton.jit
+def _write_kernel(
+    qkv_ptr, keys_ptr, values_ptr, pages_ptr, position_ptr, cos_ptr, sin_ptr, k_norm_ptr, eps, slots, max_pages,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, QK_NORM: tl.constexpr,
+):  # fmt: skip
+    # One program writes the new key and value of one row and one kv head.
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    position = tl.load(position_ptr + row)
+    dims = tl.arange(0, HALF)
+    head_dim: tl.constexpr = 2 * HALF
+    qkv_row = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * head_dim
+    cos = tl.load(cos_ptr + row * HALF + dims)[None, :]
+    sin = tl.load(sin_ptr + row * HALF + dims)[None, :]
+    low, high = _new_key(qkv_row, kv_head, cos, sin, k_norm_ptr, eps, HEADS, HALF, QK_NORM)
+    v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
+    dtype = keys_ptr.dtype.element_ty
+    page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
+    head = kv_head.to(tl.int64) * slots * head_dim
+    _store_new(
+        keys_ptr + head, values_ptr + head, page * PAGE + position % PAGE, low.to(dtype), high.to(dtype),
+        tl.load(v_at).to(dtype), HALF,
+    )  # fmt: skip
+
+
+@triton.jit
 def _attend_kernel(
     qkv_ptr, keys_ptr, values_ptr, out_ptr, partial_ptr, stats_ptr, counter_ptr, pages_ptr, position_ptr, cos_ptr,
     sin_ptr, q_norm_ptr, k_norm_ptr, eps, scale, slots, max_pages,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, QK_NORM: tl.constexpr, WRITTEN: tl.constexpr,
 ):  # fmt: skip
-    # One program handles one session (row), one kv head with its group of query heads, and one part of the pages.
+    # One program handles one row, one kv head with its group of query heads, and one part of the pages.
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_ptr + row)
     oldest = tl.maximum(position - WINDOW + 1, 0) if WINDOW else 0
@@ -180,25 +225,21 @@ def _attend_kernel(
     q_at = qkv_row + (kv_head * group_size + g)[:, None] * head_dim + dims[None, :]
     q_low = tl.load(q_at, mask=in_group[:, None], other=0.0).to(tl.float32)
     q_high = tl.load(q_at + HALF, mask=in_group[:, None], other=0.0).to(tl.float32)
-    k_at = qkv_row + (HEADS + kv_head) * head_dim + dims[None, :]
-    k_low, k_high = tl.load(k_at).to(tl.float32), tl.load(k_at + HALF).to(tl.float32)
     if QK_NORM:
         q_low, q_high = _normed(q_low, q_high, q_norm_ptr, dims, eps, HALF)
-        k_low, k_high = _normed(k_low, k_high, k_norm_ptr, dims, eps, HALF)
     dtype = keys_ptr.dtype.element_ty
-    new_low, new_high = (k_low * cos - k_high * sin).to(dtype), (k_high * cos + k_low * sin).to(dtype)
+    new_low, new_high = _new_key(qkv_row, kv_head, cos, sin, k_norm_ptr, eps, HEADS, HALF, QK_NORM)
+    new_low, new_high = new_low.to(dtype), new_high.to(dtype)
     v_at = qkv_row + (HEADS + KV_HEADS + kv_head) * head_dim + tl.arange(0, head_dim)[None, :]
     new_v = tl.load(v_at).to(dtype)
     q_low_rotated, q_high_rotated = (q_low * cos - q_high * sin).to(dtype), (q_high * cos + q_low * sin).to(dtype)
 
     keys = keys_ptr + kv_head.to(tl.int64) * slots * head_dim
     values = values_ptr + kv_head.to(tl.int64) * slots * head_dim
-    if split == n_splits - 1:
-        page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
-        slot = page * PAGE + position % PAGE
-        tl.store(keys + slot * head_dim + dims[None, :], new_low)
-        tl.store(keys + slot * head_dim + HALF + dims[None, :], new_high)
-        tl.store(values + slot * head_dim + tl.arange(0, head_dim)[None, :], new_v)
+    if not WRITTEN:
+        if split == n_splits - 1:
+            page = tl.load(pages_ptr + row * max_pages + position // PAGE).to(tl.int64)
+            _store_new(keys, values, page * PAGE + position % PAGE, new_low, new_high, new_v, HALF)
 
     best = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUP], dtype=tl.float32)
@@ -372,11 +413,21 @@ class PagedRows:
     sin: Tensor
 
 
+def write(qkv: Tensor, cache: BlockCache, block: Block, config: ModelConfig, where: PagedRows) -> None:
+    """Rotate the new keys, and write them and the new values to the cache."""
+    _write_kernel[(qkv.shape[0], config.n_kv_heads)](
+        qkv, cache.keys, cache.values, where.pages, where.positions, where.cos, where.sin, _or(block.k_norm, qkv),
+        config.norm_eps, cache.keys.shape[2], where.pages.shape[1],
+        HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, PAGE=PAGE_TOKENS,
+        QK_NORM=block.k_norm is not None, num_warps=1,
+    )  # fmt: skip
+
+
 def attend(
     qkv: Tensor, cache: BlockCache, out: Tensor, block: Block, config: ModelConfig, where: PagedRows,
-    scratch: AttentionScratch,
+    scratch: AttentionScratch, *, written: bool,
 ) -> None:  # fmt: skip
-    """Rotate, write new keys and values to the cache, attend to each row's past: out (rows, heads * head_dim)."""
+    """Attend to each row's past: out (rows, heads * head_dim); first write what is new, unless it is written."""
     window = config.window_of(block.index)
     _attend_kernel[(out.shape[0], config.n_kv_heads, MAX_SPLITS)](
         qkv, cache.keys, cache.values, out, scratch.partial, scratch.stats, scratch.counter, where.pages,
@@ -384,7 +435,7 @@ def attend(
         config.head_dim**-0.5, cache.keys.shape[2], where.pages.shape[1],
         HEADS=config.n_heads, KV_HEADS=config.n_kv_heads, HALF=config.head_dim // 2, GROUP=scratch.group,
         PAGE=PAGE_TOKENS, SPLITS=MAX_SPLITS, WINDOW=window or 0, QK_NORM=block.q_norm is not None,
-        num_warps=ATTEND_WARPS,
+        WRITTEN=written, num_warps=ATTEND_WARPS,
     )  # fmt: skip
 
 

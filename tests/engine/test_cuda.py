@@ -26,9 +26,10 @@ pytestmark = [
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("lengths", [[70], [3, 200, 64, 1100, 11]])
+@pytest.mark.parametrize("guesses", [0, 5])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_a_captured_step_equals_an_ordinary_one(
-    fused: bool, case: str, lengths: list[int], dtype: torch.dtype, tolerance: float
+    fused: bool, case: str, lengths: list[int], guesses: int, dtype: torch.dtype, tolerance: float
 ) -> None:
     torch.manual_seed(0)
     span = random_span(CASES[case], "cuda", dtype, quantisation="int8" if case == "int8" else "none")
@@ -36,13 +37,13 @@ def test_a_captured_step_equals_an_ordinary_one(
     if fused and not span._graphs.fused:
         pytest.skip("Triton's kernels do not work here")
     span._graphs.fused = fused
-    leases = [span.open(length + 8) for length in lengths]
+    leases = [span.open(length + 3 * (1 + guesses)) for length in lengths]
     hidden = span.config.hidden_size
     for lease, length in zip(leases, lengths, strict=True):
         span.step(torch.randn(length, hidden, device="cuda", dtype=dtype), [Segment(lease, 0, length)])
     for _ in range(3):
-        x = torch.randn(len(lengths), hidden, device="cuda", dtype=dtype)
-        segments = [Segment(lease, lease.length, 1) for lease in leases]
+        x = torch.randn(len(lengths) * (1 + guesses), hidden, device="cuda", dtype=dtype)
+        segments = [Segment(lease, lease.length, 1 + guesses) for lease in leases]
         captured = span.step(x, segments).float()
         with torch.inference_mode():
             expected = span._run(x, segments, slice(0, 2)).float().cpu()

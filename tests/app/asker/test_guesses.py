@@ -49,12 +49,12 @@ class ScriptedGuesser:
 
 def scripted(*script: tuple[int, int]) -> tuple[ScriptedGuesser, Any]:
     guesser = ScriptedGuesser(script)
-    return guesser, lambda prompt_ids, cost: guesser
+    return guesser, lambda prompt_ids, history: guesser
 
 
 async def test_right_guesses_save_trips_and_wrong_ones_are_cut_without_one(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 3), (3, 6), (6, 8), delay_s=0.05) as swarm:
-        plain = await ask(await swarm.asker("other", guesser=lambda prompt, cost: None), PROMPT, TOKENS)
+        plain = await ask(await swarm.asker("other", guesser=lambda prompt, history: None), PROMPT, TOKENS)
         guesser, made = scripted((4, 0), (0, 3), (2, 2), (0, 0))
         guessed = await ask(await swarm.asker(guesser=made), PROMPT, TOKENS)
         assert guessed.token_ids == plain.token_ids == REPLY[:TOKENS]
@@ -172,7 +172,7 @@ async def test_many_replies_with_and_without_guesses_share_the_hops(autojump_clo
         async def one(n: int) -> None:
             right = greedy(prompts[n], 20)
             guesser = ScriptedGuesser([(n, 3)] * 20 if n % 2 else [], right)
-            asker = await swarm.asker(f"asker{n}", guesser=lambda prompt, cost: guesser)
+            asker = await swarm.asker(f"asker{n}", guesser=lambda prompt, history: guesser)
             done.append((await ask(asker, prompts[n], 20)).token_ids == right)
 
         async with trio.open_nursery() as nursery:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app.asker.guessing import (
+    DRAFT_EVERY,
     FORGET_EVERY,
     LEAST_GAIN,
     LONGEST_MATCH,
@@ -16,10 +18,10 @@ from app.asker.guessing import (
     PLAIN_EVERY,
     SHORTEST_MATCH,
     Guesser,
+    GuessHistory,
     HitRate,
     Match,
     PromptLookup,
-    RowCost,
     best_count,
     right_guesses,
 )
@@ -88,14 +90,20 @@ def test_a_look_up_that_grows_finds_what_a_new_one_finds(text: list[int], more: 
     ],
 )
 def test_the_number_of_guesses_follows_rate_and_cost(rate: float, row_s: float, count: int) -> None:
-    assert best_count([rate] * MAX_GUESSES, lambda n: 1.0 + n * row_s).guesses == count
+    assert best_count([rate] * MAX_GUESSES, 1.0, row_s).guesses == count
 
 
 @given(st.lists(st.floats(0, 1), max_size=MAX_GUESSES), st.floats(0, 2))
 def test_guesses_never_promise_less_than_none(rates: list[float], row_s: float) -> None:
-    promise = best_count(rates, lambda n: 1.0 + n * row_s)
+    promise = best_count(rates, 1.0, row_s)
     assert promise.guesses <= len(rates)
     assert promise.speed == 1.0 if not promise.guesses else promise.speed >= LEAST_GAIN
+
+    def speed(count: int) -> float:
+        return (1 + sum(prod(rates[: n + 1]) for n in range(count))) / (1 + count * row_s)
+
+    best = max(speed(count) for count in range(len(rates) + 1))
+    assert promise.speed == pytest.approx(best) or best < LEAST_GAIN * 1.000001
 
 
 @given(st.floats(0, 1), st.lists(st.booleans(), max_size=50))
@@ -108,42 +116,40 @@ def test_a_rate_stays_a_probability_and_follows_what_it_sees(prior: float, hits:
         assert rate.value >= before if hit else rate.value <= before
 
 
-def cost_of(round_s: float, row_s: float) -> RowCost:
-    cost = RowCost()
+def history_of(round_s: float, row_s: float) -> GuessHistory:
+    history = GuessHistory()
     for _ in range(20):
-        cost.note(1, round_s)
-        cost.note(4, round_s + 3 * row_s)
-    return cost
+        history.note(1, round_s)
+        history.note(4, round_s + 3 * row_s)
+    return history
 
 
 def test_the_cost_of_a_row_is_what_rounds_with_more_rows_take_longer() -> None:
-    cost = cost_of(0.1, 0.02)
-    assert cost.seconds(0) == pytest.approx(0.1)
-    assert cost.seconds(5) == pytest.approx(0.2)
-    cost.note_draft(4, 0.04)
-    assert cost.seconds(5, drafted=True) == pytest.approx(0.25)
-    assert cost.seconds(5) == pytest.approx(0.2)
+    history = history_of(0.1, 0.02)
+    assert (history.round_s, history.row_s) == (pytest.approx(0.1), pytest.approx(0.02))
+    history.note_draft(4, 0.04)
+    assert history.draft_s == pytest.approx(0.01)
 
 
 def test_a_stall_of_the_machine_does_not_keep_guesses_away() -> None:
-    cost = RowCost()
-    cost.note(1, 0.1)
-    cost.note(3, 7.0)  # as if a row took longer than a round
-    assert cost.seconds(4) < 0.3
-    cost = cost_of(0.1, 0.01)
-    cost.note(1, 9.0)
-    assert cost.seconds(0) == pytest.approx(0.1)
+    history = GuessHistory()
+    history.note(1, 0.1)
+    history.note(3, 7.0)  # as if a row took longer than a round
+    assert history.row_s < 0.05
+    history = history_of(0.1, 0.01)
+    history.note(1, 9.0)
+    assert history.round_s == pytest.approx(0.1)
 
 
 def test_a_bad_figure_is_forgotten_where_nothing_is_guessed_any_more() -> None:
-    cost = RowCost()
+    history = GuessHistory()
     for _ in range(20):
-        cost.note(1, 0.1)
-        cost.note(2, 5.0)
-    assert best_count([0.9] * 8, cost.seconds).guesses == 0
+        history.note(1, 0.1)
+        history.note(2, 5.0)
+    assert best_count([0.9] * 8, 0.1, history.row_s).guesses == 0
     for _ in range(5 * FORGET_EVERY):
-        cost.note(1, 0.1)
-    assert best_count([0.9] * 8, cost.seconds).guesses > 0
+        history.note(1, 0.1)
+    assert best_count([0.9] * 8, 0.1, history.row_s).guesses > 0
 
 
 def write(guesser: Guesser, text: Sequence[int]) -> tuple[int, int, int]:
@@ -157,13 +163,13 @@ def write(guesser: Guesser, text: Sequence[int]) -> tuple[int, int, int]:
     return rounds, sent, right
 
 
-def test_nothing_is_guessed_before_the_cost_of_a_round_is_known() -> None:
-    assert write(Guesser([1, 2, 3] * 20, RowCost()), [1, 2, 3] * 10)[1] == 0
+def test_nothing_is_guessed_before_the_time_of_a_round_is_known() -> None:
+    assert write(Guesser([1, 2, 3] * 20, GuessHistory()), [1, 2, 3] * 10)[1] == 0
 
 
 def test_text_that_repeats_is_written_in_few_rounds() -> None:
     passage = list(range(100))
-    rounds, sent, right = write(Guesser([*passage, 7, 8], cost_of(0.1, 0.01)), passage[9:])
+    rounds, sent, right = write(Guesser([*passage, 7, 8], history_of(0.1, 0.01)), passage[9:])
     assert rounds < 15
     assert right > 0.8 * sent
 
@@ -171,13 +177,13 @@ def test_text_that_repeats_is_written_in_few_rounds() -> None:
 def test_text_whose_matches_mislead_soon_gets_no_guesses() -> None:
     """Pairs occur again and again, but what follows them is never the same."""
     text = [token for index in range(200) for token in (1, 2, 1000 + index)]
-    rounds, sent, right = write(Guesser(text[:60], cost_of(0.1, 0.04)), text[60:])
+    rounds, sent, right = write(Guesser(text[:60], history_of(0.1, 0.04)), text[60:])
     assert sent <= 3
     assert rounds == len(text) - 60 - right
 
 
 def test_now_and_then_a_round_goes_without_guesses() -> None:
-    guesser = Guesser([1, 2, 3] * 20, cost_of(0.1, 0.001))
+    guesser = Guesser([1, 2, 3] * 20, history_of(0.1, 0.001))
     sent = []
     for _ in range(3 * PLAIN_EVERY):
         guesses = guesser.propose(1000).tokens
@@ -187,9 +193,9 @@ def test_now_and_then_a_round_goes_without_guesses() -> None:
 
 
 def test_a_draft_that_is_never_right_is_asked_less_and_less() -> None:
-    cost = cost_of(0.1, 0.01)
-    cost.note_draft(1, 0.01)
-    guesser = Guesser(range(50), cost)
+    history = history_of(0.1, 0.01)
+    history.note_draft(1, 0.01)
+    guesser = Guesser(range(50), history)
     asked = []
     for index in range(600):
         count = guesser.propose(1000, can_draft=True).draft
@@ -201,14 +207,26 @@ def test_a_draft_that_is_never_right_is_asked_less_and_less() -> None:
 
 
 def test_a_draft_that_is_always_right_is_asked_for_more() -> None:
-    cost = cost_of(0.1, 0.01)
-    cost.note_draft(1, 0.01)
-    guesser = Guesser([], cost)
+    history = history_of(0.1, 0.01)
+    history.note_draft(1, 0.01)
+    guesser = Guesser([], history)
     for index in range(40):
         count = guesser.propose(1000, can_draft=True).draft
         drawn = list(range(100 * index, 100 * index + count + 1))
         guesser.note(drawn[:count], drawn, None, 0.01 * count if count else None)
     assert guesser.propose(1000, can_draft=True).draft >= 8
+
+
+def test_a_reply_has_no_draft_beside_it_while_drafts_promise_nothing() -> None:
+    history = history_of(0.005, 0.0005)
+    assert history.wants_draft()  # nothing is known yet
+    assert history.draft_promise(MAX_GUESSES).guesses == 1  # and one guess tells
+    history.note_draft(1, 0.02)
+    asked = [history.wants_draft() for _ in range(3 * (DRAFT_EVERY + 1))]
+    assert sum(asked) == 3
+    for _ in range(9):
+        history.note_draft(1, 0.0005)
+    assert history.wants_draft()
 
 
 @given(st.lists(st.integers(0, 2), max_size=20), st.lists(st.integers(0, 2), max_size=20))
@@ -220,6 +238,6 @@ def test_right_guesses_are_the_common_prefix(guesses: list[int], came: list[int]
 
 @given(st.lists(st.integers(0, 4), max_size=40), st.lists(st.integers(0, 4), min_size=1, max_size=80))
 def test_whatever_the_text_the_rounds_add_up(prompt: list[int], text: list[int]) -> None:
-    guesser = Guesser(prompt, cost_of(0.1, 0.01))
+    guesser = Guesser(prompt, history_of(0.1, 0.01))
     rounds, _, right = write(guesser, text)
     assert rounds + right == len(text)
