@@ -126,7 +126,8 @@ def history_of(round_s: float, row_s: float) -> GuessHistory:
 
 def test_the_cost_of_a_row_is_what_rounds_with_more_rows_take_longer() -> None:
     history = history_of(0.1, 0.02)
-    assert (history.round_s, history.row_s) == (pytest.approx(0.1), pytest.approx(0.02))
+    assert history.round_s == pytest.approx(0.1)
+    assert history.row_s == pytest.approx(0.02)
     history.note_draft(4, 0.04)
     assert history.draft_s == pytest.approx(0.01)
 
