@@ -46,7 +46,7 @@ types: $(STAMP)
 
 # Half of the tests wait for other processes: two files at a time fill two cores.
 unit: $(STAMP)
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile
+	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	$(VENV_PYTHON) -m pytest -m soak --timeout 7200

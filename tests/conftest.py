@@ -19,6 +19,17 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the tests of whole processes among the others: together they would starve each other of the cores."""
+    files = list(dict.fromkeys(item.path for item in items))
+    processes = [file for file in files if file.parent.name == "process"]
+    others = [file for file in files if file.parent.name != "process"]
+    # The last of them comes before the last quarter of the others, so that no worker waits long for it at the end.
+    at = {file: index for index, file in enumerate(others)}
+    at |= {file: index * 0.75 * len(others) / len(processes) for index, file in enumerate(processes)}
+    items.sort(key=lambda item: at[item.path])
+
+
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test that forgets to name a home folder must not find, or touch, the person's."""

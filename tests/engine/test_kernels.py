@@ -39,8 +39,7 @@ def _sessions(span: SpanRunner, lengths: list[int], counts: list[int]) -> list[S
     [
         ("fused", "plain", [130]),  # one row, several programs a head
         ("fused", "plain", [3, 130, 64]),  # a padded batch of scattered pages
-        ("fused", "plain", [1 + 5 * k for k in range(20)]),  # more rows than one tile
-        ("fused", "int8", [1 + 5 * k for k in range(20)]),
+        ("fused", "plain", [1 + 5 * k for k in range(17)]),  # more rows than one tile
         ("fused", "biases", [3]),
         ("fused", "biases", [3, 70]),
         ("fused", "qk_norm", [3]),

@@ -103,5 +103,5 @@ async def live_through(few: int, many: int, record_property: Record) -> None:
     assert links <= MAX_LINKS
 
 
-async def test_eighty_nodes(autojump_clock: MockClock, record_property: Record) -> None:
-    await live_through(20, 80, record_property)
+async def test_fifty_nodes(autojump_clock: MockClock, record_property: Record) -> None:
+    await live_through(20, 50, record_property)
