@@ -62,17 +62,17 @@ class SwarmEnds:
         self.hidden_size = source.config.hidden_size
         self.context_length = source.config.context_length
         self.dtype = wire_name(dtype)
-        self._text = ModelText(source)
+        self.text = ModelText(source)
         self._ends = ends
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, ready for the assistant's reply."""
-        return self._text.prompt_ids(messages)
+        return self.text.prompt_ids(messages)
 
     def text_ids(self, text: str | Sequence[int]) -> list[int]:
         """Return the token ids of a text to continue without a chat template; given ids are only checked."""
         if isinstance(text, str):
-            return self._text.tokenizer.encode(text)
+            return self.text.tokenizer.encode(text)
         if not all(0 <= token_id < self.config.vocab_size for token_id in text):
             raise EngineError(f"a token id is out of range: the model has {self.config.vocab_size} tokens, from 0")
         return list(text)
@@ -83,7 +83,7 @@ class SwarmEnds:
 
     def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
         """Start a reply; raises `EngineError` if the prompt is empty or leaves no room in the context."""
-        return self._text.begin(prompt_ids, settings)
+        return self.text.begin(prompt_ids, settings)
 
     def choose(self, choices: Sequence[TokenChoice]) -> list[list[Token]]:
         """Choose the next tokens of each reply from the last rows of its hidden states; one head product for all.
@@ -131,6 +131,11 @@ class SwarmEnds:
         except torch.OutOfMemoryError as error:
             self._ends.move(WeightOptions(torch.device("cpu"), torch.float32))
             raise EngineError("the device has no room for the head") from error
+
+    @property
+    def both(self) -> EmbeddingAndHead:
+        """The weights of both ends."""
+        return self._ends
 
     @property
     def device(self) -> str:

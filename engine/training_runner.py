@@ -13,13 +13,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.budget import TrainingTask, plan_training, unquantised
+from engine.config import ModelConfig
 from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.span import SpanRunner
-from engine.training.adapters import AdapterSettings
+from engine.swarm_ends import SwarmEnds
+from engine.training.adapters import AdapterSettings, layout, weight_count
 from engine.training.head import TrainingEnds
 from engine.training.local_trainer import MicroBatch
 from engine.training.optimiser import AdamW
-from engine.training.span import TrainedSpan
+from engine.training.peft_format import Adapter
+from engine.training.span import TrainedSpan, unpack_state
 from engine.wire import is_finite, to_bytes, to_tensor
 
 
@@ -86,6 +89,10 @@ class TrainingRunner:
     def backward(self, block: int, number: int, rows: Tensor, counts: bool) -> Tensor:
         """Run a gradient back through one block, adding to its sums if it counts; see `TrainedSpan.backward`."""
         return self._spans[block - self.start].backward(number, rows, () if counts else (block,))
+
+    def evaluate(self, block: int, rows: Tensor, sequences: int) -> Tensor:
+        """Run rows through one block without keeping anything; see `TrainedSpan.evaluate`."""
+        return self._spans[block - self.start].evaluate(rows, sequences)
 
     def discard(self, number: int) -> None:
         """Drop what a micro-batch's forward pass has kept."""
@@ -163,6 +170,26 @@ class OwnerEnds:
         """Return the loss of the last hidden states and its gradient; raises `NotFinite`."""
         found = self._ends.loss(to_tensor([hidden], dtype, self.hidden_size), batch.labels)
         return BatchLoss(found.total, _data(found.gradient, wire))
+
+    def validation_loss(self, batch: MicroBatch, hidden: memoryview, dtype: str) -> float:
+        """Return the summed loss of the last hidden states of data that is not trained on."""
+        return self._ends.loss(to_tensor([hidden], dtype, self.hidden_size), batch.labels, gradient=False).total
+
+
+def owner_ends(ends: SwarmEnds) -> OwnerEnds:
+    """Return the ends of a job's owner, with the weights that its replies use too."""
+    return OwnerEnds(TrainingEnds(ends.both), ends.hidden_size)
+
+
+def adapter_of(settings: AdapterSettings, config: ModelConfig, states: Sequence[bytes], model: str) -> Adapter:
+    """Return the adapter in the states of all blocks; raises `TrainingError` if they are no such states."""
+    count = weight_count(layout(config, settings.rank, settings.targets))
+    return Adapter(settings, {block: unpack_state(state, count)[1].values for block, state in enumerate(states)}, model)
+
+
+def version_of(state: bytes, settings: AdapterSettings, config: ModelConfig) -> int:
+    """Return the number of steps after which this state of a block was taken; raises `TrainingError`."""
+    return unpack_state(state, weight_count(layout(config, settings.rank, settings.targets)))[0]
 
 
 def _data(rows: Tensor, dtype: str) -> bytes:

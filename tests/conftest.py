@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     processes = [file for file in files if file.parent.name == "process"]
     others = [file for file in files if file.parent.name != "process"]
     # The last of them comes before the last quarter of the others, so that no worker waits long for it at the end.
-    at = {file: index for index, file in enumerate(others)}
+    at: dict[Path, float] = {file: index for index, file in enumerate(others)}
     at |= {file: index * 0.75 * len(others) / len(processes) for index, file in enumerate(processes)}
     items.sort(key=lambda item: at[item.path])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from app.api.event_log import EventLog
 from app.asker.reply import ReplyEvent
@@ -24,6 +24,11 @@ from app.snapshot.views import (
 )
 from app.swarm.invitations import InviteLimits
 from app.system.doctor import Check
+
+if TYPE_CHECKING:
+    from app.training.job_view import JobView
+    from app.training.material import TrainingWish
+    from app.training.swarm_jobs import JobForecast
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,21 @@ class Control(Protocol):
 
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply: its pieces, then its figures."""
+
+    async def jobs(self) -> list[JobView]:
+        """List the fine-tuning jobs of this home, the newest first."""
+
+    async def start_job(self, wish: TrainingWish) -> JobView:
+        """Begin a fine-tuning job over the active swarm."""
+
+    async def forecast_job(self, wish: TrainingWish) -> JobForecast:
+        """Say what a fine-tuning job over the active swarm would be, without beginning it."""
+
+    async def resume_job(self, job: str) -> JobView:
+        """Go on with a paused or failed job of the active swarm; `job` is the beginning of its id."""
+
+    async def end_job(self, job: str, wish: Literal["pause", "stop"]) -> JobView:
+        """Pause or stop a job after the step that it is at."""
 
     def config(self) -> Config:
         """Return the settings in force."""

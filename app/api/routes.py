@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,6 +26,11 @@ from app.routing.route import MAX_PRIVATE_BLOCKS
 from app.snapshot.codec import coverage, status_facts, to_json
 from app.swarm.invitations import MAX_EXPIRY_S, MAX_USES, InviteLimits
 from app.system.logs import RECENT
+from app.training.job_view import hop_facts
+from engine.budget import ADAPTER_ROLES
+
+if TYPE_CHECKING:
+    from app.training.material import TrainingWish
 
 _MAX_TEXT = 4096
 _MAX_PROMPT = 2**19
@@ -141,10 +146,41 @@ class ChatRequest(_Body):
         return ReplyRequest(messages=messages, stop=tuple(self.stop), **values)
 
 
+class JobRequest(_Body):
+    """A fine-tuning job: the files on this machine, the adapter and how it is trained."""
+
+    out: str = Field(max_length=_MAX_TEXT)
+    data: str = Field(max_length=_MAX_TEXT)
+    validation_file: str | None = Field(default=None, max_length=_MAX_TEXT)
+    validation: float = Field(default=0.05, ge=0, lt=1)
+    rank: int = 8
+    alpha: float = 16.0
+    targets: list[str] = Field(default=list(ADAPTER_ROLES), max_length=64)
+    dropout: float = 0.0
+    epochs: int = Field(default=1, ge=1, le=10**6)
+    batch: int = Field(default=8, ge=1, le=10**6)
+    length: int = Field(default=256, ge=2, le=1 << 20)
+    rate: float = 2e-4
+    wire: Literal["auto", "f32", "bf16"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class JobAction(_Body):
+    """A fine-tuning job, by the beginning of its id."""
+
+    job: str = Field(min_length=1, max_length=64)
+
+
 class SettingRequest(_Body):
     """A setting's new value as the user writes it; null resets it to its default."""
 
     value: str | None = Field(max_length=_MAX_TEXT)
+
+
+def _wish(request: JobRequest) -> TrainingWish:
+    from app.training.material import wish_of  # loads torch, which an idle node does without
+
+    return wish_of(request.model_dump())
 
 
 def build_application(control: Control, token: str, version: str, *, everywhere: bool = False) -> Application:
@@ -228,6 +264,11 @@ def _read_routes(control: Control) -> APIRouter:
     async def revoked() -> dict[str, Any]:
         """The peers that this node removed from the swarm."""
         return {"revoked": list(await control.revoked())}
+
+    @router.get("/jobs")
+    async def jobs() -> list[dict[str, Any]]:
+        """The fine-tuning jobs of this home, the newest first."""
+        return [to_json(job) for job in await control.jobs()]
 
     @router.get("/prospects")
     async def prospects() -> dict[str, Any]:
@@ -314,6 +355,32 @@ def _command_routes(control: Control) -> APIRouter:
     async def revoke(request: RevokeRequest) -> dict[str, Any]:
         """Remove a peer from the swarm, or let it join again."""
         return {"revoked": list(await control.revoke(request.peer, remove=request.remove))}
+
+    @router.post("/jobs")
+    async def start_job(request: JobRequest) -> dict[str, Any]:
+        """Begin a fine-tuning job over the swarm."""
+        return to_json(await control.start_job(_wish(request)))
+
+    @router.post("/jobs/forecast")
+    async def forecast_job(request: JobRequest) -> dict[str, Any]:
+        """What a fine-tuning job would be: its steps, and the members that would train it."""
+        forecast = await control.forecast_job(_wish(request))
+        return {**dataclasses.asdict(forecast), "route": hop_facts(forecast.route)}
+
+    @router.post("/jobs/resume")
+    async def resume_job(request: JobAction) -> dict[str, Any]:
+        """Go on with a job that was paused, or that failed."""
+        return to_json(await control.resume_job(request.job))
+
+    @router.post("/jobs/pause")
+    async def pause_job(request: JobAction) -> dict[str, Any]:
+        """Pause a job after the step that it is at."""
+        return to_json(await control.end_job(request.job, "pause"))
+
+    @router.post("/jobs/stop")
+    async def stop_job(request: JobAction) -> dict[str, Any]:
+        """Stop a job for good; what it has learned is removed."""
+        return to_json(await control.end_job(request.job, "stop"))
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:

@@ -116,7 +116,7 @@ class ReplyService:
         self._arrived = trio.Event()
         self._own_server = own_server
         self._count = count  # called at the end of each reply, with its tokens and the peers that took part
-        self._thread = DeviceThread()
+        self.device = DeviceThread()  # that computes head and samples
         self._lock, self._loading = trio.Lock(), trio.Lock()
         self._head_options: WeightOptions | None = None  # None: on the CPU, loaded with the first request
         self._ends: SwarmEnds | None = None
@@ -185,7 +185,7 @@ class ReplyService:
                 await self._loaded_ends()
         elif (options or _cpu_ends()).device.type != self._ends.device.split(":")[0]:
             try:
-                await self._thread.run(self._ends.move, options or _cpu_ends())
+                await self.device.run(self._ends.move, options or _cpu_ends())
             except EngineError as error:
                 log.warning("the head stays on the CPU: %s", error)
 
@@ -196,20 +196,26 @@ class ReplyService:
                 assert self._source is not None, "ends are loaded once they are on disk"
                 options = self._head_options or _cpu_ends()
                 try:
-                    self._ends = await self._thread.run_apart(_load_ends, self._source, options)
+                    self._ends = await self.device.run_apart(_load_ends, self._source, options)
                 except EngineError as error:
                     if options.device.type == "cpu":
                         raise
                     log.warning("the head stays on the CPU: %s", error)
-                    self._ends = await self._thread.run_apart(_load_ends, self._source, _cpu_ends())
+                    self._ends = await self.device.run_apart(_load_ends, self._source, _cpu_ends())
             return self._ends
+
+    async def training_ends(self) -> tuple[ModelSource, SwarmEnds]:
+        """Return the ends' files and the loaded ends, for a job; raises `NoModelHere` while they are not here."""
+        await self._ready()
+        assert self._source is not None, "an asker has its ends"
+        return self._source, await self._loaded_ends()
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
         self._follow_draft_setting()
-        settings = await self._thread.run_apart(_settings, request)
-        prompt_ids = await self._thread.run_apart(_prompt_ids, ends, request)
+        settings = await self.device.run_apart(_settings, request)
+        prompt_ids = await self.device.run_apart(_prompt_ids, ends, request)
         pieces: list[str] = []
         route: Route = ()
         noticed = 0
@@ -245,10 +251,10 @@ class ReplyService:
     async def _load_draft(self, wanted: str) -> None:
         assert self._source is not None, "a draft model is loaded after the ends"
         try:
-            found = await self._thread.run_apart(self._drafts.find, self._source, wanted)
+            found = await self.device.run_apart(self._drafts.find, self._source, wanted)
             if found is None:
                 return
-            draft = await self._thread.run_apart(_load_draft, found, self._source.config.vocab_size)
+            draft = await self.device.run_apart(_load_draft, found, self._source.config.vocab_size)
         except Exception as error:  # a model's files can be wrong in every way; replies go on without guesses of it
             log.warning("there is no draft model: %s", error)
             return
@@ -269,7 +275,7 @@ class ReplyService:
                 self._asker = Asker(
                     self._network,
                     await self._loaded_ends(),
-                    self._thread,
+                    self.device,
                     self._members,
                     own_server=self._own_server,
                     options=self._options,

@@ -85,7 +85,7 @@ def _list(store: AdapterStore, *, as_json: bool) -> int:
     for adapter in found:
         print(_line(adapter))
     if not found:
-        print("There are no adapters. `shoal finetune --local --data FILE --out NAME` trains one.")
+        print("There are no adapters. `shoal finetune --data FILE --out NAME` trains one.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`shoal finetune`: trains an adapter for a model on the user's own records."""
+"""`shoal finetune`: trains an adapter on the user's own records, over the swarm or in this process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from app.core.errors import AppError, UsageError
 from app.core.units import format_size
 
 if TYPE_CHECKING:
+    from app.api.client import Client
     from app.training.job_store import Job, Progress
-    from app.training.local_job import LocalRun, MachinePlan, Material, TrainingWish
-    from engine.training.local_trainer import StepResult
+    from app.training.local_job import MachinePlan
+    from app.training.material import Material, TrainingWish
 
+_FIELDS = ("rank", "alpha", "dropout", "epochs", "batch", "length", "wire", "seed")  # that the API names alike
 _REDRAW_S = 0.2
+_POLL_S = 0.5
 _LINES = 20  # lines of progress where there is no terminal
 
 
@@ -33,9 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, metavar="FILE", help=words)
     parser.add_argument("--out", required=True, metavar="NAME", help="name of the adapter")
     parser.add_argument("--local", action="store_true", help="train in this process, without a swarm")
-    words = "with --local: starter, tiny-random, a folder or a GGUF file (%(default)s)"
-    parser.add_argument("--model", default="starter", metavar="M", help=words)
-    parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
+    words = "with --local: starter, tiny-random, a folder or a GGUF file (default: starter)"
+    parser.add_argument("--model", metavar="M", help=words)
+    parser.add_argument("--device", metavar="D", help="with --local: cpu, cuda:0, … (default: the best available)")
+    words = "number format between members: auto (that of this node's head), f32 or bf16 (%(default)s)"
+    parser.add_argument("--wire", choices=("auto", "f32", "bf16"), default="auto", help=words)
     parser.add_argument("--rank", type=int, default=8, metavar="R", help="rank of the adapter, 1 to 256 (%(default)s)")
     parser.add_argument("--alpha", type=float, default=16.0, metavar="A", help="its strength is A / R (%(default)g)")
     words = "matrices to adapt: all, or some of q,k,v,o,gate,up,down (%(default)s)"
@@ -61,26 +66,33 @@ def run_finetune(arguments: argparse.Namespace) -> int:
     from app.training import local_job
     from app.training.adapter_store import AdapterStore
     from app.training.job_store import JobStore
+    from app.training.material import new_record, start
 
     if not arguments.local:
-        raise UsageError("fine-tuning over a swarm is not built yet: add --local to train in this process")
+        return _over_swarm(arguments)
     wish = _wish(arguments)
     home = Home.open(arguments.home)
     jobs, adapters = JobStore(home), AdapterStore(home)
     adapters.require_free(wish.out)
     with progress_on_stderr(wish.source.model) as progress:
         material = local_job.gather(wish.source, wish, cache_folder(), progress)
-    _warn_of_cuts(material, wish.length)
-    record = local_job.new_record(wish, material)
+    _warn_of_cuts(material.trained.cut, material.trained.dropped, wish.length)
+    record = new_record(wish, material)
     plan = local_job.plan_machine(record, material, wish.device)
     if arguments.dry_run:
         return _show_plan(record.steps, material, plan, as_json=arguments.json)
-    job = local_job.start(wish, material, jobs, adapters)
+    job = start(wish, material, jobs, adapters)
     return train(job, material, plan, arguments)
 
 
 def resume(job: Job, arguments: argparse.Namespace) -> int:
     """Go on with a job that was paused, or whose process ended."""
+    if job.source.swarm:
+        from app.api.client import client_of
+
+        client = client_of(arguments.home)
+        return _follow(client, client.post("/api/jobs/resume", {"job": job.record.id}), arguments)
+
     from app.config.home import cache_folder
     from app.training import local_job
 
@@ -100,9 +112,9 @@ def train(job: Job, material: Material, plan: MachinePlan, arguments: argparse.N
     jobs, adapters = JobStore(home), AdapterStore(home)
     with jobs.hold(job.record.id), _interrupts() as interrupted:
         run = local_job.LocalRun(job, material, local_job.load_trainer(job.record, material, plan), jobs)
-        view = _StepView(run)
+        view = _StepView(run.record.steps, run.progress.step, run.progress.tokens, run.progress.seconds)
         with view:
-            run.run(view.show, lambda: interrupted() or jobs.wished(job.record.id))
+            run.run(lambda _, progress: view.show(progress), lambda: interrupted() or jobs.wished(job.record.id))
         if run.is_complete:
             folder = local_job.finish(run, adapters)
     progress = run.progress
@@ -115,6 +127,80 @@ def train(job: Job, material: Material, plan: MachinePlan, arguments: argparse.N
     loss = _losses(progress)
     print(f"The adapter {job.record.out} is finished after {progress.step} steps{loss}: {folder}")
     print(f'Use it with `shoal chat --local --model {job.source.model} --adapter {job.record.out} "…"`.')
+    return 0
+
+
+def _over_swarm(arguments: argparse.Namespace) -> int:
+    """Have the running node train over its swarm, and show how far it is."""
+    from app.api.client import client_of
+
+    for name in ("model", "device"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--{name} is for --local: a swarm trains its own model, where its members have it")
+    share, file = _validation(arguments.validation)
+    roles = _roles(arguments.targets)
+    body = {
+        "out": arguments.out,
+        "data": str(Path(arguments.data).expanduser().absolute()),
+        "validation_file": file,
+        "validation": share,
+        "targets": list(roles),
+        "rate": arguments.lr,
+        **{name: getattr(arguments, name) for name in _FIELDS},
+    }
+    client = client_of(arguments.home)
+    forecast = client.post("/api/jobs/forecast", body)
+    if arguments.dry_run:
+        return _show_forecast(forecast, as_json=arguments.json)
+    _warn_of_cuts(forecast["cut"], forecast["dropped"], arguments.length)
+    return _follow(client, client.post("/api/jobs", body), arguments)
+
+
+def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Show a job of the node until it ends or pauses; Ctrl-C pauses it."""
+    from app.training.job_store import Progress
+
+    job_id, asked = facts["job"], False
+    names = [field.name for field in dataclasses.fields(Progress)]
+    view = _StepView(facts["steps"], facts["step"], facts["tokens"], facts["seconds"])
+    shown = facts["step"]
+    with view, _interrupts() as interrupted:
+        while facts["status"] == "running":
+            if interrupted() and not asked:
+                asked = True
+                client.post("/api/jobs/pause", {"job": job_id})
+            time.sleep(_POLL_S)
+            facts = next(one for one in client.get("/api/jobs") if one["job"] == job_id)
+            if facts["step"] != shown and facts["losses"]:
+                shown = facts["step"]
+                view.show(Progress(**{name: facts[name] for name in names}))
+    if arguments.json:
+        print_json(facts)
+    elif facts["status"] == "finished":
+        loss = _losses(Progress(**{name: facts[name] for name in names}))
+        print(f"The adapter {facts['out']} is finished after {facts['step']} steps{loss}.")
+        print(f'Use it with `shoal chat --adapter {facts["out"]} "…"`.')
+    elif facts["status"] == "failed":
+        print(f"Job {job_id} failed after step {facts['step']} of {facts['steps']}: {facts['why']}")
+        print(f"`shoal jobs resume {job_id}` goes on from there.")
+    elif facts["status"] == "stopped":
+        print(f"Job {job_id} was stopped after step {facts['step']} of {facts['steps']}.")
+    else:
+        print(f"Job {job_id} is paused after step {facts['step']} of {facts['steps']}.")
+        print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` ends it.")
+    return {"finished": 0, "paused": 3}.get(facts["status"], 1)
+
+
+def _show_forecast(facts: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
+        print_json(facts)
+        return 0
+    print(
+        f"{facts['records']} records, {facts['tokens_per_epoch']} tokens that count, {facts['steps']} steps through "
+        f"{len(facts['route'])} members:"
+    )
+    for hop in facts["route"]:
+        print(f"  blocks {hop['start']}:{hop['stop']}  {hop['peer']}")
     return 0
 
 
@@ -153,17 +239,17 @@ def _losses(progress: Progress) -> str:
 
 def _wish(arguments: argparse.Namespace) -> TrainingWish:
     from app.training.job_store import JobSource
-    from app.training.local_job import TrainingWish
+    from app.training.material import TrainingWish
     from app.training.record import checked_name
-    from engine.budget import ADAPTER_ROLES
     from engine.training.adapters import AdapterSettings
 
-    names = ADAPTER_ROLES if arguments.targets == "all" else tuple(filter(None, arguments.targets.split(",")))
+    names = _roles(arguments.targets)
     settings = AdapterSettings(arguments.rank, arguments.alpha, names, arguments.dropout, arguments.seed)
     if not 0 < arguments.lr < float("inf"):
         raise AppError(f"the learning rate must be a positive number, not {arguments.lr}")
     share, file = _validation(arguments.validation)
-    model = arguments.model if not Path(arguments.model).exists() else str(Path(arguments.model).absolute())
+    model = arguments.model or "starter"
+    model = model if not Path(model).exists() else str(Path(model).absolute())
     source = JobSource(model, str(Path(arguments.data).expanduser().absolute()), file)
     return TrainingWish(
         out=checked_name(arguments.out),
@@ -178,6 +264,13 @@ def _wish(arguments: argparse.Namespace) -> TrainingWish:
     )
 
 
+def _roles(text: str) -> tuple[str, ...]:
+    """Parse the targets; unknown ones are refused later."""
+    from engine.budget import ADAPTER_ROLES
+
+    return ADAPTER_ROLES if text == "all" else tuple(filter(None, text.split(",")))
+
+
 def _validation(text: str) -> tuple[float, str | None]:
     """Parse a share of the records, or the name of a file."""
     try:
@@ -189,11 +282,10 @@ def _validation(text: str) -> tuple[float, str | None]:
     return share, None
 
 
-def _warn_of_cuts(material: Material, length: int) -> None:
-    data = material.trained
-    if data.cut:
-        words = f"{data.cut} records are longer than {length} tokens and are cut"
-        words += f"; {data.dropped} of them have no answer left" if data.dropped else ""
+def _warn_of_cuts(cut: int, dropped: int, length: int) -> None:
+    if cut:
+        words = f"{cut} records are longer than {length} tokens and are cut"
+        words += f"; {dropped} of them have no answer left" if dropped else ""
         print(f"shoal: {words}: a larger --length keeps them whole", file=sys.stderr)
 
 
@@ -222,8 +314,8 @@ def _show_plan(steps: int, material: Material, plan: MachinePlan, *, as_json: bo
 class _StepView:
     """Shows each step: on a terminal in one line that is drawn again, else a few lines in all."""
 
-    def __init__(self, run: LocalRun) -> None:
-        self._steps, self._begun = run.record.steps, run.progress
+    def __init__(self, steps: int, step: int, tokens: int, seconds: float) -> None:
+        self._steps, self._begun = steps, (step, tokens, seconds)
         self._terminal = sys.stderr.isatty()
         self._drawn_at, self._line_due = float("-inf"), 0
         self._open = False
@@ -235,17 +327,18 @@ class _StepView:
         if self._open:
             print(file=sys.stderr)
 
-    def show(self, result: StepResult, progress: Progress) -> None:
-        """Show a step if it is due."""
-        last = result.version == self._steps
+    def show(self, progress: Progress) -> None:
+        """Show the latest step if it is due."""
+        step, last = progress.step, progress.step == self._steps
         now = time.monotonic()
-        if not last and (now - self._drawn_at < _REDRAW_S if self._terminal else result.version < self._line_due):
+        if not last and (now - self._drawn_at < _REDRAW_S if self._terminal else step < self._line_due):
             return
-        self._drawn_at, self._line_due = now, result.version + max(1, self._steps // _LINES)
-        seconds = progress.seconds - self._begun.seconds
-        rate = (progress.tokens - self._begun.tokens) / seconds if seconds else 0.0
-        left_s = seconds / max(1, result.version - self._begun.step) * (self._steps - result.version)
-        words = f"step {result.version} of {self._steps}, loss {result.loss:.3f}, {rate:.0f} tokens/s"
+        self._drawn_at, self._line_due = now, step + max(1, self._steps // _LINES)
+        begun, tokens, seconds = self._begun
+        seconds = progress.seconds - seconds
+        rate = (progress.tokens - tokens) / seconds if seconds > 0 else 0.0
+        left_s = seconds / max(1, step - begun) * (self._steps - step)
+        words = f"step {step} of {self._steps}, loss {progress.losses[-1]:.3f}, {rate:.0f} tokens/s"
         words += "" if last else f", {_duration(left_s)} left"
         print(f"\r{words}\x1b[K" if self._terminal else words, end="" if self._terminal else "\n", file=sys.stderr)
         sys.stderr.flush()

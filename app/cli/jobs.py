@@ -46,12 +46,9 @@ def run_jobs(arguments: argparse.Namespace) -> int:
 def _end(jobs: JobStore, job: Job, action: str, *, as_json: bool) -> int:
     """Pause or stop a job, whether or not a process runs it."""
     job_id = job.record.id
-    if jobs.is_running(job_id):
-        jobs.wish(job_id, "stop" if action == "stop" else "pause")
+    if jobs.end(job, "stop" if action == "stop" else "pause"):
         words = f"Job {job_id} will {action} after the step that it is at."
     elif action == "stop":
-        jobs.save_progress(job_id, dataclasses.replace(job.progress, status="stopped"))
-        jobs.remove_state(job_id)
         words = f"Job {job_id} is stopped, and what it had learned is removed."
     else:
         words = f"Job {job_id} is not running: `shoal jobs resume {job_id}` goes on with it."
@@ -72,19 +69,20 @@ def _list(jobs: JobStore, *, as_json: bool) -> int:
         record, progress = job.record, job.progress
         print(f"{record.id}  {record.out}: {progress.status}, step {progress.step} of {record.steps}{loss}")
     if not found:
-        print("There are no jobs. `shoal finetune --local --data FILE --out NAME` starts one.")
+        print("There are no jobs. `shoal finetune --data FILE --out NAME` starts one.")
     return 0
 
 
 def _show(job: Job, *, as_json: bool) -> int:
-    facts = _facts(job) | {"record": dataclasses.asdict(job.record), "losses": job.progress.losses}
+    facts = _facts(job) | {"record": dataclasses.asdict(job.record)}
     if as_json:
         print_json(facts)
         return 0
     record, progress = job.record, job.progress
     print(f"job         {record.id}")
     print(f"adapter     {record.out}: rank {record.rank}, alpha {record.alpha:g}, {','.join(record.targets)}")
-    print(f"model       {job.source.model} ({record.model[:8]})")
+    where = "over the swarm" if job.source.swarm else "in one process"
+    print(f"model       {job.source.model} ({record.model[:8]}), trained {where}")
     print(f"data        {job.source.data}")
     print(f"status      {progress.status}{f': {progress.why}' if progress.why else ''}")
     print(f"steps       {progress.step} of {record.steps}, {progress.tokens} tokens in {progress.seconds:.0f} s")
@@ -96,20 +94,9 @@ def _show(job: Job, *, as_json: bool) -> int:
 
 
 def _facts(job: Job) -> dict[str, Any]:
-    progress = job.progress
-    return {
-        "job": job.record.id,
-        "out": job.record.out,
-        "model": job.record.model,
-        "status": progress.status,
-        "step": progress.step,
-        "steps": job.record.steps,
-        "loss": progress.losses[-1] if progress.losses else None,
-        "validation": progress.validation,
-        "tokens": progress.tokens,
-        "seconds": progress.seconds,
-        "why": progress.why,
-    }
+    from app.training.job_view import job_view
+
+    return dataclasses.asdict(job_view(job))
 
 
 COMMANDS = (

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import trio
 
-from app.asker.reply_service import DraftSource, ReplyService
+from app.asker.reply_service import DraftSource, ReplyService, UsableMembers
 from app.core.errors import AppError, HomeError, UnknownSwarm, first_error, reason_of
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason, because
@@ -47,6 +47,9 @@ from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
+from app.training.consent import job_routes
+from app.training.states import StateStore
+from app.training.swarm_jobs import JobPlace, SwarmJobs
 from app.weights.disk_space import DiskRoom
 from app.weights.draft_models import find_draft
 from app.weights.extents import WeightsError
@@ -81,6 +84,7 @@ class ActiveSwarm:
         self.membership: Membership | None = None
         self.hosting_loop: HostingLoop | None = None
         self.replies: ReplyService | None = None
+        self.jobs: SwarmJobs | None = None
         self.weights: ModelWeights | None = None
         self._record: SwarmRecord | None = None
         self._source_name: str | None = None  # name of the model's files on this machine
@@ -317,13 +321,31 @@ class ActiveSwarm:
                 keep_sessions=lambda: context.config().settings.keep_sessions,
             )
             await nursery.start(self.replies.run)
-            self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, context, self)
+            states = StateStore(network, context.home.training_folder, self.weights.sharing.is_member)
+            self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)
+            place = JobPlace(
+                swarm=self.swarm.id,
+                model=self.swarm.model_hash,
+                network=network,
+                ends=self.replies,
+                device=self.replies.device,
+                states=states,
+                routes=partial(job_routes, network, UsableMembers(membership), self._privacy),
+                own_server=self._train_self,
+            )
+            self.jobs = SwarmJobs(context.home, place)
+            nursery.start_soon(self.jobs.run)
             await self.hosting_loop.run()
 
     async def _serve_self(self, stream: FrameStream) -> None:
         """Serve a session that this node's own reply opens to its own blocks."""
         if self.block_host is not None:
             await self.block_host.server.attend(stream)
+
+    async def _train_self(self, stream: FrameStream) -> None:
+        """Serve a job of this node at its own blocks."""
+        if self.hosting_loop is not None and self.hosting_loop.training is not None:
+            await self.hosting_loop.training.attend(stream)
 
     def _privacy(self) -> PrivacyPreferences:
         settings = self._context.config().settings

@@ -74,13 +74,15 @@ class HostingLoop:
         membership: Membership,
         weights: ModelWeights,
         replies: ReplyService,
+        states: StateStore,
         context: NodeContext,
         observer: HostingObserver,
     ) -> None:
         self._network, self._membership, self._weights, self._replies = network, membership, weights, replies
         self._context, self._observer = context, observer
         self.block_host: BlockHost | None = None
-        self._states = StateStore(network, context.home.training_folder, weights.sharing.is_member)
+        self._states = states
+        self.training: TrainingServer | None = None
         self._limit_bytes: int | None = None  # that hosting was begun with
         self._limit_changed = trio.Event()
 
@@ -238,7 +240,7 @@ class HostingLoop:
             with trio.move_on_after(0 if blocks is not None else MEET_MEMBERS_S):
                 await self._membership.joined()
         loader = BlockLoader(self._weights, self._observer.steps)
-        training = TrainingServer(self._network, loader.device, self._states, self._training_terms)
+        self.training = training = TrainingServer(self._network, loader.device, self._states, self._training_terms)
         self.block_host = BlockHost(
             self._network,
             self._membership,

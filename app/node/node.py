@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import trio
 
@@ -70,6 +70,9 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.joining.offers import Machine
+    from app.training.job_view import JobView
+    from app.training.material import TrainingWish
+    from app.training.swarm_jobs import JobForecast, SwarmJobs
 
 READY = ("serving", "client", "paused")
 MEET_S = 5.0  # to reach a member that an invite names, before its swarm is described without it
@@ -77,6 +80,7 @@ MEET_AGAIN_S = 0.3
 TICK_S = 2.0  # between two updates of figures that change without an event
 NO_SWARM = because("no_swarm", "not in a swarm")
 
+NO_SWARM_TEXT = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
 log = logging.getLogger("shoal.node")
 
 
@@ -415,10 +419,45 @@ class Node:
         """Return the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.replies is None:
-            text = "this node has not joined a swarm yet: join one with `shoal join`, or wait until it has joined"
-            raise AppError(text, code="no_swarm")
+            raise AppError(NO_SWARM_TEXT, code="no_swarm")
         self._upkeep.use()
         return active_swarm.replies.reply(request)
+
+    def _swarm_jobs(self) -> SwarmJobs:
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is None or active_swarm.jobs is None:
+            raise AppError(NO_SWARM_TEXT, code="no_swarm")
+        return active_swarm.jobs
+
+    async def jobs(self) -> list[JobView]:
+        """List the fine-tuning jobs of this home, the newest first."""
+        from app.training.job_store import JobStore
+        from app.training.job_view import job_view
+
+        active_swarm = self._network_owner.active_swarm
+        running = {} if active_swarm is None or active_swarm.jobs is None else active_swarm.jobs.running
+        found = await trio.to_thread.run_sync(JobStore(self._home).all)
+        return [job_view(job, running.get(job.record.id)) for job in found]
+
+    async def start_job(self, wish: TrainingWish) -> JobView:
+        """Begin a fine-tuning job over the active swarm."""
+        jobs = self._swarm_jobs()
+        return await self._job((await jobs.start(wish)).record.id)
+
+    async def forecast_job(self, wish: TrainingWish) -> JobForecast:
+        """Say what a fine-tuning job over the active swarm would be."""
+        return await self._swarm_jobs().forecast(wish)
+
+    async def resume_job(self, job: str) -> JobView:
+        """Go on with a paused or failed job of the active swarm."""
+        return await self._job((await self._swarm_jobs().resume(job)).record.id)
+
+    async def end_job(self, job: str, wish: Literal["pause", "stop"]) -> JobView:
+        """Pause or stop a job after the step that it is at."""
+        return await self._job(self._swarm_jobs().ask(job, wish).record.id)
+
+    async def _job(self, job_id: str) -> JobView:
+        return next(job for job in await self.jobs() if job.job == job_id)
 
     def config(self) -> Config:
         """Return the settings in force."""

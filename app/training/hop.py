@@ -78,6 +78,7 @@ class JobBlocks(Protocol):
     def data(self, rows: Any, dtype: str) -> bytes: ...
     def forward(self, block: int, number: int, rows: Any, sequences: int) -> Any: ...
     def backward(self, block: int, number: int, rows: Any, counts: bool) -> Any: ...
+    def evaluate(self, block: int, rows: Any, sequences: int) -> Any: ...
     def discard(self, number: int) -> None: ...
     def clear(self) -> None: ...
     def squared_norms(self) -> list[float]: ...
@@ -315,6 +316,7 @@ class TrainingServer:
             Kind.OPEN: self._open,
             Kind.FORWARD: self._forward,
             Kind.BACK: self._back,
+            Kind.EVALUATE: self._evaluate,
             Kind.TALLY: self._tally,
             Kind.STEP: self._step,
             Kind.COMMIT: self._commit,
@@ -402,6 +404,23 @@ class TrainingServer:
             raise
         await self._send(job, job.ledger.order.predecessor, frame, one, data)
 
+    async def _evaluate(self, job: HopJob, sender: str, frame: Frame) -> None:
+        one, blocks = pass_of(frame), self._blocks(job)
+        verdict = job.ledger.evaluate(sender, frame.epoch, one)
+        if verdict is not PassVerdict.RUN:
+            job.dropped[verdict.value] += 1
+            return
+        try:
+            await self._admit(job, frame)
+        except _Rejected as rejected:
+            await self._reject(job, frame, rejected)
+            return
+        rows = await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
+        for block in job.span.blocks():
+            rows = await self._device.run_later(blocks.evaluate, block, rows, sequences_of(frame))
+        data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
+        await self._send(job, job.ledger.order.successor, frame, one, data)
+
     async def _admit(self, job: HopJob, frame: Frame) -> None:
         """Check what a peer sent before it is computed with; raises `_Rejected`."""
         if frame.width != self._blocks(job).hidden_size:
@@ -412,7 +431,7 @@ class TrainingServer:
 
     async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
         job.dropped[rejected.why] += 1
-        way = "forward" if frame.kind == Kind.FORWARD else "back"
+        way = "back" if frame.kind == Kind.BACK else "forward"
         await self._trouble(job, HopError("input", str(rejected), way))
 
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:

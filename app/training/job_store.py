@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +51,8 @@ class JobSource:
     model: str
     data: str
     validation_file: str | None = None
+    swarm: str = ""  # id of the swarm that trains it; empty: one process does
+    wire: str = "auto"  # number format between the hops
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,27 @@ class JobStore:
             return (self.folder(job_id) / "wish").read_text("ascii", "replace")[:16]
         return ""
 
+    def end(self, job: Job, wish: Literal["pause", "stop"]) -> bool:
+        """Ask the process that runs a job to pause or stop it; without one, a job is stopped here. True if it runs."""
+        job_id = job.record.id
+        if self.is_running(job_id):
+            self.wish(job_id, wish)
+            return True
+        if wish == "stop":
+            self.save_progress(job_id, replace(job.progress, status="stopped"))
+            self.remove_state(job_id)
+        return False
+
+    def interrupted(self, swarm: str) -> list[Job]:
+        """Jobs of a swarm that ran when their process ended."""
+        return [
+            job
+            for job in self.all()
+            if job.source.swarm == swarm
+            and not self.is_running(job.record.id)
+            and self._progress(self.folder(job.record.id)).status == "running"
+        ]
+
     def save_progress(self, job_id: str, progress: Progress) -> None:
         """Write how far a job is."""
         write_private(self.folder(job_id) / "progress.json", json.dumps(asdict(progress)).encode(), durable=False)
@@ -156,16 +179,24 @@ class JobStore:
         try:
             record = decode_record((folder / "record.json").read_bytes())
             fields = decode_object((folder / "source.json").read_bytes(), "source.json", max_bytes=_MAX_SOURCE_BYTES)
-            raw = (folder / "progress.json").read_bytes()
-            progress = _progress(decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES))
+            progress = self._progress(folder)
         except OSError as error:
             raise RecordError(f"the job in {folder} cannot be read: {error.strerror or error}") from error
         if progress.status == "running" and not self.is_running(record.id):
-            progress = Progress(**{**asdict(progress), "status": "paused"})  # its process was killed
+            progress = replace(progress, status="paused")  # its process was killed
         source = JobSource(
-            fields.text("model", 4096), fields.text("data", 4096), fields.optional_text("validation_file", 4096)
+            fields.text("model", 4096),
+            fields.text("data", 4096),
+            fields.optional_text("validation_file", 4096),
+            fields.optional_text("swarm", 128) or "",
+            fields.optional_text("wire", 16) or "auto",
         )
         return Job(record, source, progress)
+
+    def _progress(self, folder: Path) -> Progress:
+        """Return the progress as it was written; raises `OSError` or `RecordError`."""
+        raw = (folder / "progress.json").read_bytes()
+        return _progress(decode_object(raw, "progress.json", max_bytes=_MAX_PROGRESS_BYTES))
 
 
 def _progress(fields: Fields) -> Progress:

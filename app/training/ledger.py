@@ -64,6 +64,10 @@ class JobLedger:
         self._forward[one.number] = self._held[one.number] = one.attempt  # an earlier attempt will not come back
         return PassVerdict.RUN
 
+    def evaluate(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
+        """Judge an EVALUATE frame; `RUN` accepts it. Nothing is kept of it, so it may come twice."""
+        return self._judge(sender, self.order.predecessor, epoch, one)
+
     def back(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
         """Judge a BACK frame; `RUN` accepts it."""
         verdict = self._judge(sender, self.order.successor, epoch, one)

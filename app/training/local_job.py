@@ -6,13 +6,11 @@ which records it takes: a job that goes on computes what it would have computed 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -20,18 +18,8 @@ from app.core.errors import AppError
 from app.core.units import format_size
 from app.manifest.importing import hash_source
 from app.training.adapter_store import AdapterStore
-from app.training.dataset import (
-    Dataset,
-    Example,
-    grouped,
-    read_records,
-    split,
-    step_batches,
-    steps_per_epoch,
-    tokenised,
-    tokens_before,
-)
 from app.training.job_store import ENDED, MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
+from app.training.material import DataTerms, Material, adapter_settings, back_at, read_material, require_unchanged
 from app.training.record import JobRecord
 from engine.budget import (
     TrainingBudget,
@@ -48,18 +36,13 @@ from engine.errors import EngineError, NotFinite
 from engine.model.block import WeightOptions
 from engine.model.ends import load_ends
 from engine.model.span import SpanOptions, load_span
-from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
-from engine.text.prompt import ModelText
-from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
-from engine.training.local_trainer import LocalTrainer, MicroBatch, StepResult, micro_batch
+from engine.training.local_trainer import LocalTrainer, StepResult
 from engine.training.optimiser import Schedule
 from engine.training.peft_format import Adapter, peft_files
 from engine.training.span import TrainedSpan
 
-ROWS = 1024  # of a micro-batch, unless one sequence is longer
-CLIP = 1.0
 _SAVED_SHARE = 0.04  # of the time is spent on saving the state, at most
 _SAVED_EVERY_S = 30.0  # and not more often than this
 _TOLD_EVERY_S = 2.0  # how often `shoal jobs` can see that a job moves
@@ -67,63 +50,10 @@ _TOLD_EVERY_S = 2.0  # how often `shoal jobs` can see that a job moves
 LoadProgress = Callable[[int, int], None]  # (done, in all)
 
 
-@dataclass(frozen=True)
-class TrainingWish:
-    """A job as the user asks for it."""
-
-    out: str
-    source: JobSource
-    adapter: AdapterSettings
-    epochs: int
-    batch: int
-    length: int
-    rate: float
-    validation: float  # share of the data, if there is no validation file
-    device: str | None = None
-
-    @property
-    def seed(self) -> int:
-        """The seed of the adapter, of the order of the records and of the choice of those to validate with."""
-        return self.adapter.seed
-
-
-@dataclass(frozen=True)
-class Material:
-    """What a job is made of: the model, its hash, and the data as sequences."""
-
-    source: ModelSource
-    model: str
-    data: str
-    trained: Dataset
-    held: Dataset  # to validate with; may be empty
-
-
-class DataTerms(Protocol):
-    """How the data is cut and divided; both a wish and a record have it."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def validation(self) -> float: ...
-    @property
-    def seed(self) -> int: ...
-
-
-def gather(wish: JobSource, terms: DataTerms, cache: Path, progress: LoadProgress) -> Material:
+def gather(files: JobSource, terms: DataTerms, cache: Path, progress: LoadProgress) -> Material:
     """Open the model and read the data; raises `DataError` or `EngineError` for what cannot be used."""
-    length = terms.length
-    records = read_records(Path(wish.data))
-    digest = hashlib.sha256(Path(wish.data).read_bytes())
-    source = open_source(wish.model, cache, progress)
-    if length > source.config.context_length:
-        raise AppError(f"--length {length} is more than the model's context of {source.config.context_length}")
-    text = ModelText(source)
-    trained = tokenised(records, text, length)
-    if wish.validation_file is not None:
-        held = tokenised(read_records(Path(wish.validation_file)), text, length)
-        digest.update(Path(wish.validation_file).read_bytes())
-    else:
-        trained, held = split(trained, terms.validation, terms.seed)
+    source = open_source(files.model, cache, progress)
+    material = read_material(source, "", files, terms)
     total, done = sum(entry.length for part in source.parts.values() for entry in part), 0
 
     def count(read: int) -> None:
@@ -131,33 +61,7 @@ def gather(wish: JobSource, terms: DataTerms, cache: Path, progress: LoadProgres
         done += read
         progress(min(done, total), total)
 
-    return Material(source, hash_source(source, count).manifest.hash, digest.hexdigest(), trained, held)
-
-
-def new_record(wish: TrainingWish, material: Material) -> JobRecord:
-    """Return the record of a new job."""
-    Schedule(wish.rate, 1)  # raises for a rate that is none
-    steps = wish.epochs * steps_per_epoch(len(material.trained.examples), wish.batch)
-    return JobRecord(
-        out=wish.out,
-        model=material.model,
-        data=material.data,
-        rank=wish.adapter.rank,
-        alpha=wish.adapter.alpha,
-        targets=wish.adapter.targets,
-        dropout=wish.adapter.dropout,
-        epochs=wish.epochs,
-        batch=wish.batch,
-        length=wish.length,
-        rows=max(ROWS, wish.length),
-        rate=wish.rate,
-        steps=steps,
-        warm_up=steps // 20,
-        clip=CLIP,
-        validation=wish.validation,
-        seed=wish.adapter.seed,
-        created_ms=time.time_ns() // 10**6,
-    )
+    return replace(material, model=hash_source(source, count).manifest.hash)
 
 
 @dataclass(frozen=True)
@@ -199,12 +103,11 @@ def load_trainer(record: JobRecord, material: Material, plan: MachinePlan) -> Lo
     """Load the model and draw the adapters of a job."""
     source = material.source
     options = SpanOptions(torch.device(plan.device.id), plan.dtype)
-    settings = AdapterSettings(record.rank, record.alpha, record.targets, record.dropout, record.seed)
     blocks = load_span(source, 0, source.config.n_blocks, options).blocks
     span = TrainedSpan(
         source.config,
         blocks,
-        settings,
+        adapter_settings(record),
         WeightOptions(options.device, options.dtype),
         input_bytes=plan.budget.input_bytes,
         graph_bytes=plan.budget.graph_bytes,
@@ -213,45 +116,16 @@ def load_trainer(record: JobRecord, material: Material, plan: MachinePlan) -> Lo
     return LocalTrainer(ends, [span], Schedule(record.rate, record.steps, record.warm_up), record.clip)
 
 
-def start(wish: TrainingWish, material: Material, jobs: JobStore, adapters: AdapterStore) -> Job:
-    """Write a new job; raises `AppError` if its name is taken by an adapter or by a job that has not ended."""
-    adapters.require_free(wish.out)
-    for job in jobs.all():
-        if job.record.out == wish.out and job.progress.status not in ENDED:
-            raise AppError(
-                f"job {job.record.id} makes an adapter named {wish.out} already: go on with `shoal jobs resume "
-                f"{job.record.id}`, end it with `shoal jobs stop {job.record.id}`, or choose another name"
-            )
-    return jobs.create(new_record(wish, material), wish.source)
-
-
 class LocalRun:
     """Runs a job until it is finished, or until it is asked to pause or to stop."""
 
     def __init__(self, job: Job, material: Material, trainer: LocalTrainer, jobs: JobStore) -> None:
-        if (material.model, material.data) != (job.record.model, job.record.data):
-            what = "model" if material.model != job.record.model else "data"
-            raise AppError(
-                f"the {what} of job {job.record.id} has changed since it began, so it cannot go on: "
-                "start a new one with `shoal finetune`"
-            )
+        require_unchanged(job, material)
         self.record, self._material, self._trainer, self._jobs = job.record, material, trainer, jobs
-        self.progress = job.progress
         states = jobs.load_state(job.record.id)
         if states is not None:
             trainer.load(states)
-        step = trainer.version
-        # Progress may be newer than the state, if the process was killed between two snapshots.
-        ahead = job.progress.step - step
-        self.progress = replace(
-            job.progress,
-            status="running",
-            step=step,
-            tokens=tokens_before(material.trained, step, batch=job.record.batch, seed=job.record.seed),
-            why="",
-            losses=job.progress.losses[: len(job.progress.losses) - ahead] if ahead > 0 else job.progress.losses,
-            validation=tuple(pair for pair in job.progress.validation if pair[0] <= step),
-        )
+        self.progress = back_at(trainer.version, job, material)
 
     def run(self, on_step: Callable[[StepResult, Progress], None], asked: Callable[[], str]) -> Progress:
         """Train; `asked` is called before each step and may return `pause` or `stop`.
@@ -308,11 +182,8 @@ class LocalRun:
     def _step(self) -> tuple[StepResult, float]:
         began = time.perf_counter()
         record = self.record
-        groups = step_batches(
-            self._material.trained, self.progress.step, batch=record.batch, seed=record.seed, rows=record.rows
-        )
         try:
-            result = self._trainer.step([_batch(group) for group in groups])
+            result = self._trainer.step(self._material.step(record, self.progress.step))
         except NotFinite as error:
             raise NotFinite(
                 f"the loss is not finite after step {self.progress.step}, so job {record.id} stopped there: "
@@ -322,11 +193,10 @@ class LocalRun:
 
     def _validate(self, *, at_start: bool = False) -> None:
         """Compute the loss on data that is not trained on, before the first step and after each epoch."""
-        held, step = self._material.held.examples, self.progress.step
-        per_epoch = steps_per_epoch(len(self._material.trained.examples), self.record.batch)
-        due = step == 0 if at_start else step % per_epoch == 0
-        if held and due and (not self.progress.validation or self.progress.validation[-1][0] != step):
-            loss = self._trainer.loss(_batches(held, self.record.rows))
+        step, record = self.progress.step, self.record
+        due = (step == 0 or not at_start) and self._material.validates_at(record, step)
+        if due and (not self.progress.validation or self.progress.validation[-1][0] != step):
+            loss = self._trainer.loss(self._material.validation(record))
             if math.isfinite(loss):
                 self.progress = replace(self.progress, validation=(*self.progress.validation, (step, loss)))
 
@@ -349,11 +219,3 @@ def finish(run: LocalRun, adapters: AdapterStore) -> Path:
     folder = adapters.save(run.record.out, run.files())
     run.save("finished")
     return folder
-
-
-def _batch(group: Sequence[Example]) -> MicroBatch:
-    return micro_batch([(example.token_ids, example.counted) for example in group])
-
-
-def _batches(examples: Sequence[Example], rows: int) -> Iterator[MicroBatch]:
-    return (_batch(group) for group in grouped(examples, rows))

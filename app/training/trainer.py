@@ -81,6 +81,7 @@ class JobEnds(Protocol):
     def counted(self, batches: Sequence[Any]) -> int: ...
     def embed(self, batch: Any, wire: str) -> bytes: ...
     def loss(self, batch: Any, hidden: memoryview, dtype: str, wire: str) -> BatchLoss: ...
+    def validation_loss(self, batch: Any, hidden: memoryview, dtype: str) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,22 @@ class JobTerms:
     order: JobOrder  # span, neighbours, states and holders are filled in for each hop
     rate_of: Callable[[int], float]
     clip: float | None = 1.0
-    snapshot_every: int = 10  # steps
+    snapshot_every: int = 10  # steps, at least
+    snapshot_share: float = 1.0  # of the time that snapshots may take
+
+
+async def _ignore(snapshot: Snapshot) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class JobHooks:
+    """What else a run does; validation data is asked for before the first step and after each."""
+
+    asked_to_leave: Callable[[], bool] = lambda: False  # before each step: True ends the run at a snapshot
+    validation: Callable[[int], Sequence[Any]] = lambda version: ()  # micro-batches to validate with now
+    on_validation: Callable[[int, float], None] = lambda version, loss: None  # (version, mean loss)
+    on_snapshot: Callable[[Snapshot], Awaitable[None]] = _ignore
 
 
 @dataclass(frozen=True)
@@ -187,17 +203,27 @@ class SwarmTrainer:
         self._refused: set[str] = set()
         self._refusals: dict[str, str] = {}  # why
         self._failed: dict[str, float] = {}  # peer -> when; not used again for a while
+        self._hooks = JobHooks()
+        self._snapshot_at = 0.0
+        self._snapshot_s = 0.0  # that the last one took
 
     async def run(
-        self, steps: int, batches: Callable[[int], Sequence[Any]], on_step: Callable[[StepDone], None]
+        self,
+        steps: int,
+        batches: Callable[[int], Sequence[Any]],
+        on_step: Callable[[StepDone], None],
+        hooks: JobHooks | None = None,
     ) -> None:
-        """Train until `steps` steps are committed; `batches` gives the micro-batches of each step, from 0.
+        """Train until `steps` steps are committed, or `hooks` end the run; `batches` gives a step's micro-batches.
 
         `on_step` is called for each committed step, again for steps that are repeated after a hop was lost. At the end
         the states of all blocks are in `snapshot`. Raises `TrainingStopped` or `NoRoute`.
         """
+        self._hooks = hooks = hooks or JobHooks()
         failures = 0
         while self.version < steps or self.snapshot.version < steps:
+            if self.version == self.snapshot.version and hooks.asked_to_leave():
+                return
             begun = self.version
             try:
                 await self._run_epoch(steps, batches, on_step)
@@ -243,17 +269,39 @@ class SwarmTrainer:
             epoch = _Epoch(self, self.figures.epochs, nursery)
             try:
                 await epoch.open(self.route)
-                while self.version < steps:
+                self._snapshot_at = trio.current_time()
+                await self._validate(epoch)
+                while self.version < steps and not self._hooks.asked_to_leave():
                     on_step(await epoch.step(batches(self.version)))
                     self.version += 1
-                    if self.version % self._terms.snapshot_every == 0 or self.version == steps:
-                        self.snapshot = await epoch.take_snapshot()
+                    await self._validate(epoch)
+                    if self._snapshot_is_due or self.version == steps:
+                        await self._take_snapshot(epoch)
+                if self.snapshot.version < self.version:
+                    await self._take_snapshot(epoch)
                 await epoch.close()
             except Exception as error:
                 failure = error  # raised below, outside of the nursery, which would wrap it
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _validate(self, epoch: _Epoch) -> None:
+        batches = self._hooks.validation(self.version)
+        if batches:
+            self._hooks.on_validation(self.version, await epoch.evaluate(batches))
+
+    @property
+    def _snapshot_is_due(self) -> bool:
+        passed = self.version - self.snapshot.version >= self._terms.snapshot_every
+        return passed and self._snapshot_s <= self._terms.snapshot_share * (trio.current_time() - self._snapshot_at)
+
+    async def _take_snapshot(self, epoch: _Epoch) -> None:
+        begun = trio.current_time()
+        self.snapshot = await epoch.take_snapshot()
+        await self._hooks.on_snapshot(self.snapshot)
+        self._snapshot_at = trio.current_time()
+        self._snapshot_s = self._snapshot_at - begun
 
     async def _find_route(self) -> Route:
         """Return a route without hops that refused or failed; after a while those that failed are tried again."""
@@ -483,16 +531,14 @@ class _Epoch:
             if frame.kind not in PASSES or frame.position != version:
                 continue
             one = pass_of(frame)
-            step = 1 if frame.kind == Kind.FORWARD else -1
-            if 0 <= index + step < len(self._links):
-                await self._pass_on(index + step, frame)
-            elif one.number < len(batches) and self._is_sound(index, frame, batches[one.number]):
-                await self._on_pass(progress, frame, one, batches[one.number])
+            if not await self._is_passed_on(index, frame) and one.number < len(batches):
+                if self._is_sound(index, frame, batches[one.number]):
+                    await self._on_pass(progress, frame, one, batches[one.number])
 
     async def _on_pass(self, progress: StepProgress, frame: Frame, one: Pass, batch: Any) -> None:
         if frame.kind == Kind.BACK:
             progress.came_back(one.number, one.attempt)
-        elif progress.reached_end(one.number, one.attempt):
+        elif frame.kind == Kind.FORWARD and progress.reached_end(one.number, one.attempt):
             wire, dtype = self._terms.order.wire, DTYPE_NAMES[frame.dtype]
             try:
                 found = await self._owner._device.run_later(self._ends.loss, batch, frame.body, dtype, wire)
@@ -509,6 +555,38 @@ class _Epoch:
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)
         await self._links[index].outbox.push(OutboundFrame((head, data), Priority.BULK))
+
+    async def evaluate(self, batches: Sequence[Any]) -> float:
+        """Return the mean loss of micro-batches that are not trained on; raises `HopLost` or `TrainingStopped`."""
+        version, wire = self._owner.version, self._terms.order.wire
+        progress = StepProgress(len(batches), len(self._links) + 1)
+        while not progress.is_back:
+            for number, attempt in progress.start():
+                data = await self._owner._device.run_later(self._ends.embed, batches[number], wire)
+                await self._send_pass(Kind.EVALUATE, 0, Pass(version, number, attempt), batches[number], data)
+            came = await self._next()
+            if came is None:
+                self._run_again(progress)
+                continue
+            index, frame = came
+            if frame.kind != Kind.EVALUATE or frame.position != version or await self._is_passed_on(index, frame):
+                continue
+            one = pass_of(frame)
+            if one.number < len(batches) and self._is_sound(index, frame, batches[one.number]):
+                if progress.reached_end(one.number, one.attempt):
+                    batch, dtype = batches[one.number], DTYPE_NAMES[frame.dtype]
+                    loss = await self._owner._device.run_later(self._ends.validation_loss, batch, frame.body, dtype)
+                    progress.losses[one.number] = loss
+                    progress.came_back(one.number, one.attempt)
+        return math.fsum(progress.losses.values()) / max(1, self._ends.counted(batches))
+
+    async def _is_passed_on(self, index: int, frame: Frame) -> bool:
+        """Send a frame to the neighbour that its hop cannot reach; False if it is meant for the owner."""
+        target = index + (-1 if frame.kind == Kind.BACK else 1)
+        if not 0 <= target < len(self._links):
+            return False
+        await self._pass_on(target, frame)
+        return True
 
     async def _pass_on(self, index: int, frame: Frame) -> None:
         """Send a hop's frame to a neighbour that the hop cannot reach."""

@@ -3,17 +3,18 @@
     session   the job's run, made by its owner (`new_session_id`)
     epoch     raised only by the owner, at each change of the route or return to an earlier version
     position  the version that the frame is about: the number of steps done
-    revision  of FORWARD and BACK: 16 times the micro-batch's number within the step, plus the attempt
-    rows      of FORWARD and BACK: tokens of one sequence; the body holds whole sequences of this length
+    revision  of FORWARD, BACK and EVALUATE: 16 times the micro-batch's number within the step, plus the attempt
+    rows      of the same: tokens of one sequence; the body holds whole sequences of this length
 
 The owner (A) opens one stream to each hop (H) and sends its orders on it. A hop opens a stream to its neighbours and
-sends FORWARD to the next one and BACK to the one before; where it cannot reach a neighbour it sends them to the owner,
-who passes them on. The last hop sends FORWARD and the first one BACK to the owner.
+sends FORWARD and EVALUATE to the next one and BACK to the one before; where it cannot reach a neighbour it sends them
+to the owner, who passes them on. The last hop sends FORWARD and EVALUATE, and the first one BACK, to the owner.
 
     OPEN      A>H  a JSON object (`JobOrder`): begin an epoch; what the hop has counted before is dropped
     READY     H>A  the epoch has begun, all blocks are at this version
     FORWARD   any  hidden states of a micro-batch
     BACK      any  the gradient of the loss by hidden states of a micro-batch, the other way
+    EVALUATE  any  hidden states of data that is not trained on: as FORWARD, but nothing is kept or counted
     TALLY     A>H  ask what the sums of this version contain
     TALLY     H>A  a JSON object (`Tally`)
     STEP      A>H  a JSON object (`StepOrder`): make the next version beside the current one
@@ -87,10 +88,11 @@ class Kind(IntEnum):
     PROBE = 11
     STATE = 12
     TROUBLE = 13
+    EVALUATE = 14
 
 
 _KINDS = frozenset(Kind)
-PASSES = (Kind.FORWARD, Kind.BACK)
+PASSES = (Kind.FORWARD, Kind.BACK, Kind.EVALUATE)
 _WITH_JSON = (Kind.OPEN, Kind.TALLY, Kind.STEP, Kind.SNAPSHOT, Kind.KEEP, Kind.TROUBLE)
 
 

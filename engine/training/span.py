@@ -269,13 +269,13 @@ class TrainedSpan:
         """
         if set(states) != set(self.blocks):
             raise TrainingError(f"states of blocks {sorted(states)} do not make blocks {self.start}:{self.stop}")
-        unpacked = [_unpack(states[index], self._at(index).state) for index in self.blocks]
+        unpacked = [unpack_state(states[index], self._at(index).state.values.numel()) for index in self.blocks]
         if len({version for version, _ in unpacked}) != 1:
             raise TrainingError("the states of the blocks are of different versions")
         self._passes.clear()
         self.version = unpacked[0][0]
         for each, (_, state) in zip(self._blocks, unpacked, strict=True):
-            each.set_state(state)
+            each.set_state(Moments(*(vector.to(each.sums.device) for vector in state)))
 
     def values(self, block: int) -> Tensor:
         """A copy of the current weights of a block's adapter, on the CPU."""
@@ -387,9 +387,11 @@ def _pack(version: int, state: Moments) -> bytes:
     return _MAGIC + version.to_bytes(8, "little") + state.values.numel().to_bytes(8, "little") + b"".join(vectors)
 
 
-def _unpack(data: bytes, like: Moments) -> tuple[int, Moments]:
-    """Return the version and the state in these bytes; raises `TrainingError` unless they fit a state `like` this."""
-    count = like.values.numel()
+def unpack_state(data: bytes, count: int) -> tuple[int, Moments]:
+    """Return the version and the state, on the CPU, in the bytes of a block whose adapter has `count` weights.
+
+    Raises `TrainingError` if they are not such a state.
+    """
     header = len(_MAGIC) + 16
     if len(data) != header + 12 * count or data[: len(_MAGIC)] != _MAGIC:
         raise TrainingError(f"{len(data)} bytes are not the state of an adapter of {count} weights a block")
@@ -397,5 +399,4 @@ def _unpack(data: bytes, like: Moments) -> tuple[int, Moments]:
     numbers = torch.frombuffer(bytearray(data[header:]), dtype=torch.float32)
     if held != count or not bool(torch.isfinite(numbers).all()):
         raise TrainingError("the state of an adapter is damaged")
-    values, first, second = (part.clone().to(like.values.device) for part in numbers.split(count))
-    return version, Moments(values, first, second)
+    return version, Moments(*(part.clone() for part in numbers.split(count)))

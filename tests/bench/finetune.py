@@ -29,6 +29,7 @@ from app.config.home import Home, cache_folder
 from app.training import local_job
 from app.training.adapter_store import AdapterStore
 from app.training.job_store import JobSource, JobStore
+from app.training.material import TrainingWish, start
 from engine.budget import FLOAT32, TrainingTask, loss_bytes, plan_training
 from engine.local_model import load_local, local_options
 from engine.model.ends import EmbeddingAndHead
@@ -228,10 +229,10 @@ def facts() -> dict[str, float]:
 
 def _trained(path: Path, home: Home) -> local_job.LocalRun:
     source = JobSource("starter", str(path / "facts.jsonl"))
-    wish = local_job.TrainingWish("facts", source, AdapterSettings(RANK), 12, 5, 64, 1e-3, 0.0, "cpu")
+    wish = TrainingWish("facts", source, AdapterSettings(RANK), 12, 5, 64, 1e-3, 0.0, "cpu")
     material = local_job.gather(source, wish, cache_folder(), lambda done, total: None)
     jobs, adapters = JobStore(home), AdapterStore(home)
-    job = local_job.start(wish, material, jobs, adapters)
+    job = start(wish, material, jobs, adapters)
     plan = local_job.plan_machine(job.record, material, wish.device)
     run = local_job.LocalRun(job, material, local_job.load_trainer(job.record, material, plan), jobs)
     run.run(lambda result, progress: None, lambda: "")

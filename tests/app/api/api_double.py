@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import trio
 
@@ -18,8 +19,9 @@ from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Settings, Value
 from app.core.errors import AppError, UnknownSwarm
+from app.core.span import Span
 from app.joining.admission import MadeInvite
-from app.routing.route import NoRoute
+from app.routing.route import Hop, NoRoute
 from app.snapshot.views import (
     CourtesyView,
     FitView,
@@ -35,6 +37,9 @@ from app.snapshot.views import (
 from app.swarm.invitations import InviteLimits
 from app.swarm.invite import Invite
 from app.system.doctor import Check
+from app.training.job_view import JobView
+from app.training.material import TrainingWish
+from app.training.swarm_jobs import JobForecast
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
@@ -47,6 +52,12 @@ FAILURES: dict[int, AppError] = {
     3: NoRoute(3),
     4: NoRoute(3, busy=True),
 }
+
+JOB = JobView(
+    job="ab" * 6, out="facts", model=HASH, model_name="tiny", data="facts.jsonl", swarm="s", status="running", step=2,
+    steps=5, tokens=90, seconds=1.5, tokens_per_s=60.0, left_s=2.5, loss=1.5, losses=(2.0, 1.5), validation=((0, 2.1),),
+    why="", rank=8, alpha=16.0, targets=("q", "v"),
+)  # fmt: skip
 
 
 class DoubleNode:
@@ -109,6 +120,24 @@ class DoubleNode:
     async def revoke(self, peer: str, *, remove: bool) -> tuple[str, ...]:
         self.asked.append(("revoke", peer, remove))
         return ("12D3gone",)
+
+    async def jobs(self) -> list[JobView]:
+        return [JOB]
+
+    async def start_job(self, wish: TrainingWish) -> JobView:
+        self.asked.append(("start_job", wish))
+        return JOB
+
+    async def forecast_job(self, wish: TrainingWish) -> JobForecast:
+        return JobForecast(40, 2, 1, 0, 900, 5, (Hop("12D3other", Span(0, 4)),))
+
+    async def resume_job(self, job: str) -> JobView:
+        self.asked.append(("resume_job", job))
+        return JOB
+
+    async def end_job(self, job: str, wish: Literal["pause", "stop"]) -> JobView:
+        self.asked.append((wish, job))
+        return JOB
 
     async def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         self.asked.append(("chat", request))

@@ -95,7 +95,7 @@ async def live_through(few: int, many: int, record_property: Record) -> None:
         assert false_alarms(nodes) == 0
         spread = await spread_s(sim, nodes, nodes[3])
         soon_s, late_s = await death_s(sim, nodes, nodes.pop())
-        newcomer = sim.add(500, [nodes[50].peer])
+        newcomer = sim.add(500, [nodes[len(nodes) // 2].peer])
         known_s = await sim.until(lambda: len(newcomer.knows()) == many - 1, 1.0)
     report(record_property, rate_few=few_rate, rate_many=rate, rate_ratio=rate / few_rate, links=links)
     report(record_property, spread_s=spread, dead_near_s=soon_s, dead_all_s=late_s, newcomer_s=known_s)

@@ -1,0 +1,322 @@
+"""The fine-tuning jobs that this node owns in its swarm: begins them, runs each in a task, and takes them up again.
+
+A job outlives the node: its record, progress and state are in the home folder (`app.training.job_store`), and the state
+is as old as the last snapshot. Jobs that ran when the node ended go on when it joins the same swarm again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import trio
+
+from app.core.compute import Device
+from app.core.errors import AppError
+from app.core.network import Network
+from app.routing.route import Route
+from app.training.job_store import ENDED, MAX_LOSSES, Job, JobStore, Progress
+from app.training.states import StateStore
+from app.training.trainer import (
+    JobHooks,
+    JobTerms,
+    OwnServer,
+    RouteFinder,
+    Snapshot,
+    StepDone,
+    SwarmTrainer,
+)
+from engine.errors import EngineError
+from p2p.errors import P2PError
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from app.config.home import Home
+    from app.training.material import Material, TrainingWish
+    from engine.sources.base import ModelSource
+    from engine.swarm_ends import SwarmEnds
+
+log = logging.getLogger("shoal.training")
+
+SNAPSHOT_EVERY = 5  # steps, at least
+SNAPSHOT_SHARE = 0.04  # of the time
+TOLD_EVERY_S = 2.0  # how often the progress is written
+AUTO = "auto"
+
+
+class Ends(Protocol):
+    """Tokenizer, embedding and head of the swarm's model; `app.asker.reply_service` implements it."""
+
+    async def training_ends(self) -> tuple[ModelSource, SwarmEnds]:
+        """Return the files and the loaded ends; raises `AppError` while they are not here."""
+
+
+@dataclass(frozen=True)
+class JobPlace:
+    """What the jobs of one swarm run with."""
+
+    swarm: str  # its id
+    model: str  # hash of the model
+    network: Network
+    ends: Ends
+    device: Device
+    states: StateStore
+    routes: Callable[[int], RouteFinder]  # for a model of so many blocks
+    own_server: OwnServer
+
+
+@dataclass(frozen=True)
+class JobForecast:
+    """What a job would be: its data and steps, and the hops that would train it now."""
+
+    records: int
+    validation_records: int
+    cut: int
+    dropped: int
+    tokens_per_epoch: int
+    steps: int
+    route: Route
+
+
+@dataclass
+class RunningJob:
+    """A job that runs now."""
+
+    job: Job
+    progress: Progress
+    trainer: SwarmTrainer
+    step_s: list[float] = field(default_factory=list)  # of the latest steps
+
+
+class SwarmJobs:
+    """Begins, runs and ends this node's jobs in one swarm; `run` until cancelled."""
+
+    def __init__(self, home: Home, place: JobPlace) -> None:
+        from app.training.adapter_store import AdapterStore
+
+        self._place, self._jobs, self._adapters = place, JobStore(home), AdapterStore(home)
+        self._nursery: trio.Nursery | None = None
+        self._starting = trio.Lock()
+        self.running: dict[str, RunningJob] = {}
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Go on with the jobs that ran when the node ended, then run those that are begun."""
+        async with trio.open_nursery() as self._nursery:
+            self._place.states.serve()
+            task_status.started()
+            for job in await trio.to_thread.run_sync(self._jobs.interrupted, self._place.swarm):
+                try:
+                    await self.resume(job.record.id)
+                except (AppError, EngineError) as error:
+                    log.warning("job %s does not go on: %s", job.record.id, error)
+                    self._jobs.save_progress(job.record.id, replace(job.progress, status="failed", why=str(error)))
+            await trio.sleep_forever()
+
+    async def forecast(self, wish: TrainingWish) -> JobForecast:
+        """Say what a job would be, without beginning it; raises `AppError` or `EngineError`."""
+        material = await self._material(wish)
+        record = await self._record(wish, material)
+        route = self._place.routes(material.source.config.n_blocks)(frozenset())
+        trained = material.trained
+        return JobForecast(
+            len(trained.examples), len(material.held.examples), trained.cut, trained.dropped, trained.tokens,
+            record.steps, route,
+        )  # fmt: skip
+
+    async def start(self, wish: TrainingWish) -> Job:
+        """Begin a job; raises `AppError` or `EngineError` if it cannot be."""
+        from app.training.material import start
+
+        async with self._starting:
+            material = await self._material(wish)
+            self._place.routes(material.source.config.n_blocks)(frozenset())  # raises if nobody trains a block
+            source = replace(wish.source, swarm=self._place.swarm, model=material.source.label)
+            wish = replace(wish, source=source)
+            job = await trio.to_thread.run_sync(start, wish, material, self._jobs, self._adapters)
+            await self._begin(job, material)
+        return job
+
+    async def resume(self, job_id: str) -> Job:
+        """Go on with a job that was paused, or that failed."""
+        from app.training.material import require_unchanged
+
+        async with self._starting:
+            job = self._own(self._jobs.find(job_id))
+            if job.progress.status in ENDED:
+                raise AppError(f"job {job.record.id} is {job.progress.status} already")
+            if job.record.id not in self.running:
+                material = await self._read(job.source, job.record)
+                require_unchanged(job, material)
+                await self._begin(job, material)
+        return job
+
+    def ask(self, job_id: str, wish: Literal["pause", "stop"]) -> Job:
+        """Pause or stop a job after the step that it is at; one that does not run is stopped at once."""
+        job = self._own(self._jobs.find(job_id))
+        self._jobs.end(job, wish)
+        return job
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _own(self, job: Job) -> Job:
+        if job.source.swarm != self._place.swarm:
+            where = "in another swarm" if job.source.swarm else "without a swarm"
+            raise AppError(f"job {job.record.id} was begun {where}: `shoal jobs resume {job.record.id}` there goes on")
+        return job
+
+    async def _material(self, wish: TrainingWish) -> Material:
+        self._adapters.require_free(wish.out)
+        return await self._read(wish.source, wish)
+
+    async def _read(self, files: Any, terms: Any) -> Material:
+        from app.training.material import read_material
+
+        source, _ = await self._place.ends.training_ends()
+        return await trio.to_thread.run_sync(read_material, source, self._place.model, files, terms)
+
+    async def _record(self, wish: TrainingWish, material: Material) -> Any:
+        from app.training.material import new_record
+
+        return await trio.to_thread.run_sync(new_record, wish, material)
+
+    async def _begin(self, job: Job, material: Material) -> None:
+        """Make a job's trainer, with the state that it goes on from, and run it in a task of its own."""
+        from app.training.material import adapter_settings, back_at
+        from app.training.wiring import order_of
+        from engine.training.optimiser import Schedule
+        from engine.training_runner import owner_ends, version_of
+
+        place, record, config = self._place, job.record, material.source.config
+        assert self._nursery is not None, "jobs need a running node"
+        _, ends = await place.ends.training_ends()
+        wire = ends.dtype if job.source.wire == AUTO else job.source.wire
+        order = order_of(adapter_settings(record), blocks=config.n_blocks, rows=record.rows, wire=wire)
+        schedule = Schedule(record.rate, record.steps, record.warm_up)
+        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE)
+        trainer = SwarmTrainer(
+            place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks), terms,
+            own_server=place.own_server,
+        )  # fmt: skip
+        states = await trio.to_thread.run_sync(self._jobs.load_state, record.id)
+        if states is not None:
+            blocks = [states[block] for block in sorted(states)]
+            version = await trio.to_thread.run_sync(version_of, blocks[0], adapter_settings(record), config)
+            await trainer.resume(version, blocks)
+        progress = back_at(trainer.version, job, material)
+        running = RunningJob(job, progress, trainer)
+        await self._nursery.start(self._run_job, running, material)
+
+    async def _run_job(
+        self, running: RunningJob, material: Material, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Run a job until it is finished, paused, stopped or failed, and write down which."""
+        record, trainer = running.job.record, running.trainer
+        with self._jobs.hold(record.id):
+            self.running[record.id] = running
+            self._save(running)
+            task_status.started()
+            watch = _Watch(running, material, self._jobs)
+            try:
+                await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
+                await self._leave(running, material)
+            except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
+                log.warning("job %s failed: %s", record.id, error)
+                running.progress = replace(running.progress, status="failed", why=str(error)[:1000])
+                self._save(running)
+            finally:
+                del self.running[record.id]
+                with trio.CancelScope(shield=True):
+                    await trainer.close()
+
+    async def _leave(self, running: RunningJob, material: Material) -> None:
+        """Store the adapter of a job whose steps are done; else write that it was paused or stopped."""
+        from app.training.material import adapter_settings
+        from engine.training.peft_format import peft_files
+        from engine.training_runner import adapter_of
+
+        record = running.job.record
+        if running.progress.step < record.steps:
+            stopped = self._jobs.wished(record.id) == "stop"
+            running.progress = replace(running.progress, status="stopped" if stopped else "paused")
+            if stopped:
+                self._jobs.remove_state(record.id)
+            self._save(running)
+            return
+        states = await running.trainer.final_states()
+        config, label = material.source.config, material.source.label
+
+        def save() -> None:
+            adapter = adapter_of(adapter_settings(record), config, states, record.model)
+            self._adapters.save(record.out, peft_files(adapter, config, label))
+
+        await trio.to_thread.run_sync(save)
+        running.progress = replace(running.progress, status="finished")
+        self._jobs.remove_state(record.id)
+        self._save(running)
+
+    def _save(self, running: RunningJob) -> None:
+        self._jobs.save_progress(running.job.record.id, running.progress)
+
+
+class _Watch:
+    """Follows a job's steps: gives its data, keeps its progress, and writes both to disk now and then."""
+
+    def __init__(self, running: RunningJob, material: Material, jobs: JobStore) -> None:
+        self._running, self._material, self._jobs = running, material, jobs
+        self._record = running.job.record
+        self._told_at = self._step_at = time.monotonic()
+
+    def hooks(self) -> JobHooks:
+        return JobHooks(self._asked, self._validation, self._on_validation, self._on_snapshot)
+
+    def batches(self, version: int) -> Sequence[Any]:
+        self._step_at = time.monotonic()
+        return self._material.step(self._record, version)
+
+    def on_step(self, done: StepDone) -> None:
+        """Take a step; after a hop was lost, steps come again."""
+        from app.training.material import back_at
+
+        running, now = self._running, time.monotonic()
+        progress = running.progress
+        if done.version <= progress.step:
+            progress = back_at(done.version - 1, replace(running.job, progress=progress), self._material)
+        seconds = now - self._step_at
+        running.step_s = [*running.step_s[-19:], seconds]
+        running.progress = replace(
+            progress,
+            step=done.version,
+            tokens=progress.tokens + done.tokens,
+            seconds=progress.seconds + seconds,
+            losses=(*progress.losses, done.loss)[-MAX_LOSSES:],
+        )
+        if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
+            self._told_at = now
+            self._jobs.save_progress(self._record.id, running.progress)
+
+    def _asked(self) -> bool:
+        return bool(self._jobs.wished(self._record.id))
+
+    def _validation(self, version: int) -> Sequence[Any]:
+        seen = {step for step, _ in self._running.progress.validation}
+        if version in seen or not self._material.validates_at(self._record, version):
+            return ()
+        return self._material.validation(self._record)
+
+    def _on_validation(self, version: int, loss: float) -> None:
+        if math.isfinite(loss):
+            progress = self._running.progress
+            self._running.progress = replace(progress, validation=(*progress.validation, (version, loss)))
+
+    async def _on_snapshot(self, snapshot: Snapshot) -> None:
+        """Write the state to go on from; a full disk does not end the job, which goes on with the state before."""
+        states = await self._running.trainer.final_states()
+        with suppress(OSError):
+            await trio.to_thread.run_sync(self._jobs.save_state, self._record.id, dict(enumerate(states)))
+        self._jobs.save_progress(self._record.id, self._running.progress)

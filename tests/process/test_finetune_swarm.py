@@ -1,0 +1,101 @@
+"""A fine-tuning job over real processes: two nodes train, one that hosts nothing owns it and dies on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.api.client import client_of
+from tests.process.node_process import Place, Serving, wait_until
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nodes")
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Path:
+    path = folder / "facts.jsonl"
+    lines = [{"prompt": f"Where is fish {n}?", "completion": f"In pond {n * 7}."} for n in range(STEPS)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hosts(folder: Path) -> Iterator[list[Serving]]:
+    """Two nodes that hold the blocks between them and train for every member."""
+    places = [Place(folder / name, folder / "cache") for name in ("left", "right")]
+    assert places[0].shoal("create", "home", "--model", "tiny-random").status == 0
+    flags = ("--discovery=invite", "--device=cpu")
+    with Serving(places[0], *flags, "--blocks=0:4", max_vram="1GB", SHOAL_TRAIN="members") as left:
+        left.ready()
+        invite = places[0].shoal("invite").out.strip()
+        with Serving(
+            places[1], *flags, "--blocks=4:8", max_vram="1GB", SHOAL_TRAIN="members", SHOAL_INVITE=invite
+        ) as right:
+            right.ready()
+            yield [left, right]
+
+
+def owner(folder: Path, hosts: list[Serving]) -> Serving:
+    invite = hosts[0].place.shoal("invite").out.strip()
+    return Serving(Place(folder / "owner", folder / "cache"), "--discovery=invite", SHOAL_INVITE=invite)
+
+
+def finetune(place: Place, data: Path, out: str, *more: str) -> Any:
+    return place.facts("finetune", "--data", str(data), "--out", out, "--rank=4", "--batch=1", "--lr=1e-3", *more)
+
+
+def test_a_job_over_the_swarm_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], data: Path) -> None:
+    with owner(folder, hosts) as node:
+        node.ready()
+        here = node.place
+        wait_until(lambda: all(block["holders"] for block in here.facts("blocks")), "all blocks are held")
+        forecast = finetune(here, data, "plan", "--dry-run", "--validation=0")
+        assert forecast["steps"] == STEPS
+        assert [(hop["start"], hop["stop"]) for hop in forecast["route"]] == [(0, 4), (4, 8)]
+        whole = finetune(here, data, "whole", "--validation=0")
+        assert (whole["status"], whole["step"], len(whole["losses"])) == ("finished", STEPS, STEPS)
+        assert whole["losses"][-1] < whole["losses"][0]
+        alone = finetune(here, data, "alone", "--validation=0", "--local", "--model=tiny-random", "--device=cpu")
+        assert alone["losses"] == whole["losses"]
+        assert weights(folder, "alone") == weights(folder, "whole")
+        taken = here.shoal("finetune", "--data", str(data), "--out", "whole")
+        assert (taken.status, taken.err.count("\n")) == (1, 1)
+        assert "there is an adapter named whole already" in taken.err
+
+        order = {"out": "again", "data": str(data), "rank": 4, "batch": 1, "rate": 1e-3, "validation": 0.0}
+        client_of(here.home).post("/api/jobs", order)
+        wait_until(lambda: job_named(here, "again")["step"] >= 12, "some steps are done")
+        node.process.send_signal(signal.SIGKILL)
+        assert job_on_disk(folder, "again")["step"] < STEPS
+    with owner(folder, hosts) as node:
+        node.ready()
+        here = node.place
+        wait_until(lambda: job_named(here, "again")["status"] == "finished", "the job went on by itself", 90)
+        assert list(job_named(here, "again")["losses"]) == whole["losses"]
+        assert weights(folder, "again") == weights(folder, "whole")
+
+
+def job_named(place: Place, out: str) -> Any:
+    """What the node says of a job; quicker than a command."""
+    return next(job for job in client_of(place.home).get("/api/jobs") if job["out"] == out)
+
+
+def job_on_disk(folder: Path, out: str) -> Any:
+    """What a command says of a job whose node is dead."""
+    (job,) = [job for job in Place(folder / "owner", folder / "cache").facts("jobs") if job["out"] == out]
+    assert job["status"] == "paused"
+    return job
+
+
+def weights(folder: Path, name: str) -> bytes:
+    return (folder / "owner" / "adapters" / name / "adapter_model.safetensors").read_bytes()
