@@ -309,17 +309,17 @@ class SwarmTrainer:
         recent = {peer for peer, at in self._failed.items() if now - at < self._patience.probe_s * 10}
         deadline = now + self._patience.route_s
         while True:
-            for avoid in (self._refused | recent, self._refused):
-                with suppress(AppError):
-                    return self._routes(frozenset(avoid))
-            if trio.current_time() >= deadline:
-                break
+            with suppress(AppError):
+                return self._routes(frozenset(self._refused | recent))
+            try:
+                return self._routes(frozenset(self._refused))
+            except AppError as error:
+                # Waiting helps against a death, but not if all that host the block refuse.
+                refused = bool(error.peers) and set(error.peers) <= self._refused
+                if refused or trio.current_time() >= deadline:
+                    why = "".join(f"; {refusal}" for refusal in self._refusals.values())
+                    raise TrainingStopped(f"{error}{why}") from error
             await trio.sleep(1.0)
-        try:
-            return self._routes(frozenset(self._refused))
-        except AppError as error:
-            refused = "".join(f"; {why}" for why in self._refusals.values())
-            raise TrainingStopped(f"{error}{refused}") from error
 
 
 class _Epoch:
