@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import trio
 
+from app.asker.reply_service import NoModelHere
 from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
@@ -47,6 +48,7 @@ log = logging.getLogger("shoal.training")
 SNAPSHOT_EVERY = 5  # steps, at least
 SNAPSHOT_SHARE = 0.04  # of the time
 TOLD_EVERY_S = 2.0  # how often the progress is written
+TAKE_UP_AGAIN_S = 5.0
 AUTO = "auto"
 
 
@@ -111,12 +113,21 @@ class SwarmJobs:
             self._place.states.serve()
             task_status.started()
             for job in await trio.to_thread.run_sync(self._jobs.interrupted, self._place.swarm):
-                try:
-                    await self.resume(job.record.id)
-                except (AppError, EngineError) as error:
-                    log.warning("job %s does not go on: %s", job.record.id, error)
-                    self._jobs.save_progress(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                self._nursery.start_soon(self._take_up, job)
             await trio.sleep_forever()
+
+    async def _take_up(self, job: Job) -> None:
+        """Go on with a job that ran when the node ended, once the model's ends are here."""
+        while True:
+            try:
+                await self.resume(job.record.id)
+                return
+            except NoModelHere:
+                await trio.sleep(TAKE_UP_AGAIN_S)
+            except (AppError, EngineError) as error:
+                log.warning("job %s does not go on: %s", job.record.id, error)
+                self._jobs.save_progress(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                return
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
         """Say what a job would be, without beginning it; raises `AppError` or `EngineError`."""
