@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.config.home import Home
+    from app.training.adapter_store import AdapterStore
     from app.training.material import Material, TrainingWish
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
@@ -100,9 +101,7 @@ class SwarmJobs:
     """Begins, runs and ends this node's jobs in one swarm; `run` until cancelled."""
 
     def __init__(self, home: Home, place: JobPlace) -> None:
-        from app.training.adapter_store import AdapterStore
-
-        self._place, self._jobs, self._adapters = place, JobStore(home), AdapterStore(home)
+        self._place, self._jobs, self._home = place, JobStore(home), home
         self._nursery: trio.Nursery | None = None
         self._starting = trio.Lock()
         self.running: dict[str, RunningJob] = {}
@@ -174,6 +173,12 @@ class SwarmJobs:
         return job
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _adapters(self) -> AdapterStore:
+        from app.training.adapter_store import AdapterStore  # loads torch, which a node without jobs does without
+
+        return AdapterStore(self._home)
 
     def _own(self, job: Job) -> Job:
         if job.source.swarm != self._place.swarm:
