@@ -309,16 +309,22 @@ def _trained(path: Path, home: Home) -> local_job.LocalRun:
     return run
 
 
-def _peft_with(source: ModelSource, folder: Path) -> Any:
-    """The same weights in `transformers`, with the exported adapter in `peft`."""
-    import peft
+def in_transformers(source: ModelSource) -> Any:
+    """The starter model's weights in `transformers`."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM(llama_config())
     parts = [EMBEDDING_PART, *(block_part(index) for index in range(source.config.n_blocks)), HEAD_PART]
     weights = {tensor_name(part, role): t for part in parts for role, t in load_part(source, part).items()}
     model.load_state_dict(weights, strict=False)
-    return peft.PeftModel.from_pretrained(model.eval(), str(folder)).eval()
+    return model.eval()
+
+
+def _peft_with(source: ModelSource, folder: Path) -> Any:
+    """The same weights in `transformers`, with the exported adapter in `peft`."""
+    import peft
+
+    return peft.PeftModel.from_pretrained(in_transformers(source), str(folder)).eval()
 
 
 def main() -> None:
