@@ -142,11 +142,13 @@ def test_the_facts_of_a_job_name_its_peers() -> None:
 
 def test_a_job_is_paused_resumed_and_stopped_by_keys() -> None:
     node = ScriptedNode()
-    node.jobs = [FINISHED, RUNNING]
+    node.jobs = jobs = [FINISHED, RUNNING]
 
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         await pilot.press("4")
         await until(app, pilot, lambda: "club-facts" in text_of_screen(app))
+        jobs.insert(0, PAUSED)  # a newer job does not take the cursor
+        await until(app, pilot, lambda: "diary" in text_of_screen(app))
         await pilot.press("p", "x")  # of a finished job: nothing, and hosting is not paused either
         await until(app, pilot, lambda: app.said)
         assert app.said == [f"job {FINISHED.job} is finished: nothing to pause; hosting is paused on the other tabs"]

@@ -77,6 +77,7 @@ class JobsTable(ScrollView, can_focus=True):
     def show(self) -> None:
         """Redraw from the store, if something changed; the cursor stays on its job."""
         jobs = self.store.jobs
+        self._marked = self.chosen.job if self.chosen is not None else self._marked
         columns = job_columns(self.size.width, [job.out for job in jobs or ()])
         head = job_header(columns) if jobs else row((UNKNOWN if jobs is None else NO_JOBS, "dim"))
         trained = trained_rows(self.store.snapshot, self.store.peer_name)
@@ -151,7 +152,7 @@ class _ChosenJobPanel(Panel):
 class LossPanel(_ChosenJobPanel):
     """Plot of the chosen job's losses."""
 
-    HELP = "The loss of each of the latest steps: how badly the model told the counted tokens. Lower is better."
+    HELP = "The loss of each of the latest steps: how badly the model predicts the counted tokens. Lower is better."
 
     def title(self) -> Row:
         """The latest loss, and that on records that are not trained on."""
