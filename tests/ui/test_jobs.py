@@ -135,6 +135,8 @@ def test_the_facts_of_a_job_name_its_peers() -> None:
     facts = job_facts(HOSTILE, name_of)
     assert ("lost", "AAAAAA: it left") in facts
     assert next(value for name, value in facts if name == "rejected") == "you 9 frames"
+    assert ("model", "Llama-3.1-70B (1a2b3c4d)") in facts
+    assert ("model", "model 1a2b3c4d") in job_facts(replace(RUNNING, model_name="model 1a2b3c4d"), name_of)
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

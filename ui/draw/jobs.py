@@ -155,7 +155,7 @@ def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]
         rows += _entry("recovered", _recoveries(job, name_of, room, most))
         rows += _entry("rejected", _rejections(job, name_of, room, most))
     rows += _entry("adapter", [row(f"rank {job.rank}, alpha {job.alpha:g}, {','.join(job.targets)}")])
-    rows += _entry("model", [row(one_line(job.model_name), (f" ({job.model[:8]})", "dim"))])
+    rows += _entry("model", [row(one_line(_model(job)))])
     return rows + _entry("data", [row(_end_of(one_line(job.data), room))])
 
 
@@ -165,7 +165,7 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
     facts = [
         ("job", job.job),
         ("adapter", f"{job.out}: rank {job.rank}, alpha {job.alpha:g}, {','.join(job.targets)}"),
-        ("model", f"{job.model_name} ({job.model[:8]})"),
+        ("model", _model(job)),
         ("data", job.data),
         ("status", f"{job.status}: {job.why}" if job.why else job.status),
         ("steps", f"{job.step} of {job.steps}, {job.tokens} tokens in {duration(job.seconds)}"),
@@ -192,6 +192,12 @@ def _speed(job: JobView) -> Row:
     spent = f" · {many(job.tokens)} tokens in {duration(job.seconds)}"
     left = f" · {duration(job.left_s)} left" if job.left_s is not None else ""
     return row((f"{known_rate(job.tokens_per_s or 0.0)} tok/s", "b"), spent, left)
+
+
+def _model(job: JobView) -> str:
+    """Name and short hash of the model; a model without a name is called by its hash already."""
+    short = job.model[:8]
+    return job.model_name if short in job.model_name else f"{job.model_name} ({short})"
 
 
 def _where(job: JobView) -> str:
