@@ -16,6 +16,7 @@ from app.snapshot.views import (
     CourtesyView,
     GuestView,
     InviteView,
+    JobView,
     ModelView,
     OfferView,
     ProspectsView,
@@ -26,7 +27,6 @@ from app.swarm.invitations import InviteLimits
 from app.system.doctor import Check
 
 if TYPE_CHECKING:
-    from app.training.job_view import JobView
     from app.training.material import TrainingWish
     from app.training.swarm_jobs import JobForecast
 

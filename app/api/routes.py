@@ -26,7 +26,7 @@ from app.routing.route import MAX_PRIVATE_BLOCKS
 from app.snapshot.codec import coverage, status_facts, to_json
 from app.swarm.invitations import MAX_EXPIRY_S, MAX_USES, InviteLimits
 from app.system.logs import RECENT
-from app.training.job_view import hop_facts
+from app.training.job_view import hop_views
 from engine.budget import ADAPTER_ROLES
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _command_routes(control: Control) -> APIRouter:
     async def forecast_job(request: JobRequest) -> dict[str, Any]:
         """What a fine-tuning job would be: its steps, and the members that would train it."""
         forecast = await control.forecast_job(_wish(request))
-        return {**dataclasses.asdict(forecast), "route": hop_facts(forecast.route)}
+        return {**dataclasses.asdict(forecast), "route": [to_json(hop) for hop in hop_views(forecast.route)]}
 
     @router.post("/jobs/resume")
     async def resume_job(request: JobAction) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
-from app.core.errors import AppError, UsageError
+from app.core.errors import UsageError
 
 if TYPE_CHECKING:
     from app.training.job_store import Job, JobStore
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_jobs(arguments: argparse.Namespace) -> int:
     """List the jobs of this home, or act on one."""
     from app.config.home import Home
-    from app.training.job_store import JobStore
+    from app.training.job_store import JobStore, require_unfinished
 
     jobs = JobStore(Home.open(arguments.home))
     if arguments.action is None:
@@ -34,12 +34,10 @@ def run_jobs(arguments: argparse.Namespace) -> int:
     job = jobs.find(arguments.job)
     if arguments.action == "show":
         return _show(job, as_json=arguments.json)
-    if job.progress.status in ("finished", "stopped"):
-        raise AppError(f"job {job.record.id} is {job.progress.status} already")
     if arguments.action == "resume":
         from app.cli.finetune import resume
 
-        return resume(job, arguments)
+        return resume(require_unfinished(job), arguments)
     return _end(jobs, job, arguments.action, as_json=arguments.json)
 
 

@@ -49,6 +49,7 @@ from app.snapshot.views import (
     CourtesyView,
     GuestView,
     InviteView,
+    JobView,
     ModelView,
     OfferView,
     ProspectsView,
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.joining.offers import Machine
-    from app.training.job_view import JobView
     from app.training.material import TrainingWish
     from app.training.swarm_jobs import JobForecast, SwarmJobs
 
@@ -276,6 +276,7 @@ class Node:
             devices=work.devices,
             reuse=work.reuse,
             guesses=work.guesses,
+            trained=work.trained,
             listen_addrs=self._network_owner.listen_addrs(),
             version=self._version,
             pid=os.getpid(),
@@ -453,8 +454,13 @@ class Node:
         return await self._job((await self._swarm_jobs().resume(job)).record.id)
 
     async def end_job(self, job: str, wish: Literal["pause", "stop"]) -> JobView:
-        """Pause or stop a job after the step that it is at."""
-        return await self._job(self._swarm_jobs().ask(job, wish).record.id)
+        """Pause or stop a job of this home after the step that it is at; one that does not run is stopped at once."""
+        from app.training.job_store import JobStore
+
+        jobs = JobStore(self._home)
+        found = jobs.find(job)
+        await trio.to_thread.run_sync(jobs.end, found, wish)
+        return await self._job(found.record.id)
 
     async def _job(self, job_id: str) -> JobView:
         return next(job for job in await self.jobs() if job.job == job_id)

@@ -25,6 +25,7 @@ from app.snapshot.views import (
     RouteView,
     SessionView,
     StepView,
+    TrainedView,
     WeightsView,
 )
 
@@ -46,6 +47,7 @@ class WorkView:
     devices: tuple[DeviceView, ...] = ()
     reuse: ReuseView = field(default_factory=ReuseView)
     guesses: GuessView = field(default_factory=GuessView)
+    trained: tuple[TrainedView, ...] = ()
 
 
 class NodeViews:
@@ -88,6 +90,7 @@ class NodeViews:
             devices=_several(active_swarm),
             reuse=reuse_view(served, asked),
             guesses=GuessView(asked.guessed_tokens, asked.accepted_tokens, asked.draft_model),
+            trained=_trained(active_swarm),
         )
 
     def _hardware(self, active_swarm: ActiveSwarm) -> DeviceView | None:
@@ -173,6 +176,12 @@ def _several(active_swarm: ActiveSwarm) -> tuple[DeviceView, ...]:
     """Return the devices that host blocks, if there are several."""
     devices = () if active_swarm.block_host is None else active_swarm.block_host.devices()
     return devices if len(devices) > 1 else ()
+
+
+def _trained(active_swarm: ActiveSwarm) -> tuple[TrainedView, ...]:
+    """Return the jobs that train blocks of this node now."""
+    training = None if active_swarm.hosting_loop is None else active_swarm.hosting_loop.training
+    return () if training is None else tuple(TrainedView(job.owner, job.start, job.stop) for job in training.jobs)
 
 
 def _stats(active_swarm: ActiveSwarm | None) -> tuple[ServerStats, AskerStats]:

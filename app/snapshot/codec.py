@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from app.snapshot.views import ModelView, OfferView, PeerView, ProspectsView, Snapshot
+from app.snapshot.views import JobView, ModelView, OfferView, PeerView, ProspectsView, Snapshot
 
 _T = TypeVar("_T")
 STATUS_FIELDS = (
@@ -99,6 +99,11 @@ def offer_from(values: Mapping[str, Any]) -> OfferView:
 def models_from(values: Sequence[Mapping[str, Any]]) -> list[ModelView]:
     """Build a list of models from the JSON that a node sent."""
     return [_read(ModelView, value) for value in values]
+
+
+def jobs_from(values: Sequence[Mapping[str, Any]]) -> list[JobView]:
+    """Build a list of fine-tuning jobs from the JSON that a node sent."""
+    return [_read(JobView, value) for value in values]
 
 
 @cache

@@ -295,6 +295,58 @@ class InviteView:
 
 
 @dataclass(frozen=True)
+class JobHopView:
+    """One hop of a fine-tuning job, and the blocks that it trains."""
+
+    peer: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A fine-tuning job of this home and how far it is; the last fields only while it runs over a swarm."""
+
+    job: str
+    out: str
+    model: str  # hash
+    model_name: str
+    data: str
+    swarm: str  # id; empty: it runs in one process
+    status: str
+    step: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float | None
+    left_s: float | None  # until it is finished; None: not known, or it does not run
+    loss: float | None
+    losses: tuple[float, ...]  # of the latest steps
+    validation: tuple[tuple[int, float], ...]  # (step, loss)
+    why: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    hops: tuple[JobHopView, ...] = ()
+    recoveries: int = 0
+    micro_batches_again: int = 0
+    rejected: dict[str, int] | None = None  # hop -> frames that were not computed with
+    rejected_why: dict[str, str] | None = None  # hop -> the latest reason
+    lost: tuple[str, ...] = ()  # why the latest recoveries were needed
+    bytes_out: int = 0
+    bytes_in: int = 0
+
+
+@dataclass(frozen=True)
+class TrainedView:
+    """A fine-tuning job that trains blocks of this node now."""
+
+    owner: str  # peer id
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class ProspectsView:
     """The swarms that this node could join, and the free space of its disk."""
 
@@ -346,3 +398,4 @@ class Snapshot:
     steps: tuple[StepView, ...] = ()
     weights: WeightsView | None = None
     requests: tuple[GuestView, ...] = ()  # peers that ask to join with an invite of this node and wait for approval
+    trained: tuple[TrainedView, ...] = ()  # jobs of any member that train blocks of this node now

@@ -64,6 +64,13 @@ class Job:
     progress: Progress = field(default_factory=Progress)
 
 
+def require_unfinished(job: Job) -> Job:
+    """Return the job; raises `AppError` if it has ended."""
+    if job.progress.status in ENDED:
+        raise AppError(f"job {job.record.id} is {job.progress.status} already")
+    return job
+
+
 class JobStore:
     """The jobs in a home folder."""
 
@@ -122,8 +129,11 @@ class JobStore:
         return ""
 
     def end(self, job: Job, wish: Literal["pause", "stop"]) -> bool:
-        """Ask the process that runs a job to pause or stop it; without one, a job is stopped here. True if it runs."""
-        job_id = job.record.id
+        """Ask the process that runs a job to pause or stop it; without one, a job is stopped here. True if it runs.
+
+        Raises `AppError` if the job has ended.
+        """
+        job_id = require_unfinished(job).record.id
         if self.is_running(job_id):
             self.wish(job_id, wish)
             return True

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from app.routing.route import Route
+from app.snapshot.views import JobHopView, JobView
 from app.training.job_store import Job
 from app.training.swarm_jobs import RunningJob
 
 SHOWN_LOSSES = 400
-
-
-@dataclass(frozen=True)
-class JobView:
-    """One job and how far it is; the last fields only while it runs over a swarm."""
-
-    job: str
-    out: str
-    model: str  # hash
-    model_name: str
-    data: str
-    swarm: str  # id; empty: it runs in one process
-    status: str
-    step: int
-    steps: int
-    tokens: int
-    seconds: float
-    tokens_per_s: float | None
-    left_s: float | None  # until it is finished; None: not known, or it does not run
-    loss: float | None
-    losses: tuple[float, ...]  # of the latest steps
-    validation: tuple[tuple[int, float], ...]  # (step, loss)
-    why: str
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    hops: tuple[dict[str, Any], ...] = ()
-    recoveries: int = 0
-    micro_batches_again: int = 0
-    rejected: dict[str, int] | None = None  # hop -> frames that were not computed with
-    bytes_out: int = 0
-    bytes_in: int = 0
+SHOWN_LOST = 8
 
 
 def job_view(job: Job, running: RunningJob | None = None) -> JobView:
@@ -55,10 +24,12 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
         left_s = median(running.step_s) * (record.steps - progress.step) if running.step_s else None
         figures = running.trainer.figures
         live = {
-            "hops": tuple(hop_facts(running.trainer.route)),
+            "hops": hop_views(running.trainer.route),
             "recoveries": max(0, figures.epochs - 1),
             "micro_batches_again": figures.micro_batches_again,
             "rejected": dict(figures.rejected),
+            "rejected_why": dict(figures.rejected_why),
+            "lost": tuple(figures.lost)[-SHOWN_LOST:],
             "bytes_out": figures.bytes_out,
             "bytes_in": figures.bytes_in,
         }
@@ -87,6 +58,6 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
     )
 
 
-def hop_facts(route: Route) -> list[dict[str, Any]]:
-    """Return the hops of a route as JSON."""
-    return [{"peer": hop.peer, "start": hop.span.start, "stop": hop.span.stop} for hop in route]
+def hop_views(route: Route) -> tuple[JobHopView, ...]:
+    """Return the hops of a job's route with their blocks."""
+    return tuple(JobHopView(hop.peer, hop.span.start, hop.span.stop) for hop in route)

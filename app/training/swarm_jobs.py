@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
@@ -21,7 +21,7 @@ from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
 from app.routing.route import Route
-from app.training.job_store import ENDED, MAX_LOSSES, Job, JobStore, Progress
+from app.training.job_store import MAX_LOSSES, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
     JobHooks,
@@ -157,19 +157,11 @@ class SwarmJobs:
         from app.training.material import require_unchanged
 
         async with self._starting:
-            job = self._own(self._jobs.find(job_id))
-            if job.progress.status in ENDED:
-                raise AppError(f"job {job.record.id} is {job.progress.status} already")
+            job = require_unfinished(self._own(self._jobs.find(job_id)))
             if job.record.id not in self.running:
                 material = await self._read(job.source, job.record)
                 require_unchanged(job, material)
                 await self._begin(job, material)
-        return job
-
-    def ask(self, job_id: str, wish: Literal["pause", "stop"]) -> Job:
-        """Pause or stop a job after the step that it is at; one that does not run is stopped at once."""
-        job = self._own(self._jobs.find(job_id))
-        self._jobs.end(job, wish)
         return job
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -181,9 +173,11 @@ class SwarmJobs:
         return AdapterStore(self._home)
 
     def _own(self, job: Job) -> Job:
+        job_id = job.record.id
+        if not job.source.swarm:
+            raise AppError(f"job {job_id} trains in one process: `shoal jobs resume {job_id}` goes on with it")
         if job.source.swarm != self._place.swarm:
-            where = "in another swarm" if job.source.swarm else "without a swarm"
-            raise AppError(f"job {job.record.id} was begun {where}: `shoal jobs resume {job.record.id}` there goes on")
+            raise AppError(f"job {job_id} was begun in another swarm: switch to that swarm to go on with it")
         return job
 
     async def _material(self, wish: TrainingWish) -> Material:

@@ -155,6 +155,7 @@ class JobFigures:
     epochs: int = 0
     micro_batches_again: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # hop -> frames that were not computed with
+    rejected_why: dict[str, str] = field(default_factory=dict)  # hop -> the latest reason
     lost: deque[str] = field(default_factory=lambda: deque(maxlen=64))  # why the latest epochs ended
     bytes_out: int = 0
     bytes_in: int = 0
@@ -464,6 +465,7 @@ class _Epoch:
         """Count numbers of a hop that must not be computed with; too many of them end the epoch."""
         peer = self._links[index].hop.peer
         self._owner.figures.rejected[peer] += 1
+        self._owner.figures.rejected_why[peer] = why
         self._rejected[peer] += 1
         log.warning("%s sent numbers that are not used: %s", peer, why)
         if self._rejected[peer] >= MAX_REJECTED:

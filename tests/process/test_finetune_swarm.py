@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from app.api.client import client_of
+from app.snapshot.views import TrainedView
 from tests.process.node_process import Place, Serving, wait_until
 
 STEPS = 60
@@ -80,6 +81,9 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
         order = {"out": "again", "data": str(data), "rank": 4, "batch": 1, "rate": 1e-3, "validation": 0.0}
         client_of(here.home).post("/api/jobs", order)
         wait_until(lambda: job_named(here, "again")["step"] >= 12, "some steps are done")
+        trained = [client_of(host.place.home).snapshot().trained for host in hosts]
+        own = client_of(here.home).snapshot().peer_id
+        assert trained == [(TrainedView(own, 0, 4),), (TrainedView(own, 4, 8),)]
         node.process.send_signal(signal.SIGKILL)
         assert job_on_disk(folder, "again")["step"] < STEPS
     with owner(folder, hosts) as node:

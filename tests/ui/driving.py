@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from app.api.client import Client, Hangup
 from app.core.errors import AppError
 from app.snapshot.codec import to_json
-from app.snapshot.views import FitView, ModelView, OfferView, ProspectsView, Snapshot
+from app.snapshot.views import FitView, JobView, ModelView, OfferView, ProspectsView, Snapshot
 from tests.ui.fixed import HEALTHY, Clock, fill
 from tests.ui.rendering import StillDashboard, settle, text_of_screen
 from ui.state.store import Store
@@ -36,6 +36,7 @@ class ScriptedNode(Client):
         self.done: dict[str, Any] = {}  # further figures of a reply
         self.dead: set[str] = set()  # swarms of which no member answers
         self.chats: list[dict[str, Any]] = []
+        self.jobs: list[JobView] | AppError = []
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
@@ -48,13 +49,20 @@ class ScriptedNode(Client):
             here = ModelView("/m/llama.gguf", "llama", 16 * GB, "GGUF", True)
             there = ModelView("org/qwen", "org/qwen")
             return [to_json(there if "search" in path else here)]
+        if path == "/api/jobs":
+            if isinstance(self.jobs, AppError):
+                raise self.jobs
+            return [to_json(job) for job in self.jobs]
         assert path == "/api/config"
         return [{"name": name, "value": value} for name, value in self.config.items()]
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
         if path == "/api/preview":
             return to_json(self._preview(**body))
-        self.asked.append(f"{path} {body.get('target') or body.get('model') or body.get('peer') or ''}".strip())
+        named = (body[name] for name in ("target", "model", "peer", "job") if body.get(name))
+        self.asked.append(f"{path} {next(named, '')}".strip())
+        if path.startswith("/api/jobs/"):
+            return to_json(self._act_on_job(path.rpartition("/")[2], body["job"]))
         if path == "/api/invite":
             limits = {
                 "id": "1a2b3c4d",
@@ -70,6 +78,12 @@ class ScriptedNode(Client):
             return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
         self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
         return {}
+
+    def _act_on_job(self, what: str, job_id: str) -> JobView:
+        assert not isinstance(self.jobs, AppError)
+        at = next(index for index, job in enumerate(self.jobs) if job.job == job_id)
+        self.jobs[at] = replace(self.jobs[at], status={"pause": "paused", "resume": "running", "stop": "stopped"}[what])
+        return self.jobs[at]
 
     def _preview(self, target: str = "", name: str = "", model: str = "") -> OfferView:
         if target.startswith("shoal:not") or " " in name or model.endswith("broken.gguf"):
@@ -140,6 +154,13 @@ class DrivenDashboard(StillDashboard):
         super().__init__(None, store=store, folder=folder)
         self.door = ScriptedDoor(node)
         self.asked_first_run = True
+        self.said: list[str] = []  # notifications, which are not painted in a test
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def complain(self, text: str) -> None:
+        self.said.append(text)
 
 
 Drive = Callable[[DrivenDashboard, Pilot[None]], Awaitable[None]]

@@ -11,6 +11,8 @@ from app.snapshot.views import (
     FlowView,
     GivenView,
     HopView,
+    JobHopView,
+    JobView,
     NetworkView,
     PeerView,
     RouteView,
@@ -19,6 +21,7 @@ from app.snapshot.views import (
     Snapshot,
     StepView,
     SwarmView,
+    TrainedView,
     WeightsView,
 )
 from ui.state.store import ConnectionState, Store
@@ -76,6 +79,48 @@ RULES = (
     RuleView("pause_active", "somebody uses this machine", False, False, True),
     RuleView("pause_schedule", "by timetable", True, False, True),
 )
+_RUNNING = JobView(
+    job="3f9a1c2b7d04",
+    out="club-facts",
+    model=MANIFEST,
+    model_name="Llama-3.1-70B",
+    data="/home/kelp/writing/club-facts.jsonl",
+    swarm="swarm",
+    status="running",
+    step=148,
+    steps=400,
+    tokens=96_400,
+    seconds=812.0,
+    tokens_per_s=118.7,
+    left_s=1390.0,
+    loss=1.204,
+    losses=tuple(0.9 + 2.6 / (1 + step / 12) + 0.1 * ((step * 7) % 11) / 11 for step in range(148)),
+    validation=((0, 3.412), (100, 1.631)),
+    why="",
+    rank=8,
+    alpha=16.0,
+    targets=("q", "k", "v", "o", "gate", "up", "down"),
+    hops=tuple(JobHopView(hop.peer, hop.start, hop.stop) for hop in ROUTE.hops),
+    recoveries=2,
+    micro_batches_again=11,
+    rejected={PEERS[9].peer: 3},
+    rejected_why={PEERS[9].peer: "numbers of size nan are not finite, or far beyond the usual"},
+    lost=("pike: it has not answered for 20 s",),
+    bytes_out=412 * 10**6,
+    bytes_in=398 * 10**6,
+)
+_IDLE = replace(
+    _RUNNING, hops=(), left_s=None, recoveries=0, micro_batches_again=0, rejected=None, rejected_why=None, lost=(),
+    bytes_out=0, bytes_in=0,
+)  # fmt: skip
+JOBS = (
+    _RUNNING,
+    replace(_IDLE, job="b81e55d0aa17", out="tone", status="failed", step=20, losses=_RUNNING.losses[:20],
+            why="no step could be made in 5 attempts; the last failed with mako: it does not train"),
+    replace(_IDLE, job="0c44e9f1d2b3", out="diary", status="paused", swarm="", step=0, tokens=0, seconds=0.0,
+            tokens_per_s=None, loss=None, losses=(), validation=()),
+    replace(_IDLE, job="77aa01bc93fe", out="birds", status="finished", step=400, loss=0.61),
+)  # fmt: skip
 HEALTHY = Snapshot(
     ME,
     "serving",
@@ -120,6 +165,7 @@ HEALTHY = Snapshot(
         cache_bytes=56 * GB // 10,
         cache_limit_bytes=40 * GB,
     ),
+    trained=(TrainedView(PEERS[4].peer, 34, 46),),
 )
 EMPTY = Snapshot(
     ME,

@@ -17,7 +17,7 @@ from ui.app import Dashboard
 from ui.state.store import Store
 
 FIXTURES = Path(__file__).parent / "screens"
-KEYS = {"overview": "1", "swarm": "2", "chat": "3", "logs": "4", "settings": "5"}
+KEYS = {"overview": "1", "swarm": "2", "chat": "3", "jobs": "4", "logs": "5", "settings": "6"}
 SIGNS = string.ascii_letters + string.digits + "".join(c for c in string.punctuation if c not in "=|")
 Look = list[tuple[str, str]]  # (text, style) of a line, one after another
 

@@ -215,7 +215,7 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         assert "7464 is in use" in screen
         assert "press s to start it" in screen
         assert "s start again" in screen
-        await pilot.press("5")
+        await pilot.press("6")
         await until(app, pilot, lambda: "from the file" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "⏎ save" in text_of_screen(app) and "esc back" in text_of_screen(app))

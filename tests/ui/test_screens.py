@@ -16,7 +16,7 @@ import pytest
 from textual.pilot import Pilot
 
 from app.snapshot.views import DeviceView, FitView, GuestView, OfferView, ProspectsView
-from tests.ui.fixed import SNAPSHOTS, fill
+from tests.ui.fixed import JOBS, SNAPSHOTS, fill
 from tests.ui.rendering import (
     FIXTURES,
     KEYS,
@@ -33,6 +33,7 @@ from ui.draw.node import now_ms
 from ui.draw.theme import DAY, NIGHT
 from ui.screens.first_run import FirstRun
 from ui.screens.invite import InviteScreen
+from ui.screens.jobs import Jobs
 from ui.screens.logs import Logs
 from ui.screens.settings import SettingsScreen
 from ui.state.conversations import Message
@@ -132,6 +133,8 @@ async def fill_screen(app: StillDashboard) -> None:
         app.store.log(LogRow(AT_MS + 1000, "warning", "shoal.p2p", "mako did not answer \x1b[2Jin time"))
     if isinstance(app.screen, SettingsScreen):
         app.screen.take(CONFIG)
+    if isinstance(app.screen, Jobs) and app.store.snapshot is not None:
+        app.store.take_jobs(JOBS if app.store.snapshot.swarm is not None else ())
     for box in app.screen.query(AskBox):
         box.cursor_blink = False  # or it would be seen now and then
     for said in app.screen.query(Transcript):

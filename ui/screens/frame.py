@@ -23,7 +23,7 @@ from ui.widgets.following_list import FollowingList
 from ui.widgets.footer import FooterKeys
 from ui.widgets.panel import RowWidget
 
-TABS = ("overview", "swarm", "chat", "logs", "settings")
+TABS = ("overview", "swarm", "chat", "jobs", "logs", "settings")
 NARROW = 100
 _LABEL = 28  # cells for the swarm's name that the tabs leave free
 

@@ -1,4 +1,4 @@
-"""Builds the screen of a tab, importing its module only then: importing all five would delay the first paint."""
+"""Builds the screen of a tab, importing its module only then: importing all six would delay the first paint."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ def make_screen(name: str, store: Store) -> MainScreen:
         from ui.screens.chat import Chat
 
         return Chat(store)
+    if name == "jobs":
+        from ui.screens.jobs import Jobs
+
+        return Jobs(store)
     if name == "logs":
         from ui.screens.logs import Logs
 

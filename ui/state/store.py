@@ -1,18 +1,18 @@
-"""The dashboard's knowledge of its node: connection, latest snapshot, events, log rows, and samples for the plots.
+"""The dashboard's knowledge of its node: connection, latest snapshot, jobs, events, log rows, samples for the plots.
 
-While the node is unreachable the snapshot is None: its figures may no longer be true. Events and log rows stay, since
-each has its time.
+While the node is unreachable, snapshot and jobs are None: their figures may no longer be true. Events and log rows
+stay, since each has its time.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from app.snapshot.views import PeerView, Snapshot
+from app.snapshot.views import JobView, PeerView, Snapshot
 from ui.state.coverage import Coverage, coverage_of
 
 KEPT_SAMPLES = 600  # ten minutes at one a second
@@ -71,6 +71,7 @@ class Store:
         self.now = now
         self.link = ConnectionState("connecting")
         self.snapshot: Snapshot | None = None
+        self.jobs: tuple[JobView, ...] | None = None  # None: not known
         self.notes: deque[Event] = deque(maxlen=KEPT_NOTES)
         self.served: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
         self.up: deque[float | None] = deque(maxlen=KEPT_SAMPLES)
@@ -89,10 +90,10 @@ class Store:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def connected(self, link: ConnectionState) -> None:
-        """Record a change of the connection; forgets the snapshot unless it is live."""
+        """Record a change of the connection; forgets the snapshot and the jobs unless it is live."""
         self.link = link
         if link.kind != "live":
-            self.snapshot = None
+            self.snapshot = self.jobs = None
         self.version += 1
 
     def take(self, snapshot: Snapshot) -> None:
@@ -100,6 +101,11 @@ class Store:
         self._record_peer_changes(snapshot)
         self.snapshot = snapshot
         self.version += 1
+
+    def take_jobs(self, jobs: Sequence[JobView]) -> None:
+        """Replace the fine-tuning jobs; an answer that arrives after the connection was lost is dropped."""
+        if self.link.kind == "live":
+            self.jobs = tuple(jobs)
 
     def note(self, data: Mapping[str, Any]) -> None:
         """Add an event, once: a reconnected stream repeats earlier ones."""

@@ -27,6 +27,7 @@ from app.snapshot.views import (
     FitView,
     GuestView,
     InviteView,
+    JobView,
     ModelView,
     OfferView,
     PeerView,
@@ -37,7 +38,6 @@ from app.snapshot.views import (
 from app.swarm.invitations import InviteLimits
 from app.swarm.invite import Invite
 from app.system.doctor import Check
-from app.training.job_view import JobView
 from app.training.material import TrainingWish
 from app.training.swarm_jobs import JobForecast
 

@@ -137,6 +137,7 @@ async def test_a_hop_that_sends_what_must_not_be_used_is_left(
         await owner.run(3, batches_of, losses)
         losses.check(wanted)
         assert owner.figures.rejected == {"n1": 3}
+        assert "far beyond the usual" in owner.figures.rejected_why["n1"]
         assert "n1" not in {hop.peer for hop in owner.route}
 
 

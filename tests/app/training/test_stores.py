@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -63,6 +64,15 @@ def test_a_job_whose_process_was_killed_is_paused(jobs: JobStore) -> None:
         with pytest.raises(AppError, match="is running in another process"):
             jobs.hold(RECORD.id)
     assert jobs.find(job.record.id).progress == replace(progress, status="paused")
+
+
+@pytest.mark.parametrize("wish", ["pause", "stop"])
+def test_a_job_that_has_ended_stays_as_it_ended(jobs: JobStore, wish: Literal["pause", "stop"]) -> None:
+    jobs.create(RECORD, SOURCE)
+    jobs.save_progress(RECORD.id, Progress("finished", 10))
+    with pytest.raises(AppError, match="is finished already"):
+        jobs.end(jobs.find(RECORD.id), wish)
+    assert jobs.find(RECORD.id).progress.status == "finished"
 
 
 def test_a_state_is_read_as_it_was_written_or_refused(jobs: JobStore) -> None:

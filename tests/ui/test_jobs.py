@@ -1,0 +1,207 @@
+"""The jobs tab: what is drawn of a job, and what its keys do to the node."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from textual.pilot import Pilot
+
+from app.core.errors import AppError
+from app.snapshot.views import JobHopView, JobView, TrainedView
+from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
+from tests.ui.fixed import HEALTHY, JOBS, ME, PEERS
+from tests.ui.rendering import settle, text_of_screen
+from ui.draw.jobs import NO_JOBS, job_columns, job_facts, job_row, job_rows, loss_rows, loss_title, trained_rows
+from ui.draw.rows import text_of, width_of
+from ui.screens.jobs import Jobs
+from ui.state.store import ConnectionState
+
+RUNNING, FAILED, PAUSED, FINISHED = JOBS
+NAMES = {peer.peer: peer.name for peer in PEERS}
+STRANGER = "12D3KooW" + "A" * 44
+HOSTILE = replace(
+    RUNNING,
+    out="a\x1b[2Jb",
+    losses=(math.nan, 2.0, math.inf),
+    loss=math.nan,
+    hops=tuple(JobHopView(f"{'鳥' * 20}{index}", index, index + 1) for index in range(40)),
+    rejected={STRANGER: 2, ME: 9},
+    rejected_why={STRANGER: "said\n\x1b[31m" + "nothing " * 40},
+    lost=(f"{STRANGER}: it left",),
+    data="/very" * 60 + "/facts.jsonl",
+)
+
+
+def name_of(peer: str) -> str:
+    return "you" if peer == ME else NAMES.get(peer, peer[-6:])
+
+
+def shown(job: JobView, width: int = 78, height: int = 40) -> list[str]:
+    return [text_of(line).rstrip() for line in job_rows(job, name_of, width, height)]
+
+
+# --- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [40, 78, 80, 120, 156])
+def test_a_job_takes_one_row_of_any_width(width: int) -> None:
+    columns = job_columns(width, [job.out for job in JOBS])
+    widths = {width_of(job_row(job, columns)[:-1]) for job in (*JOBS, HOSTILE)}
+    assert len(widths) == 1  # every column begins at the same place
+
+
+def test_a_row_says_how_far_a_job_is() -> None:
+    columns = job_columns(78, ["club-facts"])
+    rows = [text_of(job_row(job, columns)).split() for job in JOBS]
+    assert rows[0] == "● club-facts 3f9a1c2b7d04 148 of 400 1.204 119 23 m running".split()
+    assert rows[2] == "‖ diary 0c44e9f1d2b3 0 of 400 — — — paused".split()
+
+
+def test_everything_about_a_running_job_is_told() -> None:
+    rows = shown(RUNNING)
+    assert "119 tok/s · 96 k tokens in 13 m · 23 m left" in rows[1]
+    assert rows[2].endswith("hops       tern 0:16 ▸ heron 16:34 ▸ you 34:46 ▸ pike 46:55 ▸ mako 55:62 ▸")
+    text = "\n".join(rows)
+    assert "sent       412 MB  received 398 MB" in text
+    assert "recovered  2 times, 11 micro-batches computed again\n           from pike: it has not answered" in text
+    assert "rejected   mako 3 frames: numbers of size nan are not finite" in text
+
+
+@pytest.mark.parametrize(
+    ("job", "said", "unsaid"),
+    [
+        (FAILED, "failed     no step could be made in 5 attempts", "recovered"),
+        (PAUSED, "hops       in one process", "rejected"),
+        (FINISHED, "hops       over the swarm", "left"),
+        (replace(RUNNING, recoveries=0, rejected={}, lost=(), micro_batches_again=0), "rejected   nothing", "again"),
+        (replace(RUNNING, recoveries=1, lost=()), "recovered  once, 11 micro-batches", "from"),
+    ],
+)
+def test_only_what_is_known_of_a_job_is_told(job: JobView, said: str, unsaid: str) -> None:
+    text = "\n".join(shown(job))
+    assert said in text
+    assert unsaid not in text
+
+
+@pytest.mark.parametrize("size", [(20, 4), (78, 8), (78, 40), (150, 12)])
+@pytest.mark.parametrize("job", [*JOBS, HOSTILE], ids=lambda job: job.out[:1])
+def test_a_job_keeps_to_its_panel(job: JobView, size: tuple[int, int]) -> None:
+    width, height = size
+    for rows in (job_rows(job, name_of, width, height), loss_rows(job, width, height)):
+        assert len(rows) <= height
+        assert all(width_of(line) <= width for line in rows)
+        assert all(text_of(line).isprintable() for line in rows)
+
+
+def test_a_reason_that_is_cut_says_so() -> None:
+    whole, small = shown(RUNNING, 60), shown(RUNNING, 60, 10)
+    assert len(whole) > 10
+    assert any(line.startswith("rejected   mako 3 frames") and line.endswith("…") for line in small)
+
+
+def test_losses_fill_the_width_and_gaps_stay_gaps() -> None:
+    two = replace(RUNNING, losses=(2.0, 1.0), step=2)
+    rows = [text_of(line) for line in loss_rows(two, 26, 5)]
+    assert rows[0].startswith("   2  ⣿⣿⣿⣿⣿⣿⣿⣿⣿⣿ ")
+    assert rows[-2] == "   0  " + "⣿" * 20
+    assert rows[-1].split() == ["step", "1", "2"]
+    assert "⣿" not in "".join(text_of(line) for line in loss_rows(replace(two, losses=(math.nan,)), 26, 5))
+    assert text_of(loss_rows(PAUSED, 26, 5)[0]) == "No step is done yet."
+
+
+@pytest.mark.parametrize(
+    ("validation", "title"),
+    [
+        ((), "loss  1.204"),
+        (((0, 3.0),), "loss  1.204 · unseen records 3.000"),
+        (((0, 3.0), (9, 2.5), (18, 2.25)), "loss  1.204 · unseen records 3.000 to 2.250"),
+    ],
+)
+def test_the_loss_on_unseen_records_is_in_the_title(validation: tuple[tuple[int, float], ...], title: str) -> None:
+    assert text_of(loss_title(replace(RUNNING, validation=validation))) == title
+
+
+def test_jobs_of_others_are_named_by_their_owner() -> None:
+    own, other = TrainedView(ME, 34, 46), TrainedView(PEERS[4].peer, 34, 40)
+    rows = trained_rows(replace(HEALTHY, trained=(own, other)), name_of)
+    assert [text_of(line) for line in rows] == ["◆ trains blocks 34:40 for heron"]
+    assert trained_rows(None, name_of) == []
+
+
+def test_the_facts_of_a_job_name_its_peers() -> None:
+    facts = job_facts(HOSTILE, name_of)
+    assert ("lost", "AAAAAA: it left") in facts
+    assert next(value for name, value in facts if name == "rejected") == "you 9 frames"
+    assert ("model", "Llama-3.1-70B (1a2b3c4d)") in facts
+    assert ("model", "model 1a2b3c4d") in job_facts(replace(RUNNING, model_name="model 1a2b3c4d"), name_of)
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_paused_resumed_and_stopped_by_keys() -> None:
+    node = ScriptedNode()
+    node.jobs = jobs = [FINISHED, RUNNING]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("4")
+        await until(app, pilot, lambda: "club-facts" in text_of_screen(app))
+        jobs.insert(0, PAUSED)  # a newer job does not take the cursor
+        await until(app, pilot, lambda: "diary" in text_of_screen(app))
+        await pilot.press("p", "x")  # of a finished job: nothing, and hosting is not paused either
+        await until(app, pilot, lambda: app.said)
+        assert app.said == [f"job {FINISHED.job} is finished: nothing to pause; hosting is paused on the other tabs"]
+        assert node.asked == []
+        await pilot.press("down")
+        await until(app, pilot, lambda: "p pause job" in text_of_screen(app))
+        await pilot.press("p")
+        await until(app, pilot, lambda: "p resume job" in text_of_screen(app))
+        await pilot.press("p")
+        await until(app, pilot, lambda: "p pause job" in text_of_screen(app))
+        await pilot.press("x")
+        await until(app, pilot, lambda: "What it has learned" in text_of_screen(app))
+        await pilot.press("escape")
+        await until(app, pilot, lambda: len(app.screen_stack) == 1)
+        await pilot.press("x", "enter")
+        await until(app, pilot, lambda: "x stop job" not in text_of_screen(app))
+        assert app.said[1:] == [
+            f"job {RUNNING.job} pauses after the step that it is at",
+            f"job {RUNNING.job} goes on after step 148",
+            f"job {RUNNING.job} is stopped, and what it had learned is removed",
+        ]
+        assert node.asked == [f"/api/jobs/{what} {RUNNING.job}" for what in ("pause", "resume", "stop")]
+        await pilot.press("enter")
+        await until(app, pilot, lambda: "148 of 400, 96400 tokens" in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_jobs_are_asked_for_only_while_they_are_shown() -> None:
+    node = ScriptedNode()
+    node.jobs = AppError("the disk is broken")
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("4")
+        screen = cast(Jobs, app.screen)
+        await until(app, pilot, lambda: app.said and not screen._asking)
+        screen._poll()
+        await until(app, pilot, lambda: not screen._asking)
+        assert app.said == ["the disk is broken"]  # once, not at every poll
+        node.jobs = []
+        screen._poll()
+        await until(app, pilot, lambda: NO_JOBS in text_of_screen(app))
+        await pilot.press("1")
+        await until(app, pilot, lambda: not screen._asking)
+        screen._poll()
+        assert not screen._asking
+        await pilot.press("4")
+        app.store.connected(ConnectionState("away", "gone"))
+        screen._take([RUNNING])  # it was on its way
+        await settle(app, pilot)
+        assert "club-facts" not in text_of_screen(app)
+        assert app.store.jobs is None
+
+    driven(node, drive)
