@@ -316,7 +316,7 @@ class Asker:
         self._cached_tokens += stats.cached_tokens
         self._guessed_tokens += stats.guessed_tokens
         self._accepted_tokens += stats.accepted_tokens
-        if seen.route_s is not None and not stats.recoveries:
+        if seen.route_s is not None and not stats.recoveries and adapter is None:  # adapters take time of their own
             self.planner.record_token_time(stats.route, seen.route_s, request)
         sample, sampler = None, reply.sampler
         if sampler.answers:

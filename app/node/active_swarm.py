@@ -309,6 +309,8 @@ class ActiveSwarm:
             await nursery.start(self.weights.run)
             states = StateStore(network, context.home.training_folder, self.weights.sharing.is_member)
             states.serve()
+            adapters = HomeAdapters(context.home, states, manifest.config, self.swarm.model_hash)
+            nursery.start_soon(adapters.run)
             self.replies = ReplyService(
                 network,
                 membership,
@@ -322,7 +324,7 @@ class ActiveSwarm:
                 book=context.trust,
                 count=context.count_reply,
                 keep_sessions=lambda: context.config().settings.keep_sessions,
-                adapters=HomeAdapters(context.home, states, manifest.config, self.swarm.model_hash),
+                adapters=adapters,
             )
             await nursery.start(self.replies.run)
             self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)

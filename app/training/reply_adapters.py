@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine.config import ModelConfig
     from engine.training.peft_format import Adapter
 
+SWEEP_S = 60.0
 OFFERED_S = 1800.0  # that an adapter is offered after the last reply that used it: audits may still need it
 MAX_OFFERED = 4  # adapters that no reply uses
 RUN_BYTES = 16
@@ -49,9 +50,16 @@ class HomeAdapters:
         self._offers: list[_Offer] = []
         self._lock = trio.Lock()
 
+    async def run(self) -> None:
+        """Withdraw adapters that were not used for long, until cancelled."""
+        while True:
+            await trio.sleep(SWEEP_S)
+            async with self._lock:
+                await self._withdraw_unused()
+
     @asynccontextmanager
     async def offered(self, name: str) -> AsyncIterator[ReplyAdapter]:
-        """Offer an adapter while the context is open, and some minutes longer.
+        """Offer an adapter while the context is open, and `OFFERED_S` longer unless many others are used meanwhile.
 
         Raises `NoAdapter` if there is none of this name for the swarm's model, `WeightsError` if the disk is full.
         """

@@ -7,23 +7,32 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trio
+from trio.testing import MockClock
 
 from app.asker.asker import Asker
 from app.asker.reply import ReplyStats
 from app.config.home import Home
-from app.core.errors import NoAdapter
+from app.core.errors import NoAdapter, RecordError
 from app.routing.route import NoRoute
 from app.session.adapter_index import AdapterRef, decode_index
 from app.session.frame import Frame
 from app.session.outbound import PeerOutbox
 from app.session.wire import EpochOrder
 from app.training.adapter_store import AdapterStore
-from app.training.reply_adapters import MAX_OFFERED, AdapterFetcher, HomeAdapters, adapter_ref
-from app.training.states import StateStore
+from app.training.reply_adapters import (
+    MAX_OFFERED,
+    OFFERED_S,
+    SWEEP_S,
+    AdapterFetcher,
+    HomeAdapters,
+    adapter_ref,
+)
+from app.training.states import METHODS, StateStore
 from app.weights.extents import WeightsError
 from engine.local_model import load_local, local_options
 from engine.model.block import WeightOptions
@@ -250,6 +259,52 @@ async def test_what_is_offered_can_be_fetched_until_it_is_withdrawn(
             await fetcher.index("asker", first.ref)
         with pytest.raises(WeightsError, match="no member that has it"):
             await AdapterFetcher(states).index("hop", AdapterRef(bytes(32), 9))
+
+
+async def test_an_adapter_that_is_not_used_is_withdrawn(
+    autojump_clock: MockClock, tiny: ModelSource, adapter: Adapter, tmp_path: Path
+) -> None:
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        home = Home.open(tmp_path / "home")
+        states = StateStore(fabric.node("asker"), tmp_path / "states", lambda peer: True)
+        adapters = HomeAdapters(home, states, tiny.config, MODEL)
+        nursery.start_soon(adapters.run)
+        AdapterStore(home).save("pond", peft_files(adapter, tiny.config, "tiny"))
+        async with adapters.offered("pond") as offered:
+            await trio.sleep(2 * OFFERED_S)
+            assert not offered.withdrawn
+        assert list((tmp_path / "states").rglob("*.ok"))
+        await trio.sleep(OFFERED_S + 2 * SWEEP_S)
+        assert offered.withdrawn
+        async with adapters._lock:  # the sweep has ended
+            assert not list((tmp_path / "states").rglob("*.ok"))
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_an_asker_sends_is_checked(tiny: ModelSource, adapter: Adapter, tmp_path: Path) -> None:
+    """Bytes that are no index are refused, and bytes of another hash never count as arrived."""
+    async with adapter_swarm(tiny, tmp_path) as swarm:
+        fetcher, evil = AdapterFetcher(swarm.states("hop")), swarm.states("evil")
+        rubbish = await evil.keep(b"run", b"{}")
+        with pytest.raises(RecordError, match="the adapter's index"):
+            await fetcher.index("evil", AdapterRef(rubbish.root, rubbish.size_bytes))
+        honest = evil._server._on_chunk
+
+        lies = 0
+
+        async def lie(peer: str, body: bytes) -> bytes:
+            nonlocal lies
+            answer: Any = await honest(peer, body)
+            sent = answer if isinstance(answer, bytes) else b"".join(answer)
+            lies += 1
+            return sent[:-1] + bytes([sent[-1] ^ 1])
+
+        swarm.fabric.nodes["evil"].serve(METHODS.chunk, lie)
+        part = await evil.keep(b"run", b"some bytes")
+        with pytest.raises(trio.TooSlowError), trio.fail_after(0.5):
+            await fetcher.index("evil", AdapterRef(part.root, part.size_bytes))
+        assert lies
+        assert not list((swarm.folder / "hop").rglob(f"{part.root.hex()}*"))
 
 
 def test_an_index_is_checked(adapter: Adapter) -> None:
