@@ -101,5 +101,6 @@ def load_local(
 ) -> LocalModel:
     """Load all blocks, the embedding and the head of a model; replies use the adapter if one is given."""
     span = load_span(source, 0, source.config.n_blocks, options, progress)
-    served = None if adapter is None else ServedAdapter(adapter, source.config, range(span.start, span.stop), options)
+    blocks = range(span.start, span.stop)
+    served = None if adapter is None else ServedAdapter(adapter, source.config, dict.fromkeys(blocks, options))
     return LocalModel(source, load_ends(source, options), span, served)

@@ -6,16 +6,19 @@ close.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.device.probe import first_line
-from engine.errors import DeviceFull, NotFinite, SessionError
+from engine.errors import DeviceFull, NotFinite, SessionError, TrainingError
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.model.span import BlockAdapter
+from engine.training.adapters import AdapterSettings, layout, weight_count
+from engine.training.peft_format import Adapter
+from engine.training.serving import ServedAdapter
 from engine.wire import is_finite, to_bytes, to_tensor, wire_name
 
 
@@ -78,6 +81,34 @@ class SessionRunner:
         """KV cache slots (one per token) in all."""
         return self._span.total_tokens
 
+    def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Return the bytes of one block's vector of such an adapter; raises `TrainingError` if there is none."""
+        settings = AdapterSettings(rank, targets=targets)
+        return 4 * weight_count(layout(self._span.config, settings.rank, settings.targets))
+
+    def load_adapter(
+        self, rank: int, alpha: float, targets: tuple[str, ...], vectors: Mapping[int, bytes]
+    ) -> ServedAdapter:
+        """Load the adapter of some blocks, each a vector of float32, beside the blocks' weights.
+
+        Raises `TrainingError` for a vector of another size or with numbers that are not finite in the blocks' format,
+        `DeviceFull` if the device's memory is full.
+        """
+        settings, size = AdapterSettings(rank, alpha, targets), self.adapter_bytes(rank, targets)
+        places = {block: part.options for part in self._span.parts for block in range(part.start, part.stop)}
+        numbers = {}
+        for block, data in vectors.items():
+            if len(data) != size or block not in places:
+                raise TrainingError(f"the adapter's {len(data)} bytes for block {block} are not the {size} of its rank")
+            numbers[block] = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            if not _within(numbers[block], torch.finfo(places[block].dtype).max):
+                raise TrainingError(f"the adapter of block {block} has numbers that are not finite in {self._native}")
+        try:
+            own = {block: places[block] for block in vectors}
+            return ServedAdapter(Adapter(settings, numbers), self._span.config, own)
+        except torch.OutOfMemoryError as error:
+            raise DeviceFull(f"the device's memory is full: {first_line(error)}") from error
+
     def open(self, session: bytes, tokens: int, adapter: BlockAdapter | None = None) -> None:
         """Lease cache for `tokens` tokens of a new session, all of which are computed with the adapter if one is given.
 
@@ -89,16 +120,18 @@ class SessionRunner:
             self._adapters[session] = adapter
 
     def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
-        """Open a session whose first `length` tokens are those of `source`; both share their cache pages.
+        """Open a session whose first `length` tokens are those of `source`; both share cache pages and adapter.
 
         Raises `CacheFull` without room, and `SessionError` if `source` does not hold so many tokens.
         """
         assert session not in self._leases, "a session is opened once"
         self._check_context(tokens)
         self._leases[session] = self._span.fork(self._lease(source), length, tokens)
+        if source in self._adapters:
+            self._adapters[session] = self._adapters[source]
 
     def take_over(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
-        """Open a session with the cache of `source`, cut to `length` tokens; `source` ends.
+        """Open a session with the cache and the adapter of `source`, cut to `length` tokens; `source` ends.
 
         Raises `CacheFull` without room; `source` is cut then, and open.
         """
@@ -108,6 +141,8 @@ class SessionRunner:
         lease.truncate(length)
         lease.resize(tokens)
         self._leases[session] = self._leases.pop(source)
+        if source in self._adapters:
+            self._adapters[session] = self._adapters.pop(source)
 
     def resize(self, session: bytes, tokens: int) -> None:
         """Reserve cache for `tokens` tokens of an open session from now on, or what it holds if that is more."""

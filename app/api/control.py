@@ -86,6 +86,9 @@ class Control(Protocol):
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply: its pieces, then its figures."""
 
+    async def adapters(self) -> list[str]:
+        """Name the adapters of this home that were trained for the active swarm's model."""
+
     async def jobs(self) -> list[JobView]:
         """List the fine-tuning jobs of this home, the newest first."""
 

@@ -1,8 +1,8 @@
 """OpenAI's endpoint: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, for clients that know nothing of Shoal.
 
-The only model is the active swarm's, under the swarm's name. `app.api.openai_fields` checks the request's fields and
-`app.api.openai_errors` makes the error bodies. A stream's events are `data: JSON`, the last one `data: [DONE]`; a
-client that disconnects in the middle ends its session.
+The only model is the active swarm's, under the swarm's name; `SWARM+NAME` is the same model with the adapter NAME of
+this home. `app.api.openai_fields` checks the request's fields and `app.api.openai_errors` makes the error bodies. A
+stream's events are `data: JSON`, the last one `data: [DONE]`; a client that disconnects in the middle ends its session.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -34,16 +34,26 @@ def routes(control: Control) -> APIRouter:
 
     @router.get("/models")
     async def models() -> dict[str, Any]:
-        """The swarm's model."""
+        """The swarm's model, alone and with each adapter of this home that was trained for it."""
         snapshot = control.snapshot()
-        return {"object": "list", "data": [] if snapshot.swarm is None else [_model(snapshot)]}
+        if snapshot.swarm is None:
+            return {"object": "list", "data": []}
+        names = [None, *await control.adapters()]
+        return {"object": "list", "data": [_model(snapshot, name) for name in names]}
 
     @router.get("/models/{model}")
     async def model(model: str) -> dict[str, Any]:
         """One model by name."""
         snapshot = control.snapshot()
-        _check_model(snapshot, model)
-        return _model(snapshot)
+        adapter = _adapter_of(snapshot, model)
+        if adapter is not None and adapter not in await control.adapters():
+            raise OpenAIError(
+                f"unknown model {model[:80]!r}: no adapter of this name was trained for {snapshot.swarm!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        return _model(snapshot, adapter)
 
     @router.post("/chat/completions", response_class=Response)
     async def chat_completions(asked: ChatCompletion) -> Response:
@@ -60,7 +70,7 @@ def routes(control: Control) -> APIRouter:
 
 def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: ReplyRequest) -> Response:
     snapshot = control.snapshot()
-    _check_model(snapshot, asked.model)
+    request = replace(request, adapter=_adapter_of(snapshot, asked.model))
     form = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
     events = control.reply(request)
     if asked.stream:
@@ -68,10 +78,10 @@ def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: R
     return EventStream(_whole(events, form), "application/json", response_to)
 
 
-def _model(snapshot: Snapshot) -> dict[str, Any]:
+def _model(snapshot: Snapshot, adapter: str | None = None) -> dict[str, Any]:
     joined = next((swarm.joined_at_ms for swarm in snapshot.swarms if swarm.active), 0)
     return {
-        "id": snapshot.swarm,
+        "id": snapshot.swarm if adapter is None else f"{snapshot.swarm}+{adapter}",
         "object": "model",
         "created": joined // 1000,
         "owned_by": "shoal",
@@ -80,14 +90,19 @@ def _model(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _check_model(snapshot: Snapshot, wanted: str) -> None:
+def _adapter_of(snapshot: Snapshot, wanted: str) -> str | None:
+    """Return the adapter that a model's name asks for, None for the swarm's model alone; raises `OpenAIError`."""
     if snapshot.swarm is None:
         why = "this node is in no swarm: join one with `shoal join`, or create one with `shoal create`"
         raise OpenAIError(why, status=503, code="no_swarm")
-    pinned = {swarm.pinned for swarm in snapshot.swarms if swarm.active}
-    if wanted not in {snapshot.swarm, snapshot.model, *pinned} or not wanted:
-        why = f"unknown model {wanted[:80]!r}: this node serves {snapshot.swarm!r}, the model of its swarm"
-        raise OpenAIError(why, status=404, param="model", code="model_not_found")
+    names = {snapshot.swarm, snapshot.model, *(swarm.pinned for swarm in snapshot.swarms if swarm.active)} - {"", None}
+    if wanted in names:
+        return None
+    name, plus, adapter = wanted.rpartition("+")  # an adapter's name has no plus
+    if plus and adapter and name in names:
+        return adapter
+    why = f"unknown model {wanted[:80]!r}: this node serves {snapshot.swarm!r}, the model of its swarm"
+    raise OpenAIError(why, status=404, param="model", code="model_not_found")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from app.asker.asker import PromptTooLong
-from app.core.errors import AppError, RecordError, UsageError, reason_of
+from app.core.errors import AppError, NoAdapter, RecordError, UsageError, reason_of
 from app.core.reasons import Reason, because
 from app.routing.route import NoRoute
 from engine.errors import EngineError
@@ -20,6 +20,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (  # the first match counts
     (UsageError, 400),
     (RecordError, 400),
     (EngineError, 400),
+    (NoAdapter, 404),
     (AppError, 503),
     (P2PError, 503),
 )

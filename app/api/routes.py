@@ -138,6 +138,7 @@ class ChatRequest(_Body):
     seed: int = Field(default=0, ge=0, lt=2**64)
     stop: list[str] = Field(default=[], max_length=16)
     private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
+    adapter: str | None = Field(default=None, max_length=_MAX_TEXT)
 
     def request(self) -> ReplyRequest:
         """Convert to the node's own request."""

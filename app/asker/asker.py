@@ -33,7 +33,7 @@ from app.asker.kept_sessions import (
     best_prefix,
     shared_tokens,
 )
-from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, hidden_states
+from app.asker.reply import AuditSample, AuditSampler, HiddenState, Reply, ReplyAdapter, hidden_states
 from app.asker.route_session import (
     CachedPrefix,
     HopLinks,
@@ -44,7 +44,7 @@ from app.asker.route_session import (
 )
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import Device, DraftModel, ReplyEnds, TokenChoice
-from app.core.errors import AppError
+from app.core.errors import AppError, NoAdapter
 from app.core.network import FrameStream, Network
 from app.core.span import Span
 from app.routing.bans import Bans
@@ -58,6 +58,7 @@ from app.routing.planner import (
 )
 from app.routing.route import Privacy, Route, RouteRequest
 from app.routing.trust import TrustBook
+from app.session.adapter_index import AdapterRef
 from app.session.wire import Prefix
 from app.swarm.records import Announcement
 
@@ -151,11 +152,17 @@ class Asker:
 
     @asynccontextmanager
     async def reply(
-        self, prompt_ids: Sequence[int], settings: Any, *, max_tokens: int, private_blocks: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        settings: Any,
+        *,
+        max_tokens: int,
+        private_blocks: int | None = None,
+        adapter: ReplyAdapter | None = None,
     ) -> AsyncIterator[Reply]:
         """Begin a reply of at most `max_tokens`; `settings` go to head and sampler as they are.
 
-        Raises `PromptTooLong`.
+        With an adapter, its hops compute every token with it. Raises `PromptTooLong`.
         """
         context = self._ends.context_length
         if len(prompt_ids) >= context:
@@ -164,10 +171,11 @@ class Asker:
             )
         begin, text = trio.current_time(), self._ends.begin(prompt_ids, settings)
         request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
-        prefix = await self._shared_prefix(prompt_ids, request.privacy)
+        ref = None if adapter is None else adapter.ref
+        prefix = await self._shared_prefix(prompt_ids, request.privacy, ref)
         routes = self._routes(request, prefix)
         sampled = () if prefix is None else prefix.source.routes
-        async with self._counted(routes, request.tokens, self._taken(prefix)) as session:
+        async with self._counted(routes, request.tokens, self._taken(prefix), ref) as session:
             sampler = AuditSampler(self._rng, sampled)
             guesser = self._guesser(prompt_ids, self._history)
             draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
@@ -182,8 +190,9 @@ class Asker:
                 guesser,
                 draft,
                 request.tokens,
+                adapter,
             )
-            self._replies[session.id] = running = RunningReply(reply, session, tuple(prompt_ids), request.privacy)
+            self._replies[session.id] = running = RunningReply(reply, session, tuple(prompt_ids), request.privacy, ref)
             self._begun += 1
             try:
                 yield reply
@@ -193,11 +202,13 @@ class Asker:
                 if draft is not None:
                     draft.end()
                 del self._replies[session.id]
-                self._ended(reply, request, settings)
+                self._ended(reply, request, settings, adapter)
 
     # --- caches that outlive a reply ----------------------------------------------------------------------------------
 
-    async def _shared_prefix(self, prompt_ids: Sequence[int], privacy: Privacy) -> SharedPrefix | None:
+    async def _shared_prefix(
+        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None
+    ) -> SharedPrefix | None:
         """Return what is cached of a prompt; waits for a reply under way that reads mostly the same tokens.
 
         Reading them side by side would take all of these replies as long, and as much cache each.
@@ -206,18 +217,21 @@ class Asker:
             return None
         with trio.move_on_after(WAIT_FOR_READING_S):
             while True:
-                best = self._best_prefix(prompt_ids, privacy)
+                best = self._best_prefix(prompt_ids, privacy, adapter)
                 known = max(0 if best is None else best.tokens, MIN_WAITED)
-                reading = next((one for one in self._replies.values() if one.reads(prompt_ids, privacy, known)), None)
+                alike = [one for one in self._replies.values() if one.adapter == adapter]
+                reading = next((one for one in alike if one.reads(prompt_ids, privacy, known)), None)
                 if reading is None:
                     return best
                 await reading.session.first_answer.wait()
-        return self._best_prefix(prompt_ids, privacy)
+        return self._best_prefix(prompt_ids, privacy, adapter)
 
-    def _best_prefix(self, prompt_ids: Sequence[int], privacy: Privacy) -> SharedPrefix | None:
+    def _best_prefix(
+        self, prompt_ids: Sequence[int], privacy: Privacy, adapter: AdapterRef | None
+    ) -> SharedPrefix | None:
         running = [one.cached() for one in self._replies.values()]
         sessions = [one for one in (*self._kept, *running) if self._is_trusted(one.routes)]
-        return best_prefix(prompt_ids, privacy, sessions)
+        return best_prefix(prompt_ids, privacy, sessions, adapter)
 
     def _is_trusted(self, routes: Sequence[Route]) -> bool:
         """True unless a peer was caught at wrong results since it computed a cache."""
@@ -293,7 +307,7 @@ class Asker:
         privacy = self.planner.privacy(blocks, private_blocks)
         return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
 
-    def _ended(self, reply: Reply, request: RouteRequest, settings: Any) -> None:
+    def _ended(self, reply: Reply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
         """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
         stats = reply.stats
         self._latest = seen = reply.seen(self.planner.link_s(), trio.current_time())
@@ -302,7 +316,7 @@ class Asker:
         self._cached_tokens += stats.cached_tokens
         self._guessed_tokens += stats.guessed_tokens
         self._accepted_tokens += stats.accepted_tokens
-        if seen.route_s is not None and not stats.recoveries:
+        if seen.route_s is not None and not stats.recoveries and adapter is None:  # adapters take time of their own
             self.planner.record_token_time(stats.route, seen.route_s, request)
         sample, sampler = None, reply.sampler
         if sampler.answers:
@@ -317,27 +331,37 @@ class Asker:
                 privacy=request.privacy,
                 settings=settings,
                 rounds=tuple(reply.rounds),
+                adapter=adapter,
             )
         self._auditor.ended(sample, len(reply.tokens))
 
     @asynccontextmanager
     async def _counted(
-        self, source: RouteSource, tokens: int, prefix: CachedPrefix | None = None
+        self,
+        source: RouteSource,
+        tokens: int,
+        prefix: CachedPrefix | None = None,
+        adapter: AdapterRef | None = None,
     ) -> AsyncIterator[RouteSession]:
         self.active += 1
         try:
-            async with self.open(source, tokens, self._settings, prefix) as session:
+            async with self.open(source, tokens, self._settings, prefix, adapter) as session:
                 yield session
         finally:
             self.active -= 1
 
     @asynccontextmanager
     async def open(
-        self, source: RouteSource, tokens: int, settings: SessionSettings, prefix: CachedPrefix | None = None
+        self,
+        source: RouteSource,
+        tokens: int,
+        settings: SessionSettings,
+        prefix: CachedPrefix | None = None,
+        adapter: AdapterRef | None = None,
     ) -> AsyncIterator[RouteSession]:
         """Open a session over the routes that `source` proposes; it is closed at the end."""
         assert self._links is not None, "the asker is not running"
-        shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype)
+        shape = SessionShape(tokens, self._ends.hidden_size, self._ends.dtype, adapter)
         session = RouteSession(self._links, source, self._embed, shape, settings, prefix)
         try:
             yield session
@@ -359,13 +383,15 @@ class RunningReply:
     session: RouteSession
     prompt: tuple[int, ...]
     privacy: Privacy
+    adapter: AdapterRef | None = None
 
     def cached(self) -> CachedSession:
         """The tokens that its hops have cached by now."""
         session = self.session
         tokens = tuple(session.tokens[: session.answered])
+        routes = tuple(self.reply.sampler.routes)
         return CachedSession(
-            session.id, session.epoch, tokens, self.privacy, session.route, tuple(self.reply.sampler.routes)
+            session.id, session.epoch, tokens, self.privacy, session.route, routes, adapter=self.adapter
         )
 
     def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:
@@ -392,12 +418,14 @@ class _AuditContext:
         return frozenset(self._asker.planner.avoided())
 
     @asynccontextmanager
-    async def pinned(self, route: Route, room: int) -> AsyncIterator[RouteSession]:
+    async def pinned(self, route: Route, room: int, adapter: ReplyAdapter | None) -> AsyncIterator[RouteSession]:
+        if adapter is not None and adapter.withdrawn:
+            raise NoAdapter(f"the adapter {adapter.name} is not offered to hops any more")
         asker = self._asker
         source = PinnedRoute(asker.planner, asker._route_request(room, 0), route)
         # An audit is about this route: if it breaks, no other is taken.
         settings = replace(asker._settings, first_route_s=0.0, new_route_s=0.0)
-        async with asker.open(source, room, settings) as session:
+        async with asker.open(source, room, settings, adapter=None if adapter is None else adapter.ref) as session:
             yield session
 
     async def answers_of(

@@ -41,7 +41,7 @@ from app.asker.evidence import (
     worst_case_remaining,
 )
 from app.asker.guessing import right_guesses
-from app.asker.reply import AuditSample, HiddenState
+from app.asker.reply import AuditSample, HiddenState, ReplyAdapter
 from app.asker.route_session import RouteSession
 from app.asker.stats import AuditCounts
 from app.core.errors import AppError
@@ -76,8 +76,10 @@ class AuditContext(Protocol):
     def avoided(self) -> frozenset[str]:
         """Peers that cannot be used now."""
 
-    def pinned(self, route: Route, room: int) -> AbstractAsyncContextManager[RouteSession]:
-        """Open a session on this route and no other."""
+    def pinned(
+        self, route: Route, room: int, adapter: ReplyAdapter | None
+    ) -> AbstractAsyncContextManager[RouteSession]:
+        """Open a session on this route and no other; raises `AppError` if the adapter is offered no more."""
 
     async def sample_and_discard(
         self, answers: Sequence[HiddenState], tokens: Sequence[int], guesses: Sequence[int], settings: Any
@@ -260,7 +262,7 @@ class Auditor:
         self._sessions += 1
         try:
             with trio.fail_after(AUDIT_S):
-                async with self._context.pinned(route, sample.room) as session:
+                async with self._context.pinned(route, sample.room, sample.adapter) as session:
                     while until <= sample.stop:
                         guesses = next(rounds, ())
                         self._tokens += until - fed + len(guesses)

@@ -2,7 +2,7 @@
 
 A kept session is a record: its tokens, and where they are cached. Hops may have ended it meanwhile; the new session
 then reads again what is missing (`app.asker.route_session`). Caches are shared within one asker alone, and only
-between requests with the same rules for private blocks.
+between requests with the same rules for private blocks and the same adapter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from app.routing.route import Privacy, Route
+from app.session.adapter_index import AdapterRef
 
 KEEP_S = 600  # that a session is kept after its reply
 MIN_SHARED = 16  # fewer tokens are read again sooner than they are looked up
@@ -27,6 +28,7 @@ class CachedSession:
     route: Route
     routes: tuple[Route, ...]  # all that its cache was computed on, the last one included
     at: float = 0.0  # when it was kept
+    adapter: AdapterRef | None = None  # with which its cache was computed
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,12 @@ def shared_tokens(prompt: Sequence[int], tokens: Sequence[int]) -> int:
     return next((index for index in range(most) if prompt[index] != tokens[index]), max(most, 0))
 
 
-def best_prefix(prompt: Sequence[int], privacy: Privacy, sessions: Iterable[CachedSession]) -> SharedPrefix | None:
+def best_prefix(
+    prompt: Sequence[int], privacy: Privacy, sessions: Iterable[CachedSession], adapter: AdapterRef | None = None
+) -> SharedPrefix | None:
     """Return the session that shares most tokens with a prompt, of equal ones the shortest; None if all share few."""
-    shared = [SharedPrefix(s, shared_tokens(prompt, s.tokens)) for s in sessions if s.privacy == privacy]
+    alike = [session for session in sessions if (session.privacy, session.adapter) == (privacy, adapter)]
+    shared = [SharedPrefix(session, shared_tokens(prompt, session.tokens)) for session in alike]
     best = max(shared, key=lambda prefix: (prefix.tokens, -len(prefix.source.tokens)), default=None)
     return best if best is not None and best.tokens >= MIN_SHARED else None
 

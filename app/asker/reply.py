@@ -23,9 +23,19 @@ from app.asker.stats import AskedSession, HopStats
 from app.core.compute import TextPiece, TokenChoice
 from app.core.smoothing import Ewma
 from app.routing.route import LinkSeconds, Privacy, Route
+from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPE_NAMES, Frame
 
 _SMOOTHING = 0.1
+
+
+@dataclass(eq=False)
+class ReplyAdapter:
+    """An adapter of this home that hops can fetch from this node."""
+
+    name: str
+    ref: AdapterRef
+    withdrawn: bool = False  # it cannot be fetched any more
 
 
 @dataclass
@@ -45,6 +55,8 @@ class ReplyStats:
     cached_tokens: int = 0  # of the prompt, that the hops had cached; the others were read
     guessed_tokens: int = 0  # sent through the hops together with the token before them
     accepted_tokens: int = 0  # of these, those that were right
+    adapter: str | None = None  # its name, if the reply used one
+    adapter_root: str | None = None  # the beginning of its hash
 
 
 @dataclass(frozen=True)
@@ -121,6 +133,7 @@ class Reply:
         guesser: Guesser | None = None,
         draft: Draft | None = None,
         room: int = 0,
+        adapter: ReplyAdapter | None = None,
     ) -> None:
         self._session, self._text, self._head_batcher, self.sampler = session, text, head_batcher, sampler
         self._prompt_ids = tuple(prompt_ids)
@@ -135,6 +148,8 @@ class Reply:
         self._host_s = Ewma(_SMOOTHING)  # and in this node's own hands
         self._token_s = Ewma(_SMOOTHING)  # from one token to the next
         self.stats = ReplyStats(len(prompt_ids), notices=notices)
+        if adapter is not None:
+            self.stats.adapter, self.stats.adapter_root = adapter.name, adapter.ref.short
 
     def __aiter__(self) -> Reply:
         return self
@@ -283,6 +298,7 @@ class AuditSample:
     privacy: Privacy
     settings: Any  # of the reply, for head and sampler
     rounds: tuple[tuple[int, ...], ...] = ()  # guesses that the reply sent with the prompt, then with each token fed
+    adapter: ReplyAdapter | None = None
 
     @property
     def stop(self) -> int:

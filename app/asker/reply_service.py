@@ -7,19 +7,20 @@ where a GPU runs the head; the blocks in between run on the hops (`app.asker.ask
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
 from app.asker.asker import Asker, AskerOptions
 from app.asker.guessing import Guesser, GuessHistory
-from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
+from app.asker.reply import ReplyAdapter, ReplyDone, ReplyEvent, ReplyText
 from app.asker.stats import AskedSession, AskerStats
 from app.core.compute import DraftModel
 from app.core.device_thread import DeviceThread
-from app.core.errors import AppError
+from app.core.errors import AppError, NoAdapter
 from app.core.network import FrameStream, Network
 from app.core.reasons import Reason
 from app.core.span import Span
@@ -65,6 +66,7 @@ class ReplyRequest:
     seed: int = 0
     stop: tuple[str, ...] = ()
     private_blocks: int | None = None  # at either end, if more than the setting says
+    adapter: str | None = None  # name of an adapter of this home
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,13 @@ class DraftSource:
 
     setting: Callable[[], str] = lambda: AUTO
     find: Callable[[ModelSource, str], ModelSource | None] = lambda target, wanted: None
+
+
+class AdapterOffers(Protocol):
+    """The adapters of this home, for hops to fetch; `app.training.reply_adapters` implements it."""
+
+    def offered(self, name: str) -> AbstractAsyncContextManager[ReplyAdapter]:
+        """Offer an adapter while the context is open; raises `NoAdapter` if there is none for the swarm's model."""
 
 
 class NoModelHere(AppError):
@@ -97,6 +106,7 @@ class ReplyService:
         book: TrustBook | None = None,
         count: Callable[[int, Sequence[str]], None] = lambda tokens, peers: None,
         keep_sessions: Callable[[], int] = lambda: 0,
+        adapters: AdapterOffers | None = None,
     ) -> None:
         self._options = AskerOptions(
             preferences=preferences,
@@ -105,7 +115,7 @@ class ReplyService:
             guesser=self._guesser,
             draft=lambda: self._draft,
         )
-        self._drafts = drafts or DraftSource()
+        self._drafts, self._adapters = drafts or DraftSource(), adapters
         self._draft: DraftModel | None = None
         self._draft_label = ""
         self._draft_wanted = OFF  # the setting for which `_draft` was loaded, or is being loaded
@@ -220,9 +230,17 @@ class ReplyService:
         route: Route = ()
         noticed = 0
         peers: dict[str, None] = {}  # that took part, in order
-        asked = asker.reply(prompt_ids, settings, max_tokens=request.max_tokens, private_blocks=request.private_blocks)
         try:
-            async with asked as reply:
+            async with (
+                self._offered(request.adapter) as adapter,
+                asker.reply(
+                    prompt_ids,
+                    settings,
+                    max_tokens=request.max_tokens,
+                    private_blocks=request.private_blocks,
+                    adapter=adapter,
+                ) as reply,
+            ):
                 while (waiting := await reply.waiting()) is not None:
                     yield waiting
                 async for piece in reply:
@@ -236,6 +254,17 @@ class ReplyService:
             yield ReplyDone("".join(pieces), reply.stats)
         finally:
             self._count(len(pieces), list(peers))
+
+    @asynccontextmanager
+    async def _offered(self, name: str | None) -> AsyncIterator[ReplyAdapter | None]:
+        """Offer the adapter of a reply to its hops; raises `NoAdapter`."""
+        if name is None:
+            yield None
+            return
+        if self._adapters is None:
+            raise NoAdapter(f"no adapter is named {name}: this node has none")
+        async with self._adapters.offered(name) as adapter:
+            yield adapter
 
     def _guesser(self, prompt_ids: Sequence[int], history: GuessHistory) -> Guesser | None:
         return None if self._drafts.setting() == OFF else Guesser(prompt_ids, history)

@@ -28,6 +28,7 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
+from app.session.adapter_index import AdapterRef
 from app.session.frame import (
     DTYPES,
     Frame,
@@ -41,7 +42,9 @@ from app.session.frame import (
 )
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
+    ADAPTER_REFUSALS,
     KEEP,
+    KNOWS_ADAPTERS,
     KNOWS_REVISIONS,
     MAX_REVISION,
     MAX_TOKENS,
@@ -234,6 +237,7 @@ class SessionSettings:
     chunk_rows: int = 256
     open_s: float = 5.0  # to reach a hop
     ready_s: float = 5.0  # for a hop to begin an epoch
+    adapter_s: float = 300.0  # for a hop that answers probes to fetch an adapter before
     probe_s: float = 1.0  # for a hop to say how far it is
     stuck_s: float = 30.0  # for a hop that answers probes but does not advance
     first_route_s: float = 15.0  # to wait for a route at the beginning: a member may be joining or slow to answer
@@ -244,11 +248,12 @@ class SessionSettings:
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Size of a session: tokens, and width and format of a hidden state."""
+    """Size of a session: tokens, and width and format of a hidden state; and the adapter that computes all of it."""
 
     tokens: int
     width: int
     dtype: str
+    adapter: AdapterRef | None = None
 
 
 @dataclass(frozen=True)
@@ -310,6 +315,7 @@ class RouteHops:
         self.route: Route = ()  # in use, or being set up
         self._epoch_route: Route = ()  # the route of the present epoch
         self._revisers: set[str] = set()  # hops that know revisions
+        self.unable: dict[str, Reason] = {}  # peers that cannot serve this session's adapter
         self.epoch = 0
         self.revision = 0  # of the tokens within the epoch
         self._revised_at = 0  # the first position of that revision
@@ -355,6 +361,8 @@ class RouteHops:
         elif frame.kind == Kind.READY:
             self._ready[peer] = HopState(frame.position, frame.rows)
             (self._revisers.add if frame.width & KNOWS_REVISIONS else self._revisers.discard)(peer)
+            if self._shape.adapter is not None and not frame.width & KNOWS_ADAPTERS:
+                self._cannot_adapt(peer, because("hop_without_adapters", "its version knows no adapters", peer))
         elif frame.kind == Kind.TROUBLE:
             self._on_error(peer, decode_hop_error(frame))
         self._heard.notify()
@@ -416,6 +424,9 @@ class RouteHops:
         if error.code == "evicted":
             return
         why = hop_error_reason(peer, error)
+        if why.code in ADAPTER_REFUSALS and self._shape.adapter is not None:
+            self._cannot_adapt(peer, why)
+            return
         if error.code in ("busy", "refused", "failed"):
             # A hop that no longer hosts these blocks has said so in an announcement that may still be under way.
             gone = error.why == "not_hosted"
@@ -431,6 +442,11 @@ class RouteHops:
             self.trouble = HopFailed(peer, why)
             return
         self.trouble = self.trouble or HopFailed(peer, why, blameless=True)
+
+    def _cannot_adapt(self, peer: str, why: Reason) -> None:
+        """Use a peer no more in this session: it cannot compute with the adapter. Other sessions are not concerned."""
+        self.unable[peer] = why
+        self.trouble = HopFailed(peer, why, blameless=True)
 
     def _note_bad_link(self, peer: str) -> None:
         """Count a failure of the link from a hop to its successor; after the second, relay it through this asker."""
@@ -591,18 +607,49 @@ class RouteHops:
             relay = (hop.peer, successor) in self._ordered
             if (predecessor, hop.peer) in self._ordered:
                 predecessor = ""
-            turn = EpochOrder(hop.span, predecessor, successor, self._shape.tokens, self.urgent_from, send_from, relay)
+            turn = EpochOrder(
+                hop.span,
+                predecessor,
+                successor,
+                self._shape.tokens,
+                self.urgent_from,
+                send_from,
+                relay,
+                adapter=self._shape.adapter,
+            )
             if self.prefix is not None and hop in self.prefix.route:
                 turn = replace(turn, prefix=self.prefix.wire)
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
-        with trio.move_on_after(self._settings.ready_s):
-            await self._heard.wait_for(lambda: self.trouble is not None or len(self._ready) == len(self.route))
+        await self._wait_ready(self._settings.ready_s)
+        if self._shape.adapter is not None:
+            await self._wait_adapters()
         if self.trouble is not None:
             raise self.trouble
         silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
         late = "it did not open the session in time"
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
+
+    async def _wait_ready(self, within_s: float) -> None:
+        with trio.move_on_after(within_s):
+            await self._heard.wait_for(lambda: self.trouble is not None or len(self._ready) == len(self.route))
+
+    async def _wait_adapters(self) -> None:
+        """Wait on for hops that fetch the adapter, `adapter_s` at most and as long as all of them answer probes."""
+        until = trio.current_time() + self._settings.adapter_s
+        while self.trouble is None and trio.current_time() < until:
+            late = {hop.peer for hop in self.route} - self._ready.keys()
+            if not late:
+                return
+            self.states.clear()
+            for peer in late:
+                await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
+            with trio.move_on_after(self._settings.probe_s):
+                while self.trouble is None and late - self.states.keys() - self._ready.keys():
+                    await self._heard.wait()
+            if late - self.states.keys() - self._ready.keys():
+                return
+            await self._wait_ready(self._settings.probe_s)
 
     def _first_outputs(self, plan: ResumePlan | None) -> dict[str, int]:
         """The position from which each hop must send outputs; without a plan it must send nothing yet."""
@@ -905,13 +952,30 @@ class RouteSession:
         first, self._first = self._first, ()
         if first:
             return first
-        leaving = self._hops.leaving
+        leaving, unable = self._hops.leaving, self._hops.unable
         try:
-            return self._guide.route(self._settled, sorted(leaving))
-        except NoRoute:
+            return self._guide.route(self._settled, sorted({*leaving, *unable}))
+        except NoRoute as error:
             if not leaving:
-                raise
-            return self._guide.route(self._settled, [])
+                raise self._explained(error) from None
+        try:
+            return self._guide.route(self._settled, sorted(unable))
+        except NoRoute as error:
+            raise self._explained(error) from None
+
+    def _explained(self, error: NoRoute) -> NoRoute:
+        """Return the error with the reasons why peers cannot serve the session's adapter, if there are any."""
+        unable = self._hops.unable
+        if not unable:
+            return error
+        reasons = "; ".join(f"{peer} ({why.text})" for peer, why in unable.items())
+        return NoRoute(
+            error.block,
+            f" with the adapter: {reasons}",
+            who="no usable peer",
+            code="no_adapter_route",
+            peers=unable,
+        )
 
     def _can_leave(self) -> bool:
         """True if hops of the route are leaving and others could take over; looked up once a second at most."""
@@ -920,7 +984,7 @@ class RouteSession:
             return False
         self._look_again_at = now + LOOK_AGAIN_S
         try:
-            self._guide.route(self._settled, sorted(leaving))
+            self._guide.route(self._settled, sorted({*leaving, *self._hops.unable}))
         except NoRoute:
             return False
         return True
@@ -935,7 +999,8 @@ class RouteSession:
                 self._better = ()
         elif self._step_s and self._recheck.is_due(now):
             running = RunningRoute(self.route, self._step_s.value, len(self._history))
-            self._better = self._guide.better(running) or ()
+            better = self._guide.better(running) or ()
+            self._better = () if any(hop.peer in self._hops.unable for hop in better) else better
             self._better_until = now + self._settings.open_s
             for hop in self._better:
                 self._links.prepare(hop.peer, timeout_s=self._settings.open_s)

@@ -24,6 +24,7 @@ from app.routing.route import MAX_PRIVATE_BLOCKS
 if TYPE_CHECKING:
     from app.api.client import Client
     from app.cli.conversation import Chat
+    from engine.config import ModelConfig
     from engine.local_model import LocalModel, LocalReply
     from engine.text.reply import ReplySettings
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
     words = "with --local: starter, tiny-random, a folder or a GGUF file"
     parser.add_argument("--model", default="starter", metavar="M", help=words)
-    parser.add_argument("--adapter", metavar="NAME", help="with --local: reply with this adapter (`shoal adapters`)")
+    parser.add_argument("--adapter", metavar="NAME", help="reply with this adapter (`shoal adapters`)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
     for name, metavar, default, words in (
@@ -93,10 +94,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
     if arguments.local:
         model = load_model(arguments.model, arguments.device, arguments.adapter, arguments.home)
         answers = LocalAnswers(model, arguments.model, arguments.device, settings)
-    elif arguments.adapter is not None:
-        raise UsageError("--adapter needs --local: replies of a swarm do not use adapters yet")
+        if arguments.adapter is not None:
+            answers.adapter = adapter_facts(arguments.adapter, arguments.home, model.config)
     else:
-        answers = SwarmAnswers(_node_client(arguments), settings)
+        answers = SwarmAnswers(_node_client(arguments), settings, arguments.adapter)
     is_conversation = arguments.prompt is None and sys.stdin.isatty()
     chat = TerminalChat(answers, open_store(arguments.home if is_conversation or arguments.resume else None), SAMPLING)
     if arguments.resume:
@@ -155,11 +156,26 @@ def load_model(
     return load_local(source, options, adapter=adapter)
 
 
+def adapter_facts(name: str, home: Path | None, config: ModelConfig) -> dict[str, object]:
+    """Return the fields of `chat --json` that name an adapter."""
+    from app.config.home import Home
+    from app.training.adapter_store import AdapterStore
+    from app.training.reply_adapters import adapter_ref
+    from engine.training.peft_format import read_peft
+
+    adapter = read_peft(AdapterStore(Home.open(home)).require(name), config)
+    return {"adapter": name, "adapter_root": adapter_ref(adapter).short}
+
+
+NO_ADAPTER: dict[str, object] = {"adapter": None, "adapter_root": None}
+
+
 class LocalAnswers:
     """A whole model in this process answers."""
 
     def __init__(self, model: LocalModel, name: str, device: str | None, settings: dict[str, Any]) -> None:
         self._model, self._name, self._device, self.settings = model, name, device, settings
+        self.adapter = NO_ADAPTER
         self.facts: dict[str, Any] = {}
 
     def answer(self, messages: Chat) -> Iterator[str]:
@@ -175,15 +191,15 @@ class LocalAnswers:
             pieces.append(piece)
             yield piece
         blocks = self._model.config.n_blocks
-        self.facts = reply_facts(reply, "".join(pieces), len(prompt_ids), longest_gap_s, blocks)
+        self.facts = reply_facts(reply, "".join(pieces), len(prompt_ids), longest_gap_s, blocks) | self.adapter
 
     def model(self) -> str:
         """Name the model and where it runs."""
         return f"{self._name}, in this process"
 
     def use_model(self, name: str) -> None:
-        """Load another model instead of this one."""
-        self._model, self._name = load_model(name, self._device), name
+        """Load another model instead of this one, without an adapter."""
+        self._model, self._name, self.adapter = load_model(name, self._device), name, NO_ADAPTER
 
 
 def reply_facts(
@@ -210,8 +226,9 @@ def reply_facts(
 class SwarmAnswers:
     """The running node's swarm answers."""
 
-    def __init__(self, client: Client, settings: dict[str, Any]) -> None:
+    def __init__(self, client: Client, settings: dict[str, Any], adapter: str | None = None) -> None:
         self._client, self.settings = client, settings
+        self._adapter = {} if adapter is None else {"adapter": adapter}
         self.facts: dict[str, Any] = {}
 
     def answer(self, messages: Chat) -> Iterator[str]:
@@ -219,7 +236,7 @@ class SwarmAnswers:
         from app.api.client import Hangup
 
         hangup = Hangup()
-        request = {"messages": messages, **self.settings, "seed": _seed(self.settings)}
+        request = {"messages": messages, **self.settings, **self._adapter, "seed": _seed(self.settings)}
         try:
             for piece in self._client.chat(request, hangup=hangup):
                 if "done" in piece:

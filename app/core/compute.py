@@ -7,7 +7,7 @@ implements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -50,14 +50,29 @@ class BlockRunner(Protocol):
     def kv_free_tokens(self) -> int: ...
     @property
     def kv_total_tokens(self) -> int: ...
-    def open(self, session: bytes, tokens: int) -> None:
-        """Reserve KV cache for a session of this many tokens; raises `engine.errors.CacheFull`."""
+    def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Return the bytes of one block's vector of such an adapter; raises `engine.errors.EngineError`."""
+
+    def load_adapter(self, rank: int, alpha: float, targets: tuple[str, ...], vectors: Mapping[int, bytes]) -> object:
+        """Load an adapter for the blocks of `vectors`, to be given to `open`; raises `engine.errors.EngineError`."""
+
+    def open(self, session: bytes, tokens: int, adapter: Any = None) -> None:
+        """Reserve KV cache for a session of this many tokens, all of which use the adapter if one is given.
+
+        Raises `engine.errors.CacheFull`.
+        """
 
     def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
-        """Open a session that begins with the first `length` cached tokens of another; raises as `open` does."""
+        """Open a session that begins with the first `length` cached tokens of another, and has its adapter.
+
+        Raises as `open` does.
+        """
 
     def take_over(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
-        """Open a session with the cache of another, cut to `length` tokens; the other ends. Raises as `open` does."""
+        """Open a session with the cache of another, cut to `length` tokens, and its adapter; the other ends.
+
+        Raises as `open` does.
+        """
 
     def resize(self, session: bytes, tokens: int) -> None:
         """Reserve KV cache for this many tokens of an open session instead, or for what it holds if that is more."""

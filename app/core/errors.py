@@ -95,6 +95,12 @@ class RecordError(AppError, ValueError):
     code = "bad_record"
 
 
+class NoAdapter(AppError):
+    """No adapter of this name is in this home, or it belongs to another model."""
+
+    code = "adapter_not_found"
+
+
 class UnknownSwarm(AppError):
     """No reachable peer knows a swarm of this name."""
 

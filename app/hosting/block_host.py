@@ -28,6 +28,7 @@ from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, regro
 from app.membership import Membership
 from app.membership.member import Change
 from app.routing.estimates import rtts_to_announce
+from app.serving.adapters import AdapterSource
 from app.serving.block_server import DRAIN_S, BlockServer
 from app.snapshot.startup import StartupSteps
 from app.snapshot.views import DeviceView, State
@@ -124,12 +125,13 @@ class BlockHost:
         *,
         planned: Callable[[HostingPlan], Awaitable[None]] | None = None,
         on_hosted: Callable[[Hosted | None], Awaitable[None]] | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         self._network, self._swarm, self._loader, self._options, self._say = network, swarm, loader, options, say
         self._steps = steps or StartupSteps(lambda: None)
         self._planned = planned  # runs while the first blocks are loaded
         self._on_hosted = on_hosted  # awaited once all blocks are served, and with None before they are given up
-        self.server = BlockServer(network, None, loader.device)
+        self.server = BlockServer(network, None, loader.device, adapters=adapters)
         self._plan: HostingPlan | None = None
         self._full: HostingPlan | None = None  # the plan before blocks were given back
         self._memory_change: MemoryChange | None = None  # to be carried out

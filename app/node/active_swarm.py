@@ -48,6 +48,7 @@ from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
 from app.training.consent import job_routes
+from app.training.reply_adapters import HomeAdapters
 from app.training.states import StateStore
 from app.training.swarm_jobs import JobPlace, SwarmJobs
 from app.weights.disk_space import DiskRoom
@@ -306,6 +307,10 @@ class ActiveSwarm:
             self.manifest, self.membership, self.joined = manifest, membership, True
             self.weights = ModelWeights(network, membership, manifest, context.manifests.cache, self._disk_room)
             await nursery.start(self.weights.run)
+            states = StateStore(network, context.home.training_folder, self.weights.sharing.is_member)
+            states.serve()
+            adapters = HomeAdapters(context.home, states, manifest.config, self.swarm.model_hash)
+            nursery.start_soon(adapters.run)
             self.replies = ReplyService(
                 network,
                 membership,
@@ -319,9 +324,9 @@ class ActiveSwarm:
                 book=context.trust,
                 count=context.count_reply,
                 keep_sessions=lambda: context.config().settings.keep_sessions,
+                adapters=adapters,
             )
             await nursery.start(self.replies.run)
-            states = StateStore(network, context.home.training_folder, self.weights.sharing.is_member)
             self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)
             place = JobPlace(
                 swarm=self.swarm.id,

@@ -31,6 +31,7 @@ from app.snapshot.startup import StartupSteps
 from app.snapshot.views import State
 from app.training.consent import terms_of
 from app.training.hop import TrainingServer, TrainingTerms
+from app.training.reply_adapters import AdapterFetcher
 from app.training.states import StateStore
 from app.training.wiring import blocks_of
 from app.weights.extents import WeightsError
@@ -250,6 +251,7 @@ class HostingLoop:
             self._observer.steps,
             planned=self._place_head,
             on_hosted=partial(_train_with, training),
+            adapters=AdapterFetcher(self._states),
         )
         async with trio.open_nursery() as nursery:
             await nursery.start(training.run)

@@ -424,6 +424,15 @@ class Node:
         self._upkeep.use()
         return active_swarm.replies.reply(request)
 
+    async def adapters(self) -> list[str]:
+        """Name the adapters of this home that were trained for the active swarm's model."""
+        active_swarm, home = self._network_owner.active_swarm, self._home
+        if active_swarm is None or not home.adapters_folder.is_dir():
+            return []
+        from app.training.adapter_store import AdapterStore  # loads torch, which an idle node does without
+
+        return await trio.to_thread.run_sync(AdapterStore(home).fitting, active_swarm.swarm.model_hash)
+
     def _swarm_jobs(self) -> SwarmJobs:
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.jobs is None:

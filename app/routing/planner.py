@@ -271,11 +271,9 @@ class PinnedRoute(SessionRoutes):
         self._route = route
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
-        """Return the route; raises `NoRoute` after a failure or while one of its hops is banned."""
-        usable = not current and not {hop.peer for hop in self._route} & set(
-            self._planner.bans.active(trio.current_time())
-        )
-        if not usable:
+        """Return the route; raises `NoRoute` after a failure or while one of its hops is banned or to be avoided."""
+        unusable = {*avoid, *self._planner.bans.active(trio.current_time())}
+        if current or any(hop.peer in unusable for hop in self._route):
             raise NoRoute(self._route[0].span.start)
         return self._route
 

@@ -10,6 +10,9 @@ A session that its asker has finished with may rest (`_on_close`): its cache sta
 that begins with the same tokens (`_lease`). Resting sessions make way at once for whoever needs their room, and neither
 leaving nor unloading waits for them.
 
+A session may use an adapter of its asker (`app.serving.adapters`). An order that names one waits until it is loaded,
+while steps go on (`_on_adapted_turn`).
+
 The rules of one session are in `app.serving.hop_session`, the choice of a batch in `app.serving.batching`, the frames
 in `app.session.wire`.
 """
@@ -17,7 +20,7 @@ in `app.session.wire`.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +35,7 @@ from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.core.span import Span
+from app.serving.adapters import AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
 from app.serving.admission import AdmissionLimits, frame_cost, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
 from app.serving.hop_session import (
@@ -44,9 +48,21 @@ from app.serving.hop_session import (
     session_key,
 )
 from app.serving.stats import ServerStats, SessionStats
-from app.session.frame import DTYPE_NAMES, DTYPES, HEADER_BYTES, Frame, HopError, belongs_to, header, plain
+from app.session.adapter_index import AdapterRef
+from app.session.frame import (
+    DTYPE_NAMES,
+    DTYPES,
+    HEADER_BYTES,
+    SESSION_BYTES,
+    Frame,
+    HopError,
+    belongs_to,
+    header,
+    plain,
+)
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
 from app.session.wire import (
+    KNOWS_ADAPTERS,
     KNOWS_REVISIONS,
     PROTOCOL,
     EpochOrder,
@@ -217,6 +233,7 @@ _CHECK_KEPT_EVERY = 32  # steps
 _LEAVES = "this node is about to leave; move to another one"
 
 Action = Callable[[], Awaitable[None]]
+Turn = Callable[..., Awaitable[None]]  # carries an order out, with `adapter`
 T = TypeVar("T")
 
 
@@ -226,6 +243,7 @@ class ServerSettings:
 
     batch: BatchLimits = field(default_factory=BatchLimits)
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    adapters: AdapterLimits = field(default_factory=AdapterLimits)
     kept_bytes: int = 1 << 30  # host memory for outputs that may have to be sent again
     idle_s: float = 120.0  # a session whose asker is silent for so long is closed
     rest_s: float = 900.0  # the longest that a session may rest
@@ -322,12 +340,19 @@ class BlockServer:
     """
 
     def __init__(
-        self, network: Network, runner: BlockRunner | None, device: Device, settings: ServerSettings | None = None
+        self,
+        network: Network,
+        runner: BlockRunner | None,
+        device: Device,
+        settings: ServerSettings | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         self._network = network
         self._settings = settings or ServerSettings()
         self._runner = runner
         self._device = device
+        self._adapters = HopAdapters(device, adapters, self._settings.adapters, self._end_resting_adapted)
+        self._awaited: Counter[bytes] = Counter()  # key of a session -> its orders that wait for an adapter
         self._queue = BatchQueue(self._settings.batch)
         self._counters = ServerCounters()
         self._sessions: dict[bytes, HopSession] = {}  # by `HopSession.key`
@@ -447,6 +472,7 @@ class BlockServer:
     async def _change_runner(self, runner: BlockRunner | None) -> None:
         await self._end_outside(None)
         self._runner, self.draining = runner, False
+        self._adapters.clear()
         if self._nursery is not None:
             self._sender.width = runner.hidden_size if runner is not None else 0
 
@@ -554,7 +580,10 @@ class BlockServer:
             turn = decode_turn(frame)
             if not belongs_to(frame.session, peer):
                 raise RecordError("the session's id is not one that this peer may use")
-            self._do_between_steps(partial(self._on_turn, frame, turn, peer, answers))
+            if turn.adapter is None or self._nursery is None:
+                self._do_between_steps(partial(self._on_turn, frame, turn, peer, answers))
+            else:
+                self._on_adapted_turn(frame, turn, peer, answers)
             return
         if frame.kind == Kind.CLOSE:  # even of an unknown session: its TURN may still wait for a step's end
             self._do_between_steps(partial(self._on_close, frame, peer))
@@ -578,9 +607,73 @@ class BlockServer:
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)
 
+    # --- orders with an adapter ---------------------------------------------------------------------------------------
+
+    def _on_adapted_turn(self, frame: Frame, turn: EpochOrder, peer: str, answers: PeerOutbox) -> None:
+        """Carry out an order between two steps, once its adapter is loaded."""
+        assert self._nursery is not None, "streams are read while the server runs"
+        assert turn.adapter is not None, "another order needs no adapter"
+        runner, on_turn = self._runner, partial(self._on_turn, frame, turn, peer, answers)
+        key = AdapterKey(peer, turn.adapter.root, turn.span)
+        loaded = None if runner is None else self._adapters.held(key, runner)
+        if loaded is not None:
+            self._do_between_steps(partial(self._with_adapter, loaded, on_turn))
+        elif runner is None or not self._may_await_adapter(turn, peer, runner):
+            self._do_between_steps(on_turn)  # a new session is refused
+        else:
+            self._awaited[session_key(peer, frame.session)] += 1
+            self._nursery.start_soon(self._load_adapter, key, turn.adapter, runner, frame, on_turn, answers)
+
+    def _may_await_adapter(self, turn: EpochOrder, peer: str, runner: BlockRunner) -> bool:
+        """True if an order may wait for its adapter: at most as many as sessions, of this peer and in all."""
+        limits, span = self._settings.admission, turn.span
+        own = sum(count for key, count in self._awaited.items() if key[SESSION_BYTES:] == peer.encode())
+        if own >= limits.peer_sessions or self._awaited.total() >= limits.sessions:
+            return False
+        hosted = runner.start <= span.start < span.stop <= runner.stop
+        return hosted and self._adapters.is_served and not self.draining
+
+    async def _load_adapter(
+        self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner, frame: Frame, on_turn: Turn, answers: PeerOutbox
+    ) -> None:
+        """Load an adapter, then have the order carried out that waits for it."""
+        loaded = await self._adapters.load(key, ref, runner)
+        self._awaited -= Counter([session_key(key.asker, frame.session)])
+        if isinstance(loaded, HopError):
+            log.info("%s asks for an adapter: %s", key.asker, loaded.text)
+            await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, loaded)))
+        else:
+            self._do_between_steps(partial(self._with_adapter, loaded, on_turn))
+
+    async def _with_adapter(self, loaded: LoadedAdapter, on_turn: Turn) -> None:
+        try:
+            await on_turn(adapter=loaded)
+        finally:
+            self._adapters.release(loaded)  # a session that the order opened holds it too
+
+    async def _end_resting_adapted(self) -> None:
+        """End the resting sessions that hold an adapter, between two steps."""
+        ended = trio.Event()
+
+        async def end() -> None:
+            for session in list(self._sessions.values()):
+                if session.rests_until is not None and session.adapter is not None:
+                    self._end(session, session.epoch)
+            ended.set()
+
+        self._do_between_steps(end)
+        await ended.wait()
+
     # --- sessions; called between two steps ---------------------------------------------------------------------------
 
-    async def _on_turn(self, frame: Frame, turn: EpochOrder, peer: str, answers: PeerOutbox) -> None:
+    async def _on_turn(
+        self,
+        frame: Frame,
+        turn: EpochOrder,
+        peer: str,
+        answers: PeerOutbox,
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
         key = session_key(peer, frame.session)
         session = self._sessions.get(key)
         known_epoch = session.epoch if session is not None else self._closed.get(key, -1)
@@ -590,14 +683,18 @@ class BlockServer:
         if session is not None and (session.rests_until is not None or not session.goes_on_with(turn)):
             self._end(session, known_epoch)
             session = None
-        opened = await self._open(frame, turn, peer) if session is None else self._go_on(session, frame, turn)
+        if session is None:
+            opened = await self._open(frame, turn, peer, adapter)
+        else:
+            opened = self._go_on(session, frame, turn)
         if isinstance(opened, HopError):
             await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, opened)))
             return
         session = opened
         self._sender.begin(session, answers)
         session.heard_at = trio.current_time()
-        ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept_from, KNOWS_REVISIONS)
+        knows = KNOWS_REVISIONS | (KNOWS_ADAPTERS if self._adapters.is_served else 0)
+        ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept_from, knows)
         await answers.push(control_frame(ready))
         if self.draining:  # an asker that began this epoch at that moment has missed it
             await self._sender.report_error(session, "draining", _LEAVES)
@@ -620,7 +717,9 @@ class BlockServer:
                     return HopError("busy", str(error), "cache_full")
         return session
 
-    async def _open(self, frame: Frame, turn: EpochOrder, peer: str) -> HopSession | HopError:
+    async def _open(
+        self, frame: Frame, turn: EpochOrder, peer: str, adapter: LoadedAdapter | None
+    ) -> HopSession | HopError:
         """Admit a new session, or say why not."""
         if self.draining:
             return HopError("draining", "this node is about to leave")
@@ -631,13 +730,18 @@ class BlockServer:
         refusal = why_not(turn, peer, self._runner, self._sessions.values(), limits, length if in_use else 0)
         if refusal is not None:
             return refusal
+        if turn.adapter is not None and (adapter is None or adapter.runner is not self._runner):
+            return HopError("refused", "this node does not serve sessions with an adapter now", "adapter_refused")
         session = HopSession(frame.session, peer, frame.epoch, turn, trio.current_time())
+        session.adapter = adapter
         while len(self._sessions) >= limits.sessions and self._end_one_resting(but=source if length else None):
             pass
         try:
             await self._lease(session, source if length else None, length)
         except EngineError as error:
             return HopError("busy", str(error), "cache_full")
+        if adapter is not None:
+            adapter.users += 1
         self._closed.pop(session.key, None)
         self._sessions[session.key] = session
         self._by_id[session.id] = session
@@ -659,7 +763,7 @@ class BlockServer:
         while True:
             try:
                 if source is None:
-                    runner.open(session.key, tokens)
+                    runner.open(session.key, tokens, None if session.adapter is None else session.adapter.weights)
                 else:
                     lease = runner.take_over if ends else runner.fork
                     await self._device.run(lease, session.key, tokens, source.key, length)
@@ -678,7 +782,10 @@ class BlockServer:
                 self._end(source, source.epoch)
 
     async def _on_close(self, frame: Frame, peer: str) -> None:
-        session = self._sessions.get(session_key(peer, frame.session))
+        key = session_key(peer, frame.session)
+        session = self._sessions.get(key)
+        if self._awaited[key]:
+            self._remember_closed(key, frame.epoch)  # an order that still waits for its adapter comes too late
         if session is None or frame.epoch < session.epoch:
             return
         if not frame.rows or not session.length or self.draining or self._runner is None:
@@ -718,11 +825,15 @@ class BlockServer:
         self._queue.drop(session.key)
         if self._runner is not None:
             self._runner.close(session.key)
-        self._closed[session.key] = epoch
-        if len(self._closed) > _REMEMBERED_CLOSED:
-            self._closed.popitem(last=False)
+        self._adapters.release(session.adapter)
+        self._remember_closed(session.key, epoch)
         if not self.sessions:
             self._emptied.notify()
+
+    def _remember_closed(self, key: bytes, epoch: int) -> None:
+        self._closed[key] = epoch
+        if len(self._closed) > _REMEMBERED_CLOSED:
+            self._closed.popitem(last=False)
 
     async def _close_idle(self) -> None:
         """End sessions whose askers have been silent for `idle_s` or that rested long enough, and unused streams."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from app.core.smoothing import Ewma
+from app.serving.adapters import LoadedAdapter
 from app.serving.stats import SessionStats
 from app.session.wire import KEEP, EpochOrder, HopPace
 
@@ -69,8 +70,8 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "key", "length", "received",
-        "rests_until", "revision", "row_bytes", "send_from", "turn",
+        "adapter", "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "key", "length",
+        "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
@@ -86,19 +87,22 @@ class HopSession:
         self.dtype = ""
         self.heard_at = heard_at
         self.rests_until: float | None = None  # None: it is in use
+        self.adapter: LoadedAdapter | None = None  # that `turn` names
         self.counters = SessionCounters(heard_at)
 
     def goes_on_with(self, turn: EpochOrder) -> bool:
-        """True where a new order keeps what the session holds: its cache room, its blocks and the form of its outputs.
+        """True where a new order keeps what the session holds: cache room, blocks, adapter and the form of its outputs.
 
         Outputs of two formats must never lie in `kept` together: their rows differ in size.
         """
         old = self.turn
-        return (old.span, old.tokens, old.wire) == (turn.span, turn.tokens, turn.wire)
+        kept = (turn.span, turn.tokens, turn.wire, turn.adapter)
+        return (old.span, old.tokens, old.wire, old.adapter) == kept
 
     def shares_with(self, turn: EpochOrder) -> int:
         """Number of cached tokens that a session of this asker with this order can begin with."""
-        if turn.prefix is None or (self.turn.span, self.turn.wire) != (turn.span, turn.wire):
+        own = self.turn
+        if turn.prefix is None or (own.span, own.wire, own.adapter) != (turn.span, turn.wire, turn.adapter):
             return 0
         return min(turn.prefix.tokens, self.length, turn.tokens)
 

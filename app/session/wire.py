@@ -11,7 +11,7 @@ sends `DATA` on it; the last hop answers on the asker's stream.
 
     TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: truncate the cache to it (KEEP: do not)
     READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on,
-                  width: 1 if the hop knows revisions, 0 if not
+                  width: the sum of what the hop knows (1: revisions, 2: adapters)
     GO       A>H  position: the successor needs outputs from here on; kept ones are sent at once
     DATA     any  hidden states of `rows` tokens, the first at position
     RELAY    H>A  the same, for the asker to pass on to the hop's successor, which the hop cannot reach
@@ -28,6 +28,10 @@ A cut needs no order of its own. DATA of a newer revision of the same epoch repl
 the hop truncates its cache there, computes the rows, and sends its outputs with the same revision, so that the cut
 travels with the rows. Every epoch begins with revision 0. Revisions are only for routes whose hops all know them.
 
+A session with an adapter names it in each TURN by the root and size of its index (`app.session.adapter_index`), which
+the hop fetches from the asker, and then the weights of its own blocks, before READY. A hop that does not know adapters
+ignores the field: an asker must not send it a token.
+
 Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive late
 or from a peer that is not named in the epoch's TURN; what the asker sends twice is answered from kept outputs.
 """
@@ -42,6 +46,7 @@ from app.core.canonical_json import Fields, check_version, decode_object
 from app.core.errors import RecordError
 from app.core.reasons import NEXT_STEPS, Reason, because
 from app.core.span import MAX_BLOCKS, Span
+from app.session.adapter_index import HASH_BYTES, MAX_INDEX_BYTES, AdapterRef
 from app.session.frame import (
     DTYPES,
     MAX_JSON_BYTES,
@@ -60,12 +65,13 @@ VERSION = 1
 KEEP = 2**32 - 1  # position of a TURN that truncates nothing
 MAX_TOKENS = 2**24  # of one session
 MAX_REVISION = 2**16 - 1
-KNOWS_REVISIONS = 1  # in READY
+KNOWS_REVISIONS, KNOWS_ADAPTERS = 1, 2  # in READY
 
-# Reason codes with which a hop refuses a session (`app.serving.admission`).
-REFUSALS = frozenset(
-    {"sessions_full", "asker_sessions_full", "cache_full", "cache_reserved", "not_hosted", "context_exceeded"}
-)
+# Reason codes with which a hop refuses a session (`app.serving.admission`), and those of a session's adapter alone.
+ADAPTER_REFUSALS = frozenset({"adapter_refused", "adapters_full"})
+REFUSALS = ADAPTER_REFUSALS | {
+    "sessions_full", "asker_sessions_full", "cache_full", "cache_reserved", "not_hosted", "context_exceeded",
+}  # fmt: skip
 
 
 class Kind(IntEnum):
@@ -110,6 +116,7 @@ class EpochOrder:
     relay: bool = False  # send outputs to the asker, which passes them on to the successor
     wire: str = ""  # number format of the outputs; empty: the hop's own
     prefix: Prefix | None = None  # a new session begins with these tokens, if the hop has them
+    adapter: AdapterRef | None = None  # all tokens of the session are computed with it
 
 
 def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:
@@ -123,6 +130,8 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> by
         values["send"] = turn.send_from
     if turn.prefix is not None:
         values |= {"from": turn.prefix.session.hex(), "share": turn.prefix.tokens, "take": turn.prefix.ends}
+    if turn.adapter is not None:
+        values |= {"adapter": turn.adapter.root.hex(), "index": turn.adapter.size_bytes}
     return with_json(Kind.TURN, session, epoch, cut_to, values)
 
 
@@ -183,6 +192,7 @@ def decode_turn(frame: Frame) -> EpochOrder:
         fields.flag("relay", False),
         wire,
         _decode_prefix(fields),
+        _decode_adapter(fields),
     )
 
 
@@ -191,6 +201,12 @@ def _decode_prefix(fields: Fields) -> Prefix | None:
         return None
     session, tokens = fields.hex_bytes("from", SESSION_BYTES), fields.integer("share", 1, MAX_TOKENS)
     return Prefix(session, tokens, fields.flag("take", False))
+
+
+def _decode_adapter(fields: Fields) -> AdapterRef | None:
+    if "adapter" not in fields.values:
+        return None
+    return AdapterRef(fields.hex_bytes("adapter", HASH_BYTES), fields.integer("index", 1, MAX_INDEX_BYTES))
 
 
 def hop_error_reason(peer: str, trouble: HopError) -> Reason:

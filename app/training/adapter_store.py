@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.config.home import Home
-from app.core.errors import AppError
+from app.core.errors import AppError, NoAdapter
 from app.training.record import checked_name
 from engine.config import ModelConfig
 from engine.errors import EngineError
@@ -58,11 +58,14 @@ class AdapterStore:
             )
 
     def require(self, name: str) -> Path:
-        """Return the folder of an adapter; raises `AppError` if there is none of this name."""
-        folder = self.folder(name)
+        """Return the folder of an adapter; raises `NoAdapter` if there is none of this name."""
+        try:
+            folder = self.folder(name)
+        except AppError as error:
+            raise NoAdapter(str(error)) from None
         if not (folder / CONFIG_FILE).is_file():
             known = ", ".join(self.names()[:8])
-            raise AppError(f"no adapter is named {name}: {f'there are {known}' if known else 'there are none yet'}")
+            raise NoAdapter(f"no adapter is named {name}: {f'there are {known}' if known else 'there are none yet'}")
         return folder
 
     def facts(self, name: str) -> AdapterFacts:
@@ -86,6 +89,10 @@ class AdapterStore:
             base if isinstance(base, str) else None,
             model,
         )
+
+    def fitting(self, model: str) -> list[str]:
+        """Names of the adapters that were trained for the model of this hash."""
+        return [name for name in self.names() if self.facts(name).model == model]
 
     def load(self, name: str, config: ModelConfig, model: str) -> Adapter:
         """Read an adapter for the model of this hash; raises `EngineError` if it was trained for another one."""

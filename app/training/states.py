@@ -1,7 +1,7 @@
 """States of jobs as parts by hash: a block's adapter and moments, kept on disk and exchanged in checked chunks.
 
 The exchange is that of a model's parts (`app.weights`), under methods of its own, because the parts of a job come and
-go with it.
+go with it. The adapters of replies travel in the same way (`app.training.reply_adapters`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import trio
 
 from app.core.network import Network
+from app.core.signal import Signal
 from app.manifest.manifest import Part
 from app.manifest.merkle import CHUNK_BYTES, leaf_hash, root_of
 from app.training.wire import StatePart
@@ -35,6 +36,8 @@ class StateStore:
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
+        self._changing: set[bytes] = set()  # roots that are downloaded or removed now
+        self._changed = Signal()
         self._is_member = is_member
 
     def serve(self) -> None:
@@ -43,9 +46,9 @@ class StateStore:
 
     async def keep(self, run: bytes, data: bytes) -> StatePart:
         """Keep a state for a run; raises `WeightsError` if the disk cannot be written."""
-        leaves = [leaf_hash(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
-        state = StatePart(root_of(leaves), len(data))
+        state, leaves = part_of(data)
         part = self._part(run, state)
+        await self._changed.wait_for(lambda: state.root not in self._changing)
         if not self._parts.files.holds(part):
             await trio.to_thread.run_sync(self._parts.files.keep, part, leaves, data)
         return state
@@ -53,28 +56,43 @@ class StateStore:
     async def fetch(self, run: bytes, states: Sequence[StatePart], holders: Sequence[str]) -> list[bytes]:
         """Return states, downloaded from their holders as far as they are not here, and keep them.
 
-        Raises `WeightsError` if the disk cannot be written, `trio.TooSlowError` if nobody sends them in time.
+        Raises `WeightsError` if the disk cannot be written or no holder is a member, `trio.TooSlowError` if nobody
+        sends them in time.
         """
         names = [self._part(run, state).name for state in states]
+        roots = {state.root for state in states}
         others = [peer for peer in holders if peer != self._network.peer_id and self._is_member(peer)]
         with trio.fail_after(FETCH_S):
-            if self._parts.missing(names):
-                await Download(self._network, self._parts, self._server, lambda name: others).fetch(names)
+            await self._changed.wait_for(lambda: not roots & self._changing)
+            if missing := self._parts.missing(names):
+                if not others:
+                    raise WeightsError(f"{missing[0]} is not here, and no member that has it is named")
+                self._changing |= roots
+                try:
+                    await Download(self._network, self._parts, self._server, lambda name: others).fetch(names)
+                finally:
+                    self._changing -= roots
+                    self._changed.notify()
         return [await trio.to_thread.run_sync(self._parts.whole, name) for name in names]
 
     async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:
         """Remove the states that no run needs any more but this one, except those to keep."""
         needed = {state.root for state in keep}
-        gone = []
+        gone = set()
         for root, runs in list(self._runs.items()):
             if root not in needed:
                 runs.discard(run)
             if not runs:
                 del self._runs[root]
                 self._parts.drop(root)
-                gone.append(root.hex())
+                gone.add(root)
         if gone:
-            await trio.to_thread.run_sync(self._parts.files.remove, gone)
+            self._changing |= gone
+            try:
+                await trio.to_thread.run_sync(self._parts.files.remove, [root.hex() for root in gone])
+            finally:
+                self._changing -= gone
+                self._changed.notify()
 
     def _part(self, run: bytes, state: StatePart) -> Part:
         part = Part(f"the state {state.root.hex()}", state.size_bytes, state.root)
@@ -84,3 +102,9 @@ class StateStore:
         self._parts.add(part)
         self._runs.setdefault(state.root, set()).add(run)
         return part
+
+
+def part_of(data: bytes) -> tuple[StatePart, list[bytes]]:
+    """Return the part that some bytes are, and the hashes of its chunks."""
+    leaves = [leaf_hash(data[at : at + CHUNK_BYTES]) for at in range(0, len(data), CHUNK_BYTES)]
+    return StatePart(root_of(leaves), len(data)), leaves

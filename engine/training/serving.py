@@ -5,6 +5,8 @@ Given to `SpanRunner.step` for the sessions that use it; sessions without an ada
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from engine.config import ModelConfig
@@ -16,21 +18,21 @@ from engine.training.products import LowRank
 
 
 class ServedAdapter:
-    """The adapters of some blocks [start, stop) on the device that serves them, in its dtype."""
+    """The adapters of some blocks, each on the device that serves the block, in its dtype."""
 
-    def __init__(self, adapter: Adapter, config: ModelConfig, blocks: range, options: WeightOptions) -> None:
+    def __init__(self, adapter: Adapter, config: ModelConfig, places: Mapping[int, WeightOptions]) -> None:
         settings = adapter.settings
         groups = layout(config, settings.rank, settings.targets)
-        if missing := set(blocks) - set(adapter.vectors):
+        if missing := set(places) - set(adapter.vectors):
             raise TrainingError(f"the adapter has no weights for block {min(missing)}")
         self._blocks: dict[int, dict[Matrix, LowRank]] = {}
-        for block in blocks:
+        for block, options in places.items():
             vector = adapter.vectors[block].to(options.device, options.dtype)
             self._blocks[block] = {group.matrix: LowRank(group, vector, None, settings.scale) for group in groups}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the adapter's weights on the device."""
+        """Bytes of the adapter's weights on all devices."""
         return sum(next(iter(adapters.values())).values.nbytes for adapters in self._blocks.values())
 
     def __call__(self, block: Block) -> Multiply:

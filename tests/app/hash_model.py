@@ -6,17 +6,21 @@ Block b's output at position p is a hash of b, p and every input of the block up
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import trio
 
 from app.core.compute import StepWork, TokenChoice
+from app.core.errors import AppError
+from app.core.span import Span
+from app.session.adapter_index import AdapterIndex, AdapterRef
 from engine.errors import CacheFull, SessionError
 
 WIDTH = 4  # numbers of four bytes: a digest of 16
 ROW_BYTES = 4 * WIDTH
+ADAPTER_BYTES = 64  # of one block, times the rank
 T = TypeVar("T")
 
 
@@ -55,16 +59,27 @@ class HashRunner:
         self.caches: dict[tuple[bytes, int], list[bytes]] = {}  # (session, block) -> a running hash for each position
         self.batches: list[list[tuple[bytes, int, int]]] = []
         self.lies = False
+        self.adapters: dict[bytes, dict[int, bytes]] = {}  # session -> what its adapter adds to each block
 
-    def open(self, session: bytes, tokens: int) -> None:
+    def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
+        return ADAPTER_BYTES * rank
+
+    def load_adapter(
+        self, rank: int, alpha: float, targets: tuple[str, ...], vectors: Mapping[int, bytes]
+    ) -> dict[int, bytes]:
+        return {block: digest(rank, f"{alpha} {targets}".encode(), vector) for block, vector in vectors.items()}
+
+    def open(self, session: bytes, tokens: int, adapter: Any = None) -> None:
         if tokens > self.kv_free_tokens:
             raise CacheFull(f"no room for {tokens} tokens")
         assert session not in self.leases
         self.leases[session] = tokens
         self.kv_free_tokens -= tokens
+        if adapter is not None:
+            self.adapters[session] = adapter
 
     def fork(self, session: bytes, tokens: int, source: bytes, length: int) -> None:
-        self.open(session, tokens)
+        self.open(session, tokens, self.adapters.get(source))
         for block in range(self.start, self.stop):
             if (source, block) in self.caches:
                 assert length <= len(self.caches[source, block])
@@ -74,6 +89,8 @@ class HashRunner:
         self.truncate(source, length)
         self.resize(source, tokens)
         self.leases[session] = self.leases.pop(source)
+        if source in self.adapters:
+            self.adapters[session] = self.adapters.pop(source)
         for block in range(self.start, self.stop):
             if (source, block) in self.caches:
                 self.caches[session, block] = self.caches.pop((source, block))
@@ -90,6 +107,7 @@ class HashRunner:
         return sum(self.leases[session] for session in sessions)
 
     def close(self, session: bytes) -> None:
+        self.adapters.pop(session, None)
         self.kv_free_tokens += self.leases.pop(session, 0)
         for key in [key for key in self.caches if key[0] == session]:
             del self.caches[key]
@@ -118,15 +136,15 @@ class HashRunner:
             cache = self.caches.setdefault((item.session, block), [])
             if len(cache) != item.position:
                 raise SessionError(f"position {item.position} does not continue {len(cache)} tokens")
-            rows = through(block, cache, rows)
+            rows = through(block, cache, rows, self.adapters.get(item.session, {}).get(block, b""))
         return Output(b"".join(rows), "f32")
 
 
-def through(block: int, cache: list[bytes], rows: Sequence[bytes]) -> list[bytes]:
+def through(block: int, cache: list[bytes], rows: Sequence[bytes], adapter: bytes = b"") -> list[bytes]:
     """Run rows through one block, growing its cache."""
     outputs = []
     for row in rows:
-        cache.append(digest(cache[-1] if cache else b"", row))
+        cache.append(digest(cache[-1] if cache else b"", row, *((adapter,) if adapter else ())))
         outputs.append(digest(block, len(cache), cache[-1]))
     return outputs
 
@@ -171,13 +189,50 @@ class HashReply:
         self.left = max_tokens
 
 
+class HashAdapter:
+    """An adapter for a model of hashes."""
+
+    def __init__(self, seed: int, rank: int = 1, n_blocks: int = 8) -> None:
+        self.vectors = [digest(seed, block) * (ADAPTER_BYTES * rank // ROW_BYTES) for block in range(n_blocks)]
+        roots = tuple(hashlib.sha256(vector).digest() for vector in self.vectors)
+        self.index = AdapterIndex(rank, 2.0, ("q", "v"), len(self.vectors[0]), roots)
+        raw = self.index.encoded()
+        self.ref = AdapterRef(hashlib.sha256(raw).digest(), len(raw))
+
+    def added(self) -> dict[int, bytes]:
+        """What it adds to each block."""
+        index = self.index
+        return HashRunner(0, 0).load_adapter(index.rank, index.alpha, index.targets, dict(enumerate(self.vectors)))
+
+
+class AdapterShelf:
+    """Adapters that hops can have of every asker at once, or `seconds` later; counts how often each was asked for."""
+
+    def __init__(self, *adapters: HashAdapter, seconds: float = 0.0) -> None:
+        self.adapters, self.seconds = {one.ref: one for one in adapters}, seconds
+        self.asked: list[tuple[str, AdapterRef]] = []
+
+    async def index(self, asker: str, adapter: AdapterRef) -> AdapterIndex:
+        self.asked.append((asker, adapter))
+        await trio.sleep(self.seconds)
+        if adapter not in self.adapters:
+            raise AppError("the asker has no such adapter")
+        return self.adapters[adapter].index
+
+    async def vectors(self, asker: str, index: AdapterIndex, span: Span) -> list[bytes]:
+        await trio.lowlevel.checkpoint()
+        found = next(one for one in self.adapters.values() if one.index is index)
+        return found.vectors[span.start : span.stop]
+
+
 def token_of(hidden: bytes) -> int:
     """The token that a hidden state stands for."""
     return int.from_bytes(hidden[:4], "little")
 
 
-def greedy(prompt: Sequence[int], count: int, n_blocks: int = 8) -> list[int]:
+def greedy(prompt: Sequence[int], count: int, n_blocks: int = 8, adapter: HashAdapter | None = None) -> list[int]:
     """What the undisturbed model replies."""
+    added = {} if adapter is None else adapter.added()
     ends = HashEnds(n_blocks)
     caches: list[list[bytes]] = [[] for _ in range(n_blocks)]
     tokens: list[int] = []
@@ -186,7 +241,7 @@ def greedy(prompt: Sequence[int], count: int, n_blocks: int = 8) -> list[int]:
         data = ends.embed(new)
         rows = [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
         for block, cache in enumerate(caches):
-            rows = through(block, cache, rows)
+            rows = through(block, cache, rows, added.get(block, b""))
         tokens.append(token_of(rows[-1]))
         new = [tokens[-1]]
     return tokens

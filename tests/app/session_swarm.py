@@ -15,6 +15,7 @@ from app.asker.reply import ReplyStats
 from app.asker.route_session import SessionSettings
 from app.core.compute import BlockRunner, ReplyEnds
 from app.core.span import Span
+from app.serving.adapters import AdapterSource
 from app.serving.block_server import BlockServer, ServerSettings
 from app.swarm.records import Announcement
 from p2p.errors import PeerUnreachable
@@ -36,11 +37,17 @@ class SessionSwarm:
         self.announcements: dict[str, Announcement] = {}
 
     async def serve(
-        self, name: str, runner: BlockRunner, *, speed: float = 100.0, settings: ServerSettings | None = None
+        self,
+        name: str,
+        runner: BlockRunner,
+        *,
+        speed: float = 100.0,
+        settings: ServerSettings | None = None,
+        adapters: AdapterSource | None = None,
     ) -> BlockServer:
         """A node that serves blocks."""
         device = self.devices[name] = InlineDevice(STEP_S)
-        server = BlockServer(self.fabric.node(name), runner, device, settings)
+        server = BlockServer(self.fabric.nodes.get(name) or self.fabric.node(name), runner, device, settings, adapters)
         await self.nursery.start(server.run)
         self.servers[name], self.runners[name] = server, runner
         span = Span(runner.start, runner.stop)
@@ -67,7 +74,8 @@ class SessionSwarm:
             draft=draft,
         )
         members = lambda: list(self.announcements.values())  # noqa: E731
-        asker = Asker(self.fabric.node(name), ends or HashEnds(), InlineDevice(), members, options=outlook)
+        network = self.fabric.nodes.get(name) or self.fabric.node(name)
+        asker = Asker(network, ends or HashEnds(), InlineDevice(), members, options=outlook)
         await (nursery or self.nursery).start(asker.run)
         return asker
 

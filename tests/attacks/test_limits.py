@@ -12,6 +12,7 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import guard
 from app.membership.table import TableLimits
+from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, ServerSettings
 from app.session import outbound
@@ -36,6 +37,7 @@ from p2p.nat.relay_server import RelayLimits
 from p2p.values import MAX_BODY_BYTES, WINDOW_BYTES
 
 MIB, KIB = 2**20, 2**10
+ADAPTERS = AdapterLimits()
 DOORS, QUOTA, TABLE, PLACES, RELAY = ConnectionLimits(), Limits(), TableLimits(), AdmissionLimits(), RelayLimits()
 
 # For each row, the numbers that it must name, as they are in the code.
@@ -59,6 +61,13 @@ ROWS: dict[str, tuple[float, ...]] = {
     ),
     "waiting output of a session stream": (outbound.MAX_WAITING_BYTES / MIB, outbound.MAX_WAITING_FRAMES),
     "sessions at a hop": (PLACES.peer_sessions, PLACES.sessions),
+    "adapters at a hop": (
+        ADAPTERS.adapter_bytes / MIB,
+        ADAPTERS.total_bytes / MIB,
+        ADAPTERS.asker_loading,
+        ADAPTERS.loading,
+        ADAPTERS.fetch_s,
+    ),
     "session frames of one peer that have nothing computed": (PLACES.frames_burst, PLACES.frames_per_s),
     "dials that askers make a hop try": (
         outbound.MAX_DIALS_PER_ASKER,

@@ -77,7 +77,7 @@ def test_peft_gives_the_same_logits_and_its_own_files_are_read(
     loaded = peft.PeftModel.from_pretrained(theirs, str(tmp_path))
     hidden = loaded.model.model(ids).last_hidden_state[0].detach()
     span = load_span(source, 0, source.config.n_blocks, OPTIONS)
-    served = ServedAdapter(adapter, source.config, range(source.config.n_blocks), OPTIONS)
+    served = ServedAdapter(adapter, source.config, dict.fromkeys(range(source.config.n_blocks), OPTIONS))
     embedded = theirs.get_input_embeddings()(ids)[0].detach()
     out = span.step(embedded, [Segment(span.open(), 0, 20)], adapter=served)
     norm = theirs.model.norm(out)
@@ -110,7 +110,7 @@ def test_a_reply_without_an_adapter_is_not_touched_by_one_with_it(
     source = trained[0]
     options = replace(OPTIONS, quantisation=quantisation)
     span = load_span(source, 0, 4, options)
-    adapter = ServedAdapter(random_adapter(source.config), source.config, range(4), options)
+    adapter = ServedAdapter(random_adapter(source.config), source.config, dict.fromkeys(range(4), options))
     prompt, token = torch.randn(9, 64), torch.randn(1, 64)
 
     def run(**adapters: ServedAdapter | None) -> dict[str, list[bytes]]:
@@ -177,8 +177,8 @@ def test_a_served_adapter_needs_its_blocks(trained: tuple[ModelSource, Any]) -> 
     config = trained[0].config
     adapter = random_adapter(config)
     with pytest.raises(EngineError, match="no weights for block 4"):
-        ServedAdapter(adapter, config, range(5), OPTIONS)
-    served = ServedAdapter(adapter, config, range(2), OPTIONS)
+        ServedAdapter(adapter, config, dict.fromkeys(range(5), OPTIONS))
+    served = ServedAdapter(adapter, config, dict.fromkeys(range(2), OPTIONS))
     assert served.nbytes == 2 * 4 * adapter_weights(config, 4, adapter.settings.targets)
     span = load_span(trained[0], 2, 3, OPTIONS)
     with pytest.raises(EngineError, match="other blocks than 2"):

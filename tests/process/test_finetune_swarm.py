@@ -69,6 +69,7 @@ def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts
         alone = finetune(here, data, "alone", "--validation=0", "--local", "--model=tiny-random", "--device=cpu")
         assert alone["losses"] == whole["losses"]
         assert weights(folder, "alone") == weights(folder, "whole")
+        check_replies(here)
         taken = here.shoal("finetune", "--data", str(data), "--out", "whole")
         assert (taken.status, taken.err.count("\n")) == (1, 1)
         assert "there is an adapter named whole already" in taken.err
@@ -91,6 +92,32 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
         here = node.place
         wait_until(lambda: job_named(here, "again")["status"] == "finished", "the job went on by itself", 90)
         assert weights(folder, "again") == weights(folder, "whole")
+
+
+def check_replies(here: Place) -> None:
+    """Replies over the swarm with the new adapter have the tokens of one process, and others are as before."""
+    client = client_of(here.home)
+    asked = {"messages": [{"role": "user", "content": "Where is fish 3?"}], "temperature": 0.0, "max_tokens": 12}
+
+    def reply(**more: str) -> Any:
+        return next(piece["done"] for piece in client.chat({**asked, **more}) if "done" in piece)
+
+    question = ("chat", "--temperature=0", "--max-tokens=12", "Where is fish 3?", "--adapter=whole")
+    plain, tuned = reply(), here.facts(*question)
+    local = here.facts(*question, "--local", "--model=tiny-random", "--device=cpu")
+    assert len(tuned["route"]) == 2
+    named = [tuned[name] for name in ("token_ids", "adapter", "adapter_root")]
+    assert named == [local[name] for name in ("token_ids", "adapter", "adapter_root")]
+    assert (tuned["adapter"], plain["adapter"]) == ("whole", None)
+    assert tuned["token_ids"] != plain["token_ids"]
+    assert reply()["token_ids"] == plain["token_ids"]
+    assert reply(adapter="alone")["token_ids"] == tuned["token_ids"]
+    missing = here.shoal("chat", "hello", "--adapter=lake")
+    assert (missing.status, missing.err.count("\n")) == (1, 1)
+    assert "no adapter is named lake" in missing.err
+    models = client.get("/v1/models")["data"]
+    assert [model["id"] for model in models][:1] == ["home"]
+    assert {"home+whole", "home+alone"} <= {model["id"] for model in models}
 
 
 def job_named(place: Place, out: str) -> Any:

@@ -18,7 +18,7 @@ from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText, ReplyW
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Settings, Value
-from app.core.errors import AppError, UnknownSwarm
+from app.core.errors import AppError, NoAdapter, UnknownSwarm
 from app.core.span import Span
 from app.joining.admission import MadeInvite
 from app.routing.route import Hop, NoRoute
@@ -51,6 +51,7 @@ FAILURES: dict[int, AppError] = {
     2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it"),
     3: NoRoute(3),
     4: NoRoute(3, busy=True),
+    5: NoAdapter("no adapter is named pond: there are none yet"),
 }
 
 JOB = JobView(
@@ -120,6 +121,9 @@ class DoubleNode:
     async def revoke(self, peer: str, *, remove: bool) -> tuple[str, ...]:
         self.asked.append(("revoke", peer, remove))
         return ("12D3gone",)
+
+    async def adapters(self) -> list[str]:
+        return ["pond"]
 
     async def jobs(self) -> list[JobView]:
         return [JOB]

@@ -281,3 +281,30 @@ async def test_a_reply_to_continue_reaches_the_node() -> None:
     (_, request) = node.asked[0]
     assert isinstance(request, ReplyRequest)
     assert request.messages == tuple(messages)
+
+
+async def test_adapters_are_models_of_their_own() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        listed = (await get(client, "/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["home", "home+pond"]
+        assert (await get(client, "/v1/models/home+pond")).json() == listed[1]
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            answer = await post(client, path, {**body, "model": "home+pond"})
+            assert (answer.status_code, answer.json()["model"]) == (200, "home+pond")
+            assert (await post(client, path, body)).status_code == 200
+        asked = [request.adapter for _, request in node.asked if isinstance(request, ReplyRequest)]
+        assert asked == ["pond", None, "pond", None]
+        for model in ("home+", "+pond", "other+pond", "home+pond+", "home pond"):
+            assert (await post(client, "/v1/chat/completions", {**CHAT, "model": model})).status_code == 404, model
+        assert (await get(client, "/v1/models/home+lake")).json()["error"]["code"] == "model_not_found"
+        for path, body in (("/v1/chat/completions", CHAT), ("/api/chat", {"messages": CHAT["messages"]})):
+            missing = await post(client, path, {**body, "max_tokens": 5})
+            assert missing.status_code == 404
+            assert missing.json()["error"]["code"] == "adapter_not_found"
+            assert missing.json()["error"]["next_step"]
+
+
+async def get(client: Client, path: str) -> httpx.Response:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    return await trio.to_thread.run_sync(lambda: httpx.get(f"{client.url}{path}", headers=headers, verify=False))

@@ -35,7 +35,7 @@ def test_facts_of_a_reply(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {
         "text", "token_ids", "prompt_tokens", "finish_reason", "ttft_s", "tokens_per_s", "recoveries", "moves",
-        "longest_gap_s", "route", "cached_tokens", "guessed_tokens", "accepted_tokens",
+        "longest_gap_s", "route", "cached_tokens", "guessed_tokens", "accepted_tokens", "adapter", "adapter_root",
     }  # fmt: skip
     assert len(facts["token_ids"]) <= 6
     assert facts["route"] == [{"peer": "local", "start": 0, "stop": 8}]

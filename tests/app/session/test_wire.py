@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from app.core.canonical_json import canonical
 from app.core.errors import RecordError
 from app.core.span import Span
+from app.session.adapter_index import MAX_INDEX_BYTES, AdapterRef
 from app.session.frame import HEADER_BYTES, MAX_WIDTH, HopError, decode_hop_error, header, plain
 from app.session.wire import (
     KEEP,
@@ -39,6 +40,7 @@ turns = st.builds(
     st.booleans(),
     st.sampled_from(["", "f32", "bf16", "f16"]),
     st.none() | st.builds(Prefix, st.binary(min_size=16, max_size=16), st.integers(1, MAX_TOKENS), st.booleans()),
+    st.none() | st.builds(AdapterRef, st.binary(min_size=32, max_size=32), st.integers(1, MAX_INDEX_BYTES)),
 )
 
 
@@ -67,6 +69,26 @@ def test_a_prefix_out_of_bounds_is_refused(field: str, value: object) -> None:
     body = canonical(values)
     with pytest.raises(RecordError, match=field):
         decode_turn(decode(header(Kind.TURN, SESSION, 1, KEEP, length=len(body)) + body))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("adapter", "00"), ("adapter", "zz" * 32), ("adapter", None), ("index", 0), ("index", 2**40), ("index", "9")],
+)
+def test_an_adapter_out_of_bounds_is_refused(field: str, value: object) -> None:
+    turn = EpochOrder(Span(0, 4), "", "", 16, 0, adapter=AdapterRef(bytes(32), 9))
+    body = canonical(json.loads(bytes(decode(encode_turn(SESSION, 1, KEEP, turn)).body)) | {field: value})
+    with pytest.raises(RecordError, match=field):
+        decode_turn(decode(header(Kind.TURN, SESSION, 1, KEEP, length=len(body)) + body))
+
+
+def test_an_order_with_everything_fits_its_frame() -> None:
+    """Hops refuse a longer one, so no field may be as long as the others leave room for."""
+    turn = EpochOrder(
+        Span(3999, 4000), "p" * 128, "q" * 128, MAX_TOKENS, MAX_TOKENS, MAX_TOKENS, True, "bf16",
+        Prefix(SESSION, MAX_TOKENS, True), AdapterRef(bytes(32), MAX_INDEX_BYTES),
+    )  # fmt: skip
+    assert decode_turn(decode(encode_turn(SESSION, 2**32 - 1, KEEP, turn))) == turn
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([(1, 4), (2, 2), (3, 2)]), st.integers(0, 2**20))

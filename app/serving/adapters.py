@@ -1,0 +1,193 @@
+"""Adapters of sessions at a hop: fetched from their askers, loaded on the device, and dropped again.
+
+Sessions of one asker share an adapter; another asker's sessions never do. Adapters that no session uses stay loaded
+until others need their room. How an adapter gets here is left to an `AdapterSource`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import trio
+
+from app.core.compute import BlockRunner, Device
+from app.core.errors import AppError
+from app.core.signal import Signal
+from app.core.span import Span
+from app.core.units import format_size
+from app.session.adapter_index import AdapterIndex, AdapterRef
+from app.session.frame import HopError
+from engine.errors import DeviceFull, EngineError
+from p2p.errors import P2PError
+
+log = logging.getLogger("shoal.sessions")
+
+_GIVEN_UP = HopError("busy", "this node now hosts other blocks", "not_hosted")
+
+
+class AdapterSource(Protocol):
+    """Gets the parts of adapters from their askers; both methods raise `AppError` or `P2PError`."""
+
+    async def index(self, asker: str, adapter: AdapterRef) -> AdapterIndex:
+        """Return an adapter's index."""
+
+    async def vectors(self, asker: str, index: AdapterIndex, span: Span) -> list[bytes]:
+        """Return the weights of these blocks."""
+
+
+@dataclass(frozen=True)
+class AdapterLimits:
+    """Limits of the adapters at one hop."""
+
+    adapter_bytes: int = 256 * 2**20  # of one adapter, as it is sent
+    total_bytes: int = 512 * 2**20  # of all of them
+    loading: int = 8  # at the same time
+    asker_loading: int = 2  # of one asker
+    fetch_s: float = 280.0
+
+
+class AdapterKey(NamedTuple):
+    """Names an adapter at this hop."""
+
+    asker: str
+    root: bytes
+    span: Span
+
+
+@dataclass(eq=False)
+class LoadedAdapter:
+    """An adapter on this hop's device."""
+
+    runner: BlockRunner
+    weights: Any  # for `BlockRunner.open`
+    size_bytes: int
+    users: int = 0  # sessions, and orders that wait to be carried out
+    used_at: float = 0.0
+
+
+class HopAdapters:
+    """The adapters at one hop; `make_way` ends resting sessions that hold one."""
+
+    def __init__(
+        self,
+        device: Device,
+        source: AdapterSource | None,
+        limits: AdapterLimits,
+        make_way: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._device, self._source, self._limits, self._make_way = device, source, limits, make_way
+        self._loaded: dict[AdapterKey, LoadedAdapter] = {}
+        self._loading: dict[AdapterKey, trio.CancelScope] = {}
+        self._over = Signal()  # a load is over, or its blocks are given up
+        self._generation = 0  # of the blocks that adapters are loaded for
+        self._reserved_bytes = 0  # of adapters on their way
+
+    @property
+    def is_served(self) -> bool:
+        """True if sessions with adapters are served here."""
+        return self._source is not None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all adapters that are loaded or on their way."""
+        return self._reserved_bytes + sum(one.size_bytes for one in self._loaded.values())
+
+    def clear(self) -> None:
+        """Drop all adapters, those on their way too: the blocks that they were loaded for are given up."""
+        self._loaded.clear()
+        self._generation += 1
+        for load in self._loading.values():
+            load.cancel()
+        self._over.notify()
+
+    def held(self, key: AdapterKey, runner: BlockRunner) -> LoadedAdapter | None:
+        """Return an adapter that is loaded for these blocks, held until `release`; None if it is not."""
+        found = self._loaded.get(key)
+        if found is None or found.runner is not runner:
+            return None
+        found.users += 1
+        return found
+
+    def release(self, adapter: LoadedAdapter | None) -> None:
+        """Note that a session or an order does not use an adapter any more."""
+        if adapter is not None:
+            adapter.users -= 1
+            adapter.used_at = trio.current_time()
+
+    async def load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+        """Fetch and load an adapter unless it is here, and hold it until `release`; or say why not.
+
+        Waits for other loads of the same asker.
+        """
+        generation = self._generation
+        await self._over.wait_for(lambda: generation != self._generation or self._may_load(key))
+        if generation != self._generation:
+            return _GIVEN_UP
+        if (found := self.held(key, runner)) is not None:
+            return found
+        if len(self._loading) >= self._limits.loading:
+            return HopError("busy", "too many adapters are on their way to this node", "adapters_full")
+        try:
+            with trio.CancelScope() as self._loading[key], trio.fail_after(self._limits.fetch_s):
+                return await self._load(key, ref, runner)
+            return _GIVEN_UP
+        except DeviceFull as error:
+            return HopError("busy", f"no room for the adapter: {error}", "adapters_full")
+        except trio.TooSlowError:
+            return HopError("refused", "the adapter did not arrive in time", "adapter_refused")
+        except (AppError, EngineError, P2PError) as error:
+            return HopError("refused", f"the adapter cannot be loaded: {error}", "adapter_refused")
+        except Exception as error:  # torch raises errors of every kind; they must cost no other session
+            log.exception("an adapter could not be loaded")
+            return HopError("refused", f"{type(error).__name__} while loading the adapter", "adapter_refused")
+        finally:
+            del self._loading[key]
+            self._over.notify()
+
+    def _may_load(self, key: AdapterKey) -> bool:
+        own = sum(one.asker == key.asker for one in self._loading)
+        return key not in self._loading and own < self._limits.asker_loading
+
+    async def _load(self, key: AdapterKey, ref: AdapterRef, runner: BlockRunner) -> LoadedAdapter | HopError:
+        assert self._source is not None, "a hop without a source refuses adapters"
+        index = await self._source.index(key.asker, ref)
+        expected = runner.adapter_bytes(index.rank, index.targets)
+        if index.vector_bytes != expected or key.span.stop > len(index.roots):
+            text = (
+                f"the adapter has {index.vector_bytes} bytes for each of {len(index.roots)} blocks, but here it would "
+                f"have {expected} for each block up to {key.span.stop}: it belongs to another model"
+            )
+            return HopError("refused", text, "adapter_refused")
+        size = expected * len(key.span)
+        if size > self._limits.adapter_bytes:
+            limit = format_size(self._limits.adapter_bytes)
+            text = f"the adapter takes {format_size(size)} here, and this node takes adapters up to {limit}"
+            return HopError("refused", text, "adapter_refused")
+        if not self._has_room(size):
+            await self._make_way()
+            if not self._has_room(size):
+                return HopError("busy", "the adapters of other sessions leave no room for this one", "adapters_full")
+        self._reserved_bytes += size
+        try:
+            vectors = await self._source.vectors(key.asker, index, key.span)
+            blocks = dict(zip(key.span.blocks(), vectors, strict=True))
+            weights = await self._device.run_later(runner.load_adapter, index.rank, index.alpha, index.targets, blocks)
+        finally:
+            self._reserved_bytes -= size
+        if self._loading[key].cancel_called:
+            return _GIVEN_UP
+        self._loaded[key] = loaded = LoadedAdapter(runner, weights, size, users=1)
+        return loaded
+
+    def _has_room(self, size: int) -> bool:
+        """Drop adapters that nobody uses, the longest unused first, until there is room; False if there is none."""
+        unused = sorted((key for key, one in self._loaded.items() if not one.users), key=self._used_at, reverse=True)
+        while self.total_bytes + size > self._limits.total_bytes and unused:
+            del self._loaded[unused.pop()]
+        return self.total_bytes + size <= self._limits.total_bytes
+
+    def _used_at(self, key: AdapterKey) -> float:
+        return self._loaded[key].used_at

@@ -1,0 +1,99 @@
+"""Replies with an adapter over hops of the model of hashes: slow, silent and refusing hops, and audits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.asker.asker import Asker
+from app.asker.reply import ReplyAdapter, ReplyStats
+from app.core.errors import NoAdapter
+from app.routing.route import NoRoute
+from app.serving.adapters import AdapterLimits
+from app.serving.block_server import ServerSettings
+from p2p.memory.fabric import LinkProfile, open_fabric
+from tests.app.hash_model import AdapterShelf, HashAdapter, HashRunner, greedy
+from tests.app.session_swarm import PROMPT, SessionSwarm, no_leaks, open_swarm
+
+POND = HashAdapter(1)
+OFFERED = ReplyAdapter("pond", POND.ref)
+
+
+async def ask(asker: Asker, count: int = 10, prompt: Sequence[int] = PROMPT) -> ReplyStats:
+    async with asker.reply(prompt, count, max_tokens=count, adapter=OFFERED) as reply:
+        async for _ in reply:
+            pass
+    assert reply.stats.token_ids == greedy(prompt, count, adapter=POND)
+    return reply.stats
+
+
+async def test_a_hop_that_fetches_for_long_is_waited_for_while_it_answers(autojump_clock: MockClock) -> None:
+    async with open_swarm() as swarm:
+        await swarm.serve("slow", HashRunner(0, 8), adapters=AdapterShelf(POND, seconds=100.0))
+        asker = await swarm.asker()
+        begin = trio.current_time()
+        stats = await ask(asker)
+        assert 100 < trio.current_time() - begin < 110
+        assert (stats.recoveries, stats.adapter, stats.adapter_root) == (0, "pond", POND.ref.short)
+        begin = trio.current_time()
+        await ask(asker)
+        assert trio.current_time() - begin < 2  # it stays loaded
+        await no_leaks(swarm)
+
+
+async def test_a_hop_that_freezes_while_it_fetches_is_replaced(autojump_clock: MockClock) -> None:
+    async with open_swarm() as swarm:
+        await swarm.serve("frozen", HashRunner(0, 8), speed=1000.0, adapters=AdapterShelf(POND, seconds=1e6))
+        await swarm.serve("quick", HashRunner(0, 8), adapters=AdapterShelf(POND))
+        asker = await swarm.asker()
+
+        async def freeze() -> None:
+            await trio.sleep(20)
+            swarm.fabric.freeze("frozen")
+
+        swarm.nursery.start_soon(freeze)
+        begin = trio.current_time()
+        stats = await ask(asker)
+        assert [hop.peer for hop in stats.route] == ["quick"]
+        assert trio.current_time() - begin < 40
+
+
+async def test_hops_that_refuse_the_adapter_are_left_out_of_its_replies_alone(autojump_clock: MockClock) -> None:
+    strict = ServerSettings(adapters=AdapterLimits(adapter_bytes=1))
+    async with open_swarm() as swarm:
+        for name in ("small", "smaller"):
+            await swarm.serve(name, HashRunner(0, 8), speed=1000.0, settings=strict, adapters=AdapterShelf(POND))
+        asker = await swarm.asker()
+        with pytest.raises(NoRoute, match=r"with the adapter: small.* \(the adapter takes .* up to") as caught:
+            await ask(asker)
+        assert caught.value.code == "no_adapter_route"
+        assert not asker.bans.active(trio.current_time())
+        async with asker.reply(PROMPT, 5, max_tokens=5) as reply:
+            async for _ in reply:
+                pass
+        assert reply.stats.token_ids == greedy(PROMPT, 5)
+        assert (reply.stats.adapter, reply.stats.adapter_root) == (None, None)
+        await swarm.serve("large", HashRunner(0, 8), adapters=AdapterShelf(POND))
+        assert [hop.peer for hop in (await ask(asker)).route] == ["large"]
+
+
+async def test_audits_compute_with_the_same_adapter(autojump_clock: MockClock) -> None:
+    async with open_fabric(profile=LinkProfile(delay_s=0.005)) as fabric, trio.open_nursery() as nursery:
+        swarm = SessionSwarm(fabric, nursery)
+        for name in ("a", "b", "c"):
+            await swarm.serve(name, HashRunner(0, 8), adapters=AdapterShelf(POND))
+        asker = await swarm.asker()
+        for number in range(60):
+            await ask(asker, 4, [*PROMPT, number])
+            await trio.sleep(2)
+        await trio.sleep(100)
+        audits = asker.stats().audits
+        assert (audits.passed > 0, audits.failed) == (True, 0)
+        withdrawn = ReplyAdapter("pond", POND.ref, withdrawn=True)
+        with pytest.raises(NoAdapter, match="not offered"):
+            async with asker._auditor._context.pinned((), 10, withdrawn):
+                pass
+        nursery.cancel_scope.cancel()

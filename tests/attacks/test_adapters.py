@@ -1,0 +1,265 @@
+"""Adapters that an asker sends to a hop: a bad one costs its own session alone, and memory is bounded."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from app.core.errors import RecordError
+from app.serving.adapters import AdapterLimits
+from app.serving.block_server import BlockServer, ServerSettings
+from app.session.adapter_index import AdapterRef, decode_index
+from app.session.frame import decode_hop_error, new_session_id, plain
+from app.session.wire import KEEP, KNOWS_ADAPTERS, Kind, Prefix, encode_turn
+from engine.errors import DeviceFull, TrainingError
+from engine.model.hosted_span import HostedSpan
+from engine.session_runner import SessionRunner
+from p2p.memory.fabric import open_fabric
+from tests.app.hash_model import ADAPTER_BYTES, AdapterShelf, HashAdapter, HashRunner, InlineDevice
+from tests.attacks.test_resting import TOKENS, TURN, Hop, data
+from tests.attacks.test_sessions import next_frame
+from tests.engine.random_spans import random_span, small_config
+
+POND, LAKE, SEA = HashAdapter(1), HashAdapter(2), HashAdapter(3)
+ONE = 4 * ADAPTER_BYTES  # an adapter of rank 1 at a hop of four blocks
+LIMITS = AdapterLimits(adapter_bytes=2 * ONE, total_bytes=2 * ONE, loading=3, asker_loading=2, fetch_s=20.0)
+
+
+@asynccontextmanager
+async def adapted_hop(shelf: Any, runner: Any = None) -> AsyncIterator[Hop]:
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        runner = runner or HashRunner(0, 4)
+        settings = ServerSettings(adapters=LIMITS)
+        server = BlockServer(fabric.node("victim"), runner, InlineDevice(), settings, shelf)
+        await nursery.start(server.run)
+        hop = Hop(server, runner, fabric)
+        del runner  # a test looks whether anybody else holds it
+        yield hop
+        nursery.cancel_scope.cancel()
+
+
+def adapted(adapter: HashAdapter) -> Any:
+    return replace(TURN, adapter=adapter.ref)
+
+
+async def refused(hop: Hop, adapter: AdapterRef, asker: str = "evil") -> tuple[str, str]:
+    """The code and the text with which a session is refused."""
+    await hop.send(asker, encode_turn(new_session_id(asker), 1, KEEP, replace(TURN, adapter=adapter)))
+    error = decode_hop_error(await next_frame(hop._streams[asker], Kind.TROUBLE))
+    return error.why, error.text
+
+
+async def works(hop: Hop, asker: str = "honest") -> None:
+    """Another asker's session without an adapter is answered."""
+    id = new_session_id(asker)
+    await hop.open(asker, id)
+    await hop.send(asker, data(id, 1, 0))
+    await next_frame(hop._streams[asker], Kind.DATA)
+    await hop.send(asker, plain(Kind.CLOSE, id, 1))
+
+
+def shelf_with(**changes: Any) -> tuple[AdapterShelf, AdapterRef]:
+    made = HashAdapter(9)
+    made.index = replace(made.index, **changes)
+    return AdapterShelf(made), made.ref
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vector_bytes": 4}, "it belongs to another model"),
+        ({"vector_bytes": 2**30}, "it belongs to another model"),
+        ({"roots": (bytes(32),) * 3}, "it belongs to another model"),
+        ({"rank": 256}, "it belongs to another model"),
+        ({"rank": 256, "vector_bytes": 256 * ADAPTER_BYTES}, "this node takes adapters up to"),
+    ],
+)
+async def test_an_index_that_does_not_fit_is_refused(
+    autojump_clock: MockClock, changes: dict[str, Any], words: str
+) -> None:
+    shelf, ref = shelf_with(**changes)
+    async with adapted_hop(shelf) as hop:
+        why, text = await refused(hop, ref)
+        assert why == "adapter_refused"
+        assert words in text
+        assert (hop.server.sessions, hop.server._adapters.total_bytes) == (0, 0)
+        await works(hop)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (TrainingError("numbers that are not finite"), "adapter_refused"),
+        (RecordError("the adapter's index: not valid JSON"), "adapter_refused"),
+        (DeviceFull("the device's memory is full"), "adapters_full"),
+    ],
+)
+async def test_an_adapter_that_cannot_be_loaded_costs_its_session_alone(
+    autojump_clock: MockClock, error: Exception, why: str
+) -> None:
+    runner = HashRunner(0, 4)
+
+    def fail(*values: Any) -> Any:
+        raise error
+
+    runner.load_adapter = fail  # type: ignore[assignment, method-assign]
+    async with adapted_hop(AdapterShelf(POND), runner) as hop:
+        assert (await refused(hop, POND.ref))[0] == why
+        assert (await refused(hop, LAKE.ref))[0] == "adapter_refused"  # which the asker does not have
+        assert hop.server._adapters.total_bytes == 0
+        await works(hop)
+
+
+async def test_an_adapter_that_never_arrives_holds_up_nobody(autojump_clock: MockClock) -> None:
+    async with adapted_hop(AdapterShelf(POND, LAKE, SEA, seconds=1e6)) as hop:
+        begin = trio.current_time()
+        for adapter in (POND, LAKE, SEA):
+            await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(adapter)))
+        await works(hop)
+        assert len(hop.server._adapters._loading) == LIMITS.asker_loading
+        await hop.send("evil", plain(Kind.PROBE, new_session_id("evil"), 1))
+        await next_frame(hop._streams["evil"], Kind.STATE)  # it is alive, and says so
+        await hop.send("other", encode_turn(new_session_id("other"), 1, KEEP, adapted(POND)))
+        assert (await refused(hop, POND.ref, "third"))[0] == "adapters_full"
+        error = decode_hop_error(await next_frame(hop._streams["evil"], Kind.TROUBLE))
+        assert "did not arrive in time" in error.text
+        assert trio.current_time() - begin == pytest.approx(LIMITS.fetch_s, abs=1.0)
+        await trio.sleep(LIMITS.fetch_s)
+        assert not hop.server._awaited
+
+
+async def test_orders_that_wait_for_an_adapter_are_counted(autojump_clock: MockClock) -> None:
+    async with adapted_hop(AdapterShelf(POND, seconds=1e6)) as hop:
+        limit = hop.server._settings.admission.peer_sessions
+        for _ in range(limit):
+            await hop.send("evil", encode_turn(new_session_id("evil"), 1, KEEP, adapted(POND)))
+        assert (await refused(hop, POND.ref))[0] == "adapter_refused"
+        assert hop.server._awaited.total() == limit
+        await works(hop)
+
+
+async def test_blocks_that_are_given_up_are_not_held_by_adapters_on_their_way(autojump_clock: MockClock) -> None:
+    async with adapted_hop(AdapterShelf(POND, LAKE, SEA, seconds=1e6)) as hop:
+        for adapter in (POND, LAKE, SEA):
+            await hop.send("asker", encode_turn(new_session_id("asker"), 1, KEEP, adapted(adapter)))
+        await trio.sleep(1)
+        blocks = weakref.ref(hop.runner)
+        hop.runner = HashRunner(0, 4)
+        await hop.server.host(hop.runner)
+        await trio.sleep(1)
+        gc.collect()
+        assert blocks() is None
+        assert not hop.server._awaited
+        assert not hop.server._adapters._loading
+
+
+@pytest.mark.parametrize("ending", ["close", "stream", "runner"])
+async def test_a_session_that_ends_before_its_adapter_is_loaded_stays_ended(
+    autojump_clock: MockClock, ending: str
+) -> None:
+    async with adapted_hop(AdapterShelf(POND, seconds=5.0)) as hop:
+        id = new_session_id("asker")
+        await hop.send("asker", encode_turn(id, 1, KEEP, adapted(POND)))
+        await trio.sleep(1)
+        if ending == "close":
+            await hop.send("asker", plain(Kind.CLOSE, id, 1))
+        elif ending == "stream":
+            await hop._streams["asker"].reset()
+        else:
+            await hop.server.host(HashRunner(0, 4))
+        await trio.sleep(10)
+        assert hop.server.sessions == 0
+        assert all(not one.users for one in hop.server._adapters._loaded.values())
+        if ending == "close":
+            assert (await hop.open("asker", id, adapted(POND), epoch=2)).width & KNOWS_ADAPTERS
+
+
+async def test_unused_adapters_make_room_and_used_ones_do_not(autojump_clock: MockClock) -> None:
+    shelf = AdapterShelf(POND, LAKE, SEA)
+    async with adapted_hop(shelf) as hop:
+        ids = {}
+        for adapter in (POND, LAKE):
+            ids[adapter] = new_session_id("asker")
+            await hop.open("asker", ids[adapter], adapted(adapter))
+            await trio.sleep(1)
+        assert hop.server._adapters.total_bytes == 2 * ONE
+        assert (await refused(hop, SEA.ref))[0] == "adapters_full"
+        await hop.send("asker", plain(Kind.CLOSE, ids[POND], 1))
+        await trio.sleep(1)
+        assert hop.server._adapters.total_bytes == 2 * ONE  # it stays until others need its room
+        await hop.open("evil", new_session_id("evil"), adapted(SEA))
+        assert {key.root for key in hop.server._adapters._loaded} == {LAKE.ref.root, SEA.ref.root}
+        # What rests makes way too, as it does for everything else.
+        await hop.send("asker", data(ids[LAKE], 1, 0))
+        await next_frame(hop._streams["asker"], Kind.DATA)
+        await hop.send("asker", plain(Kind.CLOSE, ids[LAKE], 1, rows=600))
+        await trio.sleep(1)
+        await hop.open("third", new_session_id("third"), adapted(POND))
+        assert {key.root for key in hop.server._adapters._loaded} == {POND.ref.root, SEA.ref.root}
+        assert hop.server._adapters.total_bytes == 2 * ONE
+
+
+async def test_askers_do_not_share_an_adapter(autojump_clock: MockClock) -> None:
+    shelf = AdapterShelf(POND)
+    async with adapted_hop(shelf) as hop:
+        for asker in ("asker", "asker", "thief"):
+            await hop.open(asker, new_session_id(asker), adapted(POND))
+        assert [asker for asker, _ in shelf.asked] == ["asker", "thief"]
+
+
+async def test_a_cache_is_never_used_with_another_adapter(autojump_clock: MockClock) -> None:
+    async with adapted_hop(AdapterShelf(POND, LAKE)) as hop:
+        id = new_session_id("asker")
+        assert (await hop.open("asker", id, adapted(POND))).position == 0
+        await hop.send("asker", data(id, 1, 0))
+        await next_frame(hop._streams["asker"], Kind.DATA)
+        assert (await hop.open("asker", id, adapted(POND), epoch=2)).position == len(TOKENS)
+        wanted = Prefix(id, 20, False)
+        for turn, position in ((adapted(POND), 20), (adapted(LAKE), 0), (TURN, 0)):
+            ready = await hop.open("asker", new_session_id("asker"), replace(turn, prefix=wanted))
+            assert ready.position == position
+        for epoch, turn in ((3, adapted(LAKE)), (4, TURN), (5, adapted(POND))):
+            assert (await hop.open("asker", id, turn, epoch=epoch)).position == 0
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b'{"alpha":2.0,"rank":4,"roots":[],"size":64,"targets":["q"],"v":2}',
+        b'{"alpha":0,"rank":4,"roots":[],"size":64,"targets":["q"],"v":1}',
+        b'{"alpha":1e999,"rank":4,"roots":[],"size":64,"targets":["q"],"v":1}',
+        b'{"alpha":2.0,"rank":257,"roots":[],"size":64,"targets":["q"],"v":1}',
+        b'{"alpha":2.0,"rank":4,"roots":["zz"],"size":64,"targets":["q"],"v":1}',
+        b'{"alpha":2.0,"rank":4,"roots":[],"size":2000000000,"targets":["q"],"v":1}',
+        b'{"alpha":2.0,"rank":4,"roots":[],"size":64,"targets":"q","v":1}',
+    ],
+)
+def test_a_bad_index_raises_only_the_one_error(raw: bytes) -> None:
+    with pytest.raises(RecordError):
+        decode_index(raw)
+
+
+def test_real_blocks_refuse_weights_that_do_not_fit() -> None:
+    runner = SessionRunner(HostedSpan([random_span(small_config(), dtype=torch.float16, kv_bytes=1 << 20)]))
+    size = runner.adapter_bytes(4, ("q",))
+    good = torch.ones(size // 4)
+    runner.load_adapter(4, 8.0, ("q",), {0: good.numpy().tobytes()})
+    for vector in (good[1:], torch.cat([good, good]), good * float("nan"), good * 1e30):
+        with pytest.raises(TrainingError):
+            runner.load_adapter(4, 8.0, ("q",), {0: vector.numpy().tobytes()})
+    with pytest.raises(TrainingError):
+        runner.load_adapter(4, 8.0, ("q",), {99: good.numpy().tobytes()})
+    for rank, targets in ((0, ("q",)), (257, ("q",)), (4, ("x",)), (4, ())):
+        with pytest.raises(TrainingError):
+            runner.adapter_bytes(rank, targets)
