@@ -14,13 +14,13 @@ answer means, and which hop must send what again, are pure decisions in `app.ask
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import trio
 
-from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, plan_resume
+from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, cache_sources, plan_resume
 from app.core.errors import AppError, RecordError, reason_of
 from app.core.network import FrameStream, Network, Payload, Priority
 from app.core.reasons import Reason, because
@@ -28,6 +28,7 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
+from app.session.cache_wire import HANDOVER_S, MIN_TOKENS
 from app.session.frame import (
     DTYPES,
     Frame,
@@ -41,17 +42,20 @@ from app.session.frame import (
 )
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
+    GIVES_CACHE,
     KEEP,
     KNOWS_REVISIONS,
     MAX_REVISION,
     MAX_TOKENS,
     PROTOCOL,
+    CacheGrant,
     EpochOrder,
     HopPace,
     Kind,
     Prefix,
     decode,
     decode_pace,
+    encode_give,
     encode_turn,
     hop_error_reason,
 )
@@ -310,6 +314,8 @@ class RouteHops:
         self.route: Route = ()  # in use, or being set up
         self._epoch_route: Route = ()  # the route of the present epoch
         self._revisers: set[str] = set()  # hops that know revisions
+        self._givers: set[str] = set()  # hops that can hand their cache over
+        self._sources: set[tuple[str, str]] = set()  # (new hop, old hop): hand-overs that were ordered, each once
         self.epoch = 0
         self.revision = 0  # of the tokens within the epoch
         self._revised_at = 0  # the first position of that revision
@@ -354,7 +360,8 @@ class RouteHops:
             return
         elif frame.kind == Kind.READY:
             self._ready[peer] = HopState(frame.position, frame.rows)
-            (self._revisers.add if frame.width & KNOWS_REVISIONS else self._revisers.discard)(peer)
+            for flag, peers in ((KNOWS_REVISIONS, self._revisers), (GIVES_CACHE, self._givers)):
+                (peers.add if frame.width & flag else peers.discard)(peer)
         elif frame.kind == Kind.TROUBLE:
             self._on_error(peer, decode_hop_error(frame))
         self._heard.notify()
@@ -574,8 +581,25 @@ class RouteHops:
         if failures:
             raise failures[0]
 
-    async def turn(self, cuts: Sequence[int], known: ResumePlan | None) -> list[HopState]:
-        """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`."""
+    async def order_handovers(self, sources: Mapping[str, str], tokens: int) -> dict[str, CacheGrant]:
+        """Tell hops that leave the route who may fetch their cache; returns what the new hops are to be told."""
+        grants: dict[str, CacheGrant] = {}
+        for peer, source in sources.items():
+            link = self._open.get(source)
+            if (peer, source) in self._sources or source not in self._givers or link is None or link.outbox.broken:
+                continue
+            self._sources.add((peer, source))
+            grants[peer] = CacheGrant(source, tokens)
+            await link.send(encode_give(self.id, self.epoch, CacheGrant(peer, tokens)))
+        return grants
+
+    async def turn(
+        self, cuts: Sequence[int], known: ResumePlan | None, caches: Mapping[str, CacheGrant]
+    ) -> list[HopState]:
+        """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`.
+
+        New hops first fetch the caches that they are told of.
+        """
         self.epoch, self.revision = self.epoch + 1, 0
         self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
         self._ready.clear()
@@ -594,15 +618,36 @@ class RouteHops:
             turn = EpochOrder(hop.span, predecessor, successor, self._shape.tokens, self.urgent_from, send_from, relay)
             if self.prefix is not None and hop in self.prefix.route:
                 turn = replace(turn, prefix=self.prefix.wire)
+            turn = replace(turn, cache=caches.get(hop.peer))
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
-        with trio.move_on_after(self._settings.ready_s):
-            await self._heard.wait_for(lambda: self.trouble is not None or len(self._ready) == len(self.route))
+        await self._wait_ready(set(caches))
         if self.trouble is not None:
             raise self.trouble
         silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
         late = "it did not open the session in time"
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
+
+    async def _wait_ready(self, fetching: Collection[str]) -> None:
+        """Wait until all hops are ready or one has failed; hops that fetch a cache may take longer, if they answer."""
+
+        def is_settled() -> bool:
+            return self.trouble is not None or len(self._ready) == len(self.route)
+
+        until = trio.current_time() + HANDOVER_S + self._settings.ready_s
+        with trio.move_on_after(self._settings.ready_s):
+            await self._heard.wait_for(is_settled)
+        while not is_settled() and trio.current_time() < until:
+            missing = {hop.peer for hop in self.route} - set(self._ready)
+            if not missing <= set(fetching):
+                return
+            self.states.clear()
+            for peer in missing:
+                await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
+            with trio.move_on_after(self._settings.probe_s):
+                await self._heard.wait_for(is_settled)
+            if not missing <= set(self.states) | set(self._ready):
+                return
 
     def _first_outputs(self, plan: ResumePlan | None) -> dict[str, int]:
         """The position from which each hop must send outputs; without a plan it must send nothing yet."""
@@ -680,6 +725,7 @@ class RouteSession:
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
         self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
+        self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
         self._links = links
@@ -888,7 +934,7 @@ class RouteSession:
         while True:
             await trio.sleep(self._note_failure())
             try:
-                await self._set_up(self._next_route())
+                await self._set_up(self._next_route(), hops.leaving - self._unsound)
                 return
             except NoRoute as error:
                 if trio.current_time() - begin > self._patience_s(error):
@@ -948,7 +994,7 @@ class RouteSession:
         self._recheck.moved(trio.current_time())
         self._step_s = Ewma(_SMOOTHING)
         try:
-            await self._set_up(route)
+            await self._set_up(route, {hop.peer for hop in self._settled} - self._unsound)
             self.moves += 1
         except HopFailed as failure:
             self._hops.trouble = failure
@@ -966,13 +1012,15 @@ class RouteSession:
         times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
         if failure.blameless and times <= _EXCUSES:
             return 0.0 if times == 1 else backoff_s(_PAUSE_S, times - 1, _LONGEST_PAUSE_S)
+        self._unsound.add(failure.peer)
         log.warning("session %s: %s failed: %s", self.id.hex()[:8], failure.peer, failure.why.text)
         self._guide.failed(failure.peer, failure.why, busy=failure.busy)
         return 0.0
 
-    async def _set_up(self, route: Route) -> None:
+    async def _set_up(self, route: Route, givers: Collection[str]) -> None:
         """Begin an epoch on this route and get all tokens under way; raises `HopFailed`.
 
+        Hops that take the place of `givers` begin with their cache, as far as it is sure to be that of these tokens.
         Hops of the old route are closed only when the new one works: they may be needed again until then.
         """
         hops, fed = self._hops, len(self._history)
@@ -983,8 +1031,12 @@ class RouteSession:
         fresh = not hops.epoch and hops.prefix is None
         known = plan_resume([HopState(0, 0)] * len(route), fed) if fresh else None
         cuts = [self._cut_to] * len(route)
+        cached = min(fed - 1, self._cut_to)
+        sources = cache_sources(self._settled, route, givers) if cached >= MIN_TOKENS else {}
+        caches = await hops.order_handovers(sources, cached)
         for _ in range(_ROUNDS):
-            states = await hops.turn(cuts, known)
+            states = await hops.turn(cuts, known, caches)
+            caches = {}
             plan = plan_resume(states, fed)
             held = zip(route, states, plan.lengths, strict=True)
             wrong = [hop.peer for hop, state, length in held if state.length != length]
