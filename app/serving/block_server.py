@@ -217,6 +217,7 @@ def control_frame(message: bytes) -> OutboundFrame:
 log = logging.getLogger("shoal.sessions")
 
 DRAIN_S = 30.0
+SHRINK_S = 2.0  # other programs wait for the memory
 PREPARE_AFTER_S = 0.5  # without work for so long, the device prepares steps that are likely to come
 IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
 _REMEMBERED_CLOSED = 4096
@@ -224,6 +225,7 @@ _REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
 _PROMPT_ROWS = 64  # shorter steps do not tell how fast a prompt is read
 _LEAVES = "this node is about to leave; move to another one"
+_GIVES_BACK = "this node gives some of these blocks back; move to another one"
 
 Action = Callable[[], Awaitable[None]]
 T = TypeVar("T")
@@ -350,7 +352,7 @@ class BlockServer:
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
         self._work = Signal()  # the queue or `_between_steps` has something new
-        self._emptied = Signal()
+        self._left = Signal()  # a session has ended or rests
         self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
@@ -418,7 +420,7 @@ class BlockServer:
         for session in list(self._sessions.values()):
             await self._sender.report_error(session, "draining", _LEAVES)
         with trio.move_on_after(within_s):
-            await self._emptied.wait_for(lambda: not self.sessions)
+            await self._left.wait_for(lambda: not self.sessions)
         return not self.sessions
 
     async def host(self, runner: BlockRunner | None, prompt_tokens_per_s: float = 0.0) -> None:
@@ -430,7 +432,15 @@ class BlockServer:
             await self._between_steps_result(partial(self._change_runner, runner))
 
     async def shrink(self, span: Span, shrink: Callable[[], Awaitable[T]]) -> T:
-        """End the sessions that use blocks outside of `span`, and await `shrink` between two steps."""
+        """Have the sessions that use blocks outside of `span` move, and await `shrink` between two steps.
+
+        Those that have not moved within `SHRINK_S` end: the memory is needed.
+        """
+        for session in self._outside(span):
+            if session.rests_until is None:
+                await self._sender.report_error(session, "draining", _GIVES_BACK)
+        with trio.move_on_after(SHRINK_S):
+            await self._left.wait_for(lambda: all(s.rests_until is not None for s in self._outside(span)))
 
         async def change() -> T:
             await self._end_outside(span)
@@ -438,12 +448,14 @@ class BlockServer:
 
         return await self._between_steps_result(change)
 
+    def _outside(self, span: Span | None) -> list[HopSession]:
+        """The sessions that use other blocks than these."""
+        return [s for s in self._sessions.values() if span is None or not span.covers(s.turn.span)]
+
     async def _end_outside(self, span: Span | None) -> None:
-        for session in list(self._sessions.values()):
-            own = session.turn.span
-            if span is None or not span.start <= own.start < own.stop <= span.stop:
-                await self._sender.report_error(session, "closed", "this node now hosts other blocks")
-                self._end(session, session.epoch)
+        for session in self._outside(span):
+            await self._sender.report_error(session, "closed", "this node now hosts other blocks")
+            self._end(session, session.epoch)
 
     async def _change_runner(self, runner: BlockRunner | None) -> None:
         await self._end_outside(None)
@@ -702,8 +714,7 @@ class BlockServer:
             session.heard_at = now = trio.current_time()
             session.rest(now + min(frame.rows, self._settings.rest_s))
             self._runner.resize(session.key, session.length)
-            if not self.sessions:
-                self._emptied.notify()
+            self._left.notify()
 
     async def _end_resting(self) -> None:
         while self._end_one_resting():
@@ -735,8 +746,7 @@ class BlockServer:
         self._closed[session.key] = epoch
         if len(self._closed) > _REMEMBERED_CLOSED:
             self._closed.popitem(last=False)
-        if not self.sessions:
-            self._emptied.notify()
+        self._left.notify()
 
     async def _close_idle(self) -> None:
         """End sessions whose askers have been silent for `idle_s` or that rested long enough, and unused streams."""

@@ -130,6 +130,47 @@ async def test_a_smaller_span_takes_its_part_of_the_cache(autojump_clock: MockCl
         await no_leaks(swarm)
 
 
+async def test_blocks_that_are_given_back_hand_their_sessions_over(autojump_clock: MockClock) -> None:
+    async with open_swarm(*PAIRS) as swarm:
+        prefer_first_three(swarm)
+        asker, done = await swarm.asker(), trio.Event()
+
+        async def give_back() -> None:
+            swarm.announcements["n1"] = replace(swarm.announcements["n1"], span=Span(3, 4))
+
+            async def shrink() -> None:
+                swarm.runners["n1"].stop = 4
+
+            await swarm.servers["n1"].shrink(Span(3, 4), shrink)
+            done.set()
+
+        async with asker.reply(LONG_PROMPT, COUNT, max_tokens=COUNT) as reply:
+            async for _ in reply:
+                if len(reply.stats.token_ids) == 5:
+                    swarm.nursery.start_soon(give_back)
+        assert reply.stats.token_ids == REPLY
+        assert done.is_set()
+        assert swarm.runners["n4"].imported >= len(LONG_PROMPT)
+        assert computed(swarm.runners["n4"]) <= COUNT
+        await no_leaks(swarm)
+
+
+async def test_blocks_are_given_back_in_time_though_nobody_can_take_their_sessions(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 4), (4, 8)) as swarm:
+        asker = await swarm.asker()
+        async with asker.reply(LONG_PROMPT, COUNT, max_tokens=COUNT) as reply:
+            for _ in range(5):
+                await anext(reply)
+            begin = trio.current_time()
+
+            async def shrink() -> float:
+                swarm.runners["n1"].stop = 7
+                return trio.current_time() - begin
+
+            assert await swarm.servers["n1"].shrink(Span(4, 7), shrink) <= block_server.SHRINK_S + 0.1
+            assert not swarm.servers["n1"].sessions
+
+
 async def test_a_cache_goes_from_hop_to_hop(autojump_clock: MockClock) -> None:
     """The second hop gives on what it took itself."""
     async with open_swarm((0, 4), (4, 8), (4, 8), (4, 8)) as swarm:
