@@ -167,6 +167,39 @@ class SessionRunner:
         """Drop a session's tokens from position `length` on."""
         self._lease(session).truncate(length)
 
+    @property
+    def cache_format(self) -> str:
+        """The form of cached numbers and the weights' form: a cache goes on only under the same."""
+        config, options = self._span.config, self._span.options
+        return f"{self._native} {config.n_kv_heads}x{config.head_dim} {options.quantisation}"
+
+    @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of one token in one block's cache."""
+        config = self._span.config
+        return 2 * config.n_kv_heads * config.head_dim * self._span.options.dtype.itemsize
+
+    def export_cache(self, session: bytes, blocks: tuple[int, int], start: int, stop: int) -> memoryview:
+        """Return the cache of a session's tokens [start, stop) in these blocks; raises `SessionError` without it."""
+        numbers = self._span.read_cache(self._lease(session), blocks, start, stop)
+        return numbers.contiguous().view(torch.uint8).flatten().numpy().data
+
+    def import_cache(self, session: bytes, blocks: tuple[int, int], position: int, data: memoryview) -> None:
+        """Append tokens to a session with the cache that `export_cache` returned elsewhere.
+
+        Raises `SessionError` if it does not fit the session, `NotFinite` for NaN, `CacheFull` without room.
+        """
+        lease = self._lease(session)
+        rows, rest = divmod(len(data), (blocks[1] - blocks[0]) * self.cache_row_bytes)
+        if lease.length != position or not rows or rest:
+            raise SessionError(f"{len(data)} bytes of cache at {position} do not continue {lease.length} tokens")
+        config = self._span.config
+        numbers = torch.frombuffer(bytearray(data), dtype=self._span.options.dtype)
+        if not is_finite(numbers):
+            raise NotFinite(f"the cache for session {session.hex()[:8]} has numbers that are not finite", session)
+        shape = (blocks[1] - blocks[0], 2, config.n_kv_heads, rows, config.head_dim)
+        self._span.write_cache(lease, blocks, numbers.view(shape))
+
     def prepare(self) -> bool:
         """Capture one decode step that ran uncaptured so far; False if none is left."""
         return self._span.capture_pending() and self._span.has_pending

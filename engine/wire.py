@@ -8,6 +8,12 @@ from torch import Tensor
 from engine.errors import SessionError
 
 WIRE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+# For each format: the integers that its bits are read as, and the bits of the exponent.
+_BITS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 _NAMES = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 
 
@@ -29,11 +35,11 @@ def to_tensor(parts: list[memoryview], dtype: str, width: int) -> Tensor:
 
 def is_finite(rows: Tensor) -> bool:
     """True if no number of these rows (on the CPU) is NaN or infinite."""
-    if rows.dtype.itemsize != 2:
-        return bool(torch.isfinite(rows).all())
-    # All exponent bits set mean NaN or infinity. numpy on the bits takes a quarter of torch's time for 16-bit numbers.
-    bits = rows.contiguous().view(torch.int16).numpy() & 0x7FFF
-    return not bits.size or int(bits.max()) < (0x7C00 if rows.dtype == torch.float16 else 0x7F80)
+    # All exponent bits set mean NaN or infinity. numpy on the bits takes a fraction of torch's time: one pass, and no
+    # threads, which on a busy machine wait for each other.
+    whole, exponent = _BITS[rows.dtype]
+    bits = rows.contiguous().view(whole).numpy() & exponent
+    return not bits.size or int(bits.max()) < exponent
 
 
 def to_bytes(rows: Tensor, dtype: str) -> memoryview:

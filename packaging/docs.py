@@ -30,6 +30,7 @@ WIRES = (
     ("app/membership/wire.py", "Membership"),
     ("app/session/frame.py", "Frames of sessions and training"),
     ("app/session/wire.py", "Sessions"),
+    ("app/session/cache_wire.py", "Hand-overs of a session's cache"),
     ("app/training/wire.py", "Training"),
     ("app/weights/wire.py", "Parts of a model"),
     ("p2p/dht/wire.py", "The directory"),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from app.core.reasons import Reason, because
@@ -69,6 +69,21 @@ class HopState(NamedTuple):
 
     length: int
     kept_from: int
+
+
+def cache_sources(old: Route, new: Route, givers: Collection[str]) -> dict[str, str]:
+    """For hops that are new on a route, the hops of the old route that can give them their cache.
+
+    A giver leaves the route, has worked until now, and has all blocks of the hop that takes its place.
+    """
+    staying = {hop.peer for hop in new}
+    leaving = [hop for hop in old if hop.peer in givers and hop.peer not in staying]
+    sources = {}
+    for hop in new:
+        source = next((giver.peer for giver in leaving if giver.span.covers(hop.span)), None)
+        if hop not in old and source is not None:
+            sources[hop.peer] = source
+    return sources
 
 
 class ResumePlan(NamedTuple):

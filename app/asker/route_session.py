@@ -14,13 +14,13 @@ answer means, and which hop must send what again, are pure decisions in `app.ask
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import trio
 
-from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, plan_resume
+from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, cache_sources, plan_resume
 from app.core.errors import AppError, RecordError, reason_of
 from app.core.network import FrameStream, Network, Payload, Priority
 from app.core.reasons import Reason, because
@@ -29,6 +29,7 @@ from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
 from app.session.adapter_index import AdapterRef
+from app.session.cache_wire import HANDOVER_S, MIN_TOKENS
 from app.session.frame import (
     DTYPES,
     Frame,
@@ -43,18 +44,21 @@ from app.session.frame import (
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
     ADAPTER_REFUSALS,
+    GIVES_CACHE,
     KEEP,
     KNOWS_ADAPTERS,
     KNOWS_REVISIONS,
     MAX_REVISION,
     MAX_TOKENS,
     PROTOCOL,
+    CacheGrant,
     EpochOrder,
     HopPace,
     Kind,
     Prefix,
     decode,
     decode_pace,
+    encode_give,
     encode_turn,
     hop_error_reason,
 )
@@ -316,6 +320,8 @@ class RouteHops:
         self._epoch_route: Route = ()  # the route of the present epoch
         self._revisers: set[str] = set()  # hops that know revisions
         self.unable: dict[str, Reason] = {}  # peers that cannot serve this session's adapter
+        self._givers: set[str] = set()  # hops that can hand their cache over
+        self._sources: set[tuple[str, str]] = set()  # (new hop, old hop): hand-overs that were ordered, each once
         self.epoch = 0
         self.revision = 0  # of the tokens within the epoch
         self._revised_at = 0  # the first position of that revision
@@ -360,7 +366,8 @@ class RouteHops:
             return
         elif frame.kind == Kind.READY:
             self._ready[peer] = HopState(frame.position, frame.rows)
-            (self._revisers.add if frame.width & KNOWS_REVISIONS else self._revisers.discard)(peer)
+            for flag, peers in ((KNOWS_REVISIONS, self._revisers), (GIVES_CACHE, self._givers)):
+                (peers.add if frame.width & flag else peers.discard)(peer)
             if self._shape.adapter is not None and not frame.width & KNOWS_ADAPTERS:
                 self._cannot_adapt(peer, because("hop_without_adapters", "its version knows no adapters", peer))
         elif frame.kind == Kind.TROUBLE:
@@ -590,8 +597,25 @@ class RouteHops:
         if failures:
             raise failures[0]
 
-    async def turn(self, cuts: Sequence[int], known: ResumePlan | None) -> list[HopState]:
-        """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`."""
+    async def order_handovers(self, sources: Mapping[str, str], tokens: int) -> dict[str, CacheGrant]:
+        """Tell hops that leave the route who may fetch their cache; returns what the new hops are to be told."""
+        grants: dict[str, CacheGrant] = {}
+        for peer, source in sources.items():
+            link = self._open.get(source)
+            if (peer, source) in self._sources or source not in self._givers or link is None or link.outbox.broken:
+                continue
+            self._sources.add((peer, source))
+            grants[peer] = CacheGrant(source, tokens)
+            await link.send(encode_give(self.id, self.epoch, CacheGrant(peer, tokens)))
+        return grants
+
+    async def turn(
+        self, cuts: Sequence[int], known: ResumePlan | None, caches: Mapping[str, CacheGrant]
+    ) -> list[HopState]:
+        """Begin an epoch at every hop and return what each of them holds; raises `HopFailed`.
+
+        New hops first fetch the caches that they are told of.
+        """
         self.epoch, self.revision = self.epoch + 1, 0
         self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
         self._ready.clear()
@@ -619,10 +643,9 @@ class RouteHops:
             )
             if self.prefix is not None and hop in self.prefix.route:
                 turn = replace(turn, prefix=self.prefix.wire)
+            turn = replace(turn, cache=caches.get(hop.peer))
             await self._open[hop.peer].send(encode_turn(self.id, self.epoch, cuts[index], turn))
-        await self._wait_ready(self._settings.ready_s)
-        if self._shape.adapter is not None:
-            await self._wait_adapters()
+        await self._wait_ready(set(caches))
         if self.trouble is not None:
             raise self.trouble
         silent = [hop.peer for hop in self.route if hop.peer not in self._ready]
@@ -630,26 +653,32 @@ class RouteHops:
         self._raise_first([HopFailed(peer, because("hop_unopened", late, peer)) for peer in silent])
         return [self._ready[hop.peer] for hop in self.route]
 
-    async def _wait_ready(self, within_s: float) -> None:
-        with trio.move_on_after(within_s):
-            await self._heard.wait_for(lambda: self.trouble is not None or len(self._ready) == len(self.route))
+    async def _wait_ready(self, fetching: Collection[str]) -> None:
+        """Wait until all hops are ready or one has failed; who fetches a cache or an adapter may take longer.
 
-    async def _wait_adapters(self) -> None:
-        """Wait on for hops that fetch the adapter, `adapter_s` at most and as long as all of them answer probes."""
-        until = trio.current_time() + self._settings.adapter_s
-        while self.trouble is None and trio.current_time() < until:
-            late = {hop.peer for hop in self.route} - self._ready.keys()
-            if not late:
+        As long as it answers, that is.
+        """
+
+        def is_settled() -> bool:
+            return self.trouble is not None or len(self._ready) == len(self.route)
+
+        longer_s = HANDOVER_S if fetching else 0.0
+        if self._shape.adapter is not None:
+            fetching, longer_s = {hop.peer for hop in self.route}, longer_s + self._settings.adapter_s
+        until = trio.current_time() + self._settings.ready_s + longer_s
+        with trio.move_on_after(self._settings.ready_s):
+            await self._heard.wait_for(is_settled)
+        while not is_settled() and trio.current_time() < until:
+            missing = {hop.peer for hop in self.route} - set(self._ready)
+            if not missing <= set(fetching):
                 return
             self.states.clear()
-            for peer in late:
+            for peer in missing:
                 await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
             with trio.move_on_after(self._settings.probe_s):
-                while self.trouble is None and late - self.states.keys() - self._ready.keys():
-                    await self._heard.wait()
-            if late - self.states.keys() - self._ready.keys():
+                await self._heard.wait_for(is_settled)
+            if not missing <= set(self.states) | set(self._ready):
                 return
-            await self._wait_ready(self._settings.probe_s)
 
     def _first_outputs(self, plan: ResumePlan | None) -> dict[str, int]:
         """The position from which each hop must send outputs; without a plan it must send nothing yet."""
@@ -727,6 +756,7 @@ class RouteSession:
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
         self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
+        self._unsound: set[str] = set()  # hops that failed: no other goes on with their cache
         self._cut_to = KEEP  # hops may still cache other tokens from this position on
         self._look_again_at = 0.0  # for hops that could replace those that are leaving
         self._links = links
@@ -935,7 +965,7 @@ class RouteSession:
         while True:
             await trio.sleep(self._note_failure())
             try:
-                await self._set_up(self._next_route())
+                await self._set_up(self._next_route(), hops.leaving - self._unsound)
                 return
             except NoRoute as error:
                 if trio.current_time() - begin > self._patience_s(error):
@@ -1013,7 +1043,7 @@ class RouteSession:
         self._recheck.moved(trio.current_time())
         self._step_s = Ewma(_SMOOTHING)
         try:
-            await self._set_up(route)
+            await self._set_up(route, {hop.peer for hop in self._settled} - self._unsound)
             self.moves += 1
         except HopFailed as failure:
             self._hops.trouble = failure
@@ -1031,13 +1061,15 @@ class RouteSession:
         times = self._excuses[failure.peer] = self._excuses.get(failure.peer, 0) + 1
         if failure.blameless and times <= _EXCUSES:
             return 0.0 if times == 1 else backoff_s(_PAUSE_S, times - 1, _LONGEST_PAUSE_S)
+        self._unsound.add(failure.peer)
         log.warning("session %s: %s failed: %s", self.id.hex()[:8], failure.peer, failure.why.text)
         self._guide.failed(failure.peer, failure.why, busy=failure.busy)
         return 0.0
 
-    async def _set_up(self, route: Route) -> None:
+    async def _set_up(self, route: Route, givers: Collection[str]) -> None:
         """Begin an epoch on this route and get all tokens under way; raises `HopFailed`.
 
+        Hops that take the place of `givers` begin with their cache, as far as it is sure to be that of these tokens.
         Hops of the old route are closed only when the new one works: they may be needed again until then.
         """
         hops, fed = self._hops, len(self._history)
@@ -1048,8 +1080,12 @@ class RouteSession:
         fresh = not hops.epoch and hops.prefix is None
         known = plan_resume([HopState(0, 0)] * len(route), fed) if fresh else None
         cuts = [self._cut_to] * len(route)
+        cached = min(fed - 1, self._cut_to)
+        sources = cache_sources(self._settled, route, givers) if cached >= MIN_TOKENS else {}
+        caches = await hops.order_handovers(sources, cached)
         for _ in range(_ROUNDS):
-            states = await hops.turn(cuts, known)
+            states = await hops.turn(cuts, known, caches)
+            caches = {}
             plan = plan_resume(states, fed)
             held = zip(route, states, plan.lengths, strict=True)
             wrong = [hop.peer for hop, state, length in held if state.length != length]

@@ -86,6 +86,20 @@ class BlockRunner(Protocol):
     def truncate(self, session: bytes, length: int) -> None:
         """Drop a session's cached tokens from position `length` on; raises `engine.errors.CacheFull` and drops none."""
 
+    @property
+    def cache_format(self) -> str:
+        """The form of the cache's numbers and of the weights that made them; a cache fits runners of the same form."""
+
+    @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of one token in the cache of one block."""
+
+    def export_cache(self, session: bytes, blocks: tuple[int, int], start: int, stop: int) -> bytes | memoryview:
+        """Return the cache of tokens [start, stop) in these blocks; raises `engine.errors.EngineError` without it."""
+
+    def import_cache(self, session: bytes, blocks: tuple[int, int], position: int, data: memoryview) -> None:
+        """Append tokens with a cache that was exported; raises `engine.errors.EngineError` and appends none."""
+
     def step(self, work: Sequence[StepWork]) -> Sequence[StepOutput]:
         """Run one step for all these sessions; raises `engine.errors.EngineError` and then advances none."""
 

@@ -429,7 +429,7 @@ class BlockHost:
         is_new = self._hosted is None
         self._hosted, self._span = hosted, span
         if is_new:
-            await self.server.host(hosted.runner)
+            await self.server.host(hosted.runner, hosted.throughput.prefill_tokens_per_s)
         self._announce(growing)
 
     def _announce(self, growing: Span | None = None) -> None:

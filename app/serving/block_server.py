@@ -13,6 +13,9 @@ leaving nor unloading waits for them.
 A session may use an adapter of its asker (`app.serving.adapters`). An order that names one waits until it is loaded,
 while steps go on (`_on_adapted_turn`).
 
+A new session whose order names another hop as the source of its cache takes it from there before it says READY
+(`_begin`); the hop that leaves gives it, both in `app.serving.handover`.
+
 The rules of one session are in `app.serving.hop_session`, the choice of a batch in `app.serving.batching`, the frames
 in `app.session.wire`.
 """
@@ -38,6 +41,7 @@ from app.core.span import Span
 from app.serving.adapters import AdapterKey, AdapterLimits, AdapterSource, HopAdapters, LoadedAdapter
 from app.serving.admission import AdmissionLimits, frame_cost, why_not
 from app.serving.batching import URGENT_ROWS, BatchLimits, BatchQueue, QueuedTokens
+from app.serving.handover import UNMEASURED_TOKENS_PER_S, CacheForm, CacheGiver, CacheTaker
 from app.serving.hop_session import (
     SMOOTHING,
     FrameAction,
@@ -49,6 +53,8 @@ from app.serving.hop_session import (
 )
 from app.serving.stats import ServerStats, SessionStats
 from app.session.adapter_index import AdapterRef
+from app.session.cache_wire import PROTOCOL as CACHE_PROTOCOL
+from app.session.cache_wire import CacheChunk
 from app.session.frame import (
     DTYPE_NAMES,
     DTYPES,
@@ -62,6 +68,7 @@ from app.session.frame import (
 )
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
 from app.session.wire import (
+    GIVES_CACHE,
     KNOWS_ADAPTERS,
     KNOWS_REVISIONS,
     PROTOCOL,
@@ -69,11 +76,12 @@ from app.session.wire import (
     HopPace,
     Kind,
     decode,
+    decode_give,
     decode_turn,
     encode_hop_error,
     encode_pace,
 )
-from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite
+from engine.errors import CacheFull, DeviceFull, EngineError, NotFinite, SessionError
 from p2p.errors import P2PError
 from p2p.rate_limit import PeerRateLimit
 
@@ -225,12 +233,15 @@ def control_frame(message: bytes) -> OutboundFrame:
 log = logging.getLogger("shoal.sessions")
 
 DRAIN_S = 30.0
+SHRINK_S = 2.0  # other programs wait for the memory
 PREPARE_AFTER_S = 0.5  # without work for so long, the device prepares steps that are likely to come
 IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
 _CHECK_KEPT_EVERY = 32  # steps
+_PROMPT_ROWS = 64  # shorter steps do not tell how fast a prompt is read
 _LEAVES = "this node is about to leave; move to another one"
+_GIVES_BACK = "this node gives some of these blocks back; move to another one"
 
 Action = Callable[[], Awaitable[None]]
 Turn = Callable[..., Awaitable[None]]  # carries an order out, with `adapter`
@@ -262,6 +273,7 @@ class ServerCounters:
     opened: int = 0
     reused_tokens: int = 0  # that new sessions began with
     step_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # of an urgent step
+    prompt_tokens_per_s: Ewma = field(default_factory=lambda: Ewma(SMOOTHING))  # of long steps of prompts
     _bytes_in: int = 0  # of sessions that ended
     _bytes_out: int = 0
     _askers: set[str] = field(default_factory=set)
@@ -292,6 +304,8 @@ class ServerCounters:
             self.urgent_steps += 1
             self.urgent_rows += rows
             self.step_s.add(seconds)
+        elif rows >= _PROMPT_ROWS and seconds > 0:
+            self.prompt_tokens_per_s.add(rows / seconds)
 
     def read(
         self, sessions: Iterable[SessionStats], *, queued: tuple[int, int], kv: tuple[int, int, int]
@@ -363,14 +377,18 @@ class BlockServer:
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
         self._work = Signal()  # the queue or `_between_steps` has something new
-        self._emptied = Signal()
+        self._left = Signal()  # a session has ended or rests
         self.device_full = Signal()  # a step failed because the device's memory is full
         self._nursery: trio.Nursery | None = None
         self._attending: set[_InboundStream] = set()
         limits = self._settings.admission
         self._frame_limit = PeerRateLimit(limits.frames_burst, limits.frames_per_s)
         self.draining = False
+        self._giver, self._taker = CacheGiver(self), CacheTaker(network, self)
+        self._fetches: dict[bytes, trio.CancelScope] = {}  # by `HopSession.key`: sessions whose cache is fetched
+        self._prompt_tokens_per_s = 0.0  # measured by whoever loaded the blocks; 0: not measured
         network.accept(PROTOCOL, self.attend)
+        network.accept(CACHE_PROTOCOL, self._giver.attend)
 
     # --- what others see ----------------------------------------------------------------------------------------------
 
@@ -427,47 +445,42 @@ class BlockServer:
         for session in list(self._sessions.values()):
             await self._sender.report_error(session, "draining", _LEAVES)
         with trio.move_on_after(within_s):
-            await self._emptied.wait_for(lambda: not self.sessions)
+            await self._left.wait_for(lambda: not self.sessions)
         return not self.sessions
 
-    async def host(self, runner: BlockRunner | None) -> None:
+    async def host(self, runner: BlockRunner | None, prompt_tokens_per_s: float = 0.0) -> None:
         """Serve other blocks from now on; sessions over the old ones end, and no reference to the old blocks stays."""
-        changed = trio.Event()
-
-        async def change() -> None:
-            try:
-                await self._change_runner(runner)
-            finally:
-                changed.set()
-
+        self._prompt_tokens_per_s = prompt_tokens_per_s
         if self._nursery is None:
-            await change()
+            await self._change_runner(runner)
         else:
-            self._do_between_steps(change)
-        await changed.wait()
+            await self._between_steps_result(partial(self._change_runner, runner))
 
     async def shrink(self, span: Span, shrink: Callable[[], Awaitable[T]]) -> T:
-        """End the sessions that use blocks outside of `span`, and await `shrink` between two steps."""
-        results: list[outcome.Outcome[T]] = []
-        done = trio.Event()
+        """Have the sessions that use blocks outside of `span` move, and await `shrink` between two steps.
 
-        async def change() -> None:
-            try:
-                await self._end_outside(span)
-                results.append(await outcome.acapture(shrink))
-            finally:
-                done.set()
+        Those that have not moved within `SHRINK_S` end: the memory is needed.
+        """
+        for session in self._outside(span):
+            if session.rests_until is None:
+                await self._sender.report_error(session, "draining", _GIVES_BACK)
+        with trio.move_on_after(SHRINK_S):
+            await self._left.wait_for(lambda: all(s.rests_until is not None for s in self._outside(span)))
 
-        self._do_between_steps(change)
-        await done.wait()
-        return results[0].unwrap()
+        async def change() -> T:
+            await self._end_outside(span)
+            return await shrink()
+
+        return await self._between_steps_result(change)
+
+    def _outside(self, span: Span | None) -> list[HopSession]:
+        """The sessions that use other blocks than these."""
+        return [s for s in self._sessions.values() if span is None or not span.covers(s.turn.span)]
 
     async def _end_outside(self, span: Span | None) -> None:
-        for session in list(self._sessions.values()):
-            own = session.turn.span
-            if span is None or not span.start <= own.start < own.stop <= span.stop:
-                await self._sender.report_error(session, "closed", "this node now hosts other blocks")
-                self._end(session, session.epoch)
+        for session in self._outside(span):
+            await self._sender.report_error(session, "closed", "this node now hosts other blocks")
+            self._end(session, session.epoch)
 
     async def _change_runner(self, runner: BlockRunner | None) -> None:
         await self._end_outside(None)
@@ -603,6 +616,9 @@ class BlockServer:
             await answers.push(control_frame(state))
         elif frame.kind == Kind.PACE:
             await answers.push(control_frame(encode_pace(session.id, session.epoch, session.counters.pace)))
+        elif frame.kind == Kind.GIVE:
+            session.give_to(decode_give(frame))
+            self._giver.allowed.notify()
         elif frame.kind == Kind.GO and frame.epoch == session.epoch and session.send_from is None:  # once an epoch
             session.send_from = frame.position
             await self._sender.resend(session, frame.position, session.length, again=True)
@@ -690,10 +706,17 @@ class BlockServer:
         if isinstance(opened, HopError):
             await answers.push(control_frame(encode_hop_error(frame.session, frame.epoch, 0, opened)))
             return
-        session = opened
+        is_new, session = session is None, opened
         self._sender.begin(session, answers)
+        if is_new and self._taker.reserve(session):
+            self._start_fetch(session, answers)
+        else:
+            await self._begin(session, answers)
+
+    async def _begin(self, session: HopSession, answers: PeerOutbox) -> None:
+        """Say that an epoch has begun, and send what the successor is known to need."""
         session.heard_at = trio.current_time()
-        knows = KNOWS_REVISIONS | (KNOWS_ADAPTERS if self._adapters.is_served else 0)
+        knows = KNOWS_REVISIONS | GIVES_CACHE | (KNOWS_ADAPTERS if self._adapters.is_served else 0)
         ready = plain(Kind.READY, session.id, session.epoch, session.length, session.kept_from, knows)
         await answers.push(control_frame(ready))
         if self.draining:  # an asker that began this epoch at that moment has missed it
@@ -705,6 +728,7 @@ class BlockServer:
         """Begin an epoch of an open session; an error ends it."""
         assert self._runner is not None, "no session outlives its runner"
         self._queue.drop(session.key)
+        self._stop_fetch(session)
         before = session.length
         session.begin_epoch(frame.epoch, frame.position, turn)
         while session.length < before:
@@ -796,8 +820,7 @@ class BlockServer:
             session.heard_at = now = trio.current_time()
             session.rest(now + min(frame.rows, self._settings.rest_s))
             self._runner.resize(session.key, session.length)
-            if not self.sessions:
-                self._emptied.notify()
+            self._left.notify()
 
     async def _end_resting(self) -> None:
         while self._end_one_resting():
@@ -823,12 +846,12 @@ class BlockServer:
         self._counters.ended(session.counters)
         self._sender.end(session)
         self._queue.drop(session.key)
+        self._stop_fetch(session)
         if self._runner is not None:
             self._runner.close(session.key)
         self._adapters.release(session.adapter)
         self._remember_closed(session.key, epoch)
-        if not self.sessions:
-            self._emptied.notify()
+        self._left.notify()
 
     def _remember_closed(self, key: bytes, epoch: int) -> None:
         self._closed[key] = epoch
@@ -861,12 +884,109 @@ class BlockServer:
         if session.heard_at < silent_since:
             self._end(session, session.epoch)
 
+    # --- hand-overs of caches -----------------------------------------------------------------------------------------
+
+    def session(self, id: bytes) -> HopSession | None:
+        """Return an open session that does not rest."""
+        session = self._by_id.get(id)
+        return None if session is None or session.rests_until is not None else session
+
+    def cache_form(self) -> CacheForm | None:
+        """The form of the cache; None while nothing is hosted."""
+        runner = self._runner
+        return None if runner is None else CacheForm(runner.cache_format, runner.cache_row_bytes)
+
+    async def export(self, session: HopSession, span: Span, start: int, stop: int) -> memoryview:
+        """Return the cache of a session's tokens; raises `EngineError` if it does not have them any more."""
+
+        async def read() -> memoryview:
+            runner = self._of_open(session)
+            blocks = (span.start, span.stop)
+            return memoryview(await self._move_cache(runner.export_cache, session.key, blocks, start, stop))
+
+        return await self._between_steps_result(read)
+
+    async def load(self, session: HopSession, epoch: int, chunk: CacheChunk) -> None:
+        """Append tokens to the cache of a session; raises `EngineError` if they do not fit or the epoch is over."""
+
+        async def write() -> None:
+            runner, span = self._of_open(session), session.turn.span
+            if session.epoch != epoch or not session.fetching:
+                raise SessionError("the session has begun another epoch")
+            blocks = (span.start, span.stop)
+            await self._move_cache(runner.import_cache, session.key, blocks, chunk.position, chunk.body)
+            session.took(chunk.rows)
+
+        await self._between_steps_result(write)
+
+    async def _move_cache(self, function: Callable[..., T], *args: object) -> T:
+        try:
+            return await self._device.run(function, *args)
+        except EngineError:
+            raise
+        except Exception as error:  # torch raises errors of every kind; the tokens are read again
+            log.exception("the device could not move a session's cache")
+            raise SessionError("the device could not move the cache") from error
+
+    def _of_open(self, session: HopSession) -> BlockRunner:
+        """The runner, if it still has this session; raises `SessionError` if not."""
+        if self._sessions.get(session.key) is not session or self._runner is None:
+            raise SessionError("the session is over")
+        return self._runner
+
+    def _start_fetch(self, session: HopSession, answers: PeerOutbox) -> None:
+        assert self._nursery is not None, "orders are carried out while the server runs"
+        session.fetching = True
+        scope = self._fetches[session.key] = trio.CancelScope()
+        self._nursery.start_soon(self._fetch, session, answers, scope)
+
+    def _stop_fetch(self, session: HopSession) -> None:
+        scope = self._fetches.pop(session.key, None)
+        if scope is not None:
+            scope.cancel()
+
+    async def _fetch(self, session: HopSession, answers: PeerOutbox, scope: trio.CancelScope) -> None:
+        """Take a new session's cache from another hop, then begin its epoch with what is here."""
+        read_tokens_per_s = self._counters.prompt_tokens_per_s.value or self._prompt_tokens_per_s
+        with scope:
+            is_sound = await self._taker.take(session, read_tokens_per_s or UNMEASURED_TOKENS_PER_S)
+            await self._between_steps_result(partial(self._fetched, session, answers, is_sound))
+
+    async def _fetched(self, session: HopSession, answers: PeerOutbox, is_sound: bool) -> None:
+        if self._sessions.get(session.key) is not session or not session.fetching:
+            return
+        del self._fetches[session.key]
+        session.fetching = False
+        if not is_sound:
+            session.took_nothing()
+            await self._truncate(session)
+        await self._begin(session, answers)
+
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _do_between_steps(self, action: Action) -> None:
         """Leave an action that touches the cache to the step loop: no two of them, and no step, ever overlap."""
         self._between_steps.append(action)
         self._work.notify()
+
+    async def _between_steps_result(self, action: Callable[[], Awaitable[T]]) -> T:
+        """Have the step loop carry out an action, and return its result or raise its error."""
+        results: list[outcome.Outcome[T]] = []
+        done = trio.Event()
+
+        async def act() -> None:
+            try:
+                results.append(outcome.Value(await action()))
+            except Exception as error:  # not a cancellation: that is the step loop's own
+                results.append(outcome.Error(error))
+            finally:
+                done.set()
+
+        self._do_between_steps(act)
+        await done.wait()
+        if not results:
+            raise SessionError("the block server has stopped")
+        return results[0].unwrap()
 
     async def _step_forever(self) -> None:
         """The step loop: actions that wait for a step's end, then the next batch, and so on."""

@@ -6,7 +6,8 @@ Invariants, by which duplicates, late frames and frames of dead routes do no har
 - outputs kept for [kept_from, length) are exactly what this hop computed for the tokens its cache holds.
 
 A session that rests (`rest`) accepts nothing: its cache waits for a new session that begins with the same tokens, and
-is the first to go when others need the room.
+is the first to go when others need the room. One whose cache is on its way from another hop (`fetching`) accepts
+nothing either until it is there.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from enum import Enum
 from app.core.smoothing import Ewma
 from app.serving.adapters import LoadedAdapter
 from app.serving.stats import SessionStats
-from app.session.wire import KEEP, EpochOrder, HopPace
+from app.session.wire import KEEP, CacheGrant, EpochOrder, HopPace
 
 SMOOTHING = 0.1  # of times a step
+MAX_RECEIVERS = 8  # peers that may fetch one session's cache
 RESTING_PLACE_TOKENS = 64  # a session's place counts as much as these tokens of cache
 
 
@@ -70,8 +72,8 @@ class HopSession:
     """The state of one session at one hop."""
 
     __slots__ = (
-        "adapter", "asker", "counters", "dtype", "epoch", "heard_at", "id", "kept", "kept_from", "key", "length",
-        "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
+        "adapter", "asker", "counters", "dtype", "epoch", "fetching", "given_to", "heard_at", "id", "kept", "kept_from",
+        "key", "length", "received", "rests_until", "revision", "row_bytes", "send_from", "turn",
     )  # fmt: skip
 
     def __init__(self, id: bytes, asker: str, epoch: int, turn: EpochOrder, heard_at: float) -> None:
@@ -88,6 +90,8 @@ class HopSession:
         self.heard_at = heard_at
         self.rests_until: float | None = None  # None: it is in use
         self.adapter: LoadedAdapter | None = None  # that `turn` names
+        self.fetching = False  # its cache is on its way from another hop
+        self.given_to: dict[str, int] = {}  # peers that may fetch its cache, of so many tokens
         self.counters = SessionCounters(heard_at)
 
     def goes_on_with(self, turn: EpochOrder) -> bool:
@@ -115,6 +119,23 @@ class HopSession:
             self.kept_from = source.kept_from
             self.kept += source.kept_rows(source.kept_from, length) or b""
 
+    def took(self, rows: int) -> None:
+        """Count `rows` more tokens, whose cache came from another hop; their outputs are not kept here."""
+        assert self.received == self.length, "nothing is computed before the cache has come"
+        self.length += rows
+        self.received = self.kept_from = self.length
+        self.kept.clear()
+
+    def give_to(self, grant: CacheGrant) -> None:
+        """Let a peer fetch the cache, as the asker orders; a few may, if they share the blocks among them."""
+        if len(self.given_to) < MAX_RECEIVERS or grant.peer in self.given_to:
+            self.given_to[grant.peer] = grant.tokens
+
+    def took_nothing(self) -> None:
+        """Forget all tokens: something was wrong with the cache that another hop sent."""
+        self._drop_from(0)
+        self.received = 0
+
     def rest(self, until: float) -> None:
         """Accept nothing more; the cache stays until then at most."""
         self.rests_until, self.received = until, self.length
@@ -123,6 +144,8 @@ class HopSession:
         """Take the asker's new order; what waits for the device is forgotten, and the cache is cut where it says so."""
         assert epoch > self.epoch, "an epoch begins once"
         self.epoch, self.revision, self.turn = epoch, 0, turn
+        self.fetching = False
+        self.given_to.clear()
         if cut_to != KEEP and cut_to < self.length:
             self._drop_from(cut_to)
         self.received = self.length
@@ -150,7 +173,7 @@ class HopSession:
         """What to do with hidden states for [position, position + rows) that `sender` sent."""
         if epoch != self.epoch or sender not in (self.turn.predecessor or self.asker, self.asker):
             return FrameAction.DROP
-        if self.rests_until is not None:
+        if self.rests_until is not None or self.fetching:
             return FrameAction.DROP
         stop = position + rows
         if revision < self.revision:

@@ -11,7 +11,7 @@ sends `DATA` on it; the last hop answers on the asker's stream.
 
     TURN     A>H  a JSON object (`EpochOrder`): begin an epoch; position: truncate the cache to it (KEEP: do not)
     READY    H>A  the epoch has begun; position: cached tokens, rows: outputs are kept from this position on,
-                  width: the sum of what the hop knows (1: revisions, 2: adapters)
+                  width: the sum of what the hop knows (1: revisions, 2: adapters, 4: GIVE)
     GO       A>H  position: the successor needs outputs from here on; kept ones are sent at once
     DATA     any  hidden states of `rows` tokens, the first at position
     RELAY    H>A  the same, for the asker to pass on to the hop's successor, which the hop cannot reach
@@ -23,6 +23,7 @@ sends `DATA` on it; the last hop answers on the asker's stream.
     PACE     A>H  ask for PACE
     PACE     H>A  position: microseconds of a usual step, rows: microseconds that a token usually waits for it,
                   width: microseconds that the hop takes to send its output on (0: not said)
+    GIVE     A>H  a JSON object (`CacheGrant`): this peer may fetch the session's cache; until the next epoch or CLOSE
 
 A cut needs no order of its own. DATA of a newer revision of the same epoch replaces everything from its position on:
 the hop truncates its cache there, computes the rows, and sends its outputs with the same revision, so that the cut
@@ -31,6 +32,10 @@ travels with the rows. Every epoch begins with revision 0. Revisions are only fo
 A session with an adapter names it in each TURN by the root and size of its index (`app.session.adapter_index`), which
 the hop fetches from the asker, and then the weights of its own blocks, before READY. A hop that does not know adapters
 ignores the field: an asker must not send it a token.
+
+A new hop may begin with the cache of a hop that leaves the route: GIVE orders the old one to hand it over, `cache` in
+TURN tells the new one where it is. The new hop fetches it (`app.session.cache_wire`) before it answers with READY,
+which says how many tokens it has then; the others are sent and computed again. Meanwhile it answers PROBE.
 
 Unknown kinds are an error, unknown JSON fields are ignored. `app.serving.hop_session` ignores frames that arrive late
 or from a peer that is not named in the epoch's TURN; what the asker sends twice is answered from kept outputs.
@@ -65,7 +70,7 @@ VERSION = 1
 KEEP = 2**32 - 1  # position of a TURN that truncates nothing
 MAX_TOKENS = 2**24  # of one session
 MAX_REVISION = 2**16 - 1
-KNOWS_REVISIONS, KNOWS_ADAPTERS = 1, 2  # in READY
+KNOWS_REVISIONS, KNOWS_ADAPTERS, GIVES_CACHE = 1, 2, 4  # in READY
 
 # Reason codes with which a hop refuses a session (`app.serving.admission`), and those of a session's adapter alone.
 ADAPTER_REFUSALS = frozenset({"adapter_refused", "adapters_full"})
@@ -87,11 +92,12 @@ class Kind(IntEnum):
     STATE = 8
     TROUBLE = 9
     PACE = 10
+    GIVE = 11
 
 
 _KINDS = frozenset(Kind)
 _WITH_DATA = (Kind.DATA, Kind.RELAY)
-_WITH_JSON = (Kind.TURN, Kind.TROUBLE)
+_WITH_JSON = (Kind.TURN, Kind.TROUBLE, Kind.GIVE)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,14 @@ class Prefix:
     session: bytes
     tokens: int
     ends: bool  # the other session ends, and the new one takes its cache over
+
+
+@dataclass(frozen=True)
+class CacheGrant:
+    """The peer at the other end of a hand-over, and the number of tokens whose cache it may fetch, or is to give."""
+
+    peer: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,7 @@ class EpochOrder:
     wire: str = ""  # number format of the outputs; empty: the hop's own
     prefix: Prefix | None = None  # a new session begins with these tokens, if the hop has them
     adapter: AdapterRef | None = None  # all tokens of the session are computed with it
+    cache: CacheGrant | None = None  # a new session fetches the cache of its first tokens there
 
 
 def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> bytes:
@@ -132,7 +147,27 @@ def encode_turn(session: bytes, epoch: int, cut_to: int, turn: EpochOrder) -> by
         values |= {"from": turn.prefix.session.hex(), "share": turn.prefix.tokens, "take": turn.prefix.ends}
     if turn.adapter is not None:
         values |= {"adapter": turn.adapter.root.hex(), "index": turn.adapter.size_bytes}
+    if turn.cache is not None:
+        values["cache"] = _grant_values(turn.cache)
     return with_json(Kind.TURN, session, epoch, cut_to, values)
+
+
+def encode_give(session: bytes, epoch: int, grant: CacheGrant) -> bytes:
+    """Encode a GIVE frame, which allows a peer to fetch a session's cache."""
+    return with_json(Kind.GIVE, session, epoch, 0, _grant_values(grant))
+
+
+def _grant_values(grant: CacheGrant) -> dict[str, object]:
+    return {"peer": grant.peer, "tokens": grant.tokens}
+
+
+def decode_give(frame: Frame) -> CacheGrant:
+    """Decode a GIVE frame's body; raises `RecordError` if a field is missing or out of bounds."""
+    return _decode_grant(decode_object(bytes(frame.body), "give", max_bytes=MAX_JSON_BYTES))
+
+
+def _decode_grant(fields: Fields) -> CacheGrant:
+    return CacheGrant(fields.text("peer", 128), fields.integer("tokens", 1, MAX_TOKENS))
 
 
 def encode_hop_error(session: bytes, epoch: int, position: int, trouble: HopError) -> bytes:
@@ -182,17 +217,22 @@ def decode_turn(frame: Frame) -> EpochOrder:
     wire = fields.text("wire", 8, "")
     if wire and wire not in DTYPES:
         fields.refuse("wire", f"one of {', '.join(DTYPES)}")
+    tokens = fields.integer("tokens", 1, MAX_TOKENS)
+    cache = _decode_grant(fields.inner("cache")) if "cache" in fields.values else None
+    if cache is not None and cache.tokens > tokens:
+        fields.refuse("cache", "no more tokens than the session may have")
     return EpochOrder(
         Span(start, stop),
         fields.text("before", 128),
         fields.text("after", 128),
-        fields.integer("tokens", 1, MAX_TOKENS),
+        tokens,
         fields.integer("urgent", 0, MAX_TOKENS, 0),
         fields.integer("send", 0, MAX_TOKENS) if "send" in fields.values else None,
         fields.flag("relay", False),
         wire,
         _decode_prefix(fields),
         _decode_adapter(fields),
+        cache,
     )
 
 

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from engine.config import ModelConfig
@@ -171,6 +172,37 @@ class HostedSpan:
             part.pool.tokens_freed_by([lease.parts[part.pool] for lease in leases if part.pool in lease.parts])
             for part in self.parts
         )
+
+    def read_cache(self, lease: SessionLease, blocks: tuple[int, int], start: int, stop: int) -> Tensor:
+        """Copy the cache of positions [start, stop) to the CPU: (blocks, 2, kv_heads, tokens, head_dim).
+
+        Raises `SessionError` if blocks or tokens are not here.
+        """
+        return torch.cat([lease.parts[part.pool].read(own, start, stop).cpu() for part, own in self._within(*blocks)])
+
+    def write_cache(self, lease: SessionLease, blocks: tuple[int, int], numbers: Tensor) -> None:
+        """Append tokens to a session with the cache of another, as `read_cache` gave it; raises as `step` does."""
+        first, before = 0, lease.length
+        try:
+            for part, own in self._within(*blocks):
+                count = own.stop - own.start
+                lease.parts[part.pool].write(own, numbers[first : first + count])
+                first += count
+        except BaseException:
+            for kept in lease.parts.values():
+                kept.truncate(min(before, kept.length))
+            raise
+        lease.length = before + numbers.shape[3]
+
+    def _within(self, start: int, stop: int) -> list[tuple[SpanRunner, slice]]:
+        """The parts that run blocks [start, stop), and which of their own blocks these are."""
+        if not self.start <= start < stop <= self.stop:
+            raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")
+        return [
+            (part, slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start))
+            for part in self.parts
+            if part.start < stop and start < part.stop
+        ]
 
     def step(
         self,

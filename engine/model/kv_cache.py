@@ -151,6 +151,32 @@ class KVLease:
         self.pool.leases.add(lease)
         return lease
 
+    def read(self, blocks: slice, start: int, stop: int) -> Tensor:
+        """Copy the keys and values of positions [start, stop): (blocks, 2, kv_heads, tokens, head_dim)."""
+        if self.closed or not 0 <= start < stop <= self.length:
+            raise SessionError(f"cannot read tokens {start}:{stop} of a session of {self.length}")
+        kept = [tensor for cache in self.pool.blocks[blocks] for tensor in (cache.keys, cache.values)]
+        if self.first_slot is not None:
+            kept = [tensor.narrow(2, self.first_slot + start, stop - start) for tensor in kept]
+        else:
+            slots = self.slots(start, stop)
+            kept = [tensor.index_select(2, slots) for tensor in kept]
+        copies = torch.cat(kept)
+        return copies.view(-1, 2, *copies.shape[1:])
+
+    def write(self, blocks: slice, numbers: Tensor) -> None:
+        """Append tokens with these keys and values, in the form that `read` gives; raises `CacheFull` without room."""
+        count = numbers.shape[3]
+        self.reserve(self.length + count)
+        slots = None if self.first_slot is not None else self.slots(self.length, self.length + count)
+        for cache, both in zip(self.pool.blocks[blocks], numbers.to(self.pool.device), strict=True):
+            for tensor, new in zip((cache.keys, cache.values), both, strict=True):
+                if slots is not None:
+                    tensor.index_copy_(2, slots, new.unsqueeze(0))
+                elif self.first_slot is not None:
+                    tensor.narrow(2, self.first_slot + self.length, count).copy_(new)
+        self.length += count
+
     def _shrink(self) -> None:
         keep = max(-(-self.length // PAGE_TOKENS), self.promised)
         if keep < len(self.pages):

@@ -60,6 +60,7 @@ class HashRunner:
         self.batches: list[list[tuple[bytes, int, int]]] = []
         self.lies = False
         self.adapters: dict[bytes, dict[int, bytes]] = {}  # session -> what its adapter adds to each block
+        self.exported = self.imported = 0  # tokens whose cache went to other runners, or came from them
 
     def adapter_bytes(self, rank: int, targets: tuple[str, ...]) -> int:
         return ADAPTER_BYTES * rank
@@ -117,6 +118,33 @@ class HashRunner:
             if owner == session:
                 assert length <= len(cache)
                 del cache[length:]
+
+    @property
+    def cache_format(self) -> str:
+        return "hashes"
+
+    @property
+    def cache_row_bytes(self) -> int:
+        return ROW_BYTES
+
+    def export_cache(self, session: bytes, blocks: tuple[int, int], start: int, stop: int) -> bytes:
+        if session not in self.leases:
+            raise SessionError("no such session")
+        caches = [self.caches[session, block] for block in range(*blocks)]
+        assert all(stop <= len(cache) for cache in caches)
+        self.exported += stop - start
+        return b"".join(b"".join(cache[start:stop]) for cache in caches)
+
+    def import_cache(self, session: bytes, blocks: tuple[int, int], position: int, data: memoryview) -> None:
+        rows = len(data) // (ROW_BYTES * (blocks[1] - blocks[0]))
+        made = bytes(data)
+        for index, block in enumerate(range(*blocks)):
+            cache = self.caches.setdefault((session, block), [])
+            if session not in self.leases or len(cache) != position:
+                raise SessionError(f"position {position} does not continue {len(cache)} tokens")
+            first = index * rows * ROW_BYTES
+            cache += [made[at : at + ROW_BYTES] for at in range(first, first + rows * ROW_BYTES, ROW_BYTES)]
+        self.imported += rows
 
     def prepare(self) -> bool:
         return False

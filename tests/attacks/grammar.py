@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import trio
@@ -23,7 +23,7 @@ from app.core.span import Span
 from app.membership import wire as membership_wire
 from app.serving.block_server import BlockServer
 from app.session.frame import Frame, new_session_id, plain
-from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_turn
+from app.session.wire import KEEP, PROTOCOL, CacheGrant, EpochOrder, Kind, decode, encode_turn
 from app.swarm.records import Announcement, sign_announcement, sign_suspicion
 from p2p.errors import P2PError
 from p2p.memory.fabric import open_fabric
@@ -94,6 +94,7 @@ def turn_frames(draw: st.DrawFn) -> RawFrame:
         "send": draw(numbers),
         "relay": draw(st.one_of(st.booleans(), odd)),
         "wire": draw(st.one_of(st.sampled_from(("", "f32", "bf16", "f16", "f8")), odd)),
+        "cache": draw(st.one_of(st.just({"peer": "second", "tokens": 1}), odd)),
     }
     for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=3)):
         fields.pop(name, None)
@@ -115,7 +116,9 @@ def good_turns(draw: st.DrawFn) -> RawFrame:
         draw(st.one_of(st.none(), st.integers(0, 12))),
         draw(st.booleans()),
         draw(st.sampled_from(("", "f32"))),
+        cache=draw(st.one_of(st.none(), st.builds(CacheGrant, st.sampled_from(NAMES[:6]), st.just(64)))),
     )
+    order = replace(order, cache=order.cache if order.tokens >= 64 else None)
     made = decode(encode_turn(draw(_ids), draw(_epochs), draw(st.one_of(_numbers, st.just(KEEP))), order))
     return RawFrame(made.session, made.epoch, made.position, made.kind, 0, 0, 0, bytes(made.body))
 
@@ -124,7 +127,8 @@ def good_turns(draw: st.DrawFn) -> RawFrame:
 def other_frames(draw: st.DrawFn) -> RawFrame:
     """All other kinds, known and unknown, with and without a body."""
     kind = draw(st.one_of(st.sampled_from(list(Kind)), st.integers(0, 255)))
-    body = draw(st.one_of(st.just(b""), st.binary(max_size=40), st.just(b'{"code":"draining","text":"x"}')))
+    known = st.sampled_from((b'{"code":"draining","text":"x"}', b'{"peer":"second","tokens":9}'))
+    body = draw(st.one_of(st.just(b""), st.binary(max_size=40), known))
     length = draw(st.one_of(st.none(), st.none(), st.none(), _numbers))
     return RawFrame(
         draw(_ids),

@@ -12,10 +12,12 @@ from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import guard
 from app.membership.table import TableLimits
+from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
 from app.serving.block_server import IDLE_STREAM_S, ServerSettings
-from app.session import outbound
+from app.serving.hop_session import MAX_RECEIVERS
+from app.session import cache_wire, outbound
 from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
@@ -74,6 +76,19 @@ ROWS: dict[str, tuple[float, ...]] = {
         outbound.MAX_DIALS,
         outbound.DIALS_BURST,
         1 / outbound.DIALS_PER_S,
+    ),
+    "caches that move": (
+        handover.MAX_GIVEN,
+        handover.GIVE_S,
+        MAX_RECEIVERS,
+        handover.REQUEST_S,
+        handover.ORDER_S,
+        handover.MAX_TAKEN,
+        handover.MAX_TAKEN_PER_ASKER,
+        cache_wire.HANDOVER_S,
+        cache_wire.CHUNK_BYTES / MIB,
+        handover.DIALS_BURST,
+        1 / handover.DIALS_PER_S,
     ),
     "idle session streams": (),
     "frames that achieve nothing": (

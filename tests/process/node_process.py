@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -73,11 +73,18 @@ class Place:
 class Serving:
     """A `shoal serve` process; it hosts nothing unless it is given memory."""
 
-    def __init__(self, place: Place, *arguments: str, max_vram: str = "0", **variables: str) -> None:
+    def __init__(
+        self,
+        place: Place,
+        *arguments: str,
+        max_vram: str = "0",
+        program: Sequence[str] = ("-m", "app.cli"),
+        **variables: str,
+    ) -> None:
         self.place = place
         flags = [f"--listen={LOOPBACK}", "--api-port=0", f"--max-vram={max_vram}", *arguments]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app.cli", "serve", *flags],
+            [sys.executable, *program, "serve", *flags],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

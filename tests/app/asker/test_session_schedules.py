@@ -32,7 +32,7 @@ Fault = Literal["double", "hold", "lose", "past"]
 
 
 class Meddler:
-    """Stands on every stream that a node opens, and does to the n-th frame what the schedule says."""
+    """Stands on every session stream that a node opens, and does to the n-th frame what the schedule says."""
 
     def __init__(self, schedule: dict[int, tuple[Fault, int]]) -> None:
         self._schedule = schedule
@@ -43,7 +43,8 @@ class Meddler:
         usual = node.open
 
         async def opened(peer: str, protocol: str, **options: Any) -> Any:
-            return MeddledStream(await usual(peer, protocol, **options), self)
+            stream = await usual(peer, protocol, **options)
+            return MeddledStream(stream, self) if protocol == PROTOCOL else stream
 
         node.open = opened  # type: ignore[method-assign]
 

@@ -17,11 +17,14 @@ from app.session.frame import HEADER_BYTES, MAX_WIDTH, HopError, decode_hop_erro
 from app.session.wire import (
     KEEP,
     MAX_TOKENS,
+    CacheGrant,
     EpochOrder,
     Kind,
     Prefix,
     decode,
+    decode_give,
     decode_turn,
+    encode_give,
     encode_hop_error,
     encode_turn,
 )
@@ -29,18 +32,20 @@ from app.session.wire import (
 SESSION = bytes(range(16))
 peers = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)
 tokens = st.integers(0, MAX_TOKENS)
+grants = st.builds(CacheGrant, peers, st.integers(1, 64))
 turns = st.builds(
     EpochOrder,
     st.builds(lambda start, more: Span(start, start + more), st.integers(0, 4000), st.integers(1, 90)),
     peers,
     peers,
-    st.integers(1, MAX_TOKENS),
+    st.integers(64, MAX_TOKENS),
     tokens,
     st.none() | tokens,
     st.booleans(),
     st.sampled_from(["", "f32", "bf16", "f16"]),
     st.none() | st.builds(Prefix, st.binary(min_size=16, max_size=16), st.integers(1, MAX_TOKENS), st.booleans()),
     st.none() | st.builds(AdapterRef, st.binary(min_size=32, max_size=32), st.integers(1, MAX_INDEX_BYTES)),
+    st.none() | grants,
 )
 
 
@@ -50,6 +55,8 @@ def read_all(message: bytes) -> None:
         decode_turn(frame)
     elif frame.kind == Kind.TROUBLE:
         decode_hop_error(frame)
+    elif frame.kind == Kind.GIVE:
+        decode_give(frame)
 
 
 @given(turns, st.integers(0, 2**32 - 1), st.sampled_from([0, 7, KEEP]))
@@ -89,6 +96,24 @@ def test_an_order_with_everything_fits_its_frame() -> None:
         Prefix(SESSION, MAX_TOKENS, True), AdapterRef(bytes(32), MAX_INDEX_BYTES),
     )  # fmt: skip
     assert decode_turn(decode(encode_turn(SESSION, 2**32 - 1, KEEP, turn))) == turn
+
+
+@given(grants)
+def test_grants_come_back(grant: CacheGrant) -> None:
+    frame = decode(encode_give(SESSION, 3, grant))
+    assert (frame.session, frame.epoch, frame.kind) == (SESSION, 3, Kind.GIVE)
+    assert decode_give(frame) == grant
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [7, None, [], {}, {"peer": "a"}, {"peer": "a", "tokens": 0}, {"peer": "a", "tokens": 17}, {"peer": 7, "tokens": 1}],
+)
+def test_a_cache_out_of_bounds_is_refused(cache: object) -> None:
+    turn = EpochOrder(Span(0, 4), "", "", 16, 0)
+    body = canonical(json.loads(bytes(decode(encode_turn(SESSION, 1, KEEP, turn)).body)) | {"cache": cache})
+    with pytest.raises(RecordError):
+        decode_turn(decode(header(Kind.TURN, SESSION, 1, KEEP, length=len(body)) + body))
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([(1, 4), (2, 2), (3, 2)]), st.integers(0, 2**20))
