@@ -18,7 +18,7 @@ from engine.errors import NotFinite, TrainingError, TrainingFull
 from engine.model.span import SpanRunner
 from engine.swarm_ends import SwarmEnds
 from engine.training.adapters import AdapterSettings, layout, weight_count
-from engine.training.head import TrainingEnds
+from engine.training.head import LossPass, TrainingEnds
 from engine.training.local_trainer import MicroBatch
 from engine.training.optimiser import AdamW
 from engine.training.peft_format import Adapter
@@ -166,14 +166,26 @@ class OwnerEnds:
         """Return a micro-batch's embeddings as numbers for the wire."""
         return _data(self._ends.embed(batch.token_ids), wire)
 
-    def loss(self, batch: MicroBatch, hidden: memoryview, dtype: str, wire: str) -> BatchLoss:
-        """Return the loss of the last hidden states and its gradient; raises `NotFinite`."""
-        found = self._ends.loss(to_tensor([hidden], dtype, self.hidden_size), batch.labels)
-        return BatchLoss(found.total, _data(found.gradient, wire))
+    def begin_loss(self, batch: MicroBatch, hidden: memoryview, dtype: str, *, gradient: bool) -> OwnerLoss:
+        """Begin to compute the loss of the last hidden states, with or without its gradient."""
+        rows = to_tensor([hidden], dtype, self.hidden_size)
+        return OwnerLoss(self._ends.begin_loss(rows, batch.labels, gradient=gradient))
 
-    def validation_loss(self, batch: MicroBatch, hidden: memoryview, dtype: str) -> float:
-        """Return the summed loss of the last hidden states of data that is not trained on."""
-        return self._ends.loss(to_tensor([hidden], dtype, self.hidden_size), batch.labels, gradient=False).total
+
+class OwnerLoss:
+    """The loss of one micro-batch, computed slice by slice."""
+
+    def __init__(self, loss: LossPass) -> None:
+        self._loss = loss
+
+    def advance(self) -> bool:
+        """Compute the next slice; False if that was the last."""
+        return self._loss.advance()
+
+    def result(self, wire: str) -> BatchLoss:
+        """Return the loss, with the gradient as numbers for the wire if it was asked for; raises `NotFinite`."""
+        found = self._loss.result()
+        return BatchLoss(found.total, _data(found.gradient, wire) if found.gradient.numel() else b"")
 
 
 def owner_ends(ends: SwarmEnds) -> OwnerEnds:

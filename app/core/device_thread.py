@@ -1,22 +1,32 @@
 """One thread per device, in which all steps and samples on the device run, one call at a time; loading runs apart.
 
-Two queues: replies go before work that can wait.
+Two queues: replies go before work that can wait. While replies come, that work also rests between two calls, so that
+the next token seldom meets one under way (`rest_s`).
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
-from threading import Thread
+from threading import Condition, Thread
 from typing import Any, NamedTuple, TypeVar
 
 import outcome
 import trio
 
 T = TypeVar("T")
+
+
+BUSY_S = 1.0  # replies count as coming for so long after the last call of one
+REST = 2.0  # times a call's own length
+
+
+def rest_s(took_s: float, since_reply_s: float) -> float:
+    """Seconds that work which can wait rests after a call of `took_s`: a third of the device's time is left to it."""
+    return REST * took_s if since_reply_s < BUSY_S else 0.0
 
 
 class DeviceThread:
@@ -38,7 +48,7 @@ class DeviceThread:
         return await _worker_of(self.device).run(function, *args)
 
     async def run_later(self, function: Callable[..., T], *args: Any) -> T:
-        """Run `function(*args)` once no call of `run` waits: for work that can give way between two steps."""
+        """Run `function(*args)` once no call of `run` waits, with rests while such calls come."""
         return await _worker_of(self.device).run(function, *args, later=True)
 
     async def run_apart(self, function: Callable[..., T], *args: Any) -> T:
@@ -63,27 +73,50 @@ class _Worker:
     def __init__(self, name: str) -> None:
         self._jobs: deque[_Job] = deque()
         self._later: deque[_Job] = deque()
-        self._signals: SimpleQueue[bool] = SimpleQueue()  # True for each job that waits, False to end
+        self._wake = Condition()
+        self._is_ending = False
+        self._replied_at = self._rest_until = float("-inf")
         Thread(target=self._work, name=name, daemon=True).start()
 
     async def run(self, function: Callable[..., T], *args: Any, later: bool = False) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         task, loop = trio.lowlevel.current_task(), trio.lowlevel.current_trio_token()
-        (self._later if later else self._jobs).append(_Job(function, args, task, loop))
-        self._signals.put(True)
+        with self._wake:
+            (self._later if later else self._jobs).append(_Job(function, args, task, loop))
+            self._wake.notify()
         result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
         return result
 
     def end(self) -> None:
-        self._signals.put(False)
+        with self._wake:
+            self._is_ending = True
+            self._wake.notify()
 
     def _work(self) -> None:
-        while self._signals.get():
-            job = (self._jobs or self._later).popleft()
+        while (queue := self._next_queue()) is not None:
+            job = queue.popleft()
+            begun = time.monotonic()
             result = outcome.capture(job.function, *job.args)
+            now = time.monotonic()
+            if queue is self._jobs:
+                self._replied_at = now
+            else:
+                self._rest_until = now + rest_s(now - begun, now - self._replied_at)
             with suppress(trio.RunFinishedError):
                 job.loop.run_sync_soon(trio.lowlevel.reschedule, job.task, result)
             del job, result  # so that a step's result is freed now and not when the next job arrives
+
+    def _next_queue(self) -> deque[_Job] | None:
+        """Wait for a job that may run now, and return its queue; None at the end."""
+        with self._wake:
+            while not self._jobs:
+                rest = self._rest_until - time.monotonic() if self._later else None
+                if rest is not None and rest <= 0:
+                    return self._later
+                if self._is_ending:
+                    return None
+                self._wake.wait(rest)
+            return self._jobs
 
 
 @functools.cache

@@ -38,7 +38,7 @@ from engine.model.ends import load_ends
 from engine.model.span import SpanOptions, load_span
 from engine.sources.opening import open_source
 from engine.training.head import TrainingEnds
-from engine.training.local_trainer import LocalTrainer, StepResult
+from engine.training.local_trainer import LocalTrainer, MicroBatch, StepResult
 from engine.training.optimiser import Schedule
 from engine.training.peft_format import Adapter, peft_files
 from engine.training.span import TrainedSpan
@@ -169,6 +169,10 @@ class LocalRun:
         """True if all steps are done."""
         return self.progress.step == self.record.steps
 
+    def batches(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step, from 0."""
+        return self._material.step(self.record, step)
+
     def adapter(self) -> Adapter:
         """The adapter as it is now."""
         span = self._trainer.spans[0]
@@ -183,7 +187,7 @@ class LocalRun:
         began = time.perf_counter()
         record = self.record
         try:
-            result = self._trainer.step(self._material.step(record, self.progress.step))
+            result = self._trainer.step(self.batches(self.progress.step))
         except NotFinite as error:
             raise NotFinite(
                 f"the loss is not finite after step {self.progress.step}, so job {record.id} stopped there: "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import trio
 
+from app.asker.reply_service import NoModelHere
 from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.config.home import Home
+    from app.training.adapter_store import AdapterStore
     from app.training.material import Material, TrainingWish
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
@@ -47,6 +49,7 @@ log = logging.getLogger("shoal.training")
 SNAPSHOT_EVERY = 5  # steps, at least
 SNAPSHOT_SHARE = 0.04  # of the time
 TOLD_EVERY_S = 2.0  # how often the progress is written
+TAKE_UP_AGAIN_S = 5.0
 AUTO = "auto"
 
 
@@ -98,9 +101,7 @@ class SwarmJobs:
     """Begins, runs and ends this node's jobs in one swarm; `run` until cancelled."""
 
     def __init__(self, home: Home, place: JobPlace) -> None:
-        from app.training.adapter_store import AdapterStore
-
-        self._place, self._jobs, self._adapters = place, JobStore(home), AdapterStore(home)
+        self._place, self._jobs, self._home = place, JobStore(home), home
         self._nursery: trio.Nursery | None = None
         self._starting = trio.Lock()
         self.running: dict[str, RunningJob] = {}
@@ -111,12 +112,21 @@ class SwarmJobs:
             self._place.states.serve()
             task_status.started()
             for job in await trio.to_thread.run_sync(self._jobs.interrupted, self._place.swarm):
-                try:
-                    await self.resume(job.record.id)
-                except (AppError, EngineError) as error:
-                    log.warning("job %s does not go on: %s", job.record.id, error)
-                    self._jobs.save_progress(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                self._nursery.start_soon(self._take_up, job)
             await trio.sleep_forever()
+
+    async def _take_up(self, job: Job) -> None:
+        """Go on with a job that ran when the node ended, once the model's ends are here."""
+        while True:
+            try:
+                await self.resume(job.record.id)
+                return
+            except NoModelHere:
+                await trio.sleep(TAKE_UP_AGAIN_S)
+            except (AppError, EngineError) as error:
+                log.warning("job %s does not go on: %s", job.record.id, error)
+                self._jobs.save_progress(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                return
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
         """Say what a job would be, without beginning it; raises `AppError` or `EngineError`."""
@@ -163,6 +173,12 @@ class SwarmJobs:
         return job
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _adapters(self) -> AdapterStore:
+        from app.training.adapter_store import AdapterStore  # loads torch, which a node without jobs does without
+
+        return AdapterStore(self._home)
 
     def _own(self, job: Job) -> Job:
         if job.source.swarm != self._place.swarm:

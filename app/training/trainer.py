@@ -72,6 +72,15 @@ class BatchLoss(Protocol):
     def gradient(self) -> bytes: ...
 
 
+class LossRun(Protocol):
+    """The loss of one micro-batch on its way through the head."""
+
+    def advance(self) -> bool:
+        """Compute a part of it; False if that was the last."""
+
+    def result(self, wire: str) -> BatchLoss: ...
+
+
 class JobEnds(Protocol):
     """Embedding and loss, which run at the owner; `engine.training_runner` implements it."""
 
@@ -80,8 +89,7 @@ class JobEnds(Protocol):
     def shape(self, batch: Any) -> tuple[int, int]: ...
     def counted(self, batches: Sequence[Any]) -> int: ...
     def embed(self, batch: Any, wire: str) -> bytes: ...
-    def loss(self, batch: Any, hidden: memoryview, dtype: str, wire: str) -> BatchLoss: ...
-    def validation_loss(self, batch: Any, hidden: memoryview, dtype: str) -> float: ...
+    def begin_loss(self, batch: Any, hidden: memoryview, dtype: str, *, gradient: bool) -> LossRun: ...
 
 
 @dataclass(frozen=True)
@@ -309,17 +317,17 @@ class SwarmTrainer:
         recent = {peer for peer, at in self._failed.items() if now - at < self._patience.probe_s * 10}
         deadline = now + self._patience.route_s
         while True:
-            for avoid in (self._refused | recent, self._refused):
-                with suppress(AppError):
-                    return self._routes(frozenset(avoid))
-            if trio.current_time() >= deadline:
-                break
+            with suppress(AppError):
+                return self._routes(frozenset(self._refused | recent))
+            try:
+                return self._routes(frozenset(self._refused))
+            except AppError as error:
+                # Waiting helps against a death, but not if all that host the block refuse.
+                refused = bool(error.peers) and set(error.peers) <= self._refused
+                if refused or trio.current_time() >= deadline:
+                    why = "".join(f"; {refusal}" for refusal in self._refusals.values())
+                    raise TrainingStopped(f"{error}{why}") from error
             await trio.sleep(1.0)
-        try:
-            return self._routes(frozenset(self._refused))
-        except AppError as error:
-            refused = "".join(f"; {why}" for why in self._refusals.values())
-            raise TrainingStopped(f"{error}{refused}") from error
 
 
 class _Epoch:
@@ -539,13 +547,21 @@ class _Epoch:
         if frame.kind == Kind.BACK:
             progress.came_back(one.number, one.attempt)
         elif frame.kind == Kind.FORWARD and progress.reached_end(one.number, one.attempt):
-            wire, dtype = self._terms.order.wire, DTYPE_NAMES[frame.dtype]
             try:
-                found = await self._owner._device.run_later(self._ends.loss, batch, frame.body, dtype, wire)
+                found = await self._loss(batch, frame, gradient=True)
             except NotFinite as error:
                 raise TrainingStopped(f"the loss of step {one.version + 1} is not finite: {error}") from error
             progress.losses[one.number] = found.total
             await self._send_pass(Kind.BACK, len(self._links) - 1, one, batch, found.gradient)
+
+    async def _loss(self, batch: Any, frame: Frame, *, gradient: bool) -> BatchLoss:
+        """Compute the loss of a micro-batch, in parts between which replies can go; raises `NotFinite`."""
+        device = self._owner._device
+        begin = partial(self._ends.begin_loss, gradient=gradient)
+        loss = await device.run_later(begin, batch, frame.body, DTYPE_NAMES[frame.dtype])
+        while await device.run_later(loss.advance):
+            pass
+        return await device.run_later(loss.result, self._terms.order.wire)
 
     async def _send_pass(self, kind: Kind, index: int, one: Pass, batch: Any, data: bytes) -> None:
         _, length = self._ends.shape(batch)
@@ -574,9 +590,8 @@ class _Epoch:
             one = pass_of(frame)
             if one.number < len(batches) and self._is_sound(index, frame, batches[one.number]):
                 if progress.reached_end(one.number, one.attempt):
-                    batch, dtype = batches[one.number], DTYPE_NAMES[frame.dtype]
-                    loss = await self._owner._device.run_later(self._ends.validation_loss, batch, frame.body, dtype)
-                    progress.losses[one.number] = loss
+                    found = await self._loss(batches[one.number], frame, gradient=False)
+                    progress.losses[one.number] = found.total
                     progress.came_back(one.number, one.attempt)
         return math.fsum(progress.losses.values()) / max(1, self._ends.counted(batches))
 

@@ -36,41 +36,75 @@ class TrainingEnds:
         """Embed token ids (batch, length): (batch * length, hidden)."""
         return F.embedding(token_ids.reshape(-1).to(self._ends.embedding.device), self._ends.embedding)
 
-    @torch.no_grad()
     def loss(self, hidden: Tensor, labels: Tensor, *, gradient: bool = True) -> Loss:
         """Compute the loss of the last hidden states (N, hidden) for labels (N,), where `IGNORED` rows do not count.
 
-        Only rows that count pass through the head, in slices. The gradient is zero in all others, and empty if it is
-        not asked for. It is that of the sum: the step divides by the counted tokens of all its micro-batches.
+        The gradient is zero in rows that do not count, and empty if it is not asked for. It is that of the sum: the
+        step divides by the counted tokens of all its micro-batches.
         """
-        norm, weight = self._ends.final_norm, self._ends.output.weight
+        loss = self.begin_loss(hidden, labels, gradient=gradient)
+        while loss.advance():
+            pass
+        return loss.result()
+
+    def begin_loss(self, hidden: Tensor, labels: Tensor, *, gradient: bool = True) -> LossPass:
+        """Begin to compute a loss slice by slice, so that other work of the device can go between them."""
+        return LossPass(self._ends, hidden, labels, gradient)
+
+
+class LossPass:
+    """The loss of one micro-batch on its way through the head; only rows that count pass through it."""
+
+    @torch.no_grad()
+    def __init__(self, ends: EmbeddingAndHead, hidden: Tensor, labels: Tensor, gradient: bool) -> None:
+        self._ends, self._gradient = ends, gradient
+        norm = ends.final_norm
         labels = labels.reshape(-1).to(norm.device)
-        counted = (labels != IGNORED).nonzero().view(-1)
-        hidden = hidden.to(norm.device, norm.dtype)
-        rows = hidden if len(counted) == len(labels) else hidden.index_select(0, counted)
-        targets = labels[counted]
-        total = torch.zeros((), dtype=torch.float64, device=norm.device)
-        gradients = []
-        for x, target in zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True):
-            with torch.enable_grad():
-                leaf = x.detach().requires_grad_(gradient)
-                normed = F.rms_norm(leaf, (x.shape[1],), norm, self._ends.config.norm_eps)
-            logits = torch.mm(normed.detach(), weight.t()).float()  # (slice, vocab)
-            chosen = logits.gather(1, target[:, None])
-            largest = logits.amax(1, keepdim=True)
-            exps = logits.sub_(largest).exp_()
-            sums = exps.sum(1, keepdim=True)
-            total += (sums.log() + largest - chosen).double().sum()
-            if gradient:
-                d_logits = exps.div_(sums)  # the softmax
-                d_logits.scatter_add_(1, target[:, None], torch.full_like(chosen, -1.0))
-                d_normed = torch.mm(d_logits.to(weight.dtype), weight)
-                gradients += torch.autograd.grad(normed, leaf, d_normed)
-        if not gradient:
-            return Loss(float(total), len(targets), hidden.new_empty(0))
-        if len(counted) == len(labels) and len(labels):
-            return Loss(float(total), len(targets), torch.cat(gradients))
-        whole = torch.zeros_like(hidden)
-        if gradients:
-            whole[counted] = torch.cat(gradients)
-        return Loss(float(total), len(targets), whole)
+        self._counted = (labels != IGNORED).nonzero().view(-1)
+        self._hidden = hidden.to(norm.device, norm.dtype)
+        self._is_whole = len(self._counted) == len(labels)
+        rows = self._hidden if self._is_whole else self._hidden.index_select(0, self._counted)
+        targets = labels[self._counted]
+        self._slices = list(zip(rows.split(LOSS_ROWS), targets.split(LOSS_ROWS), strict=True))
+        self._total = torch.zeros((), dtype=torch.float64, device=norm.device)
+        self._gradients: list[Tensor] = []
+        self._next = 0
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        """Compute the next slice; False if that was the last one, or there was none."""
+        if self._next < len(self._slices):
+            self._compute(*self._slices[self._next])
+            self._next += 1
+        return self._next < len(self._slices)
+
+    def _compute(self, x: Tensor, target: Tensor) -> None:
+        norm, weight = self._ends.final_norm, self._ends.output.weight
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_(self._gradient)
+            normed = F.rms_norm(leaf, (x.shape[1],), norm, self._ends.config.norm_eps)
+        logits = torch.mm(normed.detach(), weight.t()).float()  # (slice, vocab)
+        chosen = logits.gather(1, target[:, None])
+        largest = logits.amax(1, keepdim=True)
+        exps = logits.sub_(largest).exp_()
+        sums = exps.sum(1, keepdim=True)
+        self._total += (sums.log() + largest - chosen).double().sum()
+        if self._gradient:
+            d_logits = exps.div_(sums)  # the softmax
+            d_logits.scatter_add_(1, target[:, None], torch.full_like(chosen, -1.0))
+            d_normed = torch.mm(d_logits.to(weight.dtype), weight)
+            self._gradients += torch.autograd.grad(normed, leaf, d_normed)
+
+    @torch.no_grad()
+    def result(self) -> Loss:
+        """Return the loss once all slices are computed."""
+        assert self._next == len(self._slices), "some slices are not computed yet"
+        tokens = len(self._counted)
+        if not self._gradient:
+            return Loss(float(self._total), tokens, self._hidden.new_empty(0))
+        if self._is_whole and self._gradients:
+            return Loss(float(self._total), tokens, torch.cat(self._gradients))
+        whole = torch.zeros_like(self._hidden)
+        if self._gradients:
+            whole[self._counted] = torch.cat(self._gradients)
+        return Loss(float(self._total), tokens, whole)

@@ -1,18 +1,20 @@
-"""Fine-tuning in one process, SmolLM2's shape in float32: Shoal's engine beside `transformers` with `peft`, in one run.
+"""Fine-tuning: Shoal's engine beside `transformers` with `peft`, and three nodes beside one process, in one run.
 
-    python -m tests.bench.finetune [--json] [--rounds 5] [--no-facts]
+    python -m tests.bench.finetune [--json] [--rounds 5] [--no-facts] [--no-swarm]
 
 Speed: steps of 2 x 128 tokens, rank 8 on all matrices, forwards, backwards and AdamW; the contestants take turns and
 the median counts. `local_vs_peft` keeps activations on both sides, `local_vs_peft_checkpointing` computes them again on
 both. Memory: the resident memory that training adds to a process, beside what the budget says.
 Facts: the starter model learns ten made-up facts; then it is asked, with and without the adapter, and `peft` is asked
-with the exported adapter.
+with the exported adapter. Swarm: three nodes on these cores and an owner that hosts nothing learn the same facts, and
+write a reply on the way.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 
+from app.api.client import Client, client_of
 from app.config.home import Home, cache_folder
 from app.training import local_job
 from app.training.adapter_store import AdapterStore
@@ -47,6 +50,7 @@ from engine.training.optimiser import Schedule
 from engine.training.span import TrainedSpan
 from tests.bench.engine import smollm2
 from tests.engine.random_spans import random_span
+from tests.process.process_swarm import open_process_swarm
 
 BATCH, LENGTH, RANK = 2, 128, 8
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -193,8 +197,7 @@ def facts() -> dict[str, float]:
     source = open_source("starter", cache_folder())
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        records = [{"prompt": question, "completion": answer} for question, (_, answer) in FACTS.items()]
-        (path / "facts.jsonl").write_text("\n".join(map(json.dumps, records)))
+        _write_facts(path)
         home = Home(path / "home")
         begin = time.perf_counter()
         run = _trained(path, home)
@@ -223,8 +226,74 @@ def facts() -> dict[str, float]:
         "facts_known_before": known[False],
         "facts_alike_in_peft": alike,
         "facts_s": seconds,
+        "facts_train_s": run.progress.seconds,
         "facts_tokens": run.progress.tokens,
+        "facts_rows": sum(batch.token_ids.numel() for step in range(run.record.steps) for batch in run.batches(step)),
     }
+
+
+def swarm(local: dict[str, float]) -> dict[str, float]:
+    """Teach three nodes the same facts; `local` are the figures of one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        data = _write_facts(path)
+        spans = ("0:10", "10:20", "20:30")
+        with open_process_swarm(path, spans, model="starter", train="members", cache=cache_folder()) as nodes:
+            nodes.wait_covered(1)
+            place = nodes.asker.place
+            client = client_of(place.home)
+            idle = median(_token_s(client) for _ in range(3))
+            begin = time.perf_counter()
+            order = {
+                "out": "facts", "data": str(data), "rank": RANK, "epochs": 12, "batch": 5, "length": 64, "rate": 1e-3,
+                "validation": 0.0,
+            }  # fmt: skip
+            job = client.post("/api/jobs", order)
+            busy: list[float] = []
+            while (facts := _job(client, job["job"]))["status"] == "running":
+                if 4 <= facts["step"] < job["steps"] - 4 and len(busy) < 3:
+                    busy.append(_token_s(client))
+                time.sleep(0.2)
+            assert facts["status"] == "finished", facts["why"]
+            seconds = time.perf_counter() - begin
+            known = {adapter: 0 for adapter in ("facts", "")}
+            for adapter in known:
+                for question, (word, _) in FACTS.items():
+                    model = {"adapter": adapter} if adapter else {}
+                    text = _reply(client, question, 24, model)["text"]
+                    known[adapter] += word.lower() in text.lower()
+    steps_s = facts["seconds"]
+    return {
+        "swarm3_vs_local": local["facts_train_s"] / steps_s,
+        "swarm3_facts_known": known["facts"],
+        "swarm3_facts_known_before": known[""],
+        "swarm3_facts_s": seconds,
+        "decode_vs_idle": median(busy) / idle if busy else math.nan,
+        "bytes_per_token_per_link": (facts["bytes_out"] + facts["bytes_in"]) / 2 / local["facts_rows"],
+        "bytes_per_token_per_link_bound": 1.05 * 2 * 576 * 4,
+    }
+
+
+def _job(client: Client, job: str) -> dict[str, Any]:
+    return next(one for one in client.get("/api/jobs") if one["job"] == job)
+
+
+def _reply(client: Client, question: str, tokens: int, more: dict[str, Any]) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    request = {"messages": messages, "max_tokens": tokens, "temperature": 0.0, **more}
+    *_, last = client.chat(request)
+    return dict(last["done"])
+
+
+def _token_s(client: Client) -> float:
+    """Seconds of a reply's token."""
+    return 1 / float(_reply(client, "Count slowly from one to thirty.", 24, {})["tokens_per_s"])
+
+
+def _write_facts(path: Path) -> Path:
+    records = [{"prompt": question, "completion": answer} for question, (_, answer) in FACTS.items()]
+    (path / "facts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return path / "facts.jsonl"
 
 
 def _trained(path: Path, home: Home) -> local_job.LocalRun:
@@ -240,16 +309,22 @@ def _trained(path: Path, home: Home) -> local_job.LocalRun:
     return run
 
 
-def _peft_with(source: ModelSource, folder: Path) -> Any:
-    """The same weights in `transformers`, with the exported adapter in `peft`."""
-    import peft
+def in_transformers(source: ModelSource) -> Any:
+    """The starter model's weights in `transformers`."""
     from transformers import LlamaForCausalLM
 
     model: Any = LlamaForCausalLM(llama_config())
     parts = [EMBEDDING_PART, *(block_part(index) for index in range(source.config.n_blocks)), HEAD_PART]
     weights = {tensor_name(part, role): t for part in parts for role, t in load_part(source, part).items()}
     model.load_state_dict(weights, strict=False)
-    return peft.PeftModel.from_pretrained(model.eval(), str(folder)).eval()
+    return model.eval()
+
+
+def _peft_with(source: ModelSource, folder: Path) -> Any:
+    """The same weights in `transformers`, with the exported adapter in `peft`."""
+    import peft
+
+    return peft.PeftModel.from_pretrained(in_transformers(source), str(folder)).eval()
 
 
 def main() -> None:
@@ -258,13 +333,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-facts", action="store_true")
+    parser.add_argument("--no-swarm", action="store_true")
     parser.add_argument("--memory", choices=("kept", "recomputed"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
         print(memory(arguments.memory == "kept"))
         return
     figures = {"peak_bytes_vs_budget": memory_ratio(), **speed(arguments.rounds)}
-    figures |= {} if arguments.no_facts else facts()
+    if not arguments.no_facts:
+        figures |= facts()
+        if not arguments.no_swarm:
+            figures |= swarm(figures)
     if arguments.json:
         print(json.dumps(figures))
     else:

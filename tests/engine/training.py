@@ -93,7 +93,7 @@ def assert_equals_peft(job: LocalTrainer, theirs: Any, batch: MicroBatch, tolera
     stir(job)
     span = job.spans[0]
     settings = span.settings
-    theirs = peft_model(theirs, settings)
+    theirs = peft_model(theirs, settings).to(theirs.dtype)
     groups = layout(span.config, settings.rank, settings.targets)
     parameters = dict(theirs.named_parameters())
 

@@ -175,8 +175,12 @@ def open_process_swarm(
     spare_memory: int = 10**9,
     memory: str = "1GB",
     cache: Path | None = None,
+    train: str = "trusted",
 ) -> Iterator[ProcessSwarm]:
-    """A swarm whose nodes hold these spans in `memory`; one with the span "" chooses what fits in `spare_memory`."""
+    """A swarm whose nodes hold these spans in `memory`; one with the span "" chooses what fits in `spare_memory`.
+
+    `train` says whose jobs they train.
+    """
     place = Place(folder / "asker", cache or folder / "cache")
     assert place.shoal("create", "reef", "--model", model).status == 0
     with ExitStack() as stack, Serving(place, "--discovery=invite") as asker:
@@ -187,6 +191,8 @@ def open_process_swarm(
         ]
         swarm = ProcessSwarm(asker, nodes)
         invite = swarm.invite()
+        for node in nodes:
+            assert node.place.shoal("config", "set", "train", train).status == 0
         for chosen in (False, True):  # whoever chooses must see what the others have
             for node in nodes:
                 if chosen is not bool(node.span):

@@ -97,6 +97,11 @@ def test_status_and_node_file(founder: Serving) -> None:
     assert {check["status"] for check in client(founder).get("/api/doctor")} <= {"ok", "warn", "skip"}
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries")
+def test_a_node_that_hosts_nothing_does_without_torch(founder: Serving) -> None:
+    assert "libtorch" not in Path(f"/proc/{founder.process.pid}/maps").read_text()
+
+
 def test_a_joiner_by_invite_meets_the_founder_dies_and_comes_back(founder: Serving, folder: Path) -> None:
     here = place(folder, "invited")
     invite = founder.place.shoal("invite").out.strip()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
 import trio.testing
 
-from app.core.device_thread import DeviceThread
+from app.core.device_thread import BUSY_S, REST, DeviceThread, rest_s
 
 
 async def test_all_work_of_a_device_runs_in_one_thread() -> None:
@@ -89,3 +90,23 @@ async def test_work_that_can_wait_gives_way() -> None:
             await trio.testing.wait_all_tasks_blocked()
         go_on.set()
     assert ran == ["a reply", "another", "training"]
+
+
+@pytest.mark.parametrize(
+    ("took_s", "since_reply_s", "rest"),
+    [(0.1, 0.0, REST * 0.1), (0.1, BUSY_S - 0.01, REST * 0.1), (0.1, BUSY_S, 0.0), (0.1, float("inf"), 0.0)],
+)
+def test_work_that_can_wait_rests_while_replies_come(took_s: float, since_reply_s: float, rest: float) -> None:
+    assert rest_s(took_s, since_reply_s) == rest
+
+
+async def test_a_reply_does_not_wait_for_the_end_of_a_rest() -> None:
+    device, order = DeviceThread("rested"), list[str]()
+    await device.run(order.append, "reply")
+    await device.run_later(time.sleep, 0.3)  # the next one that can wait rests for twice as long
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(device.run_later, order.append, "later")
+        await trio.testing.wait_all_tasks_blocked()
+        for _ in range(3):
+            await device.run(order.append, "reply")
+    assert order == ["reply"] * 4 + ["later"]

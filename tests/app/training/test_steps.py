@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import trio
+from trio.testing import MockClock
 
 from app.core.errors import reason_of
+from app.routing.route import NoRoute, Route
 from app.training.hop import TrainingTerms
-from app.training.trainer import SwarmTrainer, TrainingStopped
+from app.training.trainer import JobHooks, Patience, Snapshot, SwarmTrainer, TrainingStopped
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from engine.training.local_trainer import LocalTrainer
@@ -148,6 +150,67 @@ async def test_who_refuses_is_not_asked_again(source: ModelSource, tmp_path: Pat
         losses.check(wanted)
         assert owner.figures.epochs == 2
         assert not swarm.nodes["a"].blocks
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_validation_changes_no_step_and_is_that_of_one_process(
+    source: ModelSource, tmp_path: Path, apart: bool
+) -> None:
+    wanted, local = undisturbed(source, 3)
+    held = batches_of(77)
+    trained = trainer(source, SETTINGS)
+    expected = {0: trained.loss(held)}
+    for version in range(3):
+        trained.step(batches_of(version))
+        expected[version + 1] = trained.loss(held)
+    losses, found = Losses(), dict[int, float]()
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        if apart:
+            swarm.separate("n0", "n1")
+        owner = swarm.owner()
+        hooks = JobHooks(validation=lambda version: held, on_validation=found.__setitem__)
+        await owner.run(3, batches_of, losses, hooks)
+        losses.check(wanted)
+        assert found == expected
+        await check_states(owner, local)
+
+
+async def test_a_run_that_is_asked_to_leave_ends_at_a_snapshot_and_goes_on_from_it(
+    source: ModelSource, tmp_path: Path
+) -> None:
+    wanted, local = undisturbed(source, 6)
+    losses, snapshots = Losses(), list[int]()
+
+    async def note(snapshot: Snapshot) -> None:
+        snapshots.append(snapshot.version)
+
+    async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:
+        first = swarm.owner(every=3)
+        await first.run(6, batches_of, losses, JobHooks(lambda: len(losses.steps) >= 4, on_snapshot=note))
+        assert (first.version, first.snapshot.version, snapshots) == (4, 4, [3, 4])
+        second = swarm.owner("another", every=3)
+        await second.resume(4, await first.final_states())
+        await second.run(6, batches_of, losses)
+        losses.check(wanted)
+        await check_states(second, local)
+
+
+async def test_a_job_that_all_refuse_ends_at_once(
+    autojump_clock: MockClock, source: ModelSource, tmp_path: Path
+) -> None:
+    async with open_job_swarm(source, tmp_path, (0, 4)) as swarm:
+        await swarm.train("a", 4, 8, TrainingTerms(refuses=lambda owner: "it trains for members it trusts only"))
+
+        def routes(avoid: frozenset[str]) -> Route:
+            if "a" in avoid:
+                raise NoRoute(4, " for this job", peers=["a"])
+            return swarm.route(avoid)
+
+        owner = swarm.owner(routes=routes, patience=Patience())
+        begun = trio.current_time()
+        with pytest.raises(TrainingStopped, match="it trains for members it trusts only"):
+            await owner.run(2, batches_of, Losses())
+        assert trio.current_time() - begun < 5
 
 
 async def test_a_job_beyond_a_nodes_limits_is_refused_before_it_begins(source: ModelSource, tmp_path: Path) -> None:
