@@ -55,6 +55,7 @@ def finetune(place: Place, data: Path, out: str, *more: str) -> Any:
     return place.facts("finetune", "--data", str(data), "--out", out, "--rank=4", "--batch=1", "--lr=1e-3", *more)
 
 
+@pytest.mark.timeout(240)
 def test_a_job_over_the_swarm_learns_what_one_process_learns(folder: Path, hosts: list[Serving], data: Path) -> None:
     with owner(folder, hosts) as node:
         node.ready()
