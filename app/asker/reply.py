@@ -174,7 +174,7 @@ class Reply:
         guesses = guesses[: frame.position + frame.rows - fed]  # a repaired route drops them
         pieces = await self._head_batcher.choose(TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype], guesses))
         for state in hidden_states(frame)[: len(pieces)]:
-            self.sampler.note(state, self._session.route)
+            self.sampler.note(state, self._session.routes)
         if len(pieces) <= len(guesses):
             self._session.cut(fed + len(pieces) - 1)
         self._next = ([pieces[-1].token_id], pieces[-1].embedding)
@@ -323,10 +323,9 @@ class AuditSampler:
         # and those of `routes` in the cache that the session began with.
         self.routes: list[Route] = list(routes)
 
-    def note(self, answer: HiddenState, route: Route) -> None:
-        """Take the reply's next answer, which came over this route."""
-        if route not in self.routes:
-            self.routes.append(route)
+    def note(self, answer: HiddenState, routes: Iterable[Route]) -> None:
+        """Take the reply's next answer, and the routes that its session has had so far."""
+        self.routes += [route for route in routes if route not in self.routes]
         stretch, at = divmod(self._count, WINDOW)
         if at == 0 and self._rng.random() < 1 / (stretch + 1):
             self.first, self.answers = self._count, []

@@ -677,7 +677,8 @@ class RouteHops:
                 await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
             with trio.move_on_after(self._settings.probe_s):
                 await self._heard.wait_for(is_settled)
-            if not missing <= set(self.states) | set(self._ready):
+            alive = {peer for peer, state in self.states.items() if state.epoch == self.epoch}
+            if not missing <= alive | set(self._ready):
                 return
 
     def _first_outputs(self, plan: ResumePlan | None) -> dict[str, int]:
@@ -750,6 +751,8 @@ class RouteSession:
         self._row_bytes = row_bytes(DTYPES[shape.dtype], shape.width)
         self._history: list[int] = []
         self._settled: Route = ()  # the last one that worked
+        # All that were set up, each once: what hops of earlier ones computed may be in the caches of later ones.
+        self.routes: list[Route] = []
         self._first: Route = ()  # found by `missing_block` and not used yet
         self._begun_at = trio.current_time()
         self._reported: int | None = None  # the missing block that `missing_block` returned last
@@ -1099,5 +1102,7 @@ class RouteSession:
         if not self._settled:
             self.reused = min(plan.lengths)
         self._flowing, self._cut_to, self._settled = True, KEEP, route
+        if route not in self.routes:
+            self.routes.append(route)
         await self._feed(plan.feed_from)
         await hops.leave_others()

@@ -171,6 +171,28 @@ async def test_blocks_are_given_back_in_time_though_nobody_can_take_their_sessio
             assert not swarm.servers["n1"].sessions
 
 
+async def test_an_answer_is_also_that_of_the_hop_whose_cache_was_taken(autojump_clock: MockClock) -> None:
+    """A hop leaves while it reads the prompt, before any answer: an audit must know that it took part."""
+    async with open_swarm(*PAIRS) as swarm:
+        prefer_first_three(swarm)
+        asker, last = await swarm.asker(), swarm.runners["n2"]
+        usual = last.step
+
+        def step(work: Any) -> Any:
+            if computed(last) >= 256 and not swarm.servers["n1"].draining:
+                leave(swarm, "n1")
+            return usual(work)
+
+        last.step = step
+        async with asker.reply(LONG_PROMPT, COUNT, max_tokens=COUNT) as reply:
+            async for _ in reply:
+                pass
+        assert reply.stats.token_ids == REPLY
+        assert swarm.runners["n4"].imported > 200
+        assert {"n1", "n4"} <= {hop.peer for route in reply.sampler.routes for hop in route}
+        await no_leaks(swarm)
+
+
 async def test_a_cache_goes_from_hop_to_hop(autojump_clock: MockClock) -> None:
     """The second hop gives on what it took itself."""
     async with open_swarm((0, 4), (4, 8), (4, 8), (4, 8)) as swarm:
