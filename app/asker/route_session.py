@@ -677,7 +677,9 @@ class RouteHops:
                 await self._open[peer].send(plain(Kind.PROBE, self.id, self.epoch))
             with trio.move_on_after(self._settings.probe_s):
                 await self._heard.wait_for(is_settled)
-            alive = {peer for peer, state in self.states.items() if state.epoch == self.epoch}
+            # A hop that fetches an adapter has no session yet, so its state tells no epoch.
+            adapted = self._shape.adapter is not None
+            alive = {peer for peer, state in self.states.items() if adapted or state.epoch == self.epoch}
             if not missing <= alive | set(self._ready):
                 return
 

@@ -39,7 +39,7 @@ def _sessions(span: SpanRunner, lengths: list[int], counts: list[int]) -> list[S
     [
         ("fused", "plain", [130]),  # one row, several programs a head
         ("fused", "plain", [3, 130, 64]),  # a padded batch of scattered pages
-        ("fused", "plain", [1 + 5 * k for k in range(17)]),  # more rows than one tile
+        pytest.param("fused", "plain", [1 + 5 * k for k in range(17)], marks=pytest.mark.soak),  # more than one tile
         ("fused", "biases", [3]),
         ("fused", "biases", [3, 70]),
         ("fused", "qk_norm", [3]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from app.api.client import Client, client_of
 from tests.app.api.test_fuzz import ENDLESS, LOOKING_S, MOVING, fuzz, operations, well
 from tests.process.node_process import Place, Serving
@@ -22,6 +24,7 @@ def fuzz_moving(client: Client, examples: int) -> None:
     assert client.get("/healthz") == {"ok": True}
 
 
+@pytest.mark.soak
 def test_a_real_node_answers_whatever_fits_the_document(tmp_path: Path) -> None:
     place = Place(tmp_path / "home", tmp_path / "cache")
     assert place.shoal("create", "home", "--model", "tiny-random").status == 0

@@ -36,6 +36,7 @@ def test_the_map_is_plain_without_a_terminal(capsys: pytest.CaptureFixture[str])
     assert len(set(lines[2].split()[2])) == 2
 
 
+@pytest.mark.soak
 def test_a_node_dies_in_the_middle_and_the_reply_is_finished(tmp_path: Path) -> None:
     place = Place(tmp_path / "home", tmp_path / "cache")
     answer = place.shoal(

@@ -14,7 +14,7 @@ from app.api.client import client_of
 from app.snapshot.views import TrainedView
 from tests.process.node_process import Place, Serving, wait_until
 
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def test_a_node_in_no_swarm_is_told_of_one_nearby_by_mdns_alone(tmp_path: Path, 
     assert not [path for path in (tmp_path / "other").rglob("*") if path.is_file()]  # nothing was fetched for that
 
 
+@pytest.mark.soak
 def test_by_the_directory_through_a_node_that_is_no_member(tmp_path: Path, nodes: ExitStack) -> None:
     cache = tmp_path / "cache"
     bootstrap = nodes.enter_context(Serving(Place(tmp_path / "bootstrap", cache), "--discovery=dht"))

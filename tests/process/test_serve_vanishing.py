@@ -37,6 +37,7 @@ def ghost() -> Iterator[str]:
     thread.join()
 
 
+@pytest.mark.soak
 def test_a_peer_that_vanishes_in_the_handshake_is_named(ghost: str, tmp_path: Path) -> None:
     place = Place(tmp_path / "home", tmp_path / "cache")
     invite = str(Invite("ghost", "ab" * 32, (ghost,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -47,6 +48,7 @@ async def test_laptops_that_slept_through_the_night_find_each_other_again(autoju
         assert all(len(node.knows()) == 4 for node in sim.nodes.values())
 
 
+@pytest.mark.soak
 async def test_one_laptop_sleeps_while_the_others_go_on(autojump_clock: MockClock) -> None:
     """Its clock is right when it wakes; what it said before is long out of date."""
     async with open_sim() as sim:

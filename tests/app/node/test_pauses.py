@@ -98,6 +98,7 @@ async def ask(node: Node) -> int:
     return len([event async for event in node.reply(request) if isinstance(event, ReplyText)])
 
 
+@pytest.mark.soak
 async def test_those_who_asked_before_a_pause_ask_in_vain_while_it_lasts_and_not_after_it(
     tmp_path: Path, cache: Path
 ) -> None:
