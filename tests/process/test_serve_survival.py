@@ -46,9 +46,8 @@ def check(swarm: ProcessSwarm, yardstick: Yardstick, seed: int, reply: dict[str,
 
 
 def one_of_many(nodes: list[Node]) -> Node:
-    """The hop of a route that runs the second half."""
-    (victim,) = [node for node in nodes if node.span == "4:8"]
-    return victim
+    """A hop of a route that runs the second half, or a part of it: a busy machine may divide it between two."""
+    return next(node for node in nodes if node.span == "4:8")
 
 
 def test_a_frozen_hop_costs_seconds_and_does_no_harm_when_it_wakes(swarm: ProcessSwarm, yardstick: Yardstick) -> None:
