@@ -360,13 +360,10 @@ class TrainingServer:
 
     async def _forward(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
-        verdict = job.ledger.forward(sender, frame.epoch, one)
-        if verdict is not PassVerdict.RUN:
-            job.dropped[verdict.value] += 1
+        if not self._is_accepted(job, job.ledger.forward(sender, frame.epoch, one)):
             return
         try:
-            await self._admit(job, frame)
-            rows = await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
+            rows = await self._admitted(job, frame)
             for block in job.span.blocks():
                 rows = await self._device.run_later(blocks.forward, block, one.number, rows, sequences_of(frame))
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
@@ -382,13 +379,10 @@ class TrainingServer:
 
     async def _back(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
-        verdict = job.ledger.back(sender, frame.epoch, one)
-        if verdict is not PassVerdict.RUN:
-            job.dropped[verdict.value] += 1
+        if not self._is_accepted(job, job.ledger.back(sender, frame.epoch, one)):
             return
         try:
-            await self._admit(job, frame)
-            rows = await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
+            rows = await self._admitted(job, frame)
         except _Rejected as rejected:
             blocks.discard(one.number)
             await self._reject(job, frame, rejected)
@@ -406,28 +400,33 @@ class TrainingServer:
 
     async def _evaluate(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
-        verdict = job.ledger.evaluate(sender, frame.epoch, one)
-        if verdict is not PassVerdict.RUN:
-            job.dropped[verdict.value] += 1
+        if not self._is_accepted(job, job.ledger.evaluate(sender, frame.epoch, one)):
             return
         try:
-            await self._admit(job, frame)
+            rows = await self._admitted(job, frame)
         except _Rejected as rejected:
             await self._reject(job, frame, rejected)
             return
-        rows = await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
         for block in job.span.blocks():
             rows = await self._device.run_later(blocks.evaluate, block, rows, sequences_of(frame))
         data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
         await self._send(job, job.ledger.order.successor, frame, one, data)
 
-    async def _admit(self, job: HopJob, frame: Frame) -> None:
-        """Check what a peer sent before it is computed with; raises `_Rejected`."""
-        if frame.width != self._blocks(job).hidden_size:
+    def _is_accepted(self, job: HopJob, verdict: PassVerdict) -> bool:
+        """True if a pass runs; else it is counted as dropped."""
+        if verdict is not PassVerdict.RUN:
+            job.dropped[verdict.value] += 1
+        return verdict is PassVerdict.RUN
+
+    async def _admitted(self, job: HopJob, frame: Frame) -> Any:
+        """Return the rows that a peer sent, once they are checked; raises `_Rejected`."""
+        blocks = self._blocks(job)
+        if frame.width != blocks.hidden_size:
             raise _Rejected(f"rows of {frame.width} numbers are not this model's", "shape")
         size = root_mean_square(frame)
         if not job.sizes[frame.kind].accepts(size):
             raise _Rejected(f"numbers of size {size:.3g} are not finite, or far beyond the usual", "size")
+        return await self._device.run_later(blocks.rows, frame.body, DTYPE_NAMES[frame.dtype])
 
     async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
         job.dropped[rejected.why] += 1

@@ -506,7 +506,7 @@ class _Epoch:
             raise TrainingStopped(f"step {version + 1} has {tokens} tokens that count in {len(batches)} micro-batches")
         progress = StepProgress(len(batches), len(self._links) + 1)
         while True:
-            await self._run_passes(progress, batches, version)
+            await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
             tallies = await self._tally(version, len(batches))
             missing = progress.missing(tallies)
             if not missing:
@@ -526,19 +526,28 @@ class _Epoch:
         await self._gather(Kind.COMMIT, order=plain(Kind.COMMIT, run, self._epoch, version + 1))
         return StepDone(version + 1, loss, tokens, norm, rate)
 
-    async def _run_passes(self, progress: StepProgress, batches: Sequence[Any], version: int) -> None:
-        """Run micro-batches until each has come back, at most one more than there are hops at a time."""
+    async def evaluate(self, batches: Sequence[Any]) -> float:
+        """Return the mean loss of micro-batches that are not trained on; raises `HopLost` or `TrainingStopped`."""
+        progress = StepProgress(len(batches), len(self._links) + 1)
+        await self._run_passes(progress, batches, (Kind.EVALUATE,))
+        return math.fsum(progress.losses.values()) / max(1, self._ends.counted(batches))
+
+    async def _run_passes(self, progress: StepProgress, batches: Sequence[Any], kinds: tuple[Kind, ...]) -> None:
+        """Send micro-batches in frames of the first kind until each has come back in one of the last.
+
+        At most one more than there are hops are under way.
+        """
+        version, wire = self._owner.version, self._terms.order.wire
         while not progress.is_back:
             for number, attempt in progress.start():
-                wire = self._terms.order.wire
                 data = await self._owner._device.run_later(self._ends.embed, batches[number], wire)
-                await self._send_pass(Kind.FORWARD, 0, Pass(version, number, attempt), batches[number], data)
+                await self._send_pass(kinds[0], 0, Pass(version, number, attempt), batches[number], data)
             came = await self._next()
             if came is None:
                 self._run_again(progress)
                 continue
             index, frame = came
-            if frame.kind not in PASSES or frame.position != version:
+            if frame.kind not in kinds or frame.position != version:
                 continue
             one = pass_of(frame)
             if not await self._is_passed_on(index, frame) and one.number < len(batches):
@@ -548,13 +557,17 @@ class _Epoch:
     async def _on_pass(self, progress: StepProgress, frame: Frame, one: Pass, batch: Any) -> None:
         if frame.kind == Kind.BACK:
             progress.came_back(one.number, one.attempt)
-        elif frame.kind == Kind.FORWARD and progress.reached_end(one.number, one.attempt):
+        elif progress.reached_end(one.number, one.attempt):
+            trains = frame.kind == Kind.FORWARD
             try:
-                found = await self._loss(batch, frame, gradient=True)
+                found = await self._loss(batch, frame, gradient=trains)
             except NotFinite as error:
                 raise TrainingStopped(f"the loss of step {one.version + 1} is not finite: {error}") from error
             progress.losses[one.number] = found.total
-            await self._send_pass(Kind.BACK, len(self._links) - 1, one, batch, found.gradient)
+            if trains:
+                await self._send_pass(Kind.BACK, len(self._links) - 1, one, batch, found.gradient)
+            else:
+                progress.came_back(one.number, one.attempt)
 
     async def _loss(self, batch: Any, frame: Frame, *, gradient: bool) -> BatchLoss:
         """Compute the loss of a micro-batch, in parts between which replies can go; raises `NotFinite`."""
@@ -573,29 +586,6 @@ class _Epoch:
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)
         await self._links[index].outbox.push(OutboundFrame((head, data), Priority.BULK))
-
-    async def evaluate(self, batches: Sequence[Any]) -> float:
-        """Return the mean loss of micro-batches that are not trained on; raises `HopLost` or `TrainingStopped`."""
-        version, wire = self._owner.version, self._terms.order.wire
-        progress = StepProgress(len(batches), len(self._links) + 1)
-        while not progress.is_back:
-            for number, attempt in progress.start():
-                data = await self._owner._device.run_later(self._ends.embed, batches[number], wire)
-                await self._send_pass(Kind.EVALUATE, 0, Pass(version, number, attempt), batches[number], data)
-            came = await self._next()
-            if came is None:
-                self._run_again(progress)
-                continue
-            index, frame = came
-            if frame.kind != Kind.EVALUATE or frame.position != version or await self._is_passed_on(index, frame):
-                continue
-            one = pass_of(frame)
-            if one.number < len(batches) and self._is_sound(index, frame, batches[one.number]):
-                if progress.reached_end(one.number, one.attempt):
-                    found = await self._loss(batches[one.number], frame, gradient=False)
-                    progress.losses[one.number] = found.total
-                    progress.came_back(one.number, one.attempt)
-        return math.fsum(progress.losses.values()) / max(1, self._ends.counted(batches))
 
     async def _is_passed_on(self, index: int, frame: Frame) -> bool:
         """Send a frame to the neighbour that its hop cannot reach; False if it is meant for the owner."""
