@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from app.training.local_job import MachinePlan
     from app.training.material import Material, TrainingWish
 
-_FIELDS = ("rank", "alpha", "dropout", "epochs", "batch", "length", "wire", "seed")  # that the API names alike
+_FIELDS = ("out", "rank", "alpha", "dropout", "epochs", "batch", "length", "wire", "seed")  # that the API names alike
 _REDRAW_S = 0.2
 _POLL_S = 0.5
 _LINES = 20  # lines of progress where there is no terminal
@@ -137,23 +137,13 @@ def _over_swarm(arguments: argparse.Namespace) -> int:
     for name in ("model", "device"):
         if getattr(arguments, name) is not None:
             raise UsageError(f"--{name} is for --local: a swarm trains its own model, where its members have it")
-    share, file = _validation(arguments.validation)
-    roles = _roles(arguments.targets)
-    body = {
-        "out": arguments.out,
-        "data": str(Path(arguments.data).expanduser().absolute()),
-        "validation_file": file,
-        "validation": share,
-        "targets": list(roles),
-        "rate": arguments.lr,
-        **{name: getattr(arguments, name) for name in _FIELDS},
-    }
+    order = _order(arguments)
     client = client_of(arguments.home)
-    forecast = client.post("/api/jobs/forecast", body)
     if arguments.dry_run:
-        return _show_forecast(forecast, as_json=arguments.json)
-    _warn_of_cuts(forecast["cut"], forecast["dropped"], arguments.length)
-    return _follow(client, client.post("/api/jobs", body), arguments)
+        return _show_forecast(client.post("/api/jobs/forecast", order), as_json=arguments.json)
+    job = client.post("/api/jobs", order)
+    _warn_of_cuts(job["cut"], job["dropped"], arguments.length)
+    return _follow(client, job, arguments)
 
 
 def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -238,30 +228,25 @@ def _losses(progress: Progress) -> str:
 
 
 def _wish(arguments: argparse.Namespace) -> TrainingWish:
-    from app.training.job_store import JobSource
-    from app.training.material import TrainingWish
-    from app.training.record import checked_name
-    from engine.training.adapters import AdapterSettings
+    from app.training.material import wish_of
 
-    names = _roles(arguments.targets)
-    settings = AdapterSettings(arguments.rank, arguments.alpha, names, arguments.dropout, arguments.seed)
-    if not 0 < arguments.lr < float("inf"):
-        raise AppError(f"the learning rate must be a positive number, not {arguments.lr}")
-    share, file = _validation(arguments.validation)
+    wish = wish_of(_order(arguments))
     model = arguments.model or "starter"
     model = model if not Path(model).exists() else str(Path(model).absolute())
-    source = JobSource(model, str(Path(arguments.data).expanduser().absolute()), file)
-    return TrainingWish(
-        out=checked_name(arguments.out),
-        source=source,
-        adapter=settings,
-        epochs=arguments.epochs,
-        batch=arguments.batch,
-        length=arguments.length,
-        rate=arguments.lr,
-        validation=share,
-        device=arguments.device,
-    )
+    return dataclasses.replace(wish, source=dataclasses.replace(wish.source, model=model), device=arguments.device)
+
+
+def _order(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The job as the API takes it."""
+    share, file = _validation(arguments.validation)
+    return {
+        "data": str(Path(arguments.data).expanduser().absolute()),
+        "validation_file": file,
+        "validation": share,
+        "targets": list(_roles(arguments.targets)),
+        "rate": arguments.lr,
+        **{name: getattr(arguments, name) for name in _FIELDS},
+    }
 
 
 def _roles(text: str) -> tuple[str, ...]:

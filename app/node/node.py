@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.joining.offers import Machine
+    from app.training.job_store import Job
     from app.training.material import TrainingWish
     from app.training.swarm_jobs import JobForecast, SwarmJobs
 
@@ -442,17 +443,19 @@ class Node:
     async def jobs(self) -> list[JobView]:
         """List the fine-tuning jobs of this home, the newest first."""
         from app.training.job_store import JobStore
+
+        return [self._job_view(job) for job in await trio.to_thread.run_sync(JobStore(self._home).all)]
+
+    def _job_view(self, job: Job) -> JobView:
         from app.training.job_view import job_view
 
         active_swarm = self._network_owner.active_swarm
         running = {} if active_swarm is None or active_swarm.jobs is None else active_swarm.jobs.running
-        found = await trio.to_thread.run_sync(JobStore(self._home).all)
-        return [job_view(job, running.get(job.record.id)) for job in found]
+        return job_view(job, running.get(job.record.id))
 
     async def start_job(self, wish: TrainingWish) -> JobView:
         """Begin a fine-tuning job over the active swarm."""
-        jobs = self._swarm_jobs()
-        return await self._job((await jobs.start(wish)).record.id)
+        return self._job((await self._swarm_jobs().start(wish)).record.id)
 
     async def forecast_job(self, wish: TrainingWish) -> JobForecast:
         """Say what a fine-tuning job over the active swarm would be."""
@@ -460,7 +463,7 @@ class Node:
 
     async def resume_job(self, job: str) -> JobView:
         """Go on with a paused or failed job of the active swarm."""
-        return await self._job((await self._swarm_jobs().resume(job)).record.id)
+        return self._job((await self._swarm_jobs().resume(job)).record.id)
 
     async def end_job(self, job: str, wish: Literal["pause", "stop"]) -> JobView:
         """Pause or stop a job of this home after the step that it is at; one that does not run is stopped at once."""
@@ -469,10 +472,13 @@ class Node:
         jobs = JobStore(self._home)
         found = jobs.find(job)
         await trio.to_thread.run_sync(jobs.end, found, wish)
-        return await self._job(found.record.id)
+        return self._job(found.record.id)
 
-    async def _job(self, job_id: str) -> JobView:
-        return next(job for job in await self.jobs() if job.job == job_id)
+    def _job(self, job_id: str) -> JobView:
+        """A job as it is now: one that was just begun may be over already."""
+        from app.training.job_store import JobStore
+
+        return self._job_view(JobStore(self._home).find(job_id))
 
     def config(self) -> Config:
         """Return the settings in force."""

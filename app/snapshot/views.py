@@ -327,6 +327,8 @@ class JobView:
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    cut: int = 0  # records that are longer than the job's length
+    dropped: int = 0  # of these, those with no answer left
     hops: tuple[JobHopView, ...] = ()
     recoveries: int = 0
     micro_batches_again: int = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -42,6 +43,22 @@ class Progress:
     losses: tuple[float, ...] = ()  # of each step, the last `MAX_LOSSES`
     validation: tuple[tuple[int, float], ...] = ()  # (step, loss on data that is not trained on)
     why: str = ""  # the error of a failed job
+
+    def after_step(self, step: int, loss: float, tokens: int, seconds: float) -> Progress:
+        """Return the progress after one more step, which counted so many tokens."""
+        return replace(
+            self,
+            step=step,
+            tokens=self.tokens + tokens,
+            seconds=self.seconds + seconds,
+            losses=(*self.losses, loss)[-MAX_LOSSES:],
+        )
+
+    def validated(self, step: int, loss: float) -> Progress:
+        """Return the progress with the loss on data that is not trained on; one that is not finite is left out."""
+        if not math.isfinite(loss):
+            return self
+        return replace(self, validation=(*self.validation, (step, loss)))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
         left_s = median(running.step_s) * (record.steps - progress.step) if running.step_s else None
         figures = running.trainer.figures
         live = {
+            "cut": running.material.trained.cut,
+            "dropped": running.material.trained.dropped,
             "hops": hop_views(running.trainer.route),
             "recoveries": max(0, figures.epochs - 1),
             "micro_batches_again": figures.micro_batches_again,

@@ -6,7 +6,6 @@ which records it takes: a job that goes on computes what it would have computed 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from app.core.errors import AppError
 from app.core.units import format_size
 from app.manifest.importing import hash_source
 from app.training.adapter_store import AdapterStore
-from app.training.job_store import ENDED, MAX_LOSSES, Job, JobSource, JobStore, Progress, Status
+from app.training.job_store import ENDED, Job, JobSource, JobStore, Progress, Status
 from app.training.material import DataTerms, Material, adapter_settings, back_at, read_material, require_unchanged
 from app.training.record import JobRecord
 from engine.budget import (
@@ -141,13 +140,7 @@ class LocalRun:
                 if wish := asked():
                     return self._leave(wish)
                 result, seconds = self._step()
-                self.progress = replace(
-                    self.progress,
-                    step=result.version,
-                    tokens=self.progress.tokens + result.tokens,
-                    seconds=self.progress.seconds + seconds,
-                    losses=(*self.progress.losses, result.loss)[-MAX_LOSSES:],
-                )
+                self.progress = self.progress.after_step(result.version, result.loss, result.tokens, seconds)
                 self._validate()
                 on_step(result, self.progress)
                 now = time.monotonic()
@@ -201,8 +194,7 @@ class LocalRun:
         due = (step == 0 or not at_start) and self._material.validates_at(record, step)
         if due and (not self.progress.validation or self.progress.validation[-1][0] != step):
             loss = self._trainer.loss(self._material.validation(record))
-            if math.isfinite(loss):
-                self.progress = replace(self.progress, validation=(*self.progress.validation, (step, loss)))
+            self.progress = self.progress.validated(step, loss)
 
     def _leave(self, wish: str) -> Progress:
         self.save("stopped" if wish == "stop" else "paused")

@@ -7,7 +7,6 @@ is as old as the last snapshot. Jobs that ran when the node ended go on when it 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
 from app.routing.route import Route
-from app.training.job_store import MAX_LOSSES, Job, JobStore, Progress, require_unfinished
+from app.training.job_store import Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
     JobHooks,
@@ -94,6 +93,7 @@ class RunningJob:
     job: Job
     progress: Progress
     trainer: SwarmTrainer
+    material: Material
     step_s: list[float] = field(default_factory=list)  # of the latest steps
 
 
@@ -130,8 +130,10 @@ class SwarmJobs:
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
         """Say what a job would be, without beginning it; raises `AppError` or `EngineError`."""
+        from app.training.material import new_record
+
         material = await self._material(wish)
-        record = await self._record(wish, material)
+        record = new_record(wish, material)
         route = self._place.routes(material.source.config.n_blocks)(frozenset())
         trained = material.trained
         return JobForecast(
@@ -190,11 +192,6 @@ class SwarmJobs:
         source, _ = await self._place.ends.training_ends()
         return await trio.to_thread.run_sync(read_material, source, self._place.model, files, terms)
 
-    async def _record(self, wish: TrainingWish, material: Material) -> Any:
-        from app.training.material import new_record
-
-        return await trio.to_thread.run_sync(new_record, wish, material)
-
     async def _begin(self, job: Job, material: Material) -> None:
         """Make a job's trainer, with the state that it goes on from, and run it in a task of its own."""
         from app.training.material import adapter_settings, back_at
@@ -219,22 +216,19 @@ class SwarmJobs:
             version = await trio.to_thread.run_sync(version_of, blocks[0], adapter_settings(record), config)
             await trainer.resume(version, blocks)
         progress = back_at(trainer.version, job, material)
-        running = RunningJob(job, progress, trainer)
-        await self._nursery.start(self._run_job, running, material)
+        await self._nursery.start(self._run_job, RunningJob(job, progress, trainer, material))
 
-    async def _run_job(
-        self, running: RunningJob, material: Material, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED
-    ) -> None:
+    async def _run_job(self, running: RunningJob, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run a job until it is finished, paused, stopped or failed, and write down which."""
         record, trainer = running.job.record, running.trainer
         with self._jobs.hold(record.id):
             self.running[record.id] = running
             self._save(running)
             task_status.started()
-            watch = _Watch(running, material, self._jobs)
+            watch = _Watch(running, self._jobs)
             try:
                 await trainer.run(record.steps, watch.batches, watch.on_step, watch.hooks())
-                await self._leave(running, material)
+                await self._leave(running)
             except (AppError, EngineError, P2PError, OSError, trio.TooSlowError) as error:
                 log.warning("job %s failed: %s", record.id, error)
                 running.progress = replace(running.progress, status="failed", why=str(error)[:1000])
@@ -244,7 +238,7 @@ class SwarmJobs:
                 with trio.CancelScope(shield=True):
                     await trainer.close()
 
-    async def _leave(self, running: RunningJob, material: Material) -> None:
+    async def _leave(self, running: RunningJob) -> None:
         """Store the adapter of a job whose steps are done; else write that it was paused or stopped."""
         from app.training.material import adapter_settings
         from engine.training.peft_format import peft_files
@@ -259,11 +253,11 @@ class SwarmJobs:
             self._save(running)
             return
         states = await running.trainer.final_states()
-        config, label = material.source.config, material.source.label
+        source = running.material.source
 
         def save() -> None:
-            adapter = adapter_of(adapter_settings(record), config, states, record.model)
-            self._adapters.save(record.out, peft_files(adapter, config, label))
+            adapter = adapter_of(adapter_settings(record), source.config, states, record.model)
+            self._adapters.save(record.out, peft_files(adapter, source.config, source.label))
 
         await trio.to_thread.run_sync(save)
         running.progress = replace(running.progress, status="finished")
@@ -277,8 +271,8 @@ class SwarmJobs:
 class _Watch:
     """Follows a job's steps: gives its data, keeps its progress, and writes both to disk now and then."""
 
-    def __init__(self, running: RunningJob, material: Material, jobs: JobStore) -> None:
-        self._running, self._material, self._jobs = running, material, jobs
+    def __init__(self, running: RunningJob, jobs: JobStore) -> None:
+        self._running, self._material, self._jobs = running, running.material, jobs
         self._record = running.job.record
         self._told_at = self._step_at = time.monotonic()
 
@@ -299,13 +293,7 @@ class _Watch:
             progress = back_at(done.version - 1, replace(running.job, progress=progress), self._material)
         seconds = now - self._step_at
         running.step_s = [*running.step_s[-19:], seconds]
-        running.progress = replace(
-            progress,
-            step=done.version,
-            tokens=progress.tokens + done.tokens,
-            seconds=progress.seconds + seconds,
-            losses=(*progress.losses, done.loss)[-MAX_LOSSES:],
-        )
+        running.progress = progress.after_step(done.version, done.loss, done.tokens, seconds)
         if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
             self._told_at = now
             self._jobs.save_progress(self._record.id, running.progress)
@@ -320,9 +308,7 @@ class _Watch:
         return self._material.validation(self._record)
 
     def _on_validation(self, version: int, loss: float) -> None:
-        if math.isfinite(loss):
-            progress = self._running.progress
-            self._running.progress = replace(progress, validation=(*progress.validation, (version, loss)))
+        self._running.progress = self._running.progress.validated(version, loss)
 
     async def _on_snapshot(self, snapshot: Snapshot) -> None:
         """Write the state to go on from; a full disk does not end the job, which goes on with the state before."""
