@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from tests.process.fork_server import ForkedProcess, is_used
+
 PATIENCE_S = 60.0  # for a machine that is busy; nothing waits this long when all is well
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+FRESH = ("-m", "app.cli")  # a program that a new interpreter runs, without what the fork server has imported
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,21 @@ class Place:
     def shoal(self, *arguments: str, text: str = "", patience_s: float = PATIENCE_S, **variables: str) -> Answer:
         """Run a command to its end."""
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "app.cli", *arguments],
-            input=text,
-            env=self.environment(variables),
-            capture_output=True,
-            text=True,
-            timeout=patience_s,
-            check=False,
-        )
-        return Answer(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+        with (
+            tempfile.TemporaryFile("w+") as given,
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as err,
+        ):
+            given.write(text)
+            given.seek(0)
+            process = start(arguments, self.environment(variables), (given, out, err))
+            try:
+                status = process.wait(patience_s)
+            finally:
+                process.kill()
+            for stream in (out, err):
+                stream.seek(0)
+            return Answer(status, out.read(), err.read(), time.monotonic() - began)
 
     def facts(self, *arguments: str) -> Any:
         """What a command says with --json."""
@@ -78,26 +87,20 @@ class Serving:
         place: Place,
         *arguments: str,
         max_vram: str = "0",
-        program: Sequence[str] = ("-m", "app.cli"),
+        program: Sequence[str] = (),
         **variables: str,
     ) -> None:
         self.place = place
         flags = [f"--listen={LOOPBACK}", "--api-port=0", f"--max-vram={max_vram}", *arguments]
-        self.process = subprocess.Popen(
-            [sys.executable, *program, "serve", *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=place.environment(variables),
-            text=True,
-        )
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        with open(os.devnull) as nothing, os.fdopen(out_end, "w") as output, os.fdopen(err_end, "w") as errors:
+            streams = (nothing, output, errors)
+            self.process = start(["serve", *flags], place.environment(variables), streams, program)
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.errors: list[str] = []
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
         self._readers = [
-            threading.Thread(target=_read, args=(self.process.stdout, self._lines.put), daemon=True),
-            threading.Thread(target=_read, args=(self.process.stderr, self._heard_error), daemon=True),
+            threading.Thread(target=_read, args=(out, self._lines.put), daemon=True),
+            threading.Thread(target=_read, args=(err, self._heard_error), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
@@ -139,9 +142,6 @@ class Serving:
             raise
         for reader in self._readers:
             reader.join()
-        for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
-            stream.close()
         return status
 
     def __enter__(self) -> Serving:
@@ -153,9 +153,24 @@ class Serving:
         self.ended()
 
 
-def _read(stream: IO[str], heard: Any) -> None:
-    for line in stream:
-        heard(line.rstrip("\n"))
+def start(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    streams: tuple[IO[str], IO[str], IO[str]],
+    program: Sequence[str] = (),
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start `shoal` with these arguments and streams; from a new interpreter where a program is named."""
+    if is_used() and not program:
+        return ForkedProcess(arguments, environment, [stream.fileno() for stream in streams])
+    stdin, stdout, stderr = streams
+    command = [sys.executable, *(program or FRESH), *arguments]
+    return subprocess.Popen(command, env=environment, stdin=stdin, stdout=stdout, stderr=stderr)
+
+
+def _read(descriptor: int, heard: Any) -> None:
+    with os.fdopen(descriptor) as stream:
+        for line in stream:
+            heard(line.rstrip("\n"))
     heard(None)
 
 

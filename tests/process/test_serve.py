@@ -20,7 +20,7 @@ from app.core.errors import AppError
 from app.swarm.invite import Invite, new_secret, parse_invite
 from app.swarm.saved import load
 from p2p.identity import Identity
-from tests.process.node_process import Place, Serving, wait_until
+from tests.process.node_process import FRESH, Place, Serving, wait_until
 
 # Nothing but what a test names: no stray node of the same machine takes part.
 ALONE = "--discovery=invite"
@@ -45,7 +45,7 @@ def founder(folder: Path) -> Iterator[Serving]:
     """A node that founded the public swarm `home`."""
     here = place(folder, "founder")
     assert here.shoal("create", "home", "--model", "tiny-random").status == 0
-    with Serving(here, ALONE, SHOAL_NAME="attic") as node:
+    with Serving(here, ALONE, program=FRESH, SHOAL_NAME="attic") as node:
         assert node.ready().startswith("ready client swarm=home#")
         yield node
 
