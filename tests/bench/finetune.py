@@ -245,7 +245,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
             idle = median(_token_s(client) for _ in range(3))
             begin = time.perf_counter()
             order = {
-                "out": "facts", "data": str(data), "rank": RANK, "epochs": 12, "batch": 5, "length": 64, "rate": 1e-3,
+                "out": "facts", "data": str(data), "rank": RANK, "epochs": 16, "batch": 5, "length": 64, "rate": 1e-3,
                 "validation": 0.0,
             }  # fmt: skip
             job = client.post("/api/jobs", order)
@@ -298,7 +298,7 @@ def _write_facts(path: Path) -> Path:
 
 def _trained(path: Path, home: Home) -> local_job.LocalRun:
     source = JobSource("starter", str(path / "facts.jsonl"))
-    wish = TrainingWish("facts", source, AdapterSettings(RANK), 12, 5, 64, 1e-3, 0.0, "cpu")
+    wish = TrainingWish("facts", source, AdapterSettings(RANK), 16, 5, 64, 1e-3, 0.0, "cpu")
     material = local_job.gather(source, wish, cache_folder(), lambda done, total: None)
     jobs, adapters = JobStore(home), AdapterStore(home)
     job = start(wish, material, jobs, adapters)

@@ -93,6 +93,8 @@ def write_model(folder: Path, cache: Path, blocks: int = BLOCKS) -> None:
         norms = {f"{prefix}{name}.weight": ones.clone() for name in ("input_layernorm", "post_attention_layernorm")}
         write(f"block-{block:02d}.safetensors", tensors | norms)
     ends = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
+    # The end is never the likeliest token: a reply that ended by itself would leave fewer streams than are counted.
+    ends["lm_head.weight"][config["eos_token_id"]] = 0
     write("ends.safetensors", ends | {"model.norm.weight": ones.clone()})
     index = {"metadata": {}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -143,7 +145,9 @@ def stream_speed(client: Client, count: int, tokens: int = 128) -> float:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(len(own.times) for own in heard) / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    assert all(len(own.done["token_ids"]) == tokens for own in heard), "a reply was cut short"
+    return count * tokens / seconds
 
 
 def speeds(client: Client) -> dict[str, float]:
