@@ -139,6 +139,7 @@ class ChatRequest(_Body):
     stop: list[str] = Field(default=[], max_length=16)
     private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
     adapter: str | None = Field(default=None, max_length=_MAX_TEXT)
+    swarm: str | None = Field(default=None, max_length=_MAX_TEXT)
 
     def request(self) -> ReplyRequest:
         """Convert to the node's own request."""

@@ -67,6 +67,7 @@ class ReplyRequest:
     stop: tuple[str, ...] = ()
     private_blocks: int | None = None  # at either end, if more than the setting says
     adapter: str | None = None  # name of an adapter of this home
+    swarm: str | None = None  # name or invite of another swarm than the active one
 
 
 @dataclass(frozen=True)

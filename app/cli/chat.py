@@ -57,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--local", action="store_true", help="run the whole model in this process")
     words = "with --local: starter, tiny-random, a folder or a GGUF file"
     parser.add_argument("--model", default="starter", metavar="M", help=words)
+    words = "ask in this swarm, by its name or an invite, while the node goes on hosting in its own"
+    parser.add_argument("--swarm", metavar="NAME", help=words)
     parser.add_argument("--adapter", metavar="NAME", help="reply with this adapter (`shoal adapters`)")
     parser.add_argument("--device", metavar="D", help="cpu, cuda:0, … (default: the best available)")
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
@@ -97,7 +99,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         if arguments.adapter is not None:
             answers.adapter = adapter_facts(arguments.adapter, arguments.home, model.config)
     else:
-        answers = SwarmAnswers(_node_client(arguments), settings, arguments.adapter)
+        answers = SwarmAnswers(_node_client(arguments), settings, arguments.adapter, arguments.swarm)
     is_conversation = arguments.prompt is None and sys.stdin.isatty()
     chat = TerminalChat(answers, open_store(arguments.home if is_conversation or arguments.resume else None), SAMPLING)
     if arguments.resume:
@@ -226,9 +228,12 @@ def reply_facts(
 class SwarmAnswers:
     """The running node's swarm answers."""
 
-    def __init__(self, client: Client, settings: dict[str, Any], adapter: str | None = None) -> None:
+    def __init__(
+        self, client: Client, settings: dict[str, Any], adapter: str | None = None, swarm: str | None = None
+    ) -> None:
         self._client, self.settings = client, settings
-        self._adapter = {} if adapter is None else {"adapter": adapter}
+        given = {"adapter": adapter, "swarm": swarm}
+        self._choice = {name: value for name, value in given.items() if value is not None}
         self.facts: dict[str, Any] = {}
 
     def answer(self, messages: Chat) -> Iterator[str]:
@@ -236,7 +241,7 @@ class SwarmAnswers:
         from app.api.client import Hangup
 
         hangup = Hangup()
-        request = {"messages": messages, **self.settings, **self._adapter, "seed": _seed(self.settings)}
+        request = {"messages": messages, **self.settings, **self._choice, "seed": _seed(self.settings)}
         try:
             for piece in self._client.chat(request, hangup=hangup):
                 if "done" in piece:

@@ -145,6 +145,8 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     if status["swarm"] is not None:
         private = ", private" if status["private"] else ""
         lines.append(("swarm", f"{status['swarm']}#{status['manifest'][:8]}{private}"))
+    if (visit := status.get("visit")) is not None:
+        lines.append(("asks in", f"{visit['swarm']}#{visit['manifest'][:8]}, {visit['members']} members"))
     if status["blocks_total"] is not None:
         hosted = "none" if status["start"] is None else f"{status['start']}:{status['stop']}"
         lines.append(("blocks", f"{hosted} of {status['blocks_total']}"))

@@ -107,6 +107,10 @@ class Home:
         private=True,
         related=("identity-12D3KooW*.key",),
     )
+    visit_key_file = HomeFile(
+        "visit.key", "the private key with which this node asks in another swarm (`app.node.visits`)", private=True
+    )
+    visit_peers_file = HomeFile("visit-peers.json", "addresses of peers met on such visits", private=True)
     token_file = HomeFile("token", "bearer token of the control API", private=True)
     swarms_file = HomeFile(
         "swarms.json", "saved swarms and their secrets (`app.swarm.saved`)", private=True, related=("swarms.lock",)

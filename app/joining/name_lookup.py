@@ -229,7 +229,7 @@ async def _aside(
         listeners.append(listener)
         return nullcontext()
 
-    settings = replace(network_config(home, config, swarm), listen=("/ip4/0.0.0.0/tcp/0",), remember_at=home.peers_file)
+    settings = replace(network_config(home.peers_file, config, swarm), listen=("/ip4/0.0.0.0/tcp/0",))
     network = Libp2pNetwork(
         load_or_create(home.key_file),
         settings,

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Literal, cast
 
 from app.config.file import Config
-from app.config.home import Home
 from app.courtesy.rules import limits_at
 from app.courtesy.watch import local_now
 from app.snapshot.views import NetworkView
@@ -22,7 +22,9 @@ Means = Literal["mdns", "dht", "invite", "remembered"]
 MAX_STRANGERS = 16
 
 
-def network_config(home: Home, config: Config, swarm: SavedSwarm | None, bound: Sequence[str] = ()) -> NetworkConfig:
+def network_config(
+    peers_file: Path, config: Config, swarm: SavedSwarm | None, bound: Sequence[str] = ()
+) -> NetworkConfig:
     """Return the network configuration of a node in `swarm`; `bound` are the addresses that it listened on before.
 
     `bound` is reused, so that other peers find the node again. Without it and without a `listen` setting the default
@@ -36,7 +38,7 @@ def network_config(home: Home, config: Config, swarm: SavedSwarm | None, bound: 
         advertise=settings.advertise,
         peers=settings.peers,
         discovery=discovery,
-        remember_at=home.peers_file,
+        remember_at=peers_file,
         secret=swarm.secret if swarm is not None else None,
         relay=None if settings.relay else False,
         deny=settings.deny,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from app.api.supervisor import ApiHealth
 from app.config.file import Config
@@ -22,6 +23,7 @@ class NodeContext:
 
     identity: Identity
     home: Home
+    peers_file: Path  # where addresses of peers are remembered
     manifests: ManifestStore  # in the cache folder
     sequence: Sequence
     config: Callable[[], Config]  # the settings in force
@@ -30,7 +32,8 @@ class NodeContext:
     app_version: str
     changed: Callable[[], None]  # call it after a change of visible state
     note: Callable[[str, str], None]  # (kind, text): record an event for the user
-    remember: Callable[[SavedSwarm], Awaitable[None]]  # save a swarm in the home folder
+    remember: Callable[[SavedSwarm], Awaitable[None]]  # save a swarm in the home folder, as the active one
+    remember_aside: Callable[[SavedSwarm], Awaitable[None]]  # the same, and the active one stays
     count_reply: Callable[[int, Iterable[str]], None]  # count tokens that the user received through these peers
     pause_control: PauseControl
     api: ApiHealth

@@ -107,7 +107,7 @@ class NetworkOwner:
         self._authority = swarm.authority if swarm is not None else None
         network = Libp2pNetwork(
             self._context.identity,
-            network_config(self._context.home, self._context.config(), swarm, self._bound),
+            network_config(self._context.peers_file, self._context.config(), swarm, self._bound),
             is_valid_value=value_check(self._secret),
             on_handshake_failure=self._on_handshake_failure,
         )

@@ -11,6 +11,8 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -44,6 +46,7 @@ from app.node.network_owner import NetworkOwner
 from app.node.swarm_switcher import SwarmSwitcher
 from app.node.upkeep import Upkeep
 from app.node.views import NodeViews
+from app.node.visits import Visits
 from app.routing.trust import TrustBook
 from app.snapshot.views import (
     CourtesyView,
@@ -110,6 +113,7 @@ class Node:
         self._swarms.network_owner = self._network_owner = NetworkOwner(context)
         self._admissions = Admissions(home, self._identity, lambda: self._swarms.known, self._network_owner, self._note)
         self._upkeep = Upkeep(context, self._network_owner)
+        self._visits = Visits(context)
         self._views = NodeViews(self._identity.peer_id)
         self._nearby = NearbySwarms()
         self._stop_asked, self._network_closed = trio.Event(), trio.Event()
@@ -120,6 +124,7 @@ class Node:
         return NodeContext(
             identity=self._identity,
             home=self._home,
+            peers_file=self._home.peers_file,
             manifests=ManifestStore(self._cache),
             sequence=self._sequence,
             config=self.config,
@@ -129,6 +134,7 @@ class Node:
             changed=self.event_log.touch,
             note=self._note,
             remember=self._swarms.remember,
+            remember_aside=self._swarms.remember_aside,
             count_reply=lambda tokens, peers: self._upkeep.count_reply(tokens, peers),
             pause_control=self._pause_control,
             api=self._api_health,
@@ -158,6 +164,7 @@ class Node:
                     ("the update of figures", self._tick),
                     ("the pause timer", self._pause_control.run),
                     ("courtesy and statistics", self._upkeep.run),
+                    ("visits of other swarms", self._visits.run),
                 ):
                     nursery.start_soon(supervise, name, part)
                 nursery.start_soon(self._join_first_swarm, target)
@@ -181,6 +188,7 @@ class Node:
         """Leave the swarm while the API still reports it, then end the event streams, then the API."""
         self._say("draining", because("leaving", "leaving the swarm"))
         self._network_owner.close()
+        await self._visits.end()
         await self._network_closed.wait()
         self._say("stopping", because("left", "the node has left"))
         self.event_log.close()
@@ -287,6 +295,7 @@ class Node:
             ),
             peers=active_swarm.peers(network) if active_swarm is not None and network is not None else (),
             swarms=self._swarms.views(),
+            visit=self._visits.view(),
             requests=self._admissions.requests(),
         )
 
@@ -387,6 +396,7 @@ class Node:
 
         Unless `force`, this node stays where it is if no member of the other swarm answers.
         """
+        await self._visits.end()  # of the same swarm, perhaps
         return await self._swarms.join(target, force=force)
 
     async def leave(self, name: str) -> SwarmView:
@@ -419,11 +429,22 @@ class Node:
 
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
+        if request.swarm is not None:
+            return self._reply_of(request.swarm, request)
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.replies is None:
             raise AppError(NO_SWARM_TEXT, code="no_swarm")
         self._upkeep.use()
         return active_swarm.replies.reply(request)
+
+    async def _reply_of(self, target: str, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
+        """Yield the reply of the swarm that a name or an invite stands for."""
+        swarm, active_swarm = await self._swarms.find(target), self._network_owner.active_swarm
+        is_here = active_swarm is not None and active_swarm.swarm.id == swarm.id
+        events = self.reply(replace(request, swarm=None)) if is_here else self._visits.reply(swarm, request)
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def adapters(self) -> list[str]:
         """Name the adapters of this home that were trained for the active swarm's model."""

@@ -67,10 +67,8 @@ class SwarmSwitcher:
         raise the error.
         """
         async with self._switching:
+            swarm = await self.find(target)
             known = await trio.to_thread.run_sync(load, self._home)
-            swarm = target_swarm(known, target)
-            if isinstance(swarm, SwarmName):
-                swarm = await self.resolve(swarm)
             before = self.network_owner.active_swarm
             merged = known.joined(swarm).active
             assert merged is not None
@@ -113,11 +111,23 @@ class SwarmSwitcher:
 
     async def remember(self, swarm: SavedSwarm) -> None:
         """Save a swarm as the active one in the home folder; if that fails, record a problem and carry on."""
+        await self._save(swarm, SavedSwarms.joined)
+
+    async def remember_aside(self, swarm: SavedSwarm) -> None:
+        """Save a swarm in the home folder, and leave the active one as it is."""
+        await self._save(swarm, SavedSwarms.kept)
+
+    async def _save(self, swarm: SavedSwarm, change: Callable[[SavedSwarms, SavedSwarm], SavedSwarms]) -> None:
         try:
-            self.known = await trio.to_thread.run_sync(update, self._home, lambda known: known.joined(swarm))
+            self.known = await trio.to_thread.run_sync(update, self._home, lambda known: change(known, swarm))
         except HomeError as error:
-            self.known = self.known.joined(swarm)
+            self.known = change(self.known, swarm)
             self._note("problem", f"a restart will not know of {swarm}, which could not be saved: {error}")
+
+    async def find(self, target: str) -> SavedSwarm:
+        """Return the swarm that a name or an invite stands for, asking reachable peers about an unknown name."""
+        swarm = target_swarm(await trio.to_thread.run_sync(load, self._home), target)
+        return await self.resolve(swarm) if isinstance(swarm, SwarmName) else swarm
 
     async def resolve(self, wanted: SwarmName) -> SavedSwarm:
         """Ask reachable peers for a swarm by name; from a private swarm, over a temporary public network."""

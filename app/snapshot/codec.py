@@ -49,6 +49,7 @@ def status_facts(snapshot: Snapshot) -> dict[str, Any]:
         "guesses": to_json(snapshot.guesses),
         "today": to_json(snapshot.today),
         "ever": to_json(snapshot.ever),
+        "visit": snapshot.visit and to_json(snapshot.visit),
     }
     return {**{name: getattr(snapshot, name) for name in STATUS_FIELDS}, **given}
 

@@ -52,6 +52,18 @@ class SwarmView:
 
 
 @dataclass(frozen=True)
+class VisitView:
+    """Another swarm in which this node asks, while it hosts in its own."""
+
+    swarm: str
+    manifest: str
+    state: State
+    reason: str
+    model: str = ""
+    members: int = 0  # that are present
+
+
+@dataclass(frozen=True)
 class NetworkView:
     """This node's addresses, reachability and connections."""
 
@@ -399,5 +411,6 @@ class Snapshot:
     courtesy: CourtesyView = CourtesyView()
     steps: tuple[StepView, ...] = ()
     weights: WeightsView | None = None
+    visit: VisitView | None = None
     requests: tuple[GuestView, ...] = ()  # peers that ask to join with an invite of this node and wait for approval
     trained: tuple[TrainedView, ...] = ()  # jobs of any member that train blocks of this node now

@@ -118,6 +118,10 @@ class SavedSwarms:
         )
         return SavedSwarms(tuple(merged if old.id == swarm.id else old for old in self.swarms), swarm.id)
 
+    def kept(self, swarm: SavedSwarm) -> SavedSwarms:
+        """Return a copy with `swarm` saved, and the same one active as before."""
+        return replace(self.joined(swarm), active_id=self.active_id)
+
     def left(self, identifier: str) -> SavedSwarms:
         """Return a copy without the swarm of this id."""
         rest = tuple(swarm for swarm in self.swarms if swarm.id != identifier)

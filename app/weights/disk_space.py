@@ -43,7 +43,7 @@ class InUseMarker:
 
 @contextlib.contextmanager
 def claiming(cache: Path, name: str) -> Iterator[InUseMarker]:
-    """Protect parts from eviction while the context is open; `name` must be unique on this machine (the peer id)."""
+    """Protect parts from eviction while the context is open; `name` must be unique on this machine."""
     folder = cache / "in_use"
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

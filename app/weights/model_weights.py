@@ -65,7 +65,8 @@ class ModelWeights:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve parts to members and announce which are held here, until cancelled."""
         self.sharing.serve(self._network)
-        with claiming(self._cache, self._network.peer_id) as self._marker:
+        name = f"{self._network.peer_id}-{self._swarm.record.id[:16]}"
+        with claiming(self._cache, name) as self._marker:
             task_status.started()
             while True:
                 seen = self._news.version

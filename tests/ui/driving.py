@@ -53,6 +53,8 @@ class ScriptedNode(Client):
             if isinstance(self.jobs, AppError):
                 raise self.jobs
             return [to_json(job) for job in self.jobs]
+        if path == "/v1/models":
+            return {"data": [{"id": "reading-club"}, {"id": "reading-club+sonnets"}]}
         assert path == "/api/config"
         return [{"name": name, "value": value} for name, value in self.config.items()]
 

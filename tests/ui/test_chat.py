@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from app.core.errors import AppError
+from app.snapshot.views import SwarmView
 from tests.ui.driving import DrivenDashboard, ScriptedNode, driven, until
-from tests.ui.fixed import ME, PEERS
+from tests.ui.fixed import HEALTHY, ME, PEERS
 from tests.ui.rendering import text_of_screen
 from ui.screens.chat import Chat
 from ui.state.conversations import Conversations
@@ -279,5 +281,32 @@ def test_a_reply_says_what_it_waits_for_and_what_it_cost() -> None:
         await pilot.press("3")
         await say(app, pilot, node, *"why")
         await until(app, pilot, lambda: "read 12 tokens in 0.5 s" in text_of_screen(app))
+
+    driven(node, drive)
+
+
+def test_an_adapter_or_another_swarm_can_reply() -> None:
+    node = ScriptedNode()
+
+    async def choose(app: DrivenDashboard, pilot: Pilot[None], *keys: str) -> None:
+        await pilot.press("ctrl+g")
+        await until(app, pilot, lambda: "who replies?" in text_of_screen(app))
+        await pilot.press(*keys, "enter")
+        await until(app, pilot, lambda: isinstance(app.screen, Chat))
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(replace(HEALTHY, swarms=(*HEALTHY.swarms, SwarmView("birds", "ff" * 32, "birds#ffffffff"))))
+        await pilot.press("3")
+        await choose(app, pilot, "down")
+        assert "sonnets" in text_of_screen(app)
+        await say(app, pilot, node, *"why")
+        assert (node.chats[-1]["adapter"], "swarm" in node.chats[-1]) == ("sonnets", False)
+        await choose(app, pilot, "down", "down")
+        assert "birds#ffffffff" in text_of_screen(app)
+        await say(app, pilot, node, *"why")
+        assert (node.chats[-1]["swarm"], "adapter" in node.chats[-1]) == ("birds#ffffffff", False)
+        await choose(app, pilot)
+        await say(app, pilot, node, *"why")
+        assert not {"swarm", "adapter"} & node.chats[-1].keys()
 
     driven(node, drive)

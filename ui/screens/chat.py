@@ -31,11 +31,13 @@ from ui.state.conversations import (
     files_of,
 )
 from ui.state.reply_stream import (
+    Replier,
     ReplyPiece,
     ReplyProgress,
     ReplyThread,
     Sampling,
     read_text_file,
+    repliers,
     split_thinking,
     with_files,
 )
@@ -67,6 +69,7 @@ class Chat(MainScreen):
         Binding("ctrl+n", "new", "new", key_display="^n", priority=True),
         Binding("ctrl+l", "list", "list", key_display="^l", priority=True),
         Binding("ctrl+s", "sampling", "sampling", key_display="^s", priority=True),
+        Binding("ctrl+g", "replier", "who replies", key_display="^g", show=False, priority=True),
         Binding("ctrl+b", "branches", "versions", key_display="^b", priority=True),
         Binding("ctrl+f", "attach", "file", key_display="^f", priority=True),
         Binding("f1", "app.help", "help", key_display="F1"),
@@ -87,6 +90,7 @@ class Chat(MainScreen):
         self._text = ""
         self._route: list[dict[str, Any]] = []
         self.sampling = Sampling()
+        self._replier = Replier()
 
     def body(self) -> Iterable[Widget]:
         """Side column with conversations and sampling, main column with transcript, progress line and input."""
@@ -179,7 +183,7 @@ class Chat(MainScreen):
         listed.current = self._conversation.id if self._conversation is not None else None
         listed.show()
         side = self.query_one(SamplingPanel)
-        side.sampling = self.sampling
+        side.sampling, side.replier = self.sampling, self._replier
         last = self._messages[-1].figures if self._messages else {}
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
@@ -319,7 +323,7 @@ class Chat(MainScreen):
             await self.query_one(Transcript).finish({}, "not connected to a node")
             return
         self._text, self._route = "", []
-        request = self._sampling_here().request(messages)
+        request = self._sampling_here().request(messages) | self._replier.request()
         thread = ReplyThread(door.client, request, lambda piece: self._post_piece(thread, piece))
         self._thread = thread
         self.query_one(LiveLine).progress = ReplyProgress(self.store.now())
@@ -462,6 +466,28 @@ class Chat(MainScreen):
         if last is not None:
             self.app.copy_to_clipboard(split_thinking(last.content)[1] or last.content)
             self.dashboard.say("the reply is in the clipboard")
+
+    def action_replier(self) -> None:
+        """Choose who replies: the own swarm, it with an adapter, or another saved swarm."""
+        from ui.widgets.dialogs import Choice
+
+        known = self.store.snapshot
+        if known is None or known.swarm is None:
+            return
+        own, others = known.swarm, [swarm.pinned for swarm in known.swarms if not swarm.active]
+
+        def choose(answer: Any) -> None:
+            found = repliers([str(model["id"]) for model in answer["data"]], own, others)
+            options = [(str(number), one_line(words)) for number, (_, words) in enumerate(found)]
+
+            def chosen(number: str | None) -> None:
+                if number is not None:
+                    self._replier = found[int(number)][0]
+                    self._show_sides()
+
+            self.app.push_screen(Choice("who replies?", options, "ask them"), chosen)
+
+        self.dashboard.ask(lambda client: client.get("/v1/models"), choose)
 
     def action_sampling(self) -> None:
         """Open the form with the sampling settings."""

@@ -49,6 +49,28 @@ class Sampling:
         return {"messages": [*opening, *messages], **values}
 
 
+@dataclass(frozen=True)
+class Replier:
+    """Who replies in the chat: the own swarm, it with an adapter, or another swarm."""
+
+    swarm: str | None = None
+    adapter: str | None = None
+
+    def request(self) -> dict[str, str]:
+        """The fields of an `/api/chat` request that say so."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def repliers(models: Sequence[str], own: str, others: Sequence[str]) -> list[tuple[Replier, str]]:
+    """Return everybody who can reply, with words: the models that the node offers, then the other saved swarms."""
+    adapters = [name.removeprefix(f"{own}+") for name in models if name.startswith(f"{own}+")]
+    return [
+        (Replier(), own),
+        *((Replier(adapter=name), f"{own} with the adapter {name}") for name in adapters),
+        *((Replier(swarm=name), f"{name}, while this node goes on hosting in {own}") for name in others),
+    ]
+
+
 BOUNDS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, 100, "0 always takes the likeliest token; 0.7 is usual"),
     "top_p": (0.01, 1, "only the likeliest tokens that together have this probability"),

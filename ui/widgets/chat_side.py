@@ -21,7 +21,7 @@ from ui.draw.numbers import count, day_or_time
 from ui.draw.reply import readers_words
 from ui.draw.rows import Row, cell, row, wrap
 from ui.state.conversations import Branch, Conversation
-from ui.state.reply_stream import BOUNDS, Sampling, sampling_value
+from ui.state.reply_stream import BOUNDS, Replier, Sampling, sampling_value
 from ui.state.store import Store
 from ui.widgets.dialogs import Dialog, Question, key_line
 from ui.widgets.panel import Panel
@@ -123,8 +123,11 @@ class ConversationList(Panel):
 class SamplingPanel(Panel):
     """The sampling settings, the model, and who can read the chat."""
 
-    HELP = "Change these with ^s. Hops of the route can read the chat: use a private swarm for private chats."
+    HELP = (
+        "^s changes these, ^g who replies. Hops of the route can read the chat: for private chats use a private swarm."
+    )
     sampling = Sampling()
+    replier = Replier()
     hops: Sequence[Mapping[str, Any]] = ()  # of all replies of the conversation
 
     def title(self) -> Row:
@@ -135,9 +138,16 @@ class SamplingPanel(Panel):
         """The most used settings, and the API's address."""
         s = self.sampling
         known = self.store.snapshot
+        if self.replier.swarm is None:
+            model, context = ("", None) if known is None else (known.model, known.context_length)
+        else:
+            visit = None if known is None else known.visit
+            model, context = "" if visit is None else visit.model, None
+        choice = [("swarm", self.replier.swarm), ("adapter", self.replier.adapter)]
         facts = [
-            ("model", one_line(known.model) if known is not None and known.model else "—"),
-            ("context", f"{count(known.context_length)} tokens" if known is not None and known.context_length else "—"),
+            *((name, one_line(value)) for name, value in choice if value is not None),
+            ("model", one_line(model) if model else "—"),
+            ("context", f"{count(context)} tokens" if context else "—"),
             ("temp", f"{s.temperature:g}"),
             ("top-p", f"{s.top_p:g}"),
             ("max", f"{count(s.max_tokens)} tokens"),
