@@ -1,9 +1,9 @@
-"""The set-up script's decisions: which Python, what is missing to build, when to start over. The rest is `make`'s."""
+"""The set-up script's decisions: which Python, and when to start over. The rest is `make`'s."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,35 +36,9 @@ def test_python_versions(setup: ModuleType, version: tuple[int, int], fine: bool
             setup.check_python(version)
 
 
-@pytest.mark.parametrize(
-    ("compiler_says", "missing"),
-    [
-        ("probe.c:1:10: fatal error: Python.h: No such file or directory", "headers of this Python"),
-        ("probe.c:2:10: fatal error: gmp.h: No such file or directory", "GMP and its headers"),
-        ("/usr/bin/ld: cannot find -lgmp: No such file or directory", "GMP and its headers"),
-        ("", "the C compiler does not work"),
-    ],
-)
-def test_the_missing_part_is_named(setup: ModuleType, compiler_says: str, missing: str) -> None:
-    assert missing in setup.missing_part(compiler_says)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it warns, or needs no compiler")
-def test_no_compiler_stops_the_set_up_with_the_mend(setup: ModuleType) -> None:
-    with pytest.raises(setup.SetupError, match=r"no C compiler \(no-such-cc\)(.|\n)*apt-get install gcc libgmp-dev"):
-        setup.check_compiler({"CC": "no-such-cc", "PATH": os.environ["PATH"]})
-
-
-def test_homebrews_gmp_is_made_known_to_the_compiler(setup: ModuleType) -> None:
-    environment = setup.build_environment({"CPATH": "/mine"}, "/brew/gmp")
-    assert environment["CPATH"] == os.pathsep.join(["/brew/gmp/include", "/mine"])
-    assert environment["LIBRARY_PATH"] == "/brew/gmp/lib"
-    assert setup.build_environment({"A": "b"}, None) == {"A": "b"}
-
-
 def test_an_unfinished_environment_is_built_anew(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(setup, "run", lambda command, environment, complaint: commands.append(command))
+    monkeypatch.setattr(setup, "run", lambda command, complaint: commands.append(command))
     monkeypatch.setattr(setup, "venv_python", lambda: Path(sys.executable))
     setup.VENV.mkdir()
     setup.create_venv()
@@ -75,16 +49,31 @@ def test_an_unfinished_environment_is_built_anew(setup: ModuleType, monkeypatch:
 
 
 def test_a_failed_install_leaves_no_stamp(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(command: list[str], environment: object, complaint: str) -> None:
+    def fail(command: list[str], complaint: str) -> None:
         raise setup.SetupError(complaint)
 
     setup.VENV.mkdir()
     monkeypatch.setattr(setup, "run", fail)
     with pytest.raises(setup.SetupError, match="run the set-up again"):
-        setup.install({})
+        setup.install()
     assert not setup.STAMP.exists()
     assert setup.UNFINISHED.exists()
     monkeypatch.setattr(setup, "run", lambda *_: None)
-    setup.install({})
+    setup.install()
     assert setup.STAMP.exists()
     assert not setup.UNFINISHED.exists()
+
+
+def test_the_placeholder_has_what_libp2p_imports_and_every_use_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent / "fastecdsa"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastecdsa"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("libp2p.crypto.ecc", "libp2p.crypto.key_exchange"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.import_module(name)
+    ecc = importlib.import_module("libp2p.crypto.ecc")
+    assert Path(str(sys.modules["fastecdsa"].__file__)).is_relative_to(SCRIPT.parent)
+    with pytest.raises(NotImplementedError, match="ECDSA keys are not supported"):
+        ecc.create_new_key_pair("P-256")
+    for module in [module for name, module in sys.modules.items() if name.startswith("fastecdsa")]:
+        assert not hasattr(module, "__wrapped__")  # torch and inspect ask every module for such names

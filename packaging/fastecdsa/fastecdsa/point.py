@@ -1,0 +1,11 @@
+"""Every name of `fastecdsa.point` is absent."""
+
+from __future__ import annotations
+
+from fastecdsa import Absent
+
+
+def __getattr__(name: str) -> Absent:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Absent(f"fastecdsa.point.{name}")
