@@ -12,6 +12,7 @@ from app.core.errors import AppError, NoAdapter, RecordError, UsageError, reason
 from app.core.reasons import Reason, because
 from app.routing.route import NoRoute
 from engine.errors import EngineError
+from engine.text.output_form import ConstraintError
 from p2p.errors import P2PError
 
 PREFIX = "/v1"
@@ -57,6 +58,8 @@ def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
     why = reason_of(error)
     if isinstance(error, OpenAIError):
         return error.status, body(error.status, why, param=error.param)
+    if isinstance(error, ConstraintError):
+        return 400, body(400, why, param=error.field)
     if isinstance(error, NoRoute) and error.busy:
         return 429, body(429, why)
     status = next(status for kind, status in _STATUS if isinstance(error, kind))

@@ -6,6 +6,7 @@ An unsupported field that would change a reply is refused by name, unless its va
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from app.asker.reply_service import ReplyRequest
 from app.routing.route import MAX_PRIVATE_BLOCKS
+from engine.text.output_form import Constraint, ConstraintKind
 
 DEFAULT_MAX_TOKENS = 512
 _MAX_TEXT = 2**19
@@ -38,7 +40,6 @@ _CHAT_UNSUPPORTED: Unsupported = {
     **_COMMON_UNSUPPORTED,
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -91,7 +92,7 @@ def _without_unsupported(values: Any, unsupported: Unsupported) -> Any:
 
 
 class _OpenAIBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 
 
 class TextPart(_OpenAIBody):
@@ -141,6 +142,38 @@ class StreamOptions(_OpenAIBody):
         return _without_unsupported(values, {"include_obfuscation": (False,)})
 
 
+class JsonSchemaFormat(_OpenAIBody):
+    """A named JSON schema, as `response_format` states it; `strict` changes nothing, as every reply follows it."""
+
+    name: str = Field(default="", max_length=256)
+    description: str | None = Field(default=None, max_length=_MAX_TEXT)
+    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_OpenAIBody):
+    """The form of a reply: any text, a JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise PydanticCustomError("schema", "json_schema is missing")
+        return self
+
+
+class StructuredOutputs(_OpenAIBody):
+    """vLLM's other way to write the fields `guided_…`."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class _CompletionBody(_OpenAIBody):
     """Fields that chat and text completions share."""
 
@@ -163,6 +196,13 @@ class _CompletionBody(_OpenAIBody):
     min_p: float | None = Field(default=0.0, ge=0, le=1)
     repetition_penalty: float | None = Field(default=1.0, gt=0, le=10)
     private_blocks: int | None = Field(default=None, ge=0, le=MAX_PRIVATE_BLOCKS)
+    # The form of the reply, as OpenAI and vLLM name it; one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Accepted, without effect on a reply.
     user: str | None = Field(default=None, max_length=1024)
 
@@ -178,6 +218,36 @@ class _CompletionBody(_OpenAIBody):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options needs stream to be true")
         return self
+
+    @model_validator(mode="after")
+    def _check_one_constraint(self) -> _CompletionBody:
+        if len(fields := [one.field for one in self._constraints()]) > 1:
+            raise PydanticCustomError("constraints", "only one of {fields} can be used", {"fields": ", ".join(fields)})
+        return self
+
+    def _constraints(self) -> list[Constraint]:
+        """Return what the fields about the reply's form ask for."""
+        asked, other = self.response_format, self.structured_outputs
+        found: list[tuple[ConstraintKind, Any, str]] = [
+            ("json", self.guided_json, "guided_json"),
+            ("regex", self.guided_regex, "guided_regex"),
+            ("choice", self.guided_choice, "guided_choice"),
+            ("grammar", self.guided_grammar, "guided_grammar"),
+        ]
+        if other is not None:
+            schema = {"type": "object"} if other.json_object else other.json_
+            found += [
+                ("json", schema, "structured_outputs"),
+                ("regex", other.regex, "structured_outputs"),
+                ("choice", other.choice, "structured_outputs"),
+                ("grammar", other.grammar, "structured_outputs"),
+            ]
+        if asked is not None and asked.type == "json_object":
+            found.append(("json", {"type": "object"}, "response_format"))
+        if asked is not None and asked.type == "json_schema" and asked.json_schema is not None:
+            found.append(("json", asked.json_schema.schema_, "response_format"))
+        texts = ((kind, value if isinstance(value, str) else json.dumps(value), name) for kind, value, name in found)
+        return [Constraint(kind, text, name) for kind, text, name in texts if text != "null"]
 
     @property
     def token_limit(self) -> int | None:
@@ -202,6 +272,7 @@ class _CompletionBody(_OpenAIBody):
             "seed": (time.time_ns() if self.seed is None else self.seed) % 2**63,
             "stop": tuple(stop),
             "private_blocks": self.private_blocks,
+            "constraint": next(iter(self._constraints()), None),
         }
 
 

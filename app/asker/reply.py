@@ -225,6 +225,12 @@ class Reply:
         return None if missing is None else ReplyWaiting(missing.block, self._session.first_route_s)
 
     @property
+    def problem(self) -> Exception:
+        """The reason for the end of a reply that failed although the swarm carried it."""
+        problem: Exception = self._text.problem
+        return problem
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """Token ids of the prompt and of the reply so far."""
         return (*self._prompt_ids, *self.stats.token_ids)

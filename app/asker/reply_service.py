@@ -34,6 +34,7 @@ from app.swarm.records import Announcement
 from app.weights.draft_models import AUTO, OFF
 from app.weights.extents import WeightsError
 from engine.errors import EngineError
+from engine.text.output_form import Constraint
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -67,6 +68,7 @@ class ReplyRequest:
     stop: tuple[str, ...] = ()
     private_blocks: int | None = None  # at either end, if more than the setting says
     adapter: str | None = None  # name of an adapter of this home
+    constraint: Constraint | None = None  # on the reply's text
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class ReplyService:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
         self._follow_draft_setting()
-        settings = await self.device.run_apart(_settings, request)
+        settings = await self.device.run_apart(_settings, ends, request)
         prompt_ids = await self.device.run_apart(_prompt_ids, ends, request)
         pieces: list[str] = []
         route: Route = ()
@@ -250,6 +252,8 @@ class ReplyService:
                     notice = " ".join(reply.stats.notices[noticed:])
                     noticed = len(reply.stats.notices)
                     yield ReplyText(piece.text, None if before == route else route, notice)
+                if reply.stats.finish_reason == "failed":
+                    raise reply.problem
             # Behind the context: a reader that leaves with the last event must not cost the session its rest.
             yield ReplyDone("".join(pieces), reply.stats)
         finally:
@@ -361,10 +365,11 @@ def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:
     return ends.prompt_ids(request.messages) if request.prompt is None else ends.text_ids(request.prompt)
 
 
-def _settings(request: ReplyRequest) -> ReplySettings:
+def _settings(ends: SwarmEnds, request: ReplyRequest) -> ReplySettings:
     from engine.text.reply import ReplySettings
     from engine.text.sampler import Sampling
 
     r = request
     sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed)
-    return ReplySettings(r.max_tokens, sampling, r.stop)
+    grammar = None if r.constraint is None else ends.text.grammars.compile(r.constraint)
+    return ReplySettings(r.max_tokens, sampling, r.stop, grammar)

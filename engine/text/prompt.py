@@ -8,6 +8,7 @@ from dataclasses import replace
 from engine.errors import EngineError
 from engine.sources.base import ModelSource
 from engine.text.chat_template import ChatError, ChatTemplate
+from engine.text.constraint import GrammarCompiler
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ class ModelText:
         self._context_length = source.config.context_length
         eos_id = self.tokenizer.eos_id
         self._end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+        self.grammars = GrammarCompiler(self.tokenizer, source.config.vocab_size, self._end_ids)
 
     def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the token ids of a conversation, up to where the assistant's reply begins; raises `ChatError`.

@@ -56,6 +56,11 @@ class Tokenizer:
         """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def as_json(self) -> str:
+        """Return the rules in the form of a `tokenizer.json`."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
         # JSON can contain half a surrogate pair, which cannot be encoded: it becomes a replacement character.

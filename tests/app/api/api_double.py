@@ -40,18 +40,21 @@ from app.swarm.invite import Invite
 from app.system.doctor import Check
 from app.training.material import TrainingWish
 from app.training.swarm_jobs import JobForecast
+from engine.errors import EngineError
+from engine.text.output_form import ConstraintError
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
 SWARM = SwarmView("home", HASH, "home#abababab", active=True)
 INVITE = InviteView("1a2b3c4d", "open", 1, 2, 1, approve=True, waiting=(GuestView("12D3guest", "guest", 1),))
 # What a reply of so many tokens at most ends with.
-FAILURES: dict[int, AppError] = {
+FAILURES: dict[int, AppError | EngineError] = {
     1: AppError("no route: nobody serves block 3"),
     2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it"),
     3: NoRoute(3),
     4: NoRoute(3, busy=True),
     5: NoAdapter("no adapter is named pond: there are none yet"),
+    6: ConstraintError("guided_regex", "unclosed group"),
 }
 
 JOB = JobView(

@@ -11,6 +11,7 @@ import trio
 
 from app.api.client import Client
 from app.asker.reply_service import ReplyRequest
+from engine.text.output_form import Constraint
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
 CHAT: dict[str, Any] = {"model": "home", "messages": [{"role": "user", "content": "a b"}]}
@@ -133,7 +134,6 @@ async def test_what_is_asked_reaches_the_node() -> None:
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"store": True}, "store"),
@@ -187,6 +187,61 @@ async def test_errors_have_openais_form(
     assert (answer.status_code, error["code"]) == (status, code)
     assert words in error["message"]
     assert error["param"] == param or param is None
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ("json", '{"type": "object"}', "response_format")),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            ("json", json.dumps(SCHEMA), "response_format"),
+        ),
+        ({"guided_json": SCHEMA}, ("json", json.dumps(SCHEMA), "guided_json")),
+        ({"guided_json": "{}", "guided_regex": None}, ("json", "{}", "guided_json")),
+        ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, ("choice", '["a", "b"]', "guided_choice")),
+        ({"guided_grammar": 'root ::= "a"'}, ("grammar", 'root ::= "a"', "guided_grammar")),
+        ({"structured_outputs": {"regex": "b"}}, ("regex", "b", "structured_outputs")),
+    ],
+)
+async def test_the_form_of_a_reply_reaches_the_node(more: dict[str, Any], constraint: tuple[Any, ...] | None) -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+            assert (await post(client, path, {**body, **more})).status_code == 200
+    for _, request in node.asked:
+        assert isinstance(request, ReplyRequest)
+        assert request.constraint == (None if constraint is None else Constraint(*constraint))
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "only one of"),
+        ({"guided_choice": "a"}, "guided_choice"),
+        ({"max_tokens": 6}, "guided_regex"),  # the double's compiler refuses
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_wrong_form_is_refused_by_name(more: dict[str, Any], word: str, stream: bool) -> None:
+    async with running_api(DoubleNode()) as client:
+        answer = await post(client, "/v1/chat/completions", {**CHAT, **more, "stream": stream})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert word in error["message"]
+    assert error["param"] == "guided_regex" or "max_tokens" not in more
 
 
 async def test_images_and_tool_messages_are_refused_by_name() -> None:
