@@ -28,6 +28,8 @@ class ReplySettings:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()  # special tokens that appear in the text
+    logprobs: int | None = None  # so many likeliest tokens are told beside each token; None: no probabilities
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -42,15 +44,16 @@ class ReplyWriter:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Collection[int]
     ) -> None:
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream(shown=settings.shown)
         self._history = list(prompt_ids)
         self._settings = settings
-        self.max_tokens = settings.max_tokens
+        self.max_tokens, self.logprobs = settings.max_tokens, settings.logprobs
         self._end_ids = frozenset(end_ids)
         self._grammar = None if settings.grammar is None else settings.grammar.begin(self._end_ids)
         self._held = ""  # text that may be the beginning of a stop string
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.stop_string: str | None = None  # that ended the reply
 
     def choose(self, logits: Tensor) -> str:
         """Sample the next token from logits (vocab,) of the last position; return the text that can be shown now."""
@@ -121,11 +124,12 @@ class ReplyWriter:
     def _release(self, new: str) -> str:
         """Return the text to show: cut before a stop string, and without an end that might begin one."""
         text = self._held + new
-        found = [at for stop in self._settings.stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._settings.stop if (at := text.find(stop)) >= 0]
         if found:
+            at, self.stop_string = min(found)
             self.finish_reason = "stop"
             self._held = ""
-            return text[: min(found)]
+            return text[:at]
         held_chars = max((_overlap(text, stop) for stop in self._settings.stop), default=0)
         self._held = text[len(text) - held_chars :]
         return text[: len(text) - held_chars]

@@ -30,6 +30,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
 
     def __post_init__(self) -> None:
         checks = (
@@ -67,6 +68,8 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
             for row, request in zip(logits, requests, strict=True)
         ]
         logits = torch.stack(rows)
+    if any(request.settings.logit_bias for request in requests):
+        logits = logits + _bias(requests, logits)
     if any(request.allowed is not None for request in requests):
         logits = logits.masked_fill(~_allowed(requests, logits), -torch.inf)
     drawn = [row for row, request in enumerate(requests) if request.settings.temperature > 0]
@@ -77,6 +80,15 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     tokens = logits.argmax(dim=-1)
     tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
     return tokens
+
+
+def _bias(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
+    """Return what each row's settings add to its logits: (N, vocab)."""
+    added = torch.zeros(logits.shape)
+    for row, request in enumerate(requests):
+        for token, bias in request.settings.logit_bias:
+            added[row, token] = bias
+    return added.to(logits.device)
 
 
 def _allowed(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
