@@ -16,6 +16,7 @@ from engine.model.block import WeightOptions
 from engine.model.cuda_graphs import BATCHES
 from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.sources.base import ModelSource
+from engine.text.output_form import TokenLogprob
 from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.sampler import SampleRequest, Sampling, sample_rows
@@ -29,6 +30,7 @@ class Token(NamedTuple):
     text: str
     finish_reason: str | None
     embedding: bytes
+    logprob: TokenLogprob | None = None
 
 
 class TokenChoice(Protocol):
@@ -73,9 +75,13 @@ class SwarmEnds:
         """Return the token ids of a text to continue without a chat template; given ids are only checked."""
         if isinstance(text, str):
             return self.text.tokenizer.encode(text)
-        if not all(0 <= token_id < self.config.vocab_size for token_id in text):
-            raise EngineError(f"a token id is out of range: the model has {self.config.vocab_size} tokens, from 0")
+        self.check_ids(text)
         return list(text)
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raise `EngineError` if the model does not have one of these tokens."""
+        if not all(0 <= token_id < self.config.vocab_size for token_id in token_ids):
+            raise EngineError(f"a token id is out of range: the model has {self.config.vocab_size} tokens, from 0")
 
     def embed(self, token_ids: Sequence[int]) -> bytes:
         """Return the embeddings of these tokens, (N, hidden) in this node's wire format."""
@@ -98,7 +104,8 @@ class SwarmEnds:
         ]
         hidden = torch.cat([row.to(dtype) if dtype else row for row in rows]) if len(rows) > 1 else rows[0]
         requests = [request for choice in choices for request in choice.reply.requests(choice.guesses)]
-        tokens, embedded = self._sample(hidden, requests)
+        wanted = [choice.reply.logprobs for choice, count in zip(choices, counts, strict=True) for _ in range(count)]
+        tokens, embedded, logprobs = self._sample(hidden, requests, wanted)
         data = bytes(to_bytes(embedded, self.dtype))
         size, first = len(data) // len(tokens), 0
         chosen = []
@@ -109,7 +116,7 @@ class SwarmEnds:
             places = range(first, first + len(texts))
             chosen.append(
                 [
-                    Token(tokens[place], text, end, data[place * size : (place + 1) * size])
+                    Token(tokens[place], text, end, data[place * size : (place + 1) * size], logprobs[place])
                     for place, text, end in zip(places, texts, ends, strict=True)
                 ]
             )
@@ -117,8 +124,39 @@ class SwarmEnds:
         return chosen
 
     @torch.inference_mode()
-    def _sample(self, hidden: Tensor, requests: Sequence[SampleRequest]) -> tuple[list[int], Tensor]:
-        return self._ends.fetch(sample_rows(self._ends.logits(hidden), requests))
+    def _sample(
+        self, hidden: Tensor, requests: Sequence[SampleRequest], wanted: Sequence[int | None] = ()
+    ) -> tuple[list[int], Tensor, list[TokenLogprob | None]]:
+        """Return the tokens, their embeddings, and the probabilities of the rows that want them."""
+        logits = self._ends.logits(hidden)
+        tokens, embedded = self._ends.fetch(sample_rows(logits, requests))
+        return (
+            tokens,
+            embedded,
+            [
+                None if count is None else self._logprob(row, token, count)
+                for row, token, count in zip(logits, tokens, wanted or [None] * len(tokens), strict=True)
+            ],
+        )
+
+    def _logprob(self, logits: Tensor, token: int, count: int) -> TokenLogprob:
+        """Return the log probability of a token by its logits (vocab,), and the `count` likeliest tokens."""
+        values = logits.float().log_softmax(-1)
+        top = values.topk(count)
+        likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        read = self.text.tokenizer.token_bytes
+        return TokenLogprob(
+            token,
+            read(token),
+            float(values[token]),
+            tuple(TokenLogprob(index, read(index), value) for index, value in likeliest),
+        )
+
+    def mean(self, states: Sequence[HiddenState]) -> list[float]:
+        """Return the mean of hidden states, divided by its length: an embedding of the text."""
+        rows = [to_tensor([memoryview(state.data)], state.dtype, self.hidden_size).double() for state in states]
+        mean = torch.cat(rows).mean(dim=0)
+        return [float(value) for value in mean / mean.norm().clamp_min(1e-12)]
 
     def move(self, how: WeightOptions) -> None:
         """Move the head to another device; the wire format stays that of the start, which running sessions use.

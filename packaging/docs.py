@@ -21,7 +21,14 @@ sys.path.insert(0, str(ROOT))
 
 PACKAGES = ("app", "p2p", "engine", "ui")
 BEGIN, END = "<!-- `make docs` writes what follows -->\n", "<!-- end of what `make docs` writes -->\n"
-API_PREFIXES = {"routes.py": "/api", "openai.py": "/v1"}
+API_PREFIXES = {
+    "routes.py": "/control",
+    "openai.py": "/v1",
+    "tokens.py": "",
+    "anthropic.py": "/v1/messages",
+    "responses.py": "/v1/responses",
+    "ollama.py": "/api",
+}
 GENERATED = "<!-- Written by `make docs`; edit the code that it names instead. -->\n\n"
 # The modules whose docstring specifies something that other programs read or write.
 WIRES = (

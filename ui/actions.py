@@ -64,7 +64,7 @@ def pause(app: NodeApp, for_s: float | None = None) -> None:
     period = "" if for_s is None else f" for {duration(for_s)}"
 
     def sure() -> None:
-        app.ask(lambda client: client.post("/api/pause", {"for_s": for_s}), lambda _: app.say(f"paused{period}"))
+        app.ask(lambda client: client.post("/control/pause", {"for_s": for_s}), lambda _: app.say(f"paused{period}"))
 
     warning = loss_words(app.store, "you pause")
     if not warning and (served := _served_sessions(app)):
@@ -92,7 +92,7 @@ def _when_sure(app: NodeApp, words: str, warning: str, yes: str, then: Callable[
 def resume(app: NodeApp) -> None:
     """Host again."""
     words = "hosting resumes, unless a pause rule applies"
-    app.ask(lambda client: client.post("/api/resume", {}), lambda _: app.say(words))
+    app.ask(lambda client: client.post("/control/resume", {}), lambda _: app.say(words))
 
 
 def drain(app: NodeApp) -> None:
@@ -102,7 +102,7 @@ def drain(app: NodeApp) -> None:
     def answered(sure: bool | None) -> None:
         if sure:
             done = "draining: running sessions finish first"
-            app.ask(lambda client: client.post("/api/drain", {}), lambda _: app.say(done))
+            app.ask(lambda client: client.post("/control/drain", {}), lambda _: app.say(done))
 
     known = app.store.snapshot
     running = plural(known.sessions, "session") if known is not None and known.sessions else "no session"
@@ -145,7 +145,7 @@ def create(app: NodeApp) -> None:
     def named(name: str, model: str) -> None:
         app.say(f"creating {name}: the model is read first, which may take a while")
         body = {"name": name, "model": model, "private": False}
-        app.ask(lambda client: client.post("/api/create", body, timeout_s=3600.0), lambda it: _joined(app, it))
+        app.ask(lambda client: client.post("/control/create", body, timeout_s=3600.0), lambda it: _joined(app, it))
 
     app.push_screen(ModelBrowser(), modelled)
 
@@ -181,7 +181,7 @@ def _move(app: NodeApp, target: str, *, force: bool = False) -> None:
 
     def work(client: Client) -> Any:
         try:
-            return client.post("/api/join", {"target": target, "force": force})
+            return client.post("/control/join", {"target": target, "force": force})
         except AppError as error:
             if error.code != "no_member" or force:
                 raise
@@ -216,7 +216,7 @@ def leave_swarm(app: NodeApp) -> None:
 
     def answered(sure: bool | None) -> None:
         if sure:
-            app.ask(lambda client: client.post("/api/leave", {"name": name}), lambda _: app.say(f"left {name}"))
+            app.ask(lambda client: client.post("/control/leave", {"name": name}), lambda _: app.say(f"left {name}"))
 
     words = (
         f"Leave {one_line(name)}? Sessions move to other members; you need an invite to come back to a private swarm."
@@ -236,7 +236,7 @@ def stop_node(app: NodeApp, *, leave: bool = False) -> None:
 
     def answered(sure: bool | None) -> None:
         if sure:
-            app.ask(lambda client: client.post("/api/stop", {}), stopping)
+            app.ask(lambda client: client.post("/control/stop", {}), stopping)
 
     rest = "The dashboard closes too." if leave else "The dashboard stays open."
     words = f"Stop the node? Its sessions are handed over first. {rest}"

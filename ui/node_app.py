@@ -93,14 +93,14 @@ class NodeApp(App[None]):
     def check(
         self, field: str, found: Callable[[OfferView], None] = lambda offer: None
     ) -> Callable[[str, Callable[[], None], Callable[[str], None]], None]:
-        """A check of a `TextDialog` by the node: `field` is `target`, `name` or `model` of `/api/preview`."""
+        """A check of a `TextDialog` by the node: `field` is `target`, `name` or `model` of `/control/preview`."""
 
         def check(text: str, right: Callable[[], None], wrong: Callable[[str], None]) -> None:
             def answered(answer: Any) -> None:
                 found(offer_from(answer))
                 right()
 
-            self.ask(lambda client: client.post("/api/preview", {field: text}), answered, wrong)
+            self.ask(lambda client: client.post("/control/preview", {field: text}), answered, wrong)
 
         return check
 
@@ -119,7 +119,7 @@ class NodeApp(App[None]):
         def work(client: Client) -> Any:
             if change is not None:
                 client.set_config(*change)
-            return client.get("/api/config")
+            return client.get("/control/config")
 
         def from_file() -> Any:
             if door is None:

@@ -109,11 +109,11 @@ class Client:
 
     def snapshot(self) -> Snapshot:
         """Fetch the node's whole visible state."""
-        return snapshot_from(self.get("/api/snapshot"))
+        return snapshot_from(self.get("/control/snapshot"))
 
     def set_config(self, name: str, value: str | None) -> Any:
         """Change one setting; None resets it to its default."""
-        return self.put(f"/api/config/{quote(name, safe='')}", {"value": value})
+        return self.put(f"/control/config/{quote(name, safe='')}", {"value": value})
 
     def chat(
         self, request: dict[str, Any], *, silence_s: float = PATIENT_S, hangup: Hangup | None = None
@@ -122,7 +122,7 @@ class Client:
 
         Before the first piece, `{"waiting": …}` says for which block the reply waits.
         """
-        for line in self._lines("POST", "/api/chat", request, silence_s, hangup):
+        for line in self._lines("POST", "/control/chat", request, silence_s, hangup):
             piece: dict[str, Any] = json.loads(line)
             if "error" in piece:
                 raise _failure(200, line)
@@ -133,7 +133,7 @@ class Client:
 
     def events(self, *, silence_s: float = 60.0, hangup: Hangup | None = None) -> Iterator[Event]:
         """Yield the node's events until it stops; raises `NotRunning` after `silence_s` seconds without a byte."""
-        return _events(self._lines("GET", "/api/events", None, silence_s, hangup))
+        return _events(self._lines("GET", "/control/events", None, silence_s, hangup))
 
     def _lines(
         self, method: str, path: str, body: dict[str, Any] | None, silence_s: float, hangup: Hangup | None

@@ -86,6 +86,15 @@ class Control(Protocol):
     def reply(self, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Return the swarm's reply: its pieces, then its figures."""
 
+    async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
+        """Return the token ids of a request's prompt; `add_special` adds the model's special tokens to a text."""
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+
+    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+        """Return the embedding of a text, and its number of tokens."""
+
     async def adapters(self) -> list[str]:
         """Name the adapters of this home that were trained for the active swarm's model."""
 

@@ -1,7 +1,7 @@
-"""Errors as HTTP responses: a status, and a body of the form that OpenAI's clients expect (`app.api.openai_errors`).
+"""Errors as HTTP responses: a status, and a body in the form of the path's family (`app.api.error_forms`).
 
-The body's `code` is the stable name of the error, and `message` the one line that the command line prints. Under `/api`
-some errors have other statuses than under `/v1`, where clients retry by status.
+The body's `code` is the stable name of the error, and `message` the one line that the command line prints. Some errors
+have other statuses under `/control` than elsewhere, where clients retry by status.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from app.api import openai_errors
+from app.api import error_forms, openai_errors
 from app.core.errors import (
     AlreadyRunning,
     AppError,
@@ -32,9 +32,7 @@ from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.api")
 
-# Where Ollama's clients ask; `/api/chat` exists in both, with other fields.
-_OLLAMA_PATHS = frozenset({"/api/tags", "/api/generate", "/api/show", "/api/version", "/api/embed", "/api/embeddings"})
-
+CONTROL_PREFIX = "/control"
 # The first match counts, so a subclass stands before its base.
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (UsageError, 400),
@@ -60,50 +58,39 @@ def install(application: FastAPI) -> None:
 
 
 def status_of(error: Exception) -> int:
-    """Return the HTTP status for an `AppError`, `P2PError` or `EngineError` under `/api`."""
+    """Return the HTTP status for an `AppError`, `P2PError` or `EngineError` under `/control`."""
     return next(status for kind, status in _STATUS if isinstance(error, kind))
 
 
 def body_of(error: Exception) -> dict[str, Any]:
-    """Return the JSON body for an `AppError`, `P2PError` or `EngineError` under `/api`."""
+    """Return the JSON body for an `AppError`, `P2PError` or `EngineError` under `/control`."""
     return openai_errors.body(status_of(error), reason_of(error))
 
 
 def response_to(error: Exception) -> JSONResponse:
-    """Return the response for an `AppError`, `P2PError` or `EngineError` under `/api`."""
+    """Return the response for an `AppError`, `P2PError` or `EngineError` under `/control`."""
     return JSONResponse(body_of(error), status_of(error))
 
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:
-    return openai_errors.response_to(error) if openai_errors.is_openai(request.url.path) else response_to(error)
+    path = request.url.path
+    return response_to(error) if path.startswith(CONTROL_PREFIX) else error_forms.response_for(path, error)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    if openai_errors.is_openai(request.url.path):
-        return openai_errors.invalid(error.errors())
-    if request.url.path == "/api/chat" and isinstance(error.body, dict) and "model" in error.body:
-        return openai_errors.failure(400, because("bad_request", _not_ollama(request)), param="model")
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    why = because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}")
-    return openai_errors.failure(400, why, param=where or None)
+    why, param = openai_errors.invalid_reason(error.errors())
+    return error_forms.failure_for(request.url.path, 400, why, param=param)
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     code = "not_found" if error.status_code in (404, 405) else "bad_request"
     text = f"{request.method} {request.url.path}: {error.detail}"
-    if request.url.path in _OLLAMA_PATHS:
-        text = f"{text}; {_not_ollama(request)}"
-    return openai_errors.failure(error.status_code, because(code, text))
-
-
-def _not_ollama(request: Request) -> str:
-    return f"this is Shoal, not Ollama: choose OpenAI's API in your program, at http://{request.url.netloc}/v1"
+    return error_forms.failure_for(request.url.path, error.status_code, because(code, text))
 
 
 async def _internal(request: Request, error: Exception) -> JSONResponse:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     why = because("internal", f"internal error: {type(error).__name__}; the node's log says more")
-    return openai_errors.failure(500, why)
+    return error_forms.failure_for(request.url.path, 500, why)

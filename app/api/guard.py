@@ -11,13 +11,14 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
-from app.api import openai_errors
+from app.api import error_forms
+from app.config.file import Config
 from app.core.reasons import Reason, because
 
 Scope = MutableMapping[str, Any]
@@ -28,9 +29,15 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**20
 OPEN_PATHS = frozenset({"/", "/health", "/healthz"})
+REPLY_PREFIXES = (
+    "/v1/",
+    "/api/",
+    "/tokenize",
+    "/detokenize",
+)  # that `open_loopback` opens; none of them controls the node
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, PUT"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version, anthropic-beta"),
     (b"access-control-max-age", b"600"),
 )
 
@@ -38,19 +45,15 @@ _PREFLIGHT = (
 class Guard:
     """ASGI middleware that refuses requests that are not allowed, and passes the others on.
 
-    `everywhere` accepts any IP address as `Host`, for an API that listens on more than loopback. `origins` returns the
-    origins whose web pages may use the API, with the token.
+    `config` returns the settings in force: the origins whose web pages may use the API, with the token, and whether
+    programs of this machine may ask for replies without it. `everywhere` accepts any IP address as `Host`, for an API
+    that listens on more than loopback.
     """
 
     def __init__(
-        self,
-        application: Application,
-        token: str,
-        *,
-        everywhere: bool = False,
-        origins: Callable[[], Collection[str]] = tuple,
+        self, application: Application, token: str, config: Callable[[], Config], *, everywhere: bool = False
     ) -> None:
-        self._application, self._everywhere, self._origins = application, everywhere, origins
+        self._application, self._config, self._everywhere = application, config, everywhere
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,23 +67,26 @@ class Guard:
         headers = {name.lower(): value for name, value in scope["headers"]}
         allowed = self._allowed_origin(headers)
         send = send if allowed is None else _with_origin(send, allowed)
-        refusal = self._refusal(scope["path"], headers, allowed)
+        refusal = self._refusal(scope, headers, allowed)
         if allowed is not None and scope["method"] == "OPTIONS" and (refusal is None or refusal[0] == 401):
             private = [(b"access-control-allow-private-network", b"true")]  # for a page of a public site
             await send({"type": "http.response.start", "status": 204, "headers": [*_PREFLIGHT, *private]})
             await send({"type": "http.response.body", "body": b""})
         elif refusal is not None:
-            await _refuse(send, *refusal)
+            await _refuse(send, scope["path"], *refusal)
         else:
             await self._application(scope, _bounded(receive), send)
 
     def _allowed_origin(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Return the request's origin if the setting `api_origins` has it."""
         origin = headers.get(b"origin", b"")
-        return origin if origin.lower() in {one.encode() for one in self._origins()} else None
+        origins = self._config().settings.api_origins
+        return origin if origin.lower() in {one.encode() for one in origins} else None
 
-    def _refusal(self, path: str, headers: Mapping[bytes, bytes], allowed: bytes | None) -> tuple[int, Reason] | None:
-        host = headers.get(b"host", b"")
+    def _refusal(
+        self, scope: Scope, headers: Mapping[bytes, bytes], allowed: bytes | None
+    ) -> tuple[int, Reason] | None:
+        path, host = scope["path"], headers.get(b"host", b"")
         if not _is_this_machine(host, everywhere=self._everywhere):
             return 403, because("foreign_host", "the API must be addressed as 127.0.0.1 or localhost")
         if allowed is None and b"origin" in headers and headers[b"origin"].lower() != b"http://" + host.lower():
@@ -89,10 +95,21 @@ class Guard:
             return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         keys = (given if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
-        if not any(hmac.compare_digest(key, self._token) for key in keys):
+        if any(hmac.compare_digest(key, self._token) for key in keys):
+            return None
+        if not self._is_open(path, scope.get("client")):
             text = "the token is missing or wrong: it is in the file `token` of the home folder"
             return 401, because("wrong_token", text)
         return None
+
+    def _is_open(self, path: str, client: tuple[str, int] | None) -> bool:
+        """True if a program of this machine asks for a reply, and the setting `open_loopback` lets it."""
+        if not self._config().settings.open_loopback or not path.startswith(REPLY_PREFIXES) or client is None:
+            return False
+        try:
+            return ipaddress.ip_address(client[0]).is_loopback
+        except ValueError:
+            return False
 
 
 def _with_origin(send: Send, origin: bytes) -> Send:
@@ -130,8 +147,8 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-async def _refuse(send: Send, status: int, why: Reason) -> None:
-    body = json.dumps(openai_errors.body(status, why)).encode()
+async def _refuse(send: Send, path: str, status: int, why: Reason) -> None:
+    body = json.dumps(error_forms.body_for(path, status, why)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

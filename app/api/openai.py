@@ -1,31 +1,41 @@
-"""OpenAI's endpoint: `/v1/models`, `/v1/chat/completions`, `/v1/completions`, for clients that know nothing of Shoal.
+"""OpenAI's endpoint: models, chat and text completions, embeddings, for clients that know nothing of Shoal.
 
 The only model is the active swarm's, under the swarm's name; `SWARM+NAME` is the same model with the adapter NAME of
 this home. `app.api.openai_fields` checks the request's fields and `app.api.openai_errors` makes the error bodies. A
 stream's events are `data: JSON`, the last one `data: [DONE]`; a client that disconnects in the middle ends its session.
+Several replies to one request (`n`) are written side by side, but streamed one after the other.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
+import struct
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
 
 from app.api.control import Control
 from app.api.openai_errors import PREFIX, OpenAIError, response_to, status_and_body
-from app.api.openai_fields import ChatCompletion, TextCompletion
+from app.api.openai_fields import (
+    ChatCompletion,
+    EmbeddingsRequest,
+    TextCompletion,
+)
+from app.api.replies import WholeReply, ignored_fields, ignored_header, side_by_side
 from app.api.streaming import OUR_ERRORS, EventStream
-from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText, ReplyWaiting
+from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
 from app.snapshot.views import Snapshot
+from engine.text.output_form import ReplyPart, SaidText, ThoughtText, TokenLogprob
 
-Events = AsyncGenerator[ReplyEvent, None]
+Asked = ChatCompletion | TextCompletion
 
 
 def routes(control: Control) -> APIRouter:
@@ -45,7 +55,7 @@ def routes(control: Control) -> APIRouter:
     async def model(model: str) -> dict[str, Any]:
         """One model by name."""
         snapshot = control.snapshot()
-        adapter = _adapter_of(snapshot, model)
+        adapter = adapter_of(snapshot, model)
         if adapter is not None and adapter not in await control.adapters():
             raise OpenAIError(
                 f"unknown model {model[:80]!r}: no adapter of this name was trained for {snapshot.swarm!r}",
@@ -65,17 +75,44 @@ def routes(control: Control) -> APIRouter:
         """The continuation of a text, in OpenAI's form."""
         return _answer(control, asked, asked.request())
 
+    @router.post("/embeddings")
+    async def embeddings(asked: EmbeddingsRequest) -> JSONResponse:
+        """Embeddings of texts: the mean of the last block's outputs, scaled to length 1."""
+        check_plain(control, asked.model)
+        made = [await control.embed(prompt) for prompt in asked.prompts()]
+        data = [
+            {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
+            for index, (vector, _) in enumerate(made)
+        ]
+        count = sum(tokens for _, tokens in made)
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        answer = {"object": "list", "data": data, "model": asked.model, "usage": usage}
+        return JSONResponse(answer, headers=ignored_header(ignored_fields(asked)))
+
     return router
+
+
+def check_plain(control: Control, model: str | None) -> None:
+    """Raise `OpenAIError` unless a name is that of the swarm's model without an adapter, or missing."""
+    if model is not None and adapter_of(control.snapshot(), model) is not None:
+        raise OpenAIError("adapters have no embeddings or tokens of their own: name the model alone", param="model")
+
+
+def _encoded(vector: Sequence[float], form: str | None) -> list[float] | str:
+    if form != "base64":
+        return list(vector)
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def _answer(control: Control, asked: ChatCompletion | TextCompletion, request: ReplyRequest) -> Response:
     snapshot = control.snapshot()
-    request = replace(request, adapter=_adapter_of(snapshot, asked.model))
+    request = replace(request, adapter=adapter_of(snapshot, asked.model))
     form = _Chat.begin(snapshot, asked) if isinstance(asked, ChatCompletion) else _Text.begin(snapshot, asked)
-    events = control.reply(request)
+    headers = ignored_header(ignored_fields(asked))
     if asked.stream:
-        return EventStream(_events(events, form, usage=asked.wants_usage), "text/event-stream", response_to)
-    return EventStream(_whole(events, form), "application/json", response_to)
+        chunks = _events(control, request, form, asked)
+        return EventStream(chunks, "text/event-stream", response_to, headers)
+    return EventStream(_whole(control, request, form, asked), "application/json", response_to, headers)
 
 
 def _model(snapshot: Snapshot, adapter: str | None = None) -> dict[str, Any]:
@@ -90,7 +127,7 @@ def _model(snapshot: Snapshot, adapter: str | None = None) -> dict[str, Any]:
     }
 
 
-def _adapter_of(snapshot: Snapshot, wanted: str) -> str | None:
+def adapter_of(snapshot: Snapshot, wanted: str) -> str | None:
     """Return the adapter that a model's name asks for, None for the swarm's model alone; raises `OpenAIError`."""
     if snapshot.swarm is None:
         why = "this node is in no swarm: join one with `shoal join`, or create one with `shoal create`"
@@ -112,11 +149,15 @@ class _ReplyFormat:
     head: dict[str, Any]
     kind: str
     chunk_kind: str
+    echo: str = ""  # text before the reply
 
-    def whole(self, text: str, reason: str | None) -> dict[str, Any]:
+    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]:
         raise NotImplementedError
 
-    def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
+    def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+    def end(self, index: int, reason: str | None) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -136,13 +177,48 @@ class _Chat(_ReplyFormat):
     def begin(cls, snapshot: Snapshot, asked: ChatCompletion) -> _ReplyFormat:
         return cls(_head("chatcmpl", snapshot, asked.model), "chat.completion", "chat.completion.chunk")
 
-    def whole(self, text: str, reason: str | None) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]:
+        content = None if reply.calls and not reply.text else reply.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reply.thought:
+            message["reasoning_content"] = reply.thought
+        if reply.calls:
+            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in reply.calls]
+        logprobs = {"content": list(map(_chat_logprob, reply.logprobs)), "refusal": None} if reply.logprobs else None
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish_reason}
 
-    def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
-        delta = {**({"role": "assistant"} if first else {}), **({} if text is None else {"content": text})}
-        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]:
+        told = None if logprob is None else {"content": [_chat_logprob(logprob)], "refusal": None}
+        deltas = [_delta(part) for part in parts] or ([{"content": ""}] if told else [])
+        return [
+            {"index": index, "delta": delta, "logprobs": told if place == 0 else None, "finish_reason": None}
+            for place, delta in enumerate(deltas)
+        ]
+
+    def end(self, index: int, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+
+
+def _delta(part: ReplyPart) -> dict[str, Any]:
+    if isinstance(part, SaidText):
+        return {"content": part.text}
+    if isinstance(part, ThoughtText):
+        return {"reasoning_content": part.text}
+    if part.name is not None:
+        return {"tool_calls": [{"index": part.index, **_call(part.id, part.name, part.arguments)}]}
+    return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _chat_logprob(one: TokenLogprob) -> dict[str, Any]:
+    told = {"token": one.data.decode("utf-8", "replace"), "logprob": one.logprob, "bytes": list(one.data)}
+    return {
+        **told,
+        "top_logprobs": [{k: v for k, v in _chat_logprob(t).items() if k != "top_logprobs"} for t in one.top],
+    }
 
 
 class _Text(_ReplyFormat):
@@ -150,69 +226,136 @@ class _Text(_ReplyFormat):
     def begin(cls, snapshot: Snapshot, asked: TextCompletion) -> _ReplyFormat:
         return cls(_head("cmpl", snapshot, asked.model), "text_completion", "text_completion")
 
-    def whole(self, text: str, reason: str | None) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]:
+        return self._choice(index, self.echo + reply.text, reply.logprobs, reply.finish_reason)
 
-    def piece(self, text: str | None, reason: str | None = None, *, first: bool = False) -> dict[str, Any]:
-        return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
+    def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]:
+        text = "".join(part.text for part in parts if isinstance(part, SaidText))
+        return [self._choice(index, text, [] if logprob is None else [logprob], None)] if text or logprob else []
+
+    def end(self, index: int, reason: str | None) -> dict[str, Any]:
+        return self._choice(index, "", [], reason)
+
+    @staticmethod
+    def _choice(index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        told = _text_logprobs(logprobs) if logprobs else None
+        return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
 
 
-def _usage(stats: ReplyStats) -> dict[str, Any]:
-    prompt, completion = stats.prompt_tokens, len(stats.token_ids)
-    right = stats.accepted_tokens
+def _text_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    tokens = [one.data.decode("utf-8", "replace") for one in logprobs]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [one.logprob for one in logprobs],
+        "top_logprobs": [{t.data.decode("utf-8", "replace"): t.logprob for t in one.top} for one in logprobs],
+        "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+    }
+
+
+def usage_of(all_stats: Sequence[ReplyStats]) -> dict[str, Any]:
+    """Return the tokens of replies to one prompt."""
+    prompt, completion = all_stats[0].prompt_tokens, sum(len(stats.token_ids) for stats in all_stats)
+    right = sum(stats.accepted_tokens for stats in all_stats)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": all_stats[0].cached_tokens},
         "completion_tokens_details": {
             "accepted_prediction_tokens": right,
-            "rejected_prediction_tokens": stats.guessed_tokens - right,
+            "rejected_prediction_tokens": sum(stats.guessed_tokens for stats in all_stats) - right,
         },
     }
 
 
-async def _whole(events: Events, form: _ReplyFormat) -> AsyncGenerator[bytes, None]:
-    """Yield one JSON value once the reply is complete."""
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, ReplyDone):
-                choice = form.whole(event.text, event.stats.finish_reason)
-                answer = {**form.head, "object": form.kind, "choices": [choice], "usage": _usage(event.stats)}
-                yield json.dumps(answer, allow_nan=False).encode()
+def _numbered(request: ReplyRequest, count: int) -> list[ReplyRequest]:
+    """Return the requests of several replies to one prompt; each has a seed of its own."""
+    return [replace(request, seed=(request.seed + number) % 2**63) for number in range(count)]
 
 
-async def _events(events: Events, form: _ReplyFormat, *, usage: bool) -> AsyncGenerator[bytes, None]:
-    """Yield the reply as server-sent events; an error after the first one is the last.
+async def _echo(control: Control, request: ReplyRequest, form: _ReplyFormat, asked: Asked) -> _ReplyFormat:
+    """Return the form with the prompt's text, if the reply is to repeat it."""
+    if not isinstance(asked, TextCompletion) or not asked.echo:
+        return form
+    prompt = request.prompt or ""
+    return replace(form, echo=prompt if isinstance(prompt, str) else await control.detokenize(prompt))
+
+
+async def _whole(
+    control: Control, request: ReplyRequest, form: _ReplyFormat, asked: Asked
+) -> AsyncGenerator[bytes, None]:
+    """Yield one JSON value once all replies are complete; they are written side by side."""
+    form = await _echo(control, request, form, asked)
+    count = asked.n or 1
+    drawn = max(count, asked.best_of or 1) if isinstance(asked, TextCompletion) else count
+    replies = await side_by_side([control.reply(one) for one in _numbered(request, drawn)])
+    used = [reply.stats for reply in replies if reply.stats is not None]
+    if drawn > count:
+        replies = sorted(replies, key=_mean_logprob, reverse=True)[:count]
+    if isinstance(asked, TextCompletion) and asked.logprobs is None:
+        replies = [replace(reply, logprobs=[]) for reply in replies]
+    choices = [form.whole(index, reply) for index, reply in enumerate(replies)]
+    answer = {**form.head, "object": form.kind, "choices": choices, "usage": usage_of(used)}
+    yield json.dumps(answer, allow_nan=False).encode()
+
+
+def _mean_logprob(reply: WholeReply) -> float:
+    return sum(one.logprob for one in reply.logprobs) / max(len(reply.logprobs), 1)
+
+
+async def _events(
+    control: Control, request: ReplyRequest, form: _ReplyFormat, asked: Asked
+) -> AsyncGenerator[bytes, None]:
+    """Yield replies as server-sent events, one reply after the other; an error after the first event is the last.
 
     A wait for a block is a comment, which clients skip.
     """
+    usage = asked.wants_usage
     head = {**form.head, "object": form.chunk_kind, **({"usage": None} if usage else {})}
-    began = told = False  # the first piece was sent; anything was
-    async with aclosing(events):
-        try:
-            async for event in events:
-                if isinstance(event, ReplyWaiting):
-                    yield f": {event.text}\n\n".encode()
-                    told = True
-                    continue
-                if isinstance(event, ReplyText):
-                    if event.text or not began:
-                        yield _event({**head, "choices": [form.piece(event.text, first=not began)]})
-                    began = told = True
-                    continue
-                yield _event({**head, "choices": [form.piece(None, event.stats.finish_reason)]})
-                if usage:
-                    yield _event({**head, "choices": [], "usage": _usage(event.stats)})
-                yield b"data: [DONE]\n\n"
-        except OUR_ERRORS as error:
-            if not told:
-                raise
-            yield _event(status_and_body(error)[1])
+    told = False
+    used: list[ReplyStats] = []
+    try:
+        form = await _echo(control, request, form, asked)
+        for index, one in enumerate(_numbered(request, asked.n or 1)):
+            reply = WholeReply()
+            events = control.reply(one)
+            async with aclosing(events):
+                began = False
+                async for event in events:
+                    if isinstance(event, ReplyWaiting):
+                        yield f": {event.text}\n\n".encode()
+                        told = True
+                        continue
+                    if not began:
+                        for choice in _first(form, index):
+                            yield _event({**head, "choices": [choice]})
+                        began = told = True
+                    if isinstance(event, ReplyText):
+                        for choice in form.pieces(index, reply.add(event), event.logprob):
+                            yield _event({**head, "choices": [choice]})
+                        continue
+                    reply.stats = event.stats
+                    used.append(event.stats)
+                    yield _event({**head, "choices": [form.end(index, reply.finish_reason)]})
+        if usage:
+            yield _event({**head, "choices": [], "usage": usage_of(used)})
+        yield b"data: [DONE]\n\n"
+    except OUR_ERRORS as error:
+        if not told:
+            raise
+        yield _event(status_and_body(error)[1])
+
+
+def _first(form: _ReplyFormat, index: int) -> list[dict[str, Any]]:
+    """Return what stands before the first piece of a reply: the role, or the prompt that is repeated."""
+    if isinstance(form, _Chat):
+        role = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": role, "logprobs": None, "finish_reason": None}]
+    return form.pieces(index, [SaidText(form.echo)], None)
 
 
 def _event(value: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(value, allow_nan=False)}\n\n".encode()
 
 
-__all__ = ["PREFIX", "routes"]
+__all__ = ["PREFIX", "adapter_of", "check_plain", "routes", "usage_of"]

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's API, also under `/api`: `{"error": {"message", "type", "param", "code", …}}`."""
+"""Errors in the form of OpenAI's API, also under `/control`: `{"error": {"message", "type", "param", "code", …}}`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from app.core.errors import AppError, NoAdapter, RecordError, UsageError, reason
 from app.core.reasons import Reason, because
 from app.routing.route import NoRoute
 from engine.errors import EngineError
+from engine.text.output_form import ConstraintError
 from p2p.errors import P2PError
 
 PREFIX = "/v1"
@@ -34,13 +35,8 @@ class OpenAIError(AppError):
         self.status, self.param = status, param
 
 
-def is_openai(path: str) -> bool:
-    """True if this path belongs to OpenAI's endpoint, whose errors have OpenAI's form."""
-    return path == PREFIX or path.startswith(PREFIX + "/")
-
-
 def body(status: int, why: Reason, *, param: str | None = None) -> dict[str, Any]:
-    """Return the JSON body of a failure: OpenAI's fields, and `peers` and `next_step` as under `/api`."""
+    """Return the JSON body of a failure: OpenAI's fields, and `peers` and `next_step` as under `/control`."""
     kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     usual = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": " ".join(why.text.split()), "type": kind.get(status, usual), "param": param, "code": why.code}
@@ -52,15 +48,22 @@ def failure(status: int, why: Reason, *, param: str | None = None) -> JSONRespon
     return JSONResponse(body(status, why, param=param), status)
 
 
-def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and JSON body for an `AppError`, `P2PError` or `EngineError`."""
+def status_and_reason(error: Exception) -> tuple[int, Reason, str | None]:
+    """Return the HTTP status, the reason and the field for an `AppError`, `P2PError` or `EngineError`."""
     why = reason_of(error)
     if isinstance(error, OpenAIError):
-        return error.status, body(error.status, why, param=error.param)
+        return error.status, why, error.param
+    if isinstance(error, ConstraintError):
+        return 400, why, error.field
     if isinstance(error, NoRoute) and error.busy:
-        return 429, body(429, why)
-    status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    return status, body(status, why)
+        return 429, why, None
+    return next(status for kind, status in _STATUS if isinstance(error, kind)), why, None
+
+
+def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and JSON body for an `AppError`, `P2PError` or `EngineError`."""
+    status, why, param = status_and_reason(error)
+    return status, body(status, why, param=param)
 
 
 def response_to(error: Exception) -> JSONResponse:
@@ -69,15 +72,12 @@ def response_to(error: Exception) -> JSONResponse:
     return JSONResponse(content, status)
 
 
-def invalid(errors: Sequence[Any]) -> JSONResponse:
-    """Return the response to a request that failed validation; an unsupported field goes first and is named."""
+def invalid_reason(errors: Sequence[Any]) -> tuple[Reason, str | None]:
+    """Return why a request failed validation, and its field; an unsupported field goes first and is named."""
     first = next((error for error in errors if error["type"] == "unsupported"), errors[0])
     where = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "unsupported":
-        param = first["ctx"]["field"] if not where else where
+        param = first["ctx"].get("field") if not where else where
         text = first["msg"] if not where or first["msg"].startswith(where) else f"{where}: {first['msg']}"
-        return failure(400, because("unsupported_parameter", text), param=param)
-    if first["type"] == "extra_forbidden":
-        return failure(400, because("unsupported_parameter", f"{where} is not supported"), param=where)
-    why = because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}")
-    return failure(400, why, param=where or None)
+        return because("unsupported_parameter", text), param
+    return because("bad_request", f"the request's {where or 'body'} is wrong: {first['msg']}"), where or None

@@ -1,4 +1,4 @@
-"""The routes under `/api`, with `/healthz` and `/metrics`, and the application that holds all routes.
+"""The routes under `/control`, with `/healthz` and `/metrics`, and the application that holds all routes.
 
 Each route checks its request's body, calls one method of `Control`, and returns facts as JSON.
 """
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, FastAPI, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api import failures, openai
+from app.api import anthropic, failures, ollama, openai, responses, tokens
 from app.api.control import Control
+from app.api.error_forms import ANTHROPIC_PATH
 from app.api.events import stream
 from app.api.guard import Application, Guard
 from app.api.metrics import MEDIA_TYPE, exposition
+from app.api.response_store import ResponseStore
 from app.api.streaming import EventStream, json_lines
 from app.asker.reply_service import ReplyRequest
 from app.config.settings import SETTINGS
@@ -185,8 +187,13 @@ def _wish(request: JobRequest) -> TrainingWish:
     return wish_of(request.model_dump())
 
 
-def build_application(control: Control, token: str, version: str, *, everywhere: bool = False) -> Application:
-    """Return the whole API behind its `Guard`; `everywhere` is for an API that listens on more than loopback."""
+def build_application(
+    control: Control, token: str, version: str, *, everywhere: bool = False, store: ResponseStore | None = None
+) -> Application:
+    """Return the whole API behind its `Guard`; `everywhere` is for an API that listens on more than loopback.
+
+    Without a store, responses that a later one may continue are kept in memory.
+    """
     application = FastAPI(title="Shoal", version=version, redoc_url=None)
     failures.install(application)
 
@@ -212,11 +219,15 @@ def build_application(control: Control, token: str, version: str, *, everywhere:
         """Figures of the node for Prometheus."""
         return Response(exposition(control.snapshot()), media_type=MEDIA_TYPE)
 
-    application.include_router(_read_routes(control), prefix="/api")
-    application.include_router(_command_routes(control), prefix="/api")
-    application.include_router(_config_routes(control), prefix="/api")
+    application.include_router(_read_routes(control), prefix=failures.CONTROL_PREFIX)
+    application.include_router(_command_routes(control), prefix=failures.CONTROL_PREFIX)
+    application.include_router(_config_routes(control), prefix=failures.CONTROL_PREFIX)
     application.include_router(openai.routes(control), prefix=openai.PREFIX)
-    return Guard(application, token, everywhere=everywhere, origins=lambda: control.config().settings.api_origins)
+    application.include_router(tokens.routes(control))
+    application.include_router(anthropic.routes(control), prefix=ANTHROPIC_PATH)
+    application.include_router(responses.routes(control, store or ResponseStore(None)), prefix="/v1/responses")
+    application.include_router(ollama.routes(control, version), prefix="/api")
+    return Guard(application, token, control.config, everywhere=everywhere)
 
 
 def _read_routes(control: Control) -> APIRouter:

@@ -6,7 +6,7 @@ An error before the first piece gets an HTTP status of its own; a later one is r
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -33,8 +33,14 @@ class EventStream(Response):
     long as the rest of its work for a token, and the next token need not wait for it.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, error_response: ErrorResponse) -> None:
-        super().__init__(media_type=media_type, headers={"cache-control": "no-store"})
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        media_type: str,
+        error_response: ErrorResponse,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(media_type=media_type, headers={"cache-control": "no-store", **(headers or {})})
         del self.headers["content-length"]
         self._chunks, self._error_response = chunks, error_response
         self._failure: Exception | None = None  # of the generator

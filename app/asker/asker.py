@@ -23,7 +23,7 @@ import trio
 from app.asker.audit import Auditor
 from app.asker.drafting import Draft
 from app.asker.evidence import Deviation, precisions
-from app.asker.guessing import Guesser, GuessHistory
+from app.asker.guessing import MAX_GUESSES, Guesser, GuessHistory
 from app.asker.head_batcher import HeadBatcher
 from app.asker.kept_sessions import (
     KEEP_S,
@@ -164,11 +164,8 @@ class Asker:
 
         With an adapter, its hops compute every token with it. Raises `PromptTooLong`.
         """
+        self._check_length(prompt_ids)
         context = self._ends.context_length
-        if len(prompt_ids) >= context:
-            raise PromptTooLong(
-                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
-            )
         begin, text = trio.current_time(), self._ends.begin(prompt_ids, settings)
         request = self._route_request(min(len(prompt_ids) + max_tokens, context), len(prompt_ids), private_blocks)
         ref = None if adapter is None else adapter.ref
@@ -283,6 +280,28 @@ class Asker:
             SessionRoutes(self.planner, self._route_request(tokens, prompt_tokens)), tokens
         ) as session:
             yield session
+
+    async def hidden_states(self, token_ids: Sequence[int]) -> list[HiddenState]:
+        """Return the last block's output for each token of a text. Raises `PromptTooLong`.
+
+        Hops send outputs of the latest tokens only, so a few tokens go at a time, the later ones as guesses.
+        """
+        self._check_length(token_ids)
+        states: list[HiddenState] = []
+        async with self.session(len(token_ids), len(token_ids)) as session:
+            while len(states) < len(token_ids):
+                first = len(states)
+                guesses = token_ids[first + 1 : first + 1 + MAX_GUESSES]
+                frame = await session.advance(token_ids[first : first + 1], guesses=guesses)
+                states += hidden_states(frame)[: len(guesses) + 1]
+        return states
+
+    def _check_length(self, prompt_ids: Sequence[int]) -> None:
+        context = self._ends.context_length
+        if len(prompt_ids) >= context:
+            raise PromptTooLong(
+                f"the prompt has {len(prompt_ids)} tokens, but the model's context is {context}: shorten it"
+            )
 
     def stats(self) -> AskerStats:
         """Figures of replies under way, and totals."""

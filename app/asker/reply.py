@@ -25,6 +25,7 @@ from app.core.smoothing import Ewma
 from app.routing.route import LinkSeconds, Privacy, Route
 from app.session.adapter_index import AdapterRef
 from app.session.frame import DTYPE_NAMES, Frame
+from engine.text.output_form import ReplyPart, SaidText, TokenLogprob
 
 _SMOOTHING = 0.1
 
@@ -45,6 +46,7 @@ class ReplyStats:
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_string: str | None = None  # the one that ended the reply, if one did
     ttft_s: float | None = None
     tokens_per_s: float | None = None  # after the first token; None if there was only one
     recoveries: int = 0
@@ -66,6 +68,15 @@ class ReplyText:
     text: str
     route: Route | None = None
     notice: str = ""  # that the user should know, from this piece on
+    parts: tuple[ReplyPart, ...] | None = None  # the text split into text, thoughts and calls, if that was asked for
+    logprob: TokenLogprob | None = None  # of the piece's token, if that was asked for
+
+    @property
+    def read_parts(self) -> tuple[ReplyPart, ...]:
+        """The parts, or all of the text if it was not split."""
+        if self.parts is not None:
+            return self.parts
+        return (SaidText(self.text),) if self.text else ()
 
     def as_json(self) -> dict[str, Any]:
         """The piece as the API sends it."""
@@ -223,6 +234,18 @@ class Reply:
         """Return what the reply waits for before its first token; None once it can begin, or will fail."""
         missing = await self._session.missing_block()
         return None if missing is None else ReplyWaiting(missing.block, self._session.first_route_s)
+
+    @property
+    def problem(self) -> Exception:
+        """The reason for the end of a reply that failed although the swarm carried it."""
+        problem: Exception = self._text.problem
+        return problem
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply, if one did."""
+        found: str | None = self._text.stop_string
+        return found
 
     @property
     def tokens(self) -> tuple[int, ...]:

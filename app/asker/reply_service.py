@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import trio
 
@@ -34,6 +35,7 @@ from app.swarm.records import Announcement
 from app.weights.draft_models import AUTO, OFF
 from app.weights.extents import WeightsError
 from engine.errors import EngineError
+from engine.text.output_form import Constraint, ReplyPart, ToolUse
 
 if TYPE_CHECKING:
     from trio_typing import TaskStatus
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from engine.model.block import WeightOptions
     from engine.sources.base import ModelSource
     from engine.swarm_ends import SwarmEnds
+    from engine.text.prompt import PreparedChat
     from engine.text.reply import ReplySettings
 
 
@@ -55,7 +58,7 @@ FORECAST_TOKENS = 16  # shorter replies say nothing about a forecast
 class ReplyRequest:
     """A conversation, or a text to continue, and the sampling settings of the reply."""
 
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     prompt: str | tuple[int, ...] | None = None  # a text or its token ids, instead of the messages
     max_tokens: int = 512
     temperature: float = 0.7
@@ -68,6 +71,12 @@ class ReplyRequest:
     private_blocks: int | None = None  # at either end, if more than the setting says
     adapter: str | None = None  # name of an adapter of this home
     swarm: str | None = None  # name or invite of another swarm than the active one
+    constraint: Constraint | None = None  # on the reply's text
+    tools: ToolUse | None = None
+    is_read: bool = False  # split the reply into text, thoughts and tool calls
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # options of the chat template
+    logprobs: int | None = None  # so many likeliest tokens beside each token; None: no probabilities
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,8 +234,9 @@ class ReplyService:
         """Yield the pieces of a reply, and at last its figures. Raises `AppError` or `EngineError`."""
         ends, asker = await self._ready()
         self._follow_draft_setting()
-        settings = await self.device.run_apart(_settings, request)
-        prompt_ids = await self.device.run_apart(_prompt_ids, ends, request)
+        prepared = await self.device.run_apart(_prepared, ends, request)
+        settings = await self.device.run_apart(_settings, ends, request, prepared)
+        reader = prepared.reader if request.is_read else None
         pieces: list[str] = []
         route: Route = ()
         noticed = 0
@@ -235,7 +245,7 @@ class ReplyService:
             async with (
                 self._offered(request.adapter) as adapter,
                 asker.reply(
-                    prompt_ids,
+                    prepared.prompt_ids,
                     settings,
                     max_tokens=request.max_tokens,
                     private_blocks=request.private_blocks,
@@ -250,11 +260,43 @@ class ReplyService:
                     peers |= dict.fromkeys(hop.peer for hop in route)
                     notice = " ".join(reply.stats.notices[noticed:])
                     noticed = len(reply.stats.notices)
-                    yield ReplyText(piece.text, None if before == route else route, notice)
+                    parts: tuple[ReplyPart, ...] | None = None
+                    if reader is not None:
+                        parts = tuple(reader.feed(piece.text, last=piece.finish_reason is not None))
+                    changed = None if before == route else route
+                    yield ReplyText(piece.text, changed, notice, parts, piece.logprob)
+                reply.stats.stop_string = reply.stop_string
+                if reply.stats.finish_reason == "failed":
+                    raise reply.problem
             # Behind the context: a reader that leaves with the last event must not cost the session its rest.
             yield ReplyDone("".join(pieces), reply.stats)
         finally:
             self._count(len(pieces), list(peers))
+
+    async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
+        """Return the token ids of a request's prompt; `add_special` is for a text. Raises as `reply` does."""
+        ends, _ = await self._ready()
+        if isinstance(request.prompt, str) and not add_special:
+            return await self.device.run_apart(partial(ends.text.tokenizer.encode, add_special=False), request.prompt)
+        return (await self.device.run_apart(_prepared, ends, request)).prompt_ids
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included; raises `EngineError` if one is out of range."""
+        ends, _ = await self._ready()
+        ends.check_ids(token_ids)
+        return ends.text.tokenizer.decode(token_ids, skip_special=False)
+
+    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+        """Return the embedding of a text and its number of tokens: the mean of the last block's outputs, of length 1.
+
+        Raises `AppError` or `EngineError`.
+        """
+        ends, asker = await self._ready()
+        ids = await self.device.run_apart(ends.text_ids, prompt)
+        if not ids:
+            raise EngineError("the input is empty")
+        states = await asker.hidden_states(ids)
+        return await self.device.run(ends.mean, states), len(ids)
 
     @asynccontextmanager
     async def _offered(self, name: str | None) -> AsyncIterator[ReplyAdapter | None]:
@@ -358,14 +400,24 @@ def _cpu_ends() -> WeightOptions:
     return CPU_ENDS
 
 
-def _prompt_ids(ends: SwarmEnds, request: ReplyRequest) -> list[int]:
-    return ends.prompt_ids(request.messages) if request.prompt is None else ends.text_ids(request.prompt)
+def _prepared(ends: SwarmEnds, request: ReplyRequest) -> PreparedChat:
+    from engine.text.prompt import PreparedChat
+    from engine.text.tool_calls import ReplyReader
+
+    if request.prompt is not None:
+        ids = ends.text_ids(request.prompt)
+        return PreparedChat(ids, request.constraint, frozenset(), ReplyReader(None))
+    return ends.text.prepare(request.messages, request.tools, request.constraint, request.template_variables)
 
 
-def _settings(request: ReplyRequest) -> ReplySettings:
+def _settings(ends: SwarmEnds, request: ReplyRequest, prepared: PreparedChat) -> ReplySettings:
     from engine.text.reply import ReplySettings
     from engine.text.sampler import Sampling
 
     r = request
-    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed)
-    return ReplySettings(r.max_tokens, sampling, r.stop)
+    ends.check_ids([token for token, _ in r.logit_bias])
+    sampling = Sampling(r.temperature, r.top_k, r.top_p, r.min_p, r.repetition_penalty, r.seed, r.logit_bias)
+    constraint = prepared.constraint
+    grammar = None if constraint is None else ends.text.grammars.compile(constraint)
+    shown = prepared.shown if r.is_read else frozenset()
+    return ReplySettings(r.max_tokens, sampling, r.stop, grammar, shown, r.logprobs)

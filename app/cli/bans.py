@@ -91,7 +91,7 @@ def _members(home: Path) -> list[dict[str, Any]]:
     from app.api.client import running_client
 
     client = running_client(home)
-    return [] if client is None else client.get("/api/peers")
+    return [] if client is None else client.get("/control/peers")
 
 
 def peer_id_of_member(home: Path, text: str, others: list[dict[str, Any]], listed: list[str]) -> str:

@@ -63,7 +63,7 @@ def names_of(kind: str, home: Path) -> list[str]:
         from app.api.client import running_client
 
         client = running_client(home)
-        peers = [] if client is None else client.get("/api/peers")
+        peers = [] if client is None else client.get("/control/peers")
         return [safe_name(str(peer["name"]), str(peer["peer"])) for peer in peers]
     return list(MODELS)
 

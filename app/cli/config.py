@@ -67,7 +67,7 @@ def settings_facts(home: Path) -> list[dict[str, Any]]:
 
     client = running_client(home)
     if client is not None:
-        answer: list[dict[str, Any]] = client.get("/api/config")
+        answer: list[dict[str, Any]] = client.get("/control/config")
         return answer
     from app.config.file import load_config
     from app.config.home import Home

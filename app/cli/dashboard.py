@@ -87,7 +87,7 @@ class HomeConnector:
         return f"the node {'ended' if self._was_reached else 'did not start'}: {cause}"
 
     def settings(self) -> list[dict[str, Any]]:
-        """Return all settings of the home folder's file, as `/api/config` does; raises `ConfigError`."""
+        """Return all settings of the home folder's file, as `/control/config` does; raises `ConfigError`."""
         from app.config.file import load_config
         from app.config.home import Home
         from app.config.settings import SETTINGS

@@ -143,7 +143,7 @@ class DemoSwarm:
         first.start(memory_bytes, None)
         first.wait_ready()
         yield first
-        invite = str(first.client.post("/api/invite", {})["invite"])
+        invite = str(first.client.post("/control/invite", {})["invite"])
         for node in others:
             node.start(memory_bytes, invite)
         for node in others:
@@ -159,7 +159,7 @@ class DemoSwarm:
             time.sleep(0.1)
 
     def _sees_all(self, node: DemoNode) -> bool:
-        holders = [block["holders"] for block in node.client.get("/api/blocks")]
+        holders = [block["holders"] for block in node.client.get("/control/blocks")]
         return all(holders) and len({holder["peer"] for held in holders for holder in held}) == NODES
 
     def places(self) -> list[Place]:

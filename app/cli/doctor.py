@@ -80,7 +80,7 @@ def bundle(arguments: argparse.Namespace, facts: dict[str, Any]) -> list[str]:
         contents["settings"] = [config.facts(name) for name in SETTINGS]
         client = running_client(arguments.home)
         if client is not None:
-            contents["snapshot"] = client.get("/api/snapshot")
+            contents["snapshot"] = client.get("/control/snapshot")
     except AppError as error:
         contents["trouble"] = str(error)
     return write_bundle(arguments.bundle, home, contents)
@@ -151,7 +151,7 @@ def examine_network(folder: Path) -> Iterator[Check]:
     try:
         client = running_client(folder)
         if client is not None:
-            yield from (Check(**line) for line in client.get("/api/doctor"))
+            yield from (Check(**line) for line in client.get("/control/doctor"))
             return
         home = Home(folder)
         settings = load_config(home.config_file, os.environ).settings

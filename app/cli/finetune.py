@@ -91,7 +91,7 @@ def resume(job: Job, arguments: argparse.Namespace) -> int:
         from app.api.client import client_of
 
         client = client_of(arguments.home)
-        return _follow(client, client.post("/api/jobs/resume", {"job": job.record.id}), arguments)
+        return _follow(client, client.post("/control/jobs/resume", {"job": job.record.id}), arguments)
 
     from app.config.home import cache_folder
     from app.training import local_job
@@ -140,8 +140,8 @@ def _over_swarm(arguments: argparse.Namespace) -> int:
     order = _order(arguments)
     client = client_of(arguments.home)
     if arguments.dry_run:
-        return _show_forecast(client.post("/api/jobs/forecast", order), as_json=arguments.json)
-    job = client.post("/api/jobs", order)
+        return _show_forecast(client.post("/control/jobs/forecast", order), as_json=arguments.json)
+    job = client.post("/control/jobs", order)
     _warn_of_cuts(job["cut"], job["dropped"], arguments.length)
     return _follow(client, job, arguments)
 
@@ -158,9 +158,9 @@ def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace
         while facts["status"] == "running":
             if interrupted() and not asked:
                 asked = True
-                client.post("/api/jobs/pause", {"job": job_id})
+                client.post("/control/jobs/pause", {"job": job_id})
             time.sleep(_POLL_S)
-            facts = next(one for one in client.get("/api/jobs") if one["job"] == job_id)
+            facts = next(one for one in client.get("/control/jobs") if one["job"] == job_id)
             if facts["step"] != shown and facts["losses"]:
                 shown = facts["step"]
                 view.show(Progress(**{name: facts[name] for name in names}))

@@ -109,7 +109,7 @@ def _invites(home: Path) -> list[dict[str, Any]]:
 
     client = running_client(home)
     if client is not None:
-        answer: list[dict[str, Any]] = client.get("/api/invites")
+        answer: list[dict[str, Any]] = client.get("/control/invites")
         return answer
     from app.config.home import Home
     from app.joining.admission import invite_views
@@ -124,7 +124,7 @@ def _change(home: Path, action: str, which: str) -> dict[str, Any]:
     client = running_client(home)
     if client is not None:
         body = {"id": which} if action == "cancel" else {"peer": which}
-        answer: dict[str, Any] = client.post(f"/api/invites/{action}", body)
+        answer: dict[str, Any] = client.post(f"/control/invites/{action}", body)
         return answer
     from app.config.home import Home
     from app.joining import admission
@@ -140,7 +140,7 @@ def _revoked(home: Path) -> list[str]:
 
     client = running_client(home)
     if client is not None:
-        return list(client.get("/api/revoked")["revoked"])
+        return list(client.get("/control/revoked")["revoked"])
     from app.config.home import Home
     from app.joining.admission import revoked_here
     from p2p.identity import load_or_create
@@ -154,7 +154,7 @@ def _revoke(home: Path, peer: str, *, remove: bool) -> list[str]:
 
     client = running_client(home)
     if client is not None:
-        return list(client.post("/api/revoke", {"peer": peer, "remove": remove})["revoked"])
+        return list(client.post("/control/revoke", {"peer": peer, "remove": remove})["revoked"])
     from app.config.home import Home
     from app.joining.admission import revoke
     from p2p.identity import load_or_create

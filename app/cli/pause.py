@@ -27,12 +27,12 @@ def add_pause_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_pause(arguments: argparse.Namespace) -> int:
     """Move sessions to other members and free the memory; returns when that is done."""
-    return _pause_and_wait(arguments, "/api/pause", {"for_s": arguments.for_s})
+    return _pause_and_wait(arguments, "/control/pause", {"for_s": arguments.for_s})
 
 
 def run_drain(arguments: argparse.Namespace) -> int:
     """Wait for sessions to finish, then free the memory; returns when that is done."""
-    return _pause_and_wait(arguments, "/api/drain", {})
+    return _pause_and_wait(arguments, "/control/drain", {})
 
 
 def run_resume(arguments: argparse.Namespace) -> int:
@@ -40,11 +40,11 @@ def run_resume(arguments: argparse.Namespace) -> int:
     from app.api.client import client_of
 
     client = client_of(arguments.home)
-    courtesy = client.post("/api/resume", {})
+    courtesy = client.post("/control/resume", {})
     if arguments.json:
         print_json(courtesy)
     elif courtesy["paused"]:
-        print(f"still paused by a courtesy rule: {client.get('/api/status')['reason']}")
+        print(f"still paused by a courtesy rule: {client.get('/control/status')['reason']}")
     else:
         print("resumed")
     return 0
@@ -68,7 +68,7 @@ def stop_node(home: Path) -> None:
     from app.core.errors import AppError
     from p2p.platform import is_locked
 
-    client_of(home).post("/api/stop", {})
+    client_of(home).post("/control/stop", {})
     deadline = time.monotonic() + _STOP_S
     while is_locked(Home(home).lock_file):
         if time.monotonic() > deadline:

@@ -19,7 +19,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     if arguments.json and running_client(arguments.home) is None:
         print_json({"state": "stopped"})
         return 1
-    status = client_of(arguments.home).get("/api/status")
+    status = client_of(arguments.home).get("/control/status")
     if arguments.json:
         print_json({**status, **_history(arguments.home)})
         return 0
@@ -43,7 +43,7 @@ def run_peers(arguments: argparse.Namespace) -> int:
     from app.api.client import client_of
 
     client = client_of(arguments.home)
-    peers = client.get("/api/peers")
+    peers = client.get("/control/peers")
     if arguments.json:
         print_json(peers)
         return 0
@@ -58,7 +58,7 @@ def run_blocks(arguments: argparse.Namespace) -> int:
     """Print who hosts each block."""
     from app.api.client import client_of
 
-    blocks = client_of(arguments.home).get("/api/blocks")
+    blocks = client_of(arguments.home).get("/control/blocks")
     if arguments.json:
         print_json(blocks)
         return 0
@@ -83,7 +83,7 @@ def run_sessions(arguments: argparse.Namespace) -> int:
     """Print the open sessions: those of this node's user, and those served for others."""
     from app.api.client import client_of
 
-    sessions = client_of(arguments.home).get("/api/sessions")
+    sessions = client_of(arguments.home).get("/control/sessions")
     if arguments.json:
         print_json(sessions)
         return 0

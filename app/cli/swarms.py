@@ -79,7 +79,9 @@ def run_create(arguments: argparse.Namespace) -> int:
     if client is None:
         _print_offline(arguments, swarm, f"created {swarm}: {_BEFORE_START}")
     else:
-        _print_outcome(arguments, client.post("/api/join", {"target": f"{swarm.name}#{swarm.model_hash}"}), "created")
+        _print_outcome(
+            arguments, client.post("/control/join", {"target": f"{swarm.name}#{swarm.model_hash}"}), "created"
+        )
     return 0
 
 
@@ -93,7 +95,7 @@ def run_join(arguments: argparse.Namespace) -> int:
     target = read_target(arguments.target)
     client = running_client(arguments.home)
     if client is not None:
-        outcome = client.post("/api/join", {"target": target, "force": arguments.force})
+        outcome = client.post("/control/join", {"target": target, "force": arguments.force})
         _print_outcome(arguments, outcome if arguments.json else while_fetching(client, outcome), "joined")
         return STILL_TRYING if outcome["state"] == "joining" else 0
     from app.config.home import Home
@@ -113,7 +115,7 @@ def run_leave(arguments: argparse.Namespace) -> int:
     client = running_client(arguments.home)
     if client is not None:
         _warn_before_leaving(client, arguments)
-        left = client.post("/api/leave", {"name": arguments.name})
+        left = client.post("/control/leave", {"name": arguments.name})
     else:
         left = swarm_facts(leave_offline(Home.open(arguments.home), arguments.name), active=False)
     if arguments.json:
@@ -162,7 +164,7 @@ def run_invite(arguments: argparse.Namespace) -> int:
     wanted = {name: value for name, value in asked.items() if value is not None}
     client = running_client(arguments.home)
     if client is not None:
-        facts = client.post("/api/invite", {"name": arguments.name, **wanted})
+        facts = client.post("/control/invite", {"name": arguments.name, **wanted})
     else:
         limits = InviteLimits(**wanted) if wanted else None
         facts = invite_facts(invite_offline(Home.open(arguments.home), arguments.name, os.environ, limits))

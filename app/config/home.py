@@ -150,6 +150,12 @@ class Home:
         private=True,
         related=_sqlite_files("conversations.db"),
     )
+    responses_file = HomeFile(
+        "responses.db",
+        "responses of the last day, for `previous_response_id` (`app.api.response_store`)",
+        private=True,
+        related=_sqlite_files("responses.db"),
+    )
     lock_file = HomeFile(
         "node.lock", "locked by the running node until its process ends, however it ends", private=False
     )

@@ -222,6 +222,12 @@ class Settings:
     api_origins: tuple[str, ...] = _setting(
         "origins", (), "Web pages that may use the API, with its token, like http://localhost:3000.", live=True
     )
+    open_loopback: bool = _setting(
+        "flag",
+        False,
+        "Let programs of this machine ask for replies without a token, as Ollama does; control routes still need it.",
+        live=True,
+    )
     cache_limit: int | None = _setting(
         "size", None, "Most disk space for weights downloaded from peers; unset: all free space."
     )

@@ -23,10 +23,11 @@ from app.api import server
 from app.api.control import Joining
 from app.api.event_log import EventLog
 from app.api.guard import Application
+from app.api.response_store import ResponseStore
 from app.api.routes import build_application
 from app.api.supervisor import ApiHealth, ApiSupervisor
 from app.asker.reply import ReplyEvent
-from app.asker.reply_service import ReplyRequest
+from app.asker.reply_service import ReplyRequest, ReplyService
 from app.config.file import Config
 from app.config.home import Home, NodeInfo, api_token, read_sequence, remove_node_file, write_node_file, write_sequence
 from app.config.live import LiveSettings
@@ -182,7 +183,8 @@ class Node:
 
     def _application(self) -> Application:
         everywhere = not ip_address(self.config().settings.api_host).is_loopback
-        return build_application(self, api_token(self._home), self._version, everywhere=everywhere)
+        store = ResponseStore(self._home.responses_file)
+        return build_application(self, api_token(self._home), self._version, everywhere=everywhere, store=store)
 
     async def _shut_down(self, api: ApiSupervisor) -> None:
         """Leave the swarm while the API still reports it, then end the event streams, then the API."""
@@ -431,11 +433,26 @@ class Node:
         """Return the swarm's reply to a conversation; raises `AppError` if this node has not joined a swarm."""
         if request.swarm is not None:
             return self._reply_of(request.swarm, request)
+        return self._replies().reply(request)
+
+    async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
+        """Return the token ids of a request's prompt; raises as `reply` does."""
+        return await self._replies().tokenize(request, add_special=add_special)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids; raises as `reply` does."""
+        return await self._replies().detokenize(token_ids)
+
+    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+        """Return the embedding of a text and its number of tokens; raises as `reply` does."""
+        return await self._replies().embed(prompt)
+
+    def _replies(self) -> ReplyService:
         active_swarm = self._network_owner.active_swarm
         if active_swarm is None or active_swarm.replies is None:
             raise AppError(NO_SWARM_TEXT, code="no_swarm")
         self._upkeep.use()
-        return active_swarm.replies.reply(request)
+        return active_swarm.replies
 
     async def _reply_of(self, target: str, request: ReplyRequest) -> AsyncGenerator[ReplyEvent, None]:
         """Yield the reply of the swarm that a name or an invite stands for."""

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.errors import EngineError
 from engine.sources.base import ModelSource
 from engine.text.chat_template import ChatError, ChatTemplate
+from engine.text.constraint import GrammarCompiler
+from engine.text.output_form import Constraint, Tool, ToolUse
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.text.tokenizer import Tokenizer
+from engine.text.tool_calls import (
+    FALLBACK,
+    THINK,
+    ReplyReader,
+    call_constraint,
+    call_format,
+    marks_of,
+    messages_for,
+)
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation's prompt, the form of the reply to it, the special tokens that its reader sees, and the reader."""
+
+    prompt_ids: list[int]
+    constraint: Constraint | None
+    shown: frozenset[int]
+    reader: ReplyReader
 
 
 class ModelText:
@@ -18,23 +40,59 @@ class ModelText:
     def __init__(self, source: ModelSource) -> None:
         self.tokenizer = Tokenizer(source.tokenizer)
         self._template = ChatTemplate(source.tokenizer)
+        self.calls = call_format(source.tokenizer.chat_template)
         self._eos_text = source.tokenizer.eos_token
         self._context_length = source.config.context_length
         eos_id = self.tokenizer.eos_id
         self._end_ids = frozenset(source.config.eos_ids) | (frozenset() if eos_id is None else {eos_id})
+        self.grammars = GrammarCompiler(self.tokenizer, source.config.vocab_size, self._end_ids)
 
-    def prompt_ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, up to where the assistant's reply begins; raises `ChatError`.
 
         If the last message is the assistant's, the reply continues it: its text follows the template's beginning of a
         reply.
         """
-        if not messages or messages[-1].get("role") != "assistant":
-            return self.tokenizer.encode(self._template.render(messages), add_special=False)
+        return self.tokenizer.encode(self._prompt(messages), add_special=False)
+
+    def _prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        given = [tool.as_json() for tool in tools] if tools and self.calls is not FALLBACK else None
+        if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
+            return self._template.render(messages, tools=given, variables=variables)
         if len(messages) == 1:
             raise ChatError("a conversation cannot begin with the reply to continue: send a message of the user first")
-        text = self._template.render(messages[:-1]) + (messages[-1].get("content") or "")
-        return self.tokenizer.encode(text, add_special=False)
+        begun = self._template.render(messages[:-1], tools=given, variables=variables)
+        return begun + (messages[-1].get("content") or "")
+
+    def prepare(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        use: ToolUse | None = None,
+        answer: Constraint | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> PreparedChat:
+        """Return what a reply to a conversation needs: the prompt, the form of the reply, and how it is read.
+
+        Raises `ChatError` if the template refuses the conversation, `ConstraintError` if the form is wrong.
+        """
+        tools = () if use is None else use.tools
+        has_calls = bool(tools) or any(one.get("tool_calls") or one.get("role") == "tool" for one in messages)
+        whole = messages_for(self.calls, messages, tools) if has_calls else messages
+        prompt = self._prompt(whole, tools, variables)
+        thinking = prompt.rstrip().endswith(THINK)
+        form = None if use is None else self.calls
+        constraint = answer
+        if use is not None:
+            constraint = call_constraint(self.calls, use, self.tokenizer, thinking=thinking, answer=answer)
+        marks = map(self.tokenizer.token_id, marks_of(form))
+        shown = frozenset(index for index in marks if index is not None)
+        ids = self.tokenizer.encode(prompt, add_special=False)
+        return PreparedChat(ids, constraint, shown, ReplyReader(form, thinking=thinking))
 
     def conversation_pieces(self, messages: Sequence[Mapping[str, str]]) -> list[tuple[list[int], bool]]:
         """Return the tokens of a conversation in pieces, each with whether the assistant wrote it, end token included.

@@ -12,19 +12,24 @@ from typing import Literal
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.text.constraint import Grammar
+from engine.text.output_form import ConstraintError
 from engine.text.sampler import SampleRequest, Sampling, sample_rows
 from engine.text.tokenizer import Tokenizer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "failed"]
 
 
 @dataclass(frozen=True)
 class ReplySettings:
-    """Length, sampling and stop strings of a reply; raises `EngineError` for impossible values."""
+    """Length, sampling, stop strings and form of a reply; raises `EngineError` for impossible values."""
 
     max_tokens: int = 512
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    shown: frozenset[int] = frozenset()  # special tokens that appear in the text
+    logprobs: int | None = None  # so many likeliest tokens are told beside each token; None: no probabilities
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -39,14 +44,16 @@ class ReplyWriter:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], settings: ReplySettings, end_ids: Collection[int]
     ) -> None:
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream(shown=settings.shown)
         self._history = list(prompt_ids)
         self._settings = settings
-        self.max_tokens = settings.max_tokens
+        self.max_tokens, self.logprobs = settings.max_tokens, settings.logprobs
         self._end_ids = frozenset(end_ids)
+        self._grammar = None if settings.grammar is None else settings.grammar.begin(self._end_ids)
         self._held = ""  # text that may be the beginning of a stop string
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.stop_string: str | None = None  # that ended the reply
 
     def choose(self, logits: Tensor) -> str:
         """Sample the next token from logits (vocab,) of the last position; return the text that can be shown now."""
@@ -56,9 +63,13 @@ class ReplyWriter:
         """The requests to sample the next token, and the one after each guess as if all guesses up to it were right."""
         history, sampling = self._history, self._settings.sampling
         places = range(len(history), len(history) + len(guesses) + 1)
+        masks = [None] * len(places) if self._grammar is None else self._grammar.masks(guesses)
         if sampling.repetition_penalty == 1.0 or not guesses:  # nothing but the penalty looks at the history
-            return [SampleRequest(history, sampling, place) for place in places]
-        return [SampleRequest([*history, *guesses[: place - places.start]], sampling, place) for place in places]
+            return [SampleRequest(history, sampling, place, mask) for place, mask in zip(places, masks, strict=True)]
+        return [
+            SampleRequest([*history, *guesses[: place - places.start]], sampling, place, mask)
+            for place, mask in zip(places, masks, strict=True)
+        ]
 
     def accept_run(self, sampled: Sequence[int], guesses: Sequence[int]) -> list[str]:
         """Append sampled tokens, the first and those after guesses that were right; return the text of each.
@@ -76,16 +87,29 @@ class ReplyWriter:
     def accept(self, token: int) -> str:
         """Append a sampled token; return the text that can be shown now."""
         assert self.finish_reason is None, "the reply is finished"
+        if self.problem is not None:
+            self.finish_reason = "failed"
+            return self._finish()
         self._history.append(token)
         self.token_ids.append(token)
         if token in self._end_ids:
             self.finish_reason = "stop"
             return self._finish()
         text = self._release(self._stream.push(token))
+        if self._grammar is not None and self.finish_reason is None:
+            self._grammar.accept(token)
+            if self._grammar.is_complete:
+                self.finish_reason = "stop"
+                return text + self._finish()
         if self.finish_reason is None and len(self.token_ids) >= self._settings.max_tokens:
             self.finish_reason = "length"
             text += self._finish()
         return text
+
+    @property
+    def problem(self) -> ConstraintError | None:
+        """The reason why the reply failed: its grammar became too complex."""
+        return None if self._grammar is None else self._grammar.problem
 
     @property
     def last_token(self) -> int:
@@ -100,11 +124,12 @@ class ReplyWriter:
     def _release(self, new: str) -> str:
         """Return the text to show: cut before a stop string, and without an end that might begin one."""
         text = self._held + new
-        found = [at for stop in self._settings.stop if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._settings.stop if (at := text.find(stop)) >= 0]
         if found:
+            at, self.stop_string = min(found)
             self.finish_reason = "stop"
             self._held = ""
-            return text[: min(found)]
+            return text[:at]
         held_chars = max((_overlap(text, stop) for stop in self._settings.stop), default=0)
         self._held = text[len(text) - held_chars :]
         return text[: len(text) - held_chars]

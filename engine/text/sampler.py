@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
 
     def __post_init__(self) -> None:
         checks = (
@@ -49,6 +51,7 @@ class SampleRequest(NamedTuple):
     history: Sequence[int]
     settings: Sampling
     position: int
+    allowed: bytes | None = None  # one bit for each token that may be drawn; None: all may
 
 
 def sample(logits: Tensor, history: Sequence[int], settings: Sampling, position: int) -> int:
@@ -65,6 +68,10 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
             for row, request in zip(logits, requests, strict=True)
         ]
         logits = torch.stack(rows)
+    if any(request.settings.logit_bias for request in requests):
+        logits = logits + _bias(requests, logits)
+    if any(request.allowed is not None for request in requests):
+        logits = logits.masked_fill(~_allowed(requests, logits), -torch.inf)
     drawn = [row for row, request in enumerate(requests) if request.settings.temperature > 0]
     if not drawn:
         return logits.argmax(dim=-1)
@@ -73,6 +80,26 @@ def sample_rows(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
     tokens = logits.argmax(dim=-1)
     tokens[drawn] = _draw(logits[drawn], [requests[row] for row in drawn])
     return tokens
+
+
+def _bias(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
+    """Return what each row's settings add to its logits: (N, vocab)."""
+    added = torch.zeros(logits.shape)
+    for row, request in enumerate(requests):
+        for token, bias in request.settings.logit_bias:
+            added[row, token] = bias
+    return added.to(logits.device)
+
+
+def _allowed(requests: Sequence[SampleRequest], logits: Tensor) -> Tensor:
+    """Return which tokens each row may draw: (N, vocab) of bool, on the device of the logits."""
+    width = logits.shape[1]
+    allowed = np.ones((len(requests), width), np.bool_)
+    for row, request in enumerate(requests):
+        if request.allowed is not None:
+            bits = np.unpackbits(np.frombuffer(request.allowed, np.uint8), count=width, bitorder="little")
+            allowed[row] = bits.view(np.bool_)
+    return torch.from_numpy(allowed).to(logits.device)
 
 
 def _draw(logits: Tensor, requests: Sequence[SampleRequest], head: int = HEAD) -> Tensor:
@@ -100,6 +127,8 @@ def _draw(logits: Tensor, requests: Sequence[SampleRequest], head: int = HEAD) -
     if any(s.min_p > 0 for s in settings):
         likely = (probabilities >= min_p.float() * probabilities[:, :1]).sum(-1, keepdim=True)
         count = torch.minimum(count, likely)
+    if any(request.allowed is not None for request in requests):  # no rounding may reach a token that is not allowed
+        count = torch.minimum(count, (probabilities > 0).sum(-1, keepdim=True))
     last = count.clamp(1, probabilities.shape[1]) - 1
     draw = number * mass.gather(1, last)
     chosen = torch.minimum(torch.searchsorted(mass, draw, right=True), last)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
@@ -46,15 +46,23 @@ class Tokenizer:
         self._backend.no_truncation()
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.plain_added_ids = frozenset(added) - self.special_ids  # that appear in texts, such as `<think>`
         self.bos_id = None if spec.bos_token is None else self._backend.token_to_id(spec.bos_token)
         self.eos_id = None if spec.eos_token is None else self._backend.token_to_id(spec.eos_token)
         self._add_bos = spec.add_bos
-        self._make_stream = _stream_maker(json.loads(spec.tokenizer_json).get("decoder"))
+        decoder = json.loads(spec.tokenizer_json).get("decoder")
+        self._make_stream = _stream_maker(decoder)
+        self._is_byte_level = self._make_stream is _ByteLevelStream
 
     @property
     def vocab_size(self) -> int:
         """Number of token ids, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
+
+    def as_json(self) -> str:
+        """Return the rules in the form of a `tokenizer.json`."""
+        text: str = self._backend.to_str()
+        return text
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the ids of a text; `add_special` adds the model's special tokens, such as the begin marker."""
@@ -86,9 +94,19 @@ class Tokenizer:
         text: str | None = self._backend.id_to_token(token_id) if 0 <= token_id < 1 << 31 else None
         return text
 
-    def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return a new streaming decoder."""
-        hidden = self.special_ids if skip_special else frozenset()
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to a text; none if the id is unknown."""
+        token = self.token_text(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return _bytes_of(token)
+        byte = _fallback_byte(token)
+        return token.replace(_SPACE, " ").encode() if byte is None else bytes([byte])
+
+    def stream(self, *, skip_special: bool = True, shown: Collection[int] = ()) -> Detokenizer:
+        """Return a new streaming decoder; the special tokens of `shown` are never skipped."""
+        hidden = self.special_ids - frozenset(shown) if skip_special else frozenset()
 
         def spelling(token_id: int) -> str | None:
             return None if token_id in hidden else self.token_text(token_id)

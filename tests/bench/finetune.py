@@ -248,7 +248,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
                 "out": "facts", "data": str(data), "rank": RANK, "epochs": 16, "batch": 5, "length": 64, "rate": 1e-3,
                 "validation": 0.0,
             }  # fmt: skip
-            job = client.post("/api/jobs", order)
+            job = client.post("/control/jobs", order)
             busy: list[float] = []
             while (facts := _job(client, job["job"]))["status"] == "running":
                 if 4 <= facts["step"] < job["steps"] - 4 and len(busy) < 3:
@@ -275,7 +275,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
 
 
 def _job(client: Client, job: str) -> dict[str, Any]:
-    return next(one for one in client.get("/api/jobs") if one["job"] == job)
+    return next(one for one in client.get("/control/jobs") if one["job"] == job)
 
 
 def _reply(client: Client, question: str, tokens: int, more: dict[str, Any]) -> dict[str, Any]:

@@ -231,7 +231,7 @@ def measure(folder: Path, cap: int, mixed_s: float) -> dict[str, Any]:
             nodes.append(node)
             ready.append(seconds)
         client = client_of(places[0].home)
-        wait_until(lambda: all(block["holders"] for block in client.get("/api/blocks")), "every block is held")
+        wait_until(lambda: all(block["holders"] for block in client.get("/control/blocks")), "every block is held")
         figures |= {"ready_s": ready, "memory_mib": used_mib(nodes)}
         figures |= {f"swarm_{name}": value for name, value in speeds(client).items()}
         figures["loaded_memory_mib"] = used_mib(nodes)

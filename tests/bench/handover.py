@@ -53,16 +53,16 @@ def ask(client: Client, text: str, tokens: int, drained: list[Client] | None = N
         count += 1
         route = [hop["peer"] for hop in piece.get("route", ())] or route
         if count == AT and drained:
-            (victim,) = [node for node in drained if node.get("/api/status")["peer_id"] == route[-1]]
-            threading.Thread(target=victim.post, args=("/api/drain", {}), daemon=True).start()
+            (victim,) = [node for node in drained if node.get("/control/status")["peer_id"] == route[-1]]
+            threading.Thread(target=victim.post, args=("/control/drain", {}), daemon=True).start()
     raise AssertionError("a reply ends with its figures")
 
 
 def resume(swarm: BenchSwarm) -> None:
     """Let all nodes serve again."""
     for node in swarm.nodes:
-        node.post("/api/resume", {})
-    wait_until(lambda: all(node.get("/api/status")["state"] == "serving" for node in swarm.nodes), "all serve", 240)
+        node.post("/control/resume", {})
+    wait_until(lambda: all(node.get("/control/status")["state"] == "serving" for node in swarm.nodes), "all serve", 240)
 
 
 def measure(tokens: int) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def measure(tokens: int) -> dict[str, Any]:
         open_bench_swarm(Path(folder), cache_folder(), "starter", nodes=3, memory=MEMORY, spans=SPANS) as swarm,
     ):
         place = Place(Path(folder) / "reader", cache_folder())
-        invite = str(swarm.client.post("/api/invite", {})["invite"])
+        invite = str(swarm.client.post("/control/invite", {})["invite"])
         variables = {"SHOAL_INVITE": invite, "SHOAL_KEEP_SESSIONS": "0", "SHOAL_DRAFT": "off"}
         swarm.client.set_config("draft", "off")
         with Serving(place, "--discovery=invite", program=("-c", READS_AGAIN), **variables) as reader:

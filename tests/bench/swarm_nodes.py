@@ -75,7 +75,7 @@ class BenchSwarm:
 
     def spans(self) -> list[tuple[int, int]]:
         """What each node holds."""
-        statuses = [node.get("/api/status") for node in self.nodes]
+        statuses = [node.get("/control/status") for node in self.nodes]
         return sorted((status["start"], status["stop"]) for status in statuses)
 
 
@@ -126,7 +126,7 @@ def open_bench_swarm(
 
 def _covered(client: Client, nodes: int) -> bool:
     """Whether every block is held and every node serves."""
-    holders = [block["holders"] for block in client.get("/api/blocks")]
+    holders = [block["holders"] for block in client.get("/control/blocks")]
     return all(holders) and len({holder["peer"] for block in holders for holder in block}) == nodes
 
 

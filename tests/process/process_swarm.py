@@ -58,7 +58,7 @@ class Node:
 
     def facts(self) -> dict[str, Any]:
         """What it says of itself."""
-        status: dict[str, Any] = client_of(self.place.home).get("/api/status")
+        status: dict[str, Any] = client_of(self.place.home).get("/control/status")
         return status
 
     def sessions(self) -> int:
@@ -105,14 +105,14 @@ class ProcessSwarm:
 
     def invite(self) -> str:
         """A way in, through the asker."""
-        return str(self.client.post("/api/invite", {})["invite"])
+        return str(self.client.post("/control/invite", {})["invite"])
 
     def wait_covered(self, holders: int) -> None:
         """Wait until the asker knows of so many holders of every block."""
         wait_until(lambda: self._least_held() >= holders, f"every block has {holders} holders")
 
     def _least_held(self) -> int:
-        blocks = self.client.get("/api/blocks")
+        blocks = self.client.get("/control/blocks")
         return min((len(block["holders"]) for block in blocks), default=0)
 
     def chat(self, text: str, tokens: int, each: Each | None = None, *, silence_s: float = 60.0) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from tests.process.node_process import Place, Serving
 
 def fuzz_serving(client: Client, examples: int) -> None:
     """All that leaves a node serving; not a single answer says that it could not."""
-    fuzz(client, examples, well, {ENDLESS, "/api/stop", *MOVING})
-    assert client.get("/api/status")["state"] == "serving"
+    fuzz(client, examples, well, {ENDLESS, "/control/stop", *MOVING})
+    assert client.get("/control/status")["state"] == "serving"
 
 
 def fuzz_moving(client: Client, examples: int) -> None:
     """All that sends a node elsewhere or lets it rest."""
     fuzz(client, examples, well, {path for _, path in operations(client)} - MOVING, LOOKING_S)
-    client.post("/api/resume", {})
+    client.post("/control/resume", {})
     assert client.get("/healthz") == {"ok": True}
 
 

@@ -81,7 +81,7 @@ def test_a_job_goes_on_after_its_owner_died(folder: Path, hosts: list[Serving], 
         node.ready()
         here = node.place
         order = {"out": "again", "data": str(data), "rank": 4, "batch": 1, "rate": 1e-3, "validation": 0.0}
-        client_of(here.home).post("/api/jobs", order)
+        client_of(here.home).post("/control/jobs", order)
         wait_until(lambda: job_named(here, "again")["step"] >= 12, "some steps are done")
         trained = [client_of(host.place.home).snapshot().trained for host in hosts]
         own = client_of(here.home).snapshot().peer_id
@@ -123,7 +123,7 @@ def check_replies(here: Place) -> None:
 
 def job_named(place: Place, out: str) -> Any:
     """What the node says of a job; quicker than a command."""
-    return next(job for job in client_of(place.home).get("/api/jobs") if job["out"] == out)
+    return next(job for job in client_of(place.home).get("/control/jobs") if job["out"] == out)
 
 
 def job_on_disk(folder: Path, out: str) -> Any:

@@ -37,22 +37,22 @@ def test_an_invite_is_used_once_approved_and_revoked(tmp_path: Path) -> None:
         assert (joined.status, joined.err) == (0, "")
         wait_until(lambda: members(creator) == {guest_id}, "the guest is a member")
         with pytest.raises(AppError, match="the invite was used already") as used:
-            other.post("/api/join", {"target": made.out})
+            other.post("/control/join", {"target": made.out})
         assert (used.value.code, other.snapshot().state, other.snapshot().swarms) == ("invite_used", "idle", ())
         with pytest.raises(AppError, match="may not invite"):
-            guest.post("/api/invite", {})
+            guest.post("/control/invite", {})
         # The next one has to be let in.
-        line = creator.post("/api/invite", {"approve": True, "delegate": True})["invite"]
+        line = creator.post("/control/invite", {"approve": True, "delegate": True})["invite"]
         asked = places[2].shoal("join", "-", text=line)
         assert (asked.status, "has to let this node in" in asked.out) == (STILL_TRYING, True)
         assert [request.name for request in creator.snapshot().requests] == ["other"]
         assert "asks     " in places[0].shoal("invites").out
         assert places[0].shoal("invites", "approve", "other").status == 0
         wait_until(lambda: other_id in members(creator), "the other one is a member")
-        assert other.post("/api/invite", {})["limits"]["delegate"] is False
+        assert other.post("/control/invite", {})["limits"]["delegate"] is False
         # And out again.
         assert places[0].shoal("revoke", "guest").status == 0
-        assert creator.get("/api/revoked") == {"revoked": [guest_id]}
+        assert creator.get("/control/revoked") == {"revoked": [guest_id]}
         wait_until(lambda: guest_id not in members(creator) | members(other), "the guest is out")
         wait_until(lambda: guest.snapshot().warning is not None, "the guest knows it")
         warning = guest.snapshot().warning

@@ -94,7 +94,7 @@ def test_status_and_node_file(founder: Serving) -> None:
     [swarm] = founder.place.facts("swarms")
     assert (swarm["name"], swarm["manifest"], swarm["active"]) == ("home", status["manifest"], True)
     assert founder.place.facts("id") == {"peer_id": node["peer_id"]}
-    assert {check["status"] for check in client(founder).get("/api/doctor")} <= {"ok", "warn", "skip"}
+    assert {check["status"] for check in client(founder).get("/control/doctor")} <= {"ok", "warn", "skip"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of loaded libraries")
@@ -149,7 +149,7 @@ def test_a_wrong_secret_is_refused_at_once(private_founder: Serving, guest: Serv
     api = client(guest)
     began = time.monotonic()
     with pytest.raises(AppError, match="has another swarm secret, or none; ask a member"):
-        api.post("/api/join", {"target": str(wrong)})
+        api.post("/control/join", {"target": str(wrong)})
     assert time.monotonic() - began < 2.0
     snapshot = api.snapshot()
     assert (snapshot.state, snapshot.swarms) == ("idle", ())

@@ -63,7 +63,7 @@ def test_a_node_in_no_swarm_is_told_of_one_nearby_by_mdns_alone(tmp_path: Path, 
     api, found = client_of(looker.place.home), list[OfferView]()
 
     def look() -> bool:
-        offers = prospects_from(api.get("/api/prospects", timeout_s=PATIENCE_S)).offers
+        offers = prospects_from(api.get("/control/prospects", timeout_s=PATIENCE_S)).offers
         found[:] = [offer for offer in offers if offer.target.startswith(f"{name}#")]
         return bool(found)
 

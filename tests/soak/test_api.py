@@ -10,7 +10,7 @@ from app.api.client import client_of
 from tests.app.api.test_fuzz import api_in_thread, foreseen, fuzz
 from tests.process.node_process import Place, Serving
 from tests.process.test_api_fuzz import fuzz_moving, fuzz_serving
-from tests.process.test_openai_client import check_nothing_leaks, swarm
+from tests.process.test_official_clients import check_nothing_leaks, swarm
 
 __all__ = ["swarm"]
 

@@ -151,7 +151,7 @@ def chat_for(
 
 def plan(swarm: ProcessSwarm, folder: Path) -> Path:
     """What the attackers must know, in a file."""
-    status = swarm.client.get("/api/status")
+    status = swarm.client.get("/control/status")
     victims = [
         {
             "peer": node.peer,

@@ -40,32 +40,32 @@ class ScriptedNode(Client):
         self.reply: list[dict[str, Any] | AppError] = [{"text": "Because."}]  # pieces; an `AppError` is raised
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
-        if path == "/api/prospects":
+        if path == "/control/prospects":
             if isinstance(self.prospects, AppError):
                 raise self.prospects
             return to_json(self.prospects)
-        if path.startswith("/api/models"):
+        if path.startswith("/control/models"):
             self.asked.append(path)
             here = ModelView("/m/llama.gguf", "llama", 16 * GB, "GGUF", True)
             there = ModelView("org/qwen", "org/qwen")
             return [to_json(there if "search" in path else here)]
-        if path == "/api/jobs":
+        if path == "/control/jobs":
             if isinstance(self.jobs, AppError):
                 raise self.jobs
             return [to_json(job) for job in self.jobs]
         if path == "/v1/models":
             return {"data": [{"id": "reading-club"}, {"id": "reading-club+sonnets"}]}
-        assert path == "/api/config"
+        assert path == "/control/config"
         return [{"name": name, "value": value} for name, value in self.config.items()]
 
     def post(self, path: str, body: dict[str, Any], *, timeout_s: float = 1.0) -> Any:
-        if path == "/api/preview":
+        if path == "/control/preview":
             return to_json(self._preview(**body))
         named = (body[name] for name in ("target", "model", "peer", "job") if body.get(name))
         self.asked.append(f"{path} {next(named, '')}".strip())
-        if path.startswith("/api/jobs/"):
+        if path.startswith("/control/jobs/"):
             return to_json(self._act_on_job(path.rpartition("/")[2], body["job"]))
-        if path == "/api/invite":
+        if path == "/control/invite":
             limits = {
                 "id": "1a2b3c4d",
                 "uses": 1,
@@ -73,12 +73,12 @@ class ScriptedNode(Client):
                 "approve": bool(body.get("approve")),
             }
             return {"invite": "shoal:a2b3", "name": "reef", "private": True, "limits": limits}
-        if path == "/api/join" and body["target"] in self.dead and not body.get("force"):
+        if path == "/control/join" and body["target"] in self.dead and not body.get("force"):
             text = "birds: no member was found. This node stays in reef; `shoal join --force` moves it anyway"
             raise AppError(text, code="no_member")
-        if path in ("/api/join", "/api/create"):
+        if path in ("/control/join", "/control/create"):
             return {"swarm": {"name": body.get("name") or body.get("target")}, "state": "joining", "reason": ""}
-        self.state = {"/api/pause": "paused", "/api/resume": "serving"}.get(path, self.state)
+        self.state = {"/control/pause": "paused", "/control/resume": "serving"}.get(path, self.state)
         return {}
 
     def _act_on_job(self, what: str, job_id: str) -> JobView:

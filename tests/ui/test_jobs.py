@@ -172,7 +172,7 @@ def test_a_job_is_paused_resumed_and_stopped_by_keys() -> None:
             f"job {RUNNING.job} goes on after step 148",
             f"job {RUNNING.job} is stopped, and what it had learned is removed",
         ]
-        assert node.asked == [f"/api/jobs/{what} {RUNNING.job}" for what in ("pause", "resume", "stop")]
+        assert node.asked == [f"/control/jobs/{what} {RUNNING.job}" for what in ("pause", "resume", "stop")]
         await pilot.press("enter")
         await until(app, pilot, lambda: "148 of 400, 96400 tokens" in text_of_screen(app))
 

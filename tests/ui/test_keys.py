@@ -142,7 +142,7 @@ def test_the_sole_host_of_blocks_is_warned_before_it_takes_them_away() -> None:
         await pilot.press("p")
         await until(app, pilot, lambda: warning in " ".join(text_of_screen(app).split()))
         await pilot.press("enter")
-        await until(app, pilot, lambda: node.asked == ["/api/pause"])
+        await until(app, pilot, lambda: node.asked == ["/control/pause"])
 
     driven(node, drive)
 
@@ -153,7 +153,7 @@ def test_a_pause_that_takes_nothing_away_is_not_asked_about() -> None:
     async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
         app.store.take(replace(HEALTHY, active_sessions=()))
         await pilot.press("p")
-        await until(app, pilot, lambda: node.asked == ["/api/pause"])
+        await until(app, pilot, lambda: node.asked == ["/control/pause"])
 
     driven(node, drive)
 
@@ -254,7 +254,7 @@ def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
         assert (first.state.step, first.state.create) == (1, ("home", "starter"))
         await pilot.press("escape", "1", "enter")
         await until(app, pilot, lambda: first.state.step == 2)
-        assert node.asked == ["/api/join pond#1a2b3c4d"]
+        assert node.asked == ["/control/join pond#1a2b3c4d"]
 
     driven(node, drive)
 
@@ -289,7 +289,7 @@ def test_a_bad_invite_is_told_where_it_was_pasted_and_gets_no_tick() -> None:
         assert node.asked == []  # nothing is joined yet
         await pilot.press("enter")
         await until(app, pilot, lambda: first.state.step == 2)
-        assert node.asked == ["/api/join shoal:good"]
+        assert node.asked == ["/control/join shoal:good"]
 
     driven(node, drive)
 
@@ -324,14 +324,14 @@ def test_models_of_a_folder_and_of_the_hub_are_listed() -> None:
         await pilot.press("c")
         await until(app, pilot, lambda: "llama" in text_of_screen(app))
         await pilot.press(*"/big", "enter")
-        await until(app, pilot, lambda: "/api/models?folder=/big" in node.asked)
+        await until(app, pilot, lambda: "/control/models?folder=/big" in node.asked)
         await pilot.press(*["backspace"] * 4, *"qwen")
         await until(app, pilot, lambda: "search the Hugging Face Hub for “qwen”" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "org/qwen" in text_of_screen(app))
         await pilot.press("enter")
         await until(app, pilot, lambda: "Name the swarm" in text_of_screen(app))
-        assert node.asked[-1] == "/api/pull org/qwen"
+        assert node.asked[-1] == "/control/pull org/qwen"
 
     driven(node, drive)
 
@@ -347,7 +347,7 @@ def test_a_saved_swarm_is_gone_to_by_one_key() -> None:
         await pilot.press("g")
         await until(app, pilot, lambda: "birds#ffffffff · private" in text_of_screen(app))
         await pilot.press("enter")
-        await until(app, pilot, lambda: node.asked == ["/api/join birds#ffffffff"])
+        await until(app, pilot, lambda: node.asked == ["/control/join birds#ffffffff"])
 
     driven(node, drive)
 
@@ -367,7 +367,7 @@ def test_a_swarm_without_members_is_joined_after_a_second_question() -> None:
             assert "--force" not in text_of_screen(app)
             await pilot.press(answer)
             await until(app, pilot, lambda asked=asked: len(node.asked) == asked)  # type: ignore[misc]
-        assert set(node.asked) == {"/api/join birds#ffffffff"}
+        assert set(node.asked) == {"/control/join birds#ffffffff"}
 
     driven(node, drive)
 
@@ -454,11 +454,11 @@ def test_a_peer_that_asks_to_join_is_let_in_by_a_key() -> None:
         await pilot.press("x")
         await until(app, pilot, lambda: len(node.asked) == 5)
         assert node.asked == [
-            "/api/invite",
-            "/api/invites/cancel",
-            "/api/invite",
-            "/api/invites/approve 12D3KooWxyGuest",
-            "/api/invites/refuse 12D3KooWxyGuest",
+            "/control/invite",
+            "/control/invites/cancel",
+            "/control/invite",
+            "/control/invites/approve 12D3KooWxyGuest",
+            "/control/invites/refuse 12D3KooWxyGuest",
         ]
 
     driven(node, drive)

@@ -29,13 +29,13 @@ def denied(config: Sequence[dict[str, Any]]) -> list[str]:
 
 def ban(client: Client, peer: str) -> None:
     """Add a peer to the setting `deny`."""
-    kept = [item for item in denied(client.get("/api/config")) if item != peer]
+    kept = [item for item in denied(client.get("/control/config")) if item != peer]
     client.set_config(DENY, ",".join([*kept, peer]))
 
 
 def unban(client: Client, entry: str) -> None:
     """Remove an entry from the setting `deny`."""
-    kept = [item for item in denied(client.get("/api/config")) if item != entry]
+    kept = [item for item in denied(client.get("/control/config")) if item != entry]
     client.set_config(DENY, ",".join(kept) if kept else None)
 
 
@@ -61,7 +61,7 @@ def offer_unban(app: NodeApp) -> None:
         names = {peer.peer: one_line(peer.name) for peer in app.store.snapshot.peers} if app.store.snapshot else {}
         app.push_screen(BanPicker(denied(config), names), chosen)
 
-    app.ask(lambda client: client.get("/api/config"), listed)
+    app.ask(lambda client: client.get("/control/config"), listed)
 
 
 class BanPicker(Dialog[str | None]):

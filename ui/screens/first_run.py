@@ -1,6 +1,6 @@
 """The first run: three steps from a node without a swarm to a first question.
 
-The page is drawn by `ui.draw.first_run`; which swarms are offered is decided by the node (`/api/prospects`).
+The page is drawn by `ui.draw.first_run`; which swarms are offered is decided by the node (`/control/prospects`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FirstRun(Dialog[None]):
 
     def on_mount(self) -> None:
         """Ask the node for its settings and, every `LOOK_AGAIN_S`, for the swarms it could join."""
-        self.dashboard.ask(lambda client: client.get("/api/config"), self._configured)
+        self.dashboard.ask(lambda client: client.get("/control/config"), self._configured)
         self._load_offers()
         self.set_interval(LOOK_AGAIN_S, self._load_offers)
 
@@ -76,7 +76,7 @@ class FirstRun(Dialog[None]):
         if self._loading_offers or self.state.step > 0:
             return
         self._loading_offers = True
-        path = "/api/prospects"
+        path = "/control/prospects"
         self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._offered, self._offers_failed)
 
     def _configured(self, answer: Any) -> None:
@@ -252,7 +252,7 @@ class FirstRun(Dialog[None]):
         memory, target, create = state.memory_bytes, state.target, state.create
 
         def work(client: Client) -> Any:
-            kept = {entry["name"]: entry["value"] for entry in client.get("/api/config")}
+            kept = {entry["name"]: entry["value"] for entry in client.get("/control/config")}
             for name, value in changes.items():
                 if bool(kept.get(name)) != (value not in ("0", "false")):
                     client.set_config(name, value)
@@ -260,8 +260,8 @@ class FirstRun(Dialog[None]):
                 client.set_config("max_vram", None if memory is None else str(memory))
             if create is not None:
                 body = {"name": create[0], "model": create[1], "private": False}
-                return client.post("/api/create", body, timeout_s=LONGEST_S)
-            return client.post("/api/join", {"target": target})
+                return client.post("/control/create", body, timeout_s=LONGEST_S)
+            return client.post("/control/join", {"target": target})
 
         self.dashboard.ask(work, lambda _: self._entered(), self._enter_failed)
         self.show()

@@ -164,7 +164,7 @@ class InviteScreen(Dialog[None]):
         self._ask({"name": None})
 
     def _ask(self, body: dict[str, Any]) -> None:
-        cast(NodeApp, self.app).ask(lambda client: client.post("/api/invite", body), self.take, self._failed)
+        cast(NodeApp, self.app).ask(lambda client: client.post("/control/invite", body), self.take, self._failed)
 
     def _keys(self) -> Content:
         keys = [("y", "copy"), ("esc", "close")]
@@ -212,7 +212,7 @@ class InviteScreen(Dialog[None]):
         who, path = one_line(guest.name) or short_peer(guest.peer), "approve" if approve else "refuse"
         done = f"{who} may join now" if approve else f"{who} is refused"
         dashboard.ask(
-            lambda client: client.post(f"/api/invites/{path}", {"peer": guest.peer}), lambda _: dashboard.say(done)
+            lambda client: client.post(f"/control/invites/{path}", {"peer": guest.peer}), lambda _: dashboard.say(done)
         )
 
     def action_ask_first(self) -> None:
@@ -223,8 +223,8 @@ class InviteScreen(Dialog[None]):
         dashboard, body = cast(NodeApp, self.app), {"name": None, "approve": not limits["approve"]}
 
         def replace(client: Client) -> Any:
-            client.post("/api/invites/cancel", {"id": limits["id"]})
-            return client.post("/api/invite", body)
+            client.post("/control/invites/cancel", {"id": limits["id"]})
+            return client.post("/control/invite", body)
 
         dashboard.ask(replace, self.take, self._failed)
 

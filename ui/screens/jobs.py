@@ -230,7 +230,7 @@ class Jobs(MainScreen):
         if self._asking or not self.is_current or self.dashboard.door is None or self.store.link.kind != "live":
             return
         self._asking = True
-        self.dashboard.ask(lambda client: jobs_from(client.get("/api/jobs")), self._take, self._failed)
+        self.dashboard.ask(lambda client: jobs_from(client.get("/control/jobs")), self._take, self._failed)
 
     def _take(self, jobs: list[JobView]) -> None:
         self._asking, self._last_error = False, ""
@@ -306,4 +306,4 @@ class Jobs(MainScreen):
             self.dashboard.say(words(after))
             self._poll()
 
-        self.dashboard.ask(lambda client: client.post(f"/api/jobs/{what}", {"job": job_id}), done)
+        self.dashboard.ask(lambda client: client.post(f"/control/jobs/{what}", {"job": job_id}), done)

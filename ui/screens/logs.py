@@ -157,7 +157,7 @@ class Logs(MainScreen):
         if self._asking or not self.is_current or self.dashboard.door is None or self.store.link.kind != "live":
             return
         self._asking = True
-        self.dashboard.ask(lambda client: client.get(f"/api/logs?after={self._after}"), self._take, self._failed)
+        self.dashboard.ask(lambda client: client.get(f"/control/logs?after={self._after}"), self._take, self._failed)
 
     def _take(self, answer: Any) -> None:
         self._asking = False

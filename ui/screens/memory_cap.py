@@ -83,7 +83,7 @@ def offer_cap(app: NodeApp, known: Snapshot, steps: int) -> None:
     if known.hardware is not None:
         opened(known.hardware)
     else:
-        path = "/api/prospects"
+        path = "/control/prospects"
         app.say("examining the device")
         app.ask(
             lambda client: client.get(path, timeout_s=PATIENT_S), lambda answer: opened(prospects_from(answer).device)

@@ -1,7 +1,7 @@
 """The model browser: the models that a swarm could be created of, with size, format and whether they fit here.
 
-The node lists and opens the models (`/api/models`, `/api/preview`), since they are on its machine. A typed path lists
-a folder of that machine; other words filter the list, and can be searched for on the Hugging Face Hub.
+The node lists and opens the models (`/control/models`, `/control/preview`), since they are on its machine. A typed path
+lists a folder of that machine; other words filter the list, and can be searched for on the Hugging Face Hub.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ModelBrowser(Dialog[str | None]):
 
     def _load(self, folder: str) -> None:
         self._folder = folder
-        path = f"/api/models?folder={quote(folder)}" if folder else "/api/models"
+        path = f"/control/models?folder={quote(folder)}" if folder else "/control/models"
         self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
 
     def _listed(self, answer: Any) -> None:
@@ -148,7 +148,7 @@ class ModelBrowser(Dialog[str | None]):
             return
         self._say("…")
         self.dashboard.ask(
-            lambda client: client.post("/api/preview", {"model": name}),
+            lambda client: client.post("/control/preview", {"model": name}),
             lambda answer: self._say(offer_words(offer_from(answer))) if self._previewed == name else None,
             lambda text: self._say(text) if self._previewed == name else None,
         )
@@ -167,7 +167,7 @@ class ModelBrowser(Dialog[str | None]):
         elif option is not None and option.id == _HUB:
             words = self._typed
             self._say("searching the hub")
-            path = f"/api/models/search?words={quote(words)}"
+            path = f"/control/models/search?words={quote(words)}"
             self.query_one("#wanted", Input).value = ""
             self.dashboard.ask(lambda client: client.get(path, timeout_s=PATIENT_S), self._listed, self._say)
         elif option is not None and option.id is not None:
@@ -187,8 +187,8 @@ class ModelBrowser(Dialog[str | None]):
 
         def work(client: Any) -> Any:
             if is_hub:
-                client.post("/api/pull", {"model": name}, timeout_s=_DOWNLOAD_S)
-            return client.post("/api/preview", {"model": name})
+                client.post("/control/pull", {"model": name}, timeout_s=_DOWNLOAD_S)
+            return client.post("/control/preview", {"model": name})
 
         self.dashboard.ask(work, lambda _: self.close(name), self._say)
 

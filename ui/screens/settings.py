@@ -29,7 +29,7 @@ _NAME = 20
 
 @dataclass(frozen=True)
 class SettingView:
-    """One setting, as `/api/config` describes it."""
+    """One setting, as `/control/config` describes it."""
 
     name: str
     value: Any
@@ -41,7 +41,7 @@ class SettingView:
 
 
 def settings_in(answer: Any) -> list[SettingView]:
-    """Settings in an answer of `/api/config`."""
+    """Settings in an answer of `/control/config`."""
     return [
         SettingView(
             str(entry["name"]),

@@ -41,7 +41,7 @@ class Sampling:
         )
 
     def request(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        """Body of an `/api/chat` request; without a seed, the clock gives one."""
+        """Body of an `/control/chat` request; without a seed, the clock gives one."""
         values = asdict(self)
         system = values.pop("system")
         values["seed"] = (time.time_ns() if self.seed is None else self.seed) % 2**63
@@ -57,7 +57,7 @@ class Replier:
     adapter: str | None = None
 
     def request(self) -> dict[str, str]:
-        """The fields of an `/api/chat` request that say so."""
+        """The fields of a `/control/chat` request that say so."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 

@@ -40,19 +40,38 @@ from app.swarm.invite import Invite
 from app.system.doctor import Check
 from app.training.material import TrainingWish
 from app.training.swarm_jobs import JobForecast
+from engine.errors import EngineError
+from engine.text.output_form import CallPiece, ConstraintError, ReplyPart, ThoughtText, TokenLogprob
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
 SWARM = SwarmView("home", HASH, "home#abababab", active=True)
 INVITE = InviteView("1a2b3c4d", "open", 1, 2, 1, approve=True, waiting=(GuestView("12D3guest", "guest", 1),))
 # What a reply of so many tokens at most ends with.
-FAILURES: dict[int, AppError] = {
+FAILURES: dict[int, AppError | EngineError] = {
     1: AppError("no route: nobody serves block 3"),
     2: PromptTooLong("the prompt has 9 tokens, but the model's context is 8: shorten it"),
     3: NoRoute(3),
     4: NoRoute(3, busy=True),
     5: NoAdapter("no adapter is named pond: there are none yet"),
+    6: ConstraintError("guided_regex", "unclosed group"),
 }
+
+# Words of a prompt that the double takes as parts of its reply.
+PARTS: dict[str, tuple[ReplyPart, ...]] = {
+    "hm": (ThoughtText("hm"),),
+    "call": (CallPiece(0, "call_1", "clock", ""), CallPiece(0, "call_1", None, '{"zone"')),
+    "go": (CallPiece(0, "call_1", None, ': "UTC"}'),),
+    "again": (CallPiece(1, "call_2", "clock", "{}"),),
+}
+
+
+def _logprob(word: str, top: int | None) -> TokenLogprob | None:
+    if top is None:
+        return None
+    likely = tuple(TokenLogprob(number, word.encode(), -0.5) for number in range(top))
+    return TokenLogprob(7, word.encode(), -0.5, likely)
+
 
 JOB = JobView(
     job="ab" * 6, out="facts", model=HASH, model_name="tiny", data="facts.jsonl", swarm="s", status="running", step=2,
@@ -122,6 +141,16 @@ class DoubleNode:
         self.asked.append(("revoke", peer, remove))
         return ("12D3gone",)
 
+    async def tokenize(self, request: ReplyRequest, *, add_special: bool = True) -> list[int]:
+        text = request.prompt if isinstance(request.prompt, str) else " ".join(m["content"] for m in request.messages)
+        return [1] * add_special + [len(word) for word in text.split()]
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    async def embed(self, prompt: str | tuple[int, ...]) -> tuple[list[float], int]:
+        return [0.6, 0.8], len(prompt)
+
     async def adapters(self) -> list[str]:
         return ["pond"]
 
@@ -159,7 +188,7 @@ class DoubleNode:
                     raise NoRoute(3)
                 if word == "wait" and word is words[0]:
                     await trio.sleep_forever()
-                yield ReplyText(word)
+                yield ReplyText(word, parts=PARTS.get(word), logprob=_logprob(word, request.logprobs))
                 if word == "break":
                     raise AppError("block 3 was lost")
                 if word == "wait":

@@ -19,7 +19,7 @@ from app.api.client import Client
 from app.api.guard import OPEN_PATHS
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
 
-ENDLESS = "/api/events"
+ENDLESS = "/control/events"
 EXAMPLES = 5  # of each operation; `tests/soak` tries more
 SLOW_S = 10.0
 LOOKING_S = 40.0  # a name that nobody knows is looked for twice, five seconds each
@@ -135,12 +135,14 @@ def well(case: Any, answer: Any) -> None:
     assert answer.status_code < 500, (case, answer.content)
 
 
-MOVING = {"/api/join", "/api/create", "/api/leave", "/api/pause", "/api/drain", "/api/resume"}
+MOVING = {"/control/join", "/control/create", "/control/leave", "/control/pause", "/control/drain", "/control/resume"}
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(
-    path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/api/chat", "/api/join", "/api/pause"]),
+    path=st.sampled_from(
+        ["/v1/chat/completions", "/v1/completions", "/control/chat", "/control/join", "/control/pause"]
+    ),
     body=st.binary(max_size=200) | st.sampled_from([b"[" * 5000, b'{"a":' * 2000, b"1e999", b"\xff\xfe", b"null"]),
 )
 def test_bytes_that_are_no_json_are_refused(api: Client, web: httpx.Client, path: str, body: bytes) -> None:

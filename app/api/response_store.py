@@ -1,0 +1,101 @@
+"""Responses that a later one may continue (`previous_response_id`), kept for a day in SQLite.
+
+Each is kept with the whole conversation that it ends, so continuing it needs no other. A damaged file is replaced: its
+loss costs programs the continuation of their last responses, and they are told so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from p2p.platform import create_private
+
+log = logging.getLogger("shoal.api")
+
+KEPT_S = 24 * 3600.0
+MOST = 2000  # responses
+MOST_BYTES = 4 << 20  # of one response with its conversation; a longer one is not kept
+_TABLE = """CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, at REAL NOT NULL, body TEXT NOT NULL, messages TEXT NOT NULL)"""
+
+
+class KeptResponse(NamedTuple):
+    """A response as it was sent, and the conversation up to its end."""
+
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """The responses of one home, or in memory if there is no file. All calls block; use them from a worker thread."""
+
+    def __init__(self, file: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self._file, self._clock = file, clock
+        self._lock = threading.Lock()
+        self._memory = None if file is not None else sqlite3.connect(":memory:", check_same_thread=False)
+
+    def add(self, response_id: str, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
+        """Keep a response, and drop those that are too old or too many; a file that cannot be written is logged."""
+        texts = json.dumps(body), json.dumps(list(messages))
+        if sum(map(len, texts)) > MOST_BYTES:
+            return
+        now = self._clock()
+        try:
+            with self._opened() as database:
+                database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", (response_id, now, *texts))
+                database.execute("DELETE FROM responses WHERE at < ?", (now - KEPT_S,))
+                newest = "SELECT id FROM responses ORDER BY at DESC LIMIT ?"
+                database.execute(f"DELETE FROM responses WHERE id NOT IN ({newest})", (MOST,))
+        except sqlite3.OperationalError as error:  # locked, full disk, no permission
+            log.warning("the response is not kept in %s: %s", self._file, error)
+        except sqlite3.DatabaseError as error:
+            self._replace(error)
+
+    def get(self, response_id: str) -> KeptResponse | None:
+        """Return a kept response; None if there is none of this id, or it is too old."""
+        oldest = self._clock() - KEPT_S
+        try:
+            with self._opened() as database:
+                query = "SELECT body, messages FROM responses WHERE id = ? AND at >= ?"
+                row = database.execute(query, (response_id, oldest)).fetchone()
+        except sqlite3.DatabaseError as error:
+            self._replace(error)
+            return None
+        return None if row is None else KeptResponse(json.loads(row[0]), json.loads(row[1]))
+
+    def remove(self, response_id: str) -> bool:
+        """Forget a response; False if there is none of this id."""
+        try:
+            with self._opened() as database:
+                return database.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
+        except sqlite3.DatabaseError as error:
+            self._replace(error)
+            return False
+
+    def _replace(self, error: sqlite3.DatabaseError) -> None:
+        log.warning("%s is damaged (%s): kept responses are lost", self._file, error)
+        if self._file is not None and not isinstance(error, sqlite3.OperationalError):
+            self._file.unlink(missing_ok=True)
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            if self._memory is not None:
+                self._memory.execute(_TABLE)
+                with self._memory:
+                    yield self._memory
+                return
+            assert self._file is not None, "a store has a file or is in memory"
+            if not self._file.exists():
+                create_private(self._file, b"")
+            with closing(sqlite3.connect(self._file, timeout=5)) as database, database:
+                database.execute(_TABLE)
+                yield database

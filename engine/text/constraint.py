@@ -1,0 +1,149 @@
+"""Constrains a reply to a JSON schema, a regular expression, a list of choices or a grammar, by `llguidance`.
+
+A `Constraint` (`engine.text.output_form`) says what is wanted, a `Grammar` is the compiled form for one model's
+tokenizer, and a `GrammarState` follows one reply and says which tokens may come next. The sampler draws among those
+only.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from engine.errors import SourceError
+from engine.text.output_form import Constraint, ConstraintError
+from engine.text.tokenizer import Tokenizer
+
+MAX_CHARS = 1 << 18
+_MAX_MESSAGE = 300
+# One space, or a line break and its indentation: models write no other whitespace, and this much cannot go on for ever.
+WHITESPACE = r"[\x20]|\x0A[\x20]{0,24}"
+
+
+class Grammar:
+    """A compiled constraint; replies that have the same one share it."""
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher, self._field = matcher, field
+
+    def begin(self, end_ids: Collection[int]) -> GrammarState:
+        """Return the state before the first token of a reply."""
+        return GrammarState(self._matcher.deep_copy(), end_ids, self._field)
+
+
+class GrammarState:
+    """One reply's place in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, end_ids: Collection[int], field: str) -> None:
+        self._matcher, self._end_ids, self._field = matcher, frozenset(end_ids), field
+
+    def masks(self, guesses: Sequence[int] = ()) -> list[bytes | None]:
+        """Return the tokens allowed next, and after each guess, one bit each; None where no token can count.
+
+        No token counts after a guess that the grammar does not allow, nor after the end of the text.
+        """
+        masks: list[bytes | None] = [self._mask()]
+        taken = 0
+        for guess in guesses:
+            if guess in self._end_ids or not self._matcher.validate_tokens([guess]):
+                break
+            self._matcher.consume_token(guess)
+            taken += 1
+            if self._matcher.is_stopped():
+                break
+            masks.append(self._mask())
+        if taken:
+            self._matcher.rollback(taken)
+        return masks + [None] * (len(guesses) + 1 - len(masks))
+
+    def _mask(self) -> bytes | None:
+        """Return the allowed tokens; None if the grammar cannot be followed any more."""
+        if self._matcher.is_error():
+            return None
+        try:
+            mask = self._matcher.compute_bitmask()
+        except Exception:  # whatever the library raises, this reply alone must fail
+            return None
+        return None if self._matcher.is_error() else mask
+
+    def accept(self, token: int) -> None:
+        """Take the token that was drawn."""
+        self._matcher.consume_token(token)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing can follow."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def problem(self) -> ConstraintError | None:
+        """The reason why the grammar cannot be followed any more, if it cannot."""
+        if not self._matcher.is_error():
+            return None
+        return ConstraintError(self._field, f"too complex to follow ({_line(self._matcher.get_error())}): simplify it")
+
+
+class GrammarCompiler:
+    """Compiles constraints for one model; safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._lock = threading.Lock()
+        self._prepared: LLTokenizer | None = None
+
+    def compile(self, constraint: Constraint) -> Grammar:
+        """Return the compiled constraint; raises `ConstraintError` if it is wrong."""
+        if len(constraint.text) > MAX_CHARS:
+            raise ConstraintError(constraint.field, f"longer than {MAX_CHARS} characters")
+        try:
+            text = _source(constraint)
+        except (ValueError, RecursionError, TypeError) as error:
+            raise ConstraintError(constraint.field, _line(str(error))) from error
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ConstraintError(constraint.field, _line(matcher.get_error()))
+        return Grammar(matcher, constraint.field)
+
+    def _vocabulary(self) -> LLTokenizer:
+        """Return the tokenizer as `llguidance` needs it; the first call takes about a second for a large vocabulary."""
+        with self._lock:
+            if self._prepared is None:
+                size = max(self._vocab_size, self._tokenizer.vocab_size)
+                try:
+                    self._prepared = LLTokenizer(self._tokenizer.as_json(), size, self._end_ids or None)
+                except (ValueError, RuntimeError, OverflowError) as error:
+                    raise SourceError(
+                        f"this model's tokenizer allows no constrained replies ({_line(str(error))})"
+                    ) from error
+            return self._prepared
+
+
+def _line(text: str) -> str:
+    """Return a message of the library as one short line."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}…"
+
+
+def _source(constraint: Constraint) -> str:
+    """Return a constraint in `llguidance`'s own language; raises `ValueError` if it cannot be read."""
+    if constraint.kind == "json":
+        schema = json.loads(constraint.text)
+        if not isinstance(schema, dict | bool):
+            raise ValueError("a schema must be a JSON object")
+        return json_grammar(schema)
+    if constraint.kind == "choice":
+        choices = json.loads(constraint.text)
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise ValueError("choices must be strings, at least one, and none empty")
+    return grammar_from(constraint.kind, constraint.text)
+
+
+def json_grammar(schema: Mapping[str, Any] | bool) -> str:
+    """Return the grammar of the JSON values that a schema allows."""
+    whole: dict[str, Any] = {"not": {}} if schema is False else {} if schema is True else dict(schema)
+    return LLMatcher.grammar_from_json_schema(json.dumps(whole), overrides={"whitespace_pattern": WHITESPACE})
