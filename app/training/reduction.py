@@ -50,7 +50,7 @@ def reduced(shares: Sequence[HolderSums], *, clipped: bool = True) -> Numbers:
     means = [_mean(share) for share in shares]
     centre: _Wide = numpy.median(numpy.stack(means), axis=0)
     for _ in range(_ROUNDS):
-        distances = [float(numpy.linalg.norm(mean - centre)) for mean in means]
+        distances = [_length(mean - centre) for mean in means]
         reach = median(distances)
         moved = numpy.zeros_like(centre)
         for share, mean, distance in zip(shares, means, distances, strict=True):
@@ -67,7 +67,7 @@ def standing_apart(shares: Sequence[HolderSums]) -> list[str]:
     if len(shares) < 2:
         return []
     means = {share.peer: _mean(share) for share in shares}
-    lengths = {peer: float(numpy.linalg.norm(mean)) for peer, mean in means.items()}
+    lengths = {peer: _length(mean) for peer, mean in means.items()}
     if len(shares) == 2:
         (one, other) = means
         longer, shorter = max(lengths.values()), min(lengths.values())
@@ -77,8 +77,7 @@ def standing_apart(shares: Sequence[HolderSums]) -> list[str]:
     # A mean over fewer tokens is further from the centre for that alone.
     usual_tokens = median(share.tokens for share in shares)
     distances = {
-        share.peer: float(numpy.linalg.norm(means[share.peer] - centre)) * math.sqrt(share.tokens / usual_tokens)
-        for share in shares
+        share.peer: _length(means[share.peer] - centre) * math.sqrt(share.tokens / usual_tokens) for share in shares
     }
     scores = {}
     for peer in means:
@@ -105,8 +104,8 @@ def deviation(one: Numbers, other: Numbers) -> float:
     first, second = one.astype(numpy.float64), other.astype(numpy.float64)
     if not (is_finite(one) and is_finite(other)):
         return math.inf
-    longer = max(float(numpy.linalg.norm(first)), float(numpy.linalg.norm(second)))
-    return float(numpy.linalg.norm(first - second)) / longer if longer else 0.0
+    longer = max(_length(first), _length(second))
+    return _length(first - second) / longer if longer else 0.0
 
 
 def squared_norm(sums: Numbers) -> float:
@@ -128,6 +127,11 @@ def _mean(share: HolderSums) -> _Wide:
     return share.sums.astype(numpy.float64) / share.tokens
 
 
+def _length(numbers: _Wide) -> float:
+    # not by a product of vectors: BLAS would use all cores for it, which the device's thread needs
+    return math.sqrt(float(numpy.square(numbers).sum()))
+
+
 def _cosine(one: _Wide, other: _Wide) -> float:
-    lengths = float(numpy.linalg.norm(one)) * float(numpy.linalg.norm(other))
-    return float(numpy.dot(one, other)) / lengths if lengths else 0.0
+    lengths = _length(one) * _length(other)
+    return float((one * other).sum()) / lengths if lengths else 0.0

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from app.core.span import Span
 from app.routing.route import Hop, Route
+from app.training.wire import MAX_WAYS, HopWay
 
-MAX_WAYS = 64
 _WALKS = 6 * MAX_WAYS  # attempts to find a further way
 _NEW_SHARE = 0.3  # of the latest observation in a peer's cost
 _MOST_CHANGE = 8.0  # of a cost that was observed before, in one observation
@@ -55,15 +55,24 @@ class WayPlan:
         """Return the plan of the others, each with the blocks that it has."""
         return plan_ways(tuple(hop for hop in self.hops if hop.peer != peer))
 
-    def way_around(self, way: int, span: Span, avoid: frozenset[str]) -> int | None:
-        """Return the way most like another on which none of these peers trains these blocks; None without one."""
+    @property
+    def depth(self) -> int:
+        """Most hops on a way."""
+        return max(map(len, self.ways))
+
+    def trainers(self, span: Span) -> frozenset[str]:
+        """The peers that train the blocks of a run on some way."""
+        return frozenset(holder_of(way, span.start) for way in self.ways)
+
+    def way_around(self, way: int, span: Span, peer: str) -> int:
+        """Return the way most like another on which this one of the blocks' trainers trains them."""
         own = set(self.ways[way])
-        found = [
+        found = (
             (-len(own & set(other)), number)
             for number, other in enumerate(self.ways)
-            if holder_of(other, span.start) not in avoid
-        ]
-        return min(found)[1] if found else None
+            if holder_of(other, span.start) == peer
+        )
+        return min(found)[1]
 
 
 def taking_part(route: Route, holders: Sequence[Hop], most: int) -> Route:
@@ -86,21 +95,28 @@ def taking_part(route: Route, holders: Sequence[Hop], most: int) -> Route:
 
 def _stretch(blocks: Sequence[int], within: Span | None) -> Span | None:
     """Return the longest stretch of consecutive blocks, or the one that covers `within`; None if there is none."""
-    stretches: list[Span] = []
-    for block in blocks:
-        if stretches and stretches[-1].stop == block:
-            stretches[-1] = Span(stretches[-1].start, block + 1)
-        else:
-            stretches.append(Span(block, block + 1))
+    found = stretches(blocks)
     if within is not None:
-        return next((span for span in stretches if span.covers(within)), None)
-    return max(stretches, key=len, default=None)
+        return next((span for span in found if span.covers(within)), None)
+    return max(found, key=len, default=None)
+
+
+def stretches(blocks: Sequence[int]) -> list[Span]:
+    """Return the stretches of consecutive blocks among some in ascending order."""
+    found: list[Span] = []
+    for block in blocks:
+        if found and found[-1].stop == block:
+            found[-1] = Span(found[-1].start, block + 1)
+        else:
+            found.append(Span(block, block + 1))
+    return found
 
 
 def plan_ways(hops: Route) -> WayPlan:
     """Return the runs of blocks with equal holders, and at most `MAX_WAYS` ways; the first is that with fewest hops.
 
-    The hops must hold all blocks from the first to the last.
+    The hops must hold all blocks from the first to the last. Who is on no way, such as one whose blocks lie within
+    those of another, does not take part.
     """
     bounds = sorted({bound for hop in hops for bound in (hop.span.start, hop.span.stop)})
     runs = []
@@ -116,6 +132,9 @@ def plan_ways(hops: Route) -> WayPlan:
             found[way] = None
         if len(found) == MAX_WAYS:
             break
+    used = {hop.peer for way in found for hop in way}
+    if len(used) < len(hops):
+        return plan_ways(tuple(hop for hop in hops if hop.peer in used))
     return WayPlan(hops, tuple(runs), tuple(sorted(found, key=lambda way: (len(way), way))))
 
 
@@ -147,6 +166,17 @@ def _walk(runs: Sequence[Run], rng: random.Random) -> Route | None:
         else:
             way.append(Hop(peer, run.span))
     return tuple(way)
+
+
+def parts_of(plan: WayPlan, peer: str) -> tuple[HopWay, ...]:
+    """Return a peer's part of every way that leads through it."""
+    found = []
+    for number, way in enumerate(plan.ways):
+        peers = ["", *(hop.peer for hop in way), ""]
+        if peer in peers:
+            at = peers.index(peer)
+            found.append(HopWay(number, way[at - 1].span, peers[at - 1], peers[at + 1]))
+    return tuple(found)
 
 
 def holder_of(way: Route, block: int) -> str:

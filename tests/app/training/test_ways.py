@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from app.core.span import Span
 from app.routing.route import Hop, Route
-from app.training.ways import MAX_WAYS, Run, VirtualTimes, assigned, holder_of, plan_ways, taking_part
+from app.training.ways import Run, VirtualTimes, assigned, holder_of, plan_ways, taking_part
+from app.training.wire import MAX_WAYS
 
 
 def hops(**spans: tuple[int, int]) -> Route:
@@ -68,13 +69,15 @@ def test_a_single_route_has_one_way_and_nothing_shared() -> None:
     assert not any(plan.can_lose(hop.peer) for hop in route)
 
 
+def test_who_is_on_no_way_does_not_take_part() -> None:
+    assert plan_ways(hops(a=(0, 8), b=(3, 5))) == plan_ways(hops(a=(0, 8)))
+
+
 def test_a_way_around_a_peer_keeps_the_others() -> None:
     plan = plan_ways(hops(a1=(0, 4), a2=(0, 4), b1=(4, 8), b2=(4, 8)))
     way = plan.ways.index(hops(a1=(0, 4), b1=(4, 8)))
-    around = plan.way_around(way, Span(4, 8), frozenset({"b1"}))
-    assert around is not None
-    assert plan.ways[around] == hops(a1=(0, 4), b2=(4, 8))
-    assert plan.way_around(way, Span(4, 8), frozenset({"b1", "b2"})) is None
+    assert plan.ways[plan.way_around(way, Span(4, 8), "b2")] == hops(a1=(0, 4), b2=(4, 8))
+    assert plan.ways[plan.way_around(way, Span(0, 4), "a2")] == hops(a2=(0, 4), b1=(4, 8))
 
 
 members = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), min_size=1, max_size=9)
@@ -95,6 +98,11 @@ def test_every_way_covers_all_blocks_once_and_no_peer_twice(spans: list[tuple[in
                 assert hop.span.covers(run.span) or not set(hop.span.blocks()) & set(run.span.blocks())
     for run, after in zip(plan.runs, plan.runs[1:], strict=False):
         assert set(run.peers) != set(after.peers)
+    assert {hop.peer for hop in plan.hops} == {hop.peer for way in plan.ways for hop in way}
+    for run in plan.runs:
+        assert run.span.stop in {hop.span.stop for hop in plan.hops} | {hop.span.start for hop in plan.hops}
+        for peer in plan.trainers(run.span):
+            assert holder_of(plan.ways[plan.way_around(0, run.span, peer)], run.span.start) == peer
     for hop in held:
         if plan.can_lose(hop.peer):
             assert hop.peer not in {other.peer for other in plan.without(hop.peer).hops}
