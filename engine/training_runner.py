@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.budget import TrainingTask, plan_training, unquantised
@@ -24,6 +25,8 @@ from engine.training.optimiser import AdamW
 from engine.training.peft_format import Adapter
 from engine.training.span import TrainedSpan, unpack_state
 from engine.wire import is_finite, to_bytes, to_tensor
+
+SUM_BYTES = 4  # of a number in summed gradients, which are float32
 
 
 class TrainingRunner:
@@ -112,6 +115,19 @@ class TrainingRunner:
         """A copy of the summed gradients of a block's adapter."""
         return self._spans[block - self.start].gradient(block)
 
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of one block's summed gradients."""
+        return self._spans[0].numbers * SUM_BYTES
+
+    def take_sums(self, block: int) -> bytes:
+        """Return the summed gradients of a block as float32 numbers, and begin new sums."""
+        return self._spans[block - self.start].take_gradient(block).numpy().astype("<f4", copy=False).tobytes()
+
+    def set_sums(self, block: int, data: memoryview) -> None:
+        """Replace the summed gradients of a block by those of all its holders."""
+        self._spans[block - self.start].set_gradient(block, torch.frombuffer(bytearray(data), dtype=torch.float32))
+
     def step(self, rate: float, scale: float, clip: float) -> bytes:
         """Make the next version of all blocks and return its hash; raises `NotFinite` and makes none."""
         try:
@@ -138,6 +154,11 @@ class TrainingRunner:
             span.load({span.start: states[span.start]})
         if len({span.version for span in self._spans}) != 1:
             raise TrainingError("the states of the blocks are of different versions")
+
+
+def sums_bytes(settings: AdapterSettings, config: ModelConfig) -> int:
+    """Bytes of the summed gradients of a block's adapter."""
+    return weight_count(layout(config, settings.rank, settings.targets)) * SUM_BYTES
 
 
 class BatchLoss(NamedTuple):

@@ -47,7 +47,7 @@ from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
-from app.training.consent import job_routes
+from app.training.consent import job_replicas, job_routes
 from app.training.reply_adapters import HomeAdapters
 from app.training.states import StateStore
 from app.training.swarm_jobs import JobPlace, SwarmJobs
@@ -328,6 +328,7 @@ class ActiveSwarm:
             )
             await nursery.start(self.replies.run)
             self.hosting_loop = HostingLoop(network, membership, self.weights, self.replies, states, context, self)
+            usable = UsableMembers(membership)
             place = JobPlace(
                 swarm=self.swarm.id,
                 model=self.swarm.model_hash,
@@ -335,7 +336,8 @@ class ActiveSwarm:
                 ends=self.replies,
                 device=self.replies.device,
                 states=states,
-                routes=partial(job_routes, network, UsableMembers(membership), self._privacy),
+                routes=partial(job_routes, network, usable, self._privacy, book=context.trust),
+                replicas=partial(job_replicas, network, usable, self._privacy, context.trust),
                 own_server=self._train_self,
             )
             self.jobs = SwarmJobs(context.home, place)

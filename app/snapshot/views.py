@@ -308,11 +308,12 @@ class InviteView:
 
 @dataclass(frozen=True)
 class JobHopView:
-    """One hop of a fine-tuning job, and the blocks that it trains."""
+    """One hop of a fine-tuning job, and the blocks that it trains; others may train them too."""
 
     peer: str
     start: int
     stop: int
+    micro_batches: int = 0  # that went through it since the job runs
 
 
 @dataclass(frozen=True)
@@ -346,6 +347,8 @@ class JobView:
     micro_batches_again: int = 0
     rejected: dict[str, int] | None = None  # hop -> frames that were not computed with
     rejected_why: dict[str, str] | None = None  # hop -> the latest reason
+    left_out: dict[str, str] | None = None  # hop that trained wrongly, or may have -> how that was found
+    audits: int = 0  # of hops whose blocks others hold too
     lost: tuple[str, ...] = ()  # why the latest recoveries were needed
     bytes_out: int = 0
     bytes_in: int = 0

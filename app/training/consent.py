@@ -12,10 +12,12 @@ from app.config.settings import Settings
 from app.core.network import Network
 from app.core.span import Span
 from app.routing.planner import PrivacyPreferences, RoutePlanner
-from app.routing.route import NoRoute, Route, RouteRequest
+from app.routing.route import Hop, NoRoute, Route, RouteRequest
+from app.routing.trust import TrustBook
 from app.swarm.records import Announcement
 from app.training.hop import TrainingTerms
-from app.training.trainer import RouteFinder
+from app.training.trainer import Replicas, RouteFinder
+from app.training.ways import stretches
 
 NEVER, TRUSTED = "never", "trusted"
 
@@ -41,6 +43,7 @@ def job_routes(
     members: Callable[[], Sequence[Announcement]],
     preferences: Callable[[], PrivacyPreferences],
     n_blocks: int,
+    book: TrustBook | None = None,
 ) -> RouteFinder:
     """Return a function that finds routes of jobs through members that train, as private as those of replies.
 
@@ -48,9 +51,9 @@ def job_routes(
     """
 
     def willing(member: Announcement) -> bool:
-        return member.peer == network.peer_id or member.train != NEVER
+        return _is_willing(member, network.peer_id)
 
-    planner = RoutePlanner(network, lambda: [member for member in members() if willing(member)], preferences)
+    planner = RoutePlanner(network, lambda: [member for member in members() if willing(member)], preferences, book)
 
     def find(avoid: frozenset[str]) -> Route:
         request = RouteRequest(Span(0, n_blocks), 1, privacy=planner.privacy(n_blocks))
@@ -66,3 +69,41 @@ def job_routes(
             raise
 
     return find
+
+
+def job_replicas(
+    network: Network,
+    members: Callable[[], Sequence[Announcement]],
+    preferences: Callable[[], PrivacyPreferences],
+    book: TrustBook,
+    n_blocks: int,
+) -> Replicas:
+    """Return who may train beside a job's route, as private and trusted as its hops, and where it is noted who lied."""
+    planner = RoutePlanner(network, members, preferences, book)
+
+    def holders(route: Route, avoid: frozenset[str]) -> list[Hop]:
+        """The fastest first."""
+        privacy, avoided = planner.privacy(n_blocks), {*avoid, *planner.avoided()}
+        known = {member.peer: member for member in members() if member.serves}
+        # All holders of a block compute in one number format: others would differ by more than rounding.
+        formats = {
+            block: known[hop.peer].number_format for hop in route if hop.peer in known for block in hop.span.blocks()
+        }
+        found = []
+        for peer, member in known.items():
+            if peer in avoided or member.span is None or not _is_willing(member, network.peer_id):
+                continue
+            usable = [
+                block
+                for block in member.span.blocks()
+                if privacy.allows(peer, block) and formats.get(block) == member.number_format
+            ]
+            if usable:
+                found.append(Hop(peer, max(stretches(usable), key=len)))
+        return sorted(found, key=lambda hop: (-known[hop.peer].prefill_tokens_per_s, hop.peer))
+
+    return Replicas(holders, planner.not_accused, book)
+
+
+def _is_willing(member: Announcement, own_peer: str) -> bool:
+    return member.peer == own_peer or member.train != NEVER

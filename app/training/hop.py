@@ -36,22 +36,28 @@ from app.training.states import StateStore
 from app.training.wire import (
     PASSES,
     PROTOCOL,
+    SLICE_BYTES,
+    HopWay,
     JobOrder,
     Kind,
     Pass,
     StatePart,
+    SumsBuffer,
     Tally,
     decode,
     decode_open,
     decode_parts,
+    decode_reduce,
     decode_step,
     encode_parts,
     encode_root,
     encode_tally,
     encode_trouble,
+    length_of,
     pass_header,
     pass_of,
     sequences_of,
+    sums_frames,
 )
 from engine.errors import EngineError, TrainingFull
 from p2p.errors import P2PError
@@ -82,6 +88,10 @@ class JobBlocks(Protocol):
     def discard(self, number: int) -> None: ...
     def clear(self) -> None: ...
     def squared_norms(self) -> list[float]: ...
+    @property
+    def sums_bytes(self) -> int: ...
+    def take_sums(self, block: int) -> bytes: ...
+    def set_sums(self, block: int, data: memoryview) -> None: ...
     def step(self, rate: float, scale: float, clip: float) -> bytes: ...
     def commit(self) -> None: ...
     def state(self, block: int) -> bytes: ...
@@ -127,6 +137,8 @@ class HopJob:
     sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
+    handed_over: bytes = b""  # sums of the last round
+    sums: SumsBuffer | None = None  # those of all holders, on their way here
 
     @property
     def span(self) -> Span:
@@ -238,11 +250,11 @@ class TrainingServer:
         elif frame.kind == Kind.CLOSE:
             if frame.epoch >= job.ordered:
                 self._end(job)
-        elif peer not in (job.ledger.owner, job.ledger.order.predecessor, job.ledger.order.successor):
+        elif peer != job.ledger.owner and peer not in job.ledger.order.neighbours:
             job.dropped["foreign"] += 1
-        elif frame.kind in PASSES and frame.rows * sequences_of(frame) > job.ledger.order.rows:
+        elif frame.kind in PASSES and length_of(frame) * sequences_of(frame) > job.ledger.order.rows:
             await self._reject(job, frame, _Rejected("more rows than were agreed", "shape"))
-        elif len(job.waiting) > 2 * job.ledger.order.under_way + 8:
+        elif len(job.waiting) > 2 * job.ledger.order.under_way + 8 + len(job.handed_over) // SLICE_BYTES:
             job.dropped["queue"] += 1
         else:
             job.heard_at = trio.current_time()
@@ -318,6 +330,8 @@ class TrainingServer:
             Kind.BACK: self._back,
             Kind.EVALUATE: self._evaluate,
             Kind.TALLY: self._tally,
+            Kind.REDUCE: self._reduce,
+            Kind.SUMS: self._sums,
             Kind.STEP: self._step,
             Kind.COMMIT: self._commit,
             Kind.SNAPSHOT: self._snapshot,
@@ -342,6 +356,9 @@ class TrainingServer:
 
     async def _open(self, job: HopJob, sender: str, frame: Frame) -> None:
         order = decode_open(frame)
+        if order.keeps:
+            await self._go_on(job, order, frame)
+            return
         job.ledger.begin_epoch(frame.epoch, order, frame.position)
         job.blocks = None  # frees its memory before the same is taken again
         if frame.epoch != job.ordered or self._make is None:
@@ -358,13 +375,28 @@ class TrainingServer:
             job.blocks = blocks
             await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
 
+    async def _go_on(self, job: HopJob, order: JobOrder, frame: Frame) -> None:
+        """Begin an epoch with the version that is here; raises `AppError` if it is another one."""
+        ledger, blocks = job.ledger, job.blocks
+        if ledger.stepped and frame.position == ledger.version + 1 and blocks is not None:
+            await self._device.run_later(blocks.commit)  # the order to commit was dropped with the old epoch
+            ledger.commit(ledger.epoch, frame.position)
+        is_here = (ledger.version, ledger.order.span) == (frame.position, order.span)
+        ledger.begin_epoch(frame.epoch, order, frame.position)
+        if blocks is None or not is_here:
+            job.blocks = None
+            raise AppError(f"version {frame.position} of blocks {order.span} is not here")
+        await self._device.run_later(blocks.clear)
+        await self._answer(job, plain(Kind.READY, job.run, frame.epoch, frame.position))
+
     async def _forward(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
         if not self._is_accepted(job, job.ledger.forward(sender, frame.epoch, one)):
             return
+        way = self._way(job, one)
         try:
             rows = await self._admitted(job, frame)
-            for block in job.span.blocks():
+            for block in way.span.blocks():
                 rows = await self._device.run_later(blocks.forward, block, one.number, rows, sequences_of(frame))
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
         except _Rejected as rejected:
@@ -375,7 +407,7 @@ class TrainingServer:
             job.ledger.failed(one)
             blocks.discard(one.number)
             raise
-        await self._send(job, job.ledger.order.successor, frame, one, data)
+        await self._send(job, way.successor, frame, one, data)
 
     async def _back(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
@@ -387,16 +419,17 @@ class TrainingServer:
             blocks.discard(one.number)
             await self._reject(job, frame, rejected)
             return
+        way = self._way(job, one)
         try:
-            counts = job.ledger.count(one)
-            for block in reversed(job.span.blocks()):
-                rows = await self._device.run_later(blocks.backward, block, one.number, rows, counts)
+            counting = {block for run in job.ledger.count(one) for block in run.blocks()}
+            for block in reversed(way.span.blocks()):
+                rows = await self._device.run_later(blocks.backward, block, one.number, rows, block in counting)
             data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
         except BaseException:
             blocks.clear()  # some blocks may have counted it and others not
             job.ledger.clear()
             raise
-        await self._send(job, job.ledger.order.predecessor, frame, one, data)
+        await self._send(job, way.predecessor, frame, one, data)
 
     async def _evaluate(self, job: HopJob, sender: str, frame: Frame) -> None:
         one, blocks = pass_of(frame), self._blocks(job)
@@ -407,10 +440,16 @@ class TrainingServer:
         except _Rejected as rejected:
             await self._reject(job, frame, rejected)
             return
-        for block in job.span.blocks():
+        way = self._way(job, one)
+        for block in way.span.blocks():
             rows = await self._device.run_later(blocks.evaluate, block, rows, sequences_of(frame))
         data = await self._device.run_later(blocks.data, rows, job.ledger.order.wire)
-        await self._send(job, job.ledger.order.successor, frame, one, data)
+        await self._send(job, way.successor, frame, one, data)
+
+    def _way(self, job: HopJob, one: Pass) -> HopWay:
+        way = job.ledger.order.way(one.way)
+        assert way is not None, "a pass on another way is not accepted"
+        return way
 
     def _is_accepted(self, job: HopJob, verdict: PassVerdict) -> bool:
         """True if a pass runs; else it is counted as dropped."""
@@ -430,18 +469,53 @@ class TrainingServer:
 
     async def _reject(self, job: HopJob, frame: Frame, rejected: _Rejected) -> None:
         job.dropped[rejected.why] += 1
-        way = "back" if frame.kind == Kind.BACK else "forward"
-        await self._trouble(job, HopError("input", str(rejected), way))
+        direction, way = "back" if frame.kind == Kind.BACK else "forward", pass_of(frame).way
+        await self._trouble(job, HopError("input", str(rejected), f"{direction} {way}" if way else direction))
 
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
         if await self._is_current(job, frame):
             norms = await self._device.run_later(self._blocks(job).squared_norms)
-            tally = Tally(((job.span, job.ledger.counted),), tuple(norms))
+            tally = Tally(job.ledger.counted, tuple(norms))
             await self._answer(job, encode_tally(job.run, frame.epoch, frame.position, tally))
+
+    async def _reduce(self, job: HopJob, sender: str, frame: Frame) -> None:
+        """Hand over the sums of blocks that others hold too, and begin new ones; the same again if ordered again."""
+        order, blocks, shared = decode_reduce(frame, job.ledger.order), self._blocks(job), job.ledger.order.shared
+        if not await self._is_current(job, frame):
+            return
+        verdict = job.ledger.hand_over(order.round)
+        if verdict is None:
+            await self._stale(job, frame)
+            return
+        if verdict:
+            taken = {
+                block: await self._device.run_later(blocks.take_sums, block) for run in shared for block in run.blocks()
+            }
+            job.handed_over = b"".join(taken[block] for run in order.wanted for block in run.blocks())
+            job.sums = SumsBuffer(sum(map(len, taken.values())))
+        for parts in sums_frames(job.run, frame.epoch, frame.position, job.handed_over):
+            await job.answers.push(OutboundFrame(parts, Priority.BULK))
+
+    async def _sums(self, job: HopJob, sender: str, frame: Frame) -> None:
+        """Take the sums of all holders in place of its own."""
+        if not job.ledger.is_current(frame.epoch, frame.position) or not job.ledger.awaits_sums or job.sums is None:
+            job.dropped["stale"] += 1
+            return
+        data = job.sums.add(frame)
+        if data is None:
+            return
+        blocks, at = self._blocks(job), 0
+        for block in (block for run in job.ledger.order.shared for block in run.blocks()):
+            part = memoryview(data)[at : at + blocks.sums_bytes]
+            await self._device.run_later(blocks.set_sums, block, part)
+            at += len(part)
+        job.ledger.agreed()
 
     async def _step(self, job: HopJob, sender: str, frame: Frame) -> None:
         order = decode_step(frame)
-        if await self._is_current(job, frame):
+        if job.ledger.awaits_sums:
+            await self._trouble(job, HopError("failed", "a step was ordered before the sums of all holders came"))
+        elif await self._is_current(job, frame):
             root = await self._device.run_later(self._blocks(job).step, order.rate, order.scale, order.clip)
             job.ledger.made_step()
             await self._answer(job, encode_root(job.run, frame.epoch, frame.position, root))
@@ -524,7 +598,7 @@ class TrainingServer:
         """Send the result of a pass to a neighbour, or through the owner where it cannot be reached."""
         order = job.ledger.order
         head = pass_header(
-            Kind(frame.kind), job.run, frame.epoch, one, dtype=order.wire, rows=frame.rows, width=frame.width,
+            Kind(frame.kind), job.run, frame.epoch, one, dtype=order.wire, rows=length_of(frame), width=frame.width,
             length=len(data),
         )  # fmt: skip
         sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch)
@@ -545,7 +619,7 @@ class TrainingServer:
 
     async def _report_lost_link(self, peer: str) -> None:
         for job in list(self._jobs.values()):
-            if peer in (job.ledger.order.predecessor, job.ledger.order.successor):
+            if peer in job.ledger.order.neighbours:
                 await self._trouble(job, HopError("link", f"the link to {peer} broke"))
 
     async def _answer(self, job: HopJob, message: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -26,11 +27,13 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
         live = {
             "cut": running.material.trained.cut,
             "dropped": running.material.trained.dropped,
-            "hops": hop_views(running.trainer.route),
+            "hops": hop_views(running.trainer.route, figures.computed),
             "recoveries": max(0, figures.epochs - 1),
             "micro_batches_again": figures.micro_batches_again,
             "rejected": dict(figures.rejected),
             "rejected_why": dict(figures.rejected_why),
+            "left_out": dict(figures.left_out),
+            "audits": figures.audits,
             "lost": tuple(figures.lost)[-SHOWN_LOST:],
             "bytes_out": figures.bytes_out,
             "bytes_in": figures.bytes_in,
@@ -60,6 +63,7 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
     )
 
 
-def hop_views(route: Route) -> tuple[JobHopView, ...]:
-    """Return the hops of a job's route with their blocks."""
-    return tuple(JobHopView(hop.peer, hop.span.start, hop.span.stop) for hop in route)
+def hop_views(route: Route, computed: Mapping[str, int] | None = None) -> tuple[JobHopView, ...]:
+    """Return the hops of a job by their blocks, and how many micro-batches went through each."""
+    counts, hops = computed or {}, sorted(route, key=lambda hop: hop.span)
+    return tuple(JobHopView(hop.peer, hop.span.start, hop.span.stop, counts.get(hop.peer, 0)) for hop in hops)

@@ -3,7 +3,8 @@
 Invariants, by which duplicates, late frames and frames of dead routes do no harm:
 - only the owner raises the epoch, and nothing of another epoch or version is accepted;
 - each attempt of a micro-batch passes forwards once and backwards once at most;
-- a micro-batch is counted once for a version, in whichever attempt it first comes back;
+- a micro-batch is counted once for a version and block, in whichever attempt it first comes back;
+- sums of blocks that others hold too are handed over once; what is counted later is in the sums of the next round;
 - after a step no pass is accepted until it is committed, or an epoch begins that drops it.
 """
 
@@ -13,6 +14,7 @@ import statistics
 from collections import deque
 from enum import Enum
 
+from app.core.span import Span
 from app.training.wire import JobOrder, Pass
 
 USUAL_OF = 32  # latest sizes of which the median is the usual one
@@ -25,7 +27,7 @@ class PassVerdict(Enum):
 
     RUN = "run"
     STALE = "stale"  # of another epoch or version
-    FOREIGN = "foreign"  # its sender is not the neighbour on that side
+    FOREIGN = "foreign"  # its sender is not the neighbour on that side of its way, or the hop is not on this way
     REPEATED = "repeated"  # this attempt, or a later one, has been accepted already
     FULL = "full"  # more micro-batches under way than were agreed
     UNKNOWN = "unknown"  # backwards, but its forward pass is not here
@@ -47,59 +49,80 @@ class JobLedger:
     def clear(self) -> None:
         """Forget the passes and what was counted in this version."""
         self._forward: dict[int, int] = {}  # micro-batch -> latest attempt that was accepted forwards
-        self._held: dict[int, int] = {}  # micro-batch -> attempt whose inputs are kept for the pass backwards
-        self._counted: set[int] = set()
+        self._held: dict[int, Pass] = {}  # micro-batch -> attempt whose inputs are kept for the pass backwards
+        self._counted: dict[Span, set[int]] = {run: set() for run in self.order.runs()}
+        self.round = 0  # of sums that others add up with theirs
+        self.awaits_sums = False  # those of all holders, which the next step needs
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def forward(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
         """Judge a FORWARD frame; `RUN` accepts it, and the hop keeps the inputs for the pass backwards."""
-        verdict = self._judge(sender, self.order.predecessor, epoch, one)
+        verdict = self._judge(sender, epoch, one, back=False)
         if verdict is not PassVerdict.RUN:
             return verdict
         if one.attempt <= self._forward.get(one.number, -1):
             return PassVerdict.REPEATED
         if one.number not in self._held and len(self._held) >= self.order.under_way:
             return PassVerdict.FULL
-        self._forward[one.number] = self._held[one.number] = one.attempt  # an earlier attempt will not come back
+        self._forward[one.number] = one.attempt
+        self._held[one.number] = one  # an earlier attempt will not come back
         return PassVerdict.RUN
 
     def evaluate(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
         """Judge an EVALUATE frame; `RUN` accepts it. Nothing is kept of it, so it may come twice."""
-        return self._judge(sender, self.order.predecessor, epoch, one)
+        return self._judge(sender, epoch, one, back=False)
 
     def back(self, sender: str, epoch: int, one: Pass) -> PassVerdict:
         """Judge a BACK frame; `RUN` accepts it."""
-        verdict = self._judge(sender, self.order.successor, epoch, one)
+        verdict = self._judge(sender, epoch, one, back=True)
         if verdict is not PassVerdict.RUN:
             return verdict
-        if self._held.get(one.number) != one.attempt:
+        if self._held.get(one.number) != one:
             seen = one.attempt <= self._forward.get(one.number, -1)
             return PassVerdict.REPEATED if seen else PassVerdict.UNKNOWN
         del self._held[one.number]
         return PassVerdict.RUN
 
-    def count(self, one: Pass) -> bool:
-        """Count a micro-batch that came back; False if its gradient is in the sums already and must not be added."""
-        if one.number in self._counted:
-            return False
-        self._counted.add(one.number)
-        return True
+    def count(self, one: Pass) -> list[Span]:
+        """Count a micro-batch that came back; return the blocks whose sums do not contain its gradient yet."""
+        way = self.order.way(one.way)
+        assert way is not None, "a pass that came back was judged before"
+        uncounted = [run for run in self._counted if way.span.covers(run) and one.number not in self._counted[run]]
+        for run in uncounted:
+            self._counted[run].add(one.number)
+        return uncounted
 
     def failed(self, one: Pass) -> None:
         """A pass forwards could not be computed: nothing is kept of it, and a later attempt may be."""
         self._held.pop(one.number, None)
 
     @property
-    def counted(self) -> frozenset[int]:
-        """Micro-batches that the sums of this version contain."""
-        return frozenset(self._counted)
+    def counted(self) -> tuple[tuple[Span, frozenset[int]], ...]:
+        """Micro-batches that the sums of this version contain, for each run of blocks."""
+        return tuple((run, frozenset(numbers)) for run, numbers in self._counted.items())
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def is_current(self, epoch: int, version: int) -> bool:
         """True if an order of the owner is about the current epoch and version."""
         return (epoch, version) == (self.epoch, self.version)
+
+    def hand_over(self, number: int) -> bool | None:
+        """Judge a REDUCE of a round: True hands the sums over, False hands the same over again, None refuses."""
+        if number == self.round - 1:
+            return False
+        if number != self.round or self.stepped or not self.order.shared:
+            return None
+        self.round += 1
+        self.awaits_sums = True
+        for run in self.order.shared:
+            self._counted[run].clear()
+        return True
+
+    def agreed(self) -> None:
+        """The sums of all holders are here."""
+        self.awaits_sums = False
 
     def made_step(self) -> None:
         """The next version has been made; passes wait until it is committed."""
@@ -117,9 +140,13 @@ class JobLedger:
         self.clear()
         return True
 
-    def _judge(self, sender: str, neighbour: str, epoch: int, one: Pass) -> PassVerdict:
+    def _judge(self, sender: str, epoch: int, one: Pass, *, back: bool) -> PassVerdict:
         if epoch != self.epoch or one.version != self.version or self.stepped:
             return PassVerdict.STALE
+        way = self.order.way(one.way)
+        if way is None:
+            return PassVerdict.FOREIGN
+        neighbour = way.successor if back else way.predecessor
         if sender not in (self.owner, neighbour or self.owner):
             return PassVerdict.FOREIGN
         return PassVerdict.RUN

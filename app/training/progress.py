@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from app.core.span import Span
+from app.training.ways import WayPlan, assigned
 from app.training.wire import MAX_ATTEMPTS, Tally
-
-
-class Attempt(NamedTuple):
-    """One run of a micro-batch through all hops."""
-
-    number: int
-    attempt: int
 
 
 class StepProgress:
@@ -25,16 +18,25 @@ class StepProgress:
         self._to_send = list(range(count))  # in order
         self._under_way: dict[int, bool] = {}  # micro-batch -> its loss is known
         self.losses: dict[int, float] = {}
+        self.ways: dict[int, int] = {}  # micro-batch -> number of its way, once it is drawn
 
-    def start(self) -> list[Attempt]:
-        """Return the attempts to send now; they count as under way."""
-        started = []
-        while self._to_send and len(self._under_way) < self._window:
-            number = self._to_send.pop(0)
-            self._attempts[number] += 1
-            self._under_way[number] = False
-            started.append(Attempt(number, self._attempts[number]))
-        return started
+    @property
+    def next_number(self) -> int | None:
+        """The micro-batch to send next; None if none is left or enough are under way."""
+        return self._to_send[0] if self._to_send and len(self._under_way) < self._window else None
+
+    def start(self, number: int, way: int = 0) -> int:
+        """Count a micro-batch as under way, on this way; return the number of the attempt."""
+        self._to_send.remove(number)
+        self._attempts[number] += 1
+        self._under_way[number] = False
+        self.ways[number] = way
+        return self._attempts[number]
+
+    @property
+    def ways_under_way(self) -> list[int]:
+        """The ways of all micro-batches that are under way."""
+        return [self.ways[number] for number in self._under_way]
 
     def reached_end(self, number: int, attempt: int) -> bool:
         """True if these are the last hidden states of an attempt under way, which were not here before."""
@@ -71,15 +73,13 @@ class StepProgress:
         return not self._to_send and not self._under_way
 
     def missing(self, tallies: Iterable[Tally]) -> list[int]:
-        """Return the micro-batches that some block has not counted."""
-        wanted = set(self._attempts)
-        return sorted({number for tally in tallies for _, counted in tally.counted for number in wanted - counted})
+        """Return the micro-batches that no holder of some block has counted."""
+        counted: dict[Span, set[int]] = {}
+        for tally in tallies:
+            for run, numbers in tally.counted:
+                counted.setdefault(run, set()).update(numbers)
+        return sorted({number for numbers in counted.values() for number in self._attempts.keys() - numbers})
 
-
-def is_overcounted(tallies: Iterable[Tally], count: int) -> Span | None:
-    """Return blocks that claim a micro-batch which the step does not have; None if there are none."""
-    for tally in tallies:
-        for span, counted in tally.counted:
-            if any(number >= count for number in counted):
-                return span
-    return None
+    def is_overcounted(self, plan: WayPlan, peer: str, tally: Tally) -> bool:
+        """True if a hop claims a micro-batch which did not go through these blocks of it: it would count twice."""
+        return any(numbers - assigned(plan, self.ways, peer, run) for run, numbers in tally.counted)

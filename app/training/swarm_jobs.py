@@ -26,6 +26,7 @@ from app.training.trainer import (
     JobHooks,
     JobTerms,
     OwnServer,
+    Replicas,
     RouteFinder,
     Snapshot,
     StepDone,
@@ -70,6 +71,7 @@ class JobPlace:
     device: Device
     states: StateStore
     routes: Callable[[int], RouteFinder]  # for a model of so many blocks
+    replicas: Callable[[int], Replicas]  # likewise
     own_server: OwnServer
 
 
@@ -197,7 +199,7 @@ class SwarmJobs:
         from app.training.material import adapter_settings, back_at
         from app.training.wiring import order_of
         from engine.training.optimiser import Schedule
-        from engine.training_runner import owner_ends, version_of
+        from engine.training_runner import owner_ends, sums_bytes, version_of
 
         place, record, config = self._place, job.record, material.source.config
         assert self._nursery is not None, "jobs need a running node"
@@ -205,10 +207,11 @@ class SwarmJobs:
         wire = ends.dtype if job.source.wire == AUTO else job.source.wire
         order = order_of(adapter_settings(record), blocks=config.n_blocks, rows=record.rows, wire=wire)
         schedule = Schedule(record.rate, record.steps, record.warm_up)
-        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE)
+        sums = sums_bytes(adapter_settings(record), config)
+        terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums)
         trainer = SwarmTrainer(
             place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks), terms,
-            own_server=place.own_server,
+            own_server=place.own_server, replicas=place.replicas(config.n_blocks),
         )  # fmt: skip
         states = await trio.to_thread.run_sync(self._jobs.load_state, record.id)
         if states is not None:

@@ -1,10 +1,12 @@
 """The owner's side of a job: runs its steps through the hops, and goes on after a hop has died.
 
 A step, all of it in this file: micro-batches follow each other through the hops (`_run_passes`); the hops say what they
-have counted, and what is missing runs again (`_tally`); the gradient's norm over all hops decides how it is clipped,
-and every hop makes the next version (`step`); once all have, it is committed. After some steps the states of all blocks
-are kept here and at one more hop (`take_snapshot`). A hop that fails ends the epoch: the next one begins with another
-route at the last snapshot, so that every later step is what it would have been.
+have counted, and what is missing runs again (`_tally`); where several hold a block, their sums are made one, and who
+lied about them is left out (`_reduce`); the gradient's norm over all hops decides how it is clipped, and every hop
+makes the next version (`step`); once all have, it is committed. After some steps the states of all blocks are kept here
+and at one more hop (`take_snapshot`). If a hop fails whose blocks others hold too, they go on without it, and the step
+begins again (`go_on_without`). Otherwise the epoch ends: the next one begins with another route at the last snapshot,
+so that every later step is what it would have been.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import trio
 
@@ -26,12 +28,17 @@ from app.core.errors import AppError, RecordError
 from app.core.network import FrameStream, Network, Priority
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
+from app.core.span import Span
 from app.routing.route import Hop, Route
+from app.routing.trust import Verdict
 from app.session.frame import DTYPE_NAMES, Frame, HopError, decode_hop_error, new_session_id, plain, root_mean_square
 from app.session.outbound import OutboundFrame, PeerOutbox
+from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
 from app.training.ledger import UsualSize
-from app.training.progress import StepProgress, is_overcounted
+from app.training.progress import StepProgress
+from app.training.reduction import HolderSums, Numbers, from_bytes, is_finite, reduced, squared_norm
 from app.training.states import StateStore
+from app.training.ways import Drawn, VirtualTimes, WayPlan, assigned, parts_of, plan_ways, taking_part
 from app.training.wire import (
     MAX_MICRO_BATCHES,
     PASSES,
@@ -39,8 +46,10 @@ from app.training.wire import (
     JobOrder,
     Kind,
     Pass,
+    ReduceOrder,
     StatePart,
     StepOrder,
+    SumsBuffer,
     Tally,
     decode,
     decode_parts,
@@ -48,16 +57,20 @@ from app.training.wire import (
     decode_tally,
     encode_open,
     encode_parts,
+    encode_reduce,
     encode_step,
     frame_bytes,
+    length_of,
     pass_header,
     pass_of,
     sequences_of,
+    sums_frames,
 )
 from engine.errors import NotFinite
 from p2p.errors import P2PError
 
 log = logging.getLogger("shoal.training")
+T = TypeVar("T")
 
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
 MAX_FAILURES = 12  # epochs in a row without a step
@@ -96,11 +109,14 @@ class JobEnds(Protocol):
 class JobTerms:
     """What a job trains and how; `rate_of` gives the learning rate of a step, from 0."""
 
-    order: JobOrder  # span, neighbours, states and holders are filled in for each hop
+    order: JobOrder  # span, neighbours, ways, states and holders are filled in for each hop
     rate_of: Callable[[int], float]
     clip: float | None = 1.0
     snapshot_every: int = 10  # steps, at least
     snapshot_share: float = 1.0  # of the time that snapshots may take
+    sums_bytes: int = 0  # of a block's summed gradients
+    replicas: int = 4  # most holders of a block that train at the same time
+    caution: Caution = field(default_factory=Caution)
 
 
 async def _ignore(snapshot: Snapshot) -> None:
@@ -157,6 +173,9 @@ class JobFigures:
     rejected: Counter[str] = field(default_factory=Counter)  # hop -> frames that were not computed with
     rejected_why: dict[str, str] = field(default_factory=dict)  # hop -> the latest reason
     lost: deque[str] = field(default_factory=lambda: deque(maxlen=64))  # why the latest epochs ended
+    computed: Counter[str] = field(default_factory=Counter)  # hop -> micro-batches that went through it
+    audits: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)  # hop that lied, or may have -> how it was found
     bytes_out: int = 0
     bytes_in: int = 0
 
@@ -176,6 +195,28 @@ class HopLost(Exception):
 
 
 RouteFinder = Callable[[frozenset[str]], Route]  # peers not to use -> a route; raises `NoRoute`
+HolderFinder = Callable[[Route, frozenset[str]], Sequence[Hop]]  # who else may train, all of its blocks; best first
+
+
+def _alone(route: Route, avoid: frozenset[str]) -> Sequence[Hop]:
+    return ()
+
+
+class TrustNotes(Protocol):
+    """Where it is noted that a peer lied or agreed; `app.routing.trust` implements it."""
+
+    def note(self, peer: str, verdict: Verdict, note: str, weight: float = 1.0) -> None: ...
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Who may train beside a route's hops, who is never accused of lying, and where it is noted who did."""
+
+    holders: HolderFinder = _alone
+    not_accused: Callable[[], frozenset[str]] = frozenset
+    trust: TrustNotes | None = None
+
+
 OwnServer = Callable[[FrameStream], Awaitable[None]]
 
 
@@ -200,10 +241,14 @@ class SwarmTrainer:
         *,
         own_server: OwnServer | None = None,
         patience: Patience | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._network, self._ends, self._device, self._states = network, ends, device, states
         self._routes, self._terms, self._own_server = routes, terms, own_server
         self._patience = patience or Patience()
+        self._replicas = replicas or Replicas()
+        self._most_holders = terms.replicas
+        self._times, self._lots = VirtualTimes(), AuditLots(terms.caution)
         self.run_id = new_session_id(network.peer_id)
         self.snapshot = Snapshot()
         self.version = self.snapshot.version
@@ -256,21 +301,24 @@ class SwarmTrainer:
 
     async def _note_loss(self, lost: HopLost, failures: int) -> None:
         log.warning("training goes back to step %d: %s", self.snapshot.version, lost)
+        self._remember(lost)
+        if failures > MAX_FAILURES:
+            raise TrainingStopped(f"no step could be made in {failures} attempts; the last failed with {lost}")
+        await trio.sleep(min(0.05 * 2**failures, 5.0) if failures > 1 else 0)
+
+    def _remember(self, lost: HopLost) -> None:
         self.figures.lost.append(str(lost))
         if lost.refused:
             self._refused.add(lost.peer)
             self._refusals[lost.peer] = str(lost)
         else:
             self._failed[lost.peer] = trio.current_time()
-        if failures > MAX_FAILURES:
-            raise TrainingStopped(f"no step could be made in {failures} attempts; the last failed with {lost}")
-        await trio.sleep(min(0.05 * 2**failures, 5.0) if failures > 1 else 0)
 
     async def _run_epoch(
         self, steps: int, batches: Callable[[int], Sequence[Any]], on_step: Callable[[StepDone], None]
     ) -> None:
         """Open a route at the last snapshot and train over it; raises `HopLost`."""
-        self.route = await self._find_route()
+        self.route = self._with_replicas(await self._find_route())
         self.figures.epochs += 1
         self.version = self.snapshot.version
         failure: Exception | None = None
@@ -278,14 +326,17 @@ class SwarmTrainer:
             epoch = _Epoch(self, self.figures.epochs, nursery)
             try:
                 await epoch.open(self.route)
+                self.route = epoch.hops
                 self._snapshot_at = trio.current_time()
                 await self._validate(epoch)
                 while self.version < steps and not self._hooks.asked_to_leave():
-                    on_step(await epoch.step(batches(self.version)))
+                    on_step(await self._survived(epoch, partial(epoch.step, batches(self.version))))
                     self.version += 1
                     await self._validate(epoch)
                     if self._snapshot_is_due or self.version == steps:
                         await self._take_snapshot(epoch)
+                        if epoch.differs or self._has_new_holders():
+                            break  # the next epoch begins with the same state everywhere, and with all holders
                 if self.snapshot.version < self.version:
                     await self._take_snapshot(epoch)
                 await epoch.close()
@@ -295,10 +346,29 @@ class SwarmTrainer:
         if failure is not None:
             raise failure
 
+    async def _survived(self, epoch: _Epoch, work: Callable[[], Awaitable[T]]) -> T:
+        """Do some work of an epoch, again if a hop fails that the others can do without; raises `HopLost`."""
+        while True:
+            try:
+                return await work()
+            except HopLost as lost:
+                await epoch.go_on_without(lost)
+
+    def _with_replicas(self, route: Route) -> Route:
+        """Return a route's hops with all others that train their blocks too."""
+        avoid = frozenset(self._refused | self._lately_failed)
+        return taking_part(route, self._replicas.holders(route, avoid), self._most_holders)
+
+    def _has_new_holders(self) -> bool:
+        """True if more could train than do."""
+        found = plan_ways(self._with_replicas(self.route)).hops
+        return {hop.peer for hop in found} > {hop.peer for hop in self.route}
+
     async def _validate(self, epoch: _Epoch) -> None:
         batches = self._hooks.validation(self.version)
         if batches:
-            self._hooks.on_validation(self.version, await epoch.evaluate(batches))
+            loss = await self._survived(epoch, partial(epoch.evaluate, batches))
+            self._hooks.on_validation(self.version, loss)
 
     @property
     def _snapshot_is_due(self) -> bool:
@@ -307,16 +377,15 @@ class SwarmTrainer:
 
     async def _take_snapshot(self, epoch: _Epoch) -> None:
         begun = trio.current_time()
-        self.snapshot = await epoch.take_snapshot()
+        self.snapshot = await self._survived(epoch, epoch.take_snapshot)
         await self._hooks.on_snapshot(self.snapshot)
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
 
     async def _find_route(self) -> Route:
         """Return a route without hops that refused or failed; after a while those that failed are tried again."""
-        now = trio.current_time()
-        recent = {peer for peer, at in self._failed.items() if now - at < self._patience.probe_s * 10}
-        deadline = now + self._patience.route_s
+        recent = self._lately_failed
+        deadline = trio.current_time() + self._patience.route_s
         while True:
             with suppress(AppError):
                 return self._routes(frozenset(self._refused | recent))
@@ -330,14 +399,24 @@ class SwarmTrainer:
                     raise TrainingStopped(f"{error}{why}") from error
             await trio.sleep(1.0)
 
+    @property
+    def _lately_failed(self) -> set[str]:
+        now = trio.current_time()
+        return {peer for peer, at in self._failed.items() if now - at < self._patience.probe_s * 10}
+
 
 class _Epoch:
-    """One epoch: fixed hops, all of them at one version."""
+    """One epoch: fixed hops, all of them at one version. Without one of them, the others go on in another."""
 
     def __init__(self, owner: SwarmTrainer, epoch: int, nursery: trio.Nursery) -> None:
         self._owner, self._epoch, self._nursery = owner, epoch, nursery
         self._ends, self._terms, self._patience = owner._ends, owner._terms, owner._patience
-        self._links: list[_Link] = []
+        self._links: dict[int, _Link] = {}  # by a number that stays
+        self._plan: WayPlan
+        self._round = 0  # of sums in this version
+        self._drawn: dict[int, tuple[Drawn, float]] = {}  # micro-batch -> what was expected of it, and when it was sent
+        self.version = owner.snapshot.version
+        self.differs = False  # holders of a block had different states at the last snapshot
         self._send, self._arrived = trio.open_memory_channel[tuple[int, Frame | HopLost]](math.inf)
         self._heard_at: dict[int, float] = {}
         self._heard = Signal()
@@ -349,33 +428,89 @@ class _Epoch:
     # --- links --------------------------------------------------------------------------------------------------------
 
     async def open(self, route: Route) -> None:
-        """Begin the epoch at every hop; raises `HopLost`."""
-        owner, snapshot = self._owner, self._owner.snapshot
-        for index, hop in enumerate(route):
+        """Begin the epoch at every hop; those that fail are left if others hold all their blocks. Raises `HopLost`."""
+        self._plan = plan_ways(route)
+        for index, hop in enumerate(self.hops):
             try:
                 stream = await self._open_stream(hop.peer)
             except P2PError as error:
-                raise HopLost(hop.peer, f"it cannot be reached: {error}") from error
-            self._links.append(_Link(hop, PeerOutbox(stream, self._nursery)))
-            self._nursery.start_soon(self._read, index, stream)
-        for index, (_, outbox) in enumerate(self._links):
-            order = self._order_for(index, snapshot)
-            await outbox.push(_control(encode_open(owner.run_id, self._epoch, snapshot.version, order)))
+                lost = HopLost(hop.peer, f"it cannot be reached: {error}")
+                if not self.can_lose(hop.peer):
+                    raise lost from error
+                self._drop(lost)
+            else:
+                self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
+                self._nursery.start_soon(self._read, index, stream)
+        try:
+            await self._begin(keeps=False)
+        except HopLost as lost:
+            await self.go_on_without(lost, keeps=False)
+
+    async def _begin(self, *, keeps: bool) -> None:
+        self._round = 0
+        self._drawn.clear()
+        for link in self._links.values():
+            order = self._order_for(link.hop, keeps=keeps)
+            await link.outbox.push(_control(encode_open(self._owner.run_id, self._epoch, self.version, order)))
         await self._gather(Kind.READY, self._patience.ready_s)
 
-    def _order_for(self, index: int, snapshot: Snapshot) -> JobOrder:
-        peers = ["", *(link.hop.peer for link in self._links), ""]
-        span, order = self._links[index].hop.span, self._terms.order
+    def _order_for(self, hop: Hop, *, keeps: bool) -> JobOrder:
+        parts, snapshot, span = parts_of(self._plan, hop.peer), self._owner.snapshot, hop.span
+        alone = parts[0] if len(self._plan.ways) == 1 else None
         holders = (self._owner._network.peer_id, *snapshot.holders)
+        with_states = bool(snapshot.states) and not keeps
         values = {
             "span": span,
-            "predecessor": peers[index],
-            "successor": peers[index + 2],
-            "under_way": len(self._links) + 1,
-            "states": snapshot.states[span.start : span.stop],
-            "holders": tuple(dict.fromkeys(holders))[:8] if snapshot.states else (),
+            "predecessor": alone.predecessor if alone else "",
+            "successor": alone.successor if alone else "",
+            "under_way": self._plan.depth + 1,
+            "states": snapshot.states[span.start : span.stop] if with_states else (),
+            "holders": tuple(dict.fromkeys(holders))[:8] if with_states else (),
+            "ways": () if alone else parts,
+            "shared": self._plan.shared(hop.peer),
+            "keeps": keeps,
         }
-        return JobOrder(**{**order.__dict__, **values})
+        return JobOrder(**{**self._terms.order.__dict__, **values})
+
+    @property
+    def hops(self) -> Route:
+        """Who takes part, with which blocks."""
+        return self._plan.hops
+
+    def can_lose(self, peer: str) -> bool:
+        """True if others hold all blocks of a peer that takes part."""
+        return any(hop.peer == peer for hop in self.hops) and self._plan.can_lose(peer)
+
+    async def go_on_without(self, lost: HopLost, *, keeps: bool = True) -> None:
+        """Begin another epoch with the others, who keep the version that they have unless they just begin.
+
+        Raises `HopLost` if they do not hold all blocks.
+        """
+        owner = self._owner
+        while True:
+            if not self.can_lose(lost.peer):
+                raise lost
+            index, link = next((i, link) for i, link in self._links.items() if link.hop.peer == lost.peer)
+            del self._links[index]
+            self._busy.pop(index, None)
+            await link.outbox.push(_control(plain(Kind.CLOSE, owner.run_id, self._epoch)))
+            with suppress(P2PError), trio.move_on_after(self._patience.quiet_s):
+                await link.outbox.stream.aclose()
+            self._drop(lost)
+            owner.figures.epochs += 1
+            self._epoch = owner.figures.epochs
+            try:
+                await self._begin(keeps=keeps)
+                return
+            except HopLost as another:
+                lost = another
+
+    def _drop(self, lost: HopLost) -> None:
+        """Plan without a hop."""
+        log.warning("training goes on without a hop: %s", lost)
+        self._owner._remember(lost)
+        self._plan = self._plan.without(lost.peer)
+        self._owner.route = self.hops
 
     async def _open_stream(self, peer: str) -> FrameStream:
         owner = self._owner
@@ -387,7 +522,7 @@ class _Epoch:
 
     async def close(self) -> None:
         """Tell the hops that the job is over."""
-        for _, outbox in self._links:
+        for _, outbox in self._links.values():
             await outbox.push(_control(plain(Kind.CLOSE, self._owner.run_id, self._epoch)))
             with suppress(P2PError):
                 await outbox.stream.aclose()
@@ -414,10 +549,6 @@ class _Epoch:
         except P2PError as error:
             self._send.send_nowait((index, HopLost(peer, f"its stream broke: {error}")))
 
-    @property
-    def _indexes(self) -> range:
-        return range(len(self._links))
-
     async def _next(self) -> tuple[int, Frame] | None:
         """Return the next frame of a hop; None if all hops are well and idle, so something got lost."""
         quiet_s = max(self._patience.quiet_s, 8 * self._pause_s.value)
@@ -425,6 +556,8 @@ class _Epoch:
         while True:
             with trio.move_on_after(quiet_s):
                 index, found = await self._arrived.receive()
+                if index not in self._links or (isinstance(found, Frame) and found.epoch != self._epoch):
+                    continue  # of a hop that was left, or of the epoch before
                 if isinstance(found, HopLost):
                     raise found
                 self._pause_s.add(trio.current_time() - begun)
@@ -440,11 +573,11 @@ class _Epoch:
     async def _probe(self) -> None:
         """Ask every hop how it is; raises `HopLost` for one that does not answer."""
         asked_at = trio.current_time()
-        for link in self._links:
+        for link in self._links.values():
             await link.outbox.push(_control(plain(Kind.PROBE, self._owner.run_id, self._epoch)))
         with trio.move_on_after(self._patience.probe_s):
-            await self._heard.wait_for(lambda: all(self._heard_at.get(i, 0.0) > asked_at for i in self._indexes))
-        for index, link in enumerate(self._links):
+            await self._heard.wait_for(lambda: all(self._heard_at.get(i, 0.0) > asked_at for i in self._links))
+        for index, link in self._links.items():
             if self._heard_at.get(index, 0.0) <= asked_at:
                 raise HopLost(link.hop.peer, f"it has not answered for {self._patience.probe_s:g} s")
 
@@ -452,8 +585,9 @@ class _Epoch:
         """Act on a hop's error: True if what is under way should run again; raises `HopLost`."""
         peer = self._links[index].hop.peer
         if trouble.code == "input":
-            sender = index - 1 if trouble.why == "forward" else index + 1
-            if not 0 <= sender < len(self._links):
+            direction, _, way = trouble.why.partition(" ")
+            sender = self._neighbour(peer, int(way) if way.isdecimal() else 0, -1 if direction == "forward" else 1)
+            if sender is None:
                 raise TrainingStopped(f"{peer} refuses what this node sends: {trouble.text}")
             self._reject(sender, trouble.text)
             return True
@@ -461,9 +595,16 @@ class _Epoch:
             return True
         raise HopLost(peer, trouble.text or trouble.code, refused=trouble.code == "refused")
 
-    def _reject(self, index: int, why: str) -> None:
+    def _neighbour(self, peer: str, way: int, side: int) -> str | None:
+        """Return the peer before (-1) or after (1) another on a way; None if that is the owner."""
+        peers = [hop.peer for hop in self._plan.ways[way]] if way < len(self._plan.ways) else []
+        if peer not in peers:
+            raise HopLost(peer, f"it speaks of way {way}, on which it is not", refused=True)
+        at = peers.index(peer) + side
+        return peers[at] if 0 <= at < len(peers) else None
+
+    def _reject(self, peer: str, why: str) -> None:
         """Count numbers of a hop that must not be computed with; too many of them end the epoch."""
-        peer = self._links[index].hop.peer
         self._owner.figures.rejected[peer] += 1
         self._owner.figures.rejected_why[peer] = why
         self._rejected[peer] += 1
@@ -487,12 +628,12 @@ class _Epoch:
             elif came is None and order is not None:
                 await self._to_all(order, except_for=found)
             if trio.current_time() > deadline:
-                late = next(link.hop.peer for index, link in enumerate(self._links) if index not in found)
+                late = next(link.hop.peer for index, link in self._links.items() if index not in found)
                 raise HopLost(late, f"it was not ready within {wait_s:g} s")
-        return [found[index] for index in range(len(self._links))]
+        return [found[index] for index in self._links]
 
     async def _to_all(self, message: bytes, except_for: Any = ()) -> None:
-        for index, link in enumerate(self._links):
+        for index, link in self._links.items():
             if index not in except_for:
                 await link.outbox.push(_control(message))
 
@@ -500,48 +641,71 @@ class _Epoch:
 
     async def step(self, batches: Sequence[Any]) -> StepDone:
         """Make and commit one step; raises `HopLost`, or `TrainingStopped` if the loss is not finite."""
-        version = self._owner.version
+        version = self.version
         tokens = self._ends.counted(batches)
         if not tokens or len(batches) > MAX_MICRO_BATCHES:
             raise TrainingStopped(f"step {version + 1} has {tokens} tokens that count in {len(batches)} micro-batches")
         progress = StepProgress(len(batches), len(self._links) + 1)
-        while True:
-            await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
-            tallies = await self._tally(version, len(batches))
-            missing = progress.missing(tallies)
-            if not missing:
-                break
-            self._run_again(progress, missing)
+        tallies = await self._count_all(progress, batches)
         loss = math.fsum(progress.losses.values()) / tokens
         scale = 1 / tokens
-        norm = scale * math.sqrt(math.fsum(one for tally in tallies for one in tally.squared_norms))
+        squares = [one for link, tally in zip(self._links.values(), tallies, strict=True)
+                   for one in self._own_norms(link.hop, tally)]  # fmt: skip
+        squares += await self._reduce(progress, batches)
+        norm = scale * math.sqrt(math.fsum(squares))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingStopped(f"the loss of step {version + 1} is not finite: start again with a smaller rate")
         rate = self._terms.rate_of(version)
         clip = 1.0 if self._terms.clip is None else min(1.0, self._terms.clip / (norm + 1e-6))
         run = self._owner.run_id
         order = encode_step(run, self._epoch, version, StepOrder(rate, scale, clip))
-        for index, frame in enumerate(await self._gather(Kind.STEP, order=order)):
-            self._checked(index, decode_root, frame)
-        await self._gather(Kind.COMMIT, order=plain(Kind.COMMIT, run, self._epoch, version + 1))
+        for frame, link in zip(await self._gather(Kind.STEP, order=order), list(self._links.values()), strict=True):
+            self._checked(link, decode_root, frame)
+        self.version, self._round = version + 1, 0
+        try:
+            await self._gather(Kind.COMMIT, order=plain(Kind.COMMIT, run, self._epoch, version + 1))
+        except HopLost as lost:
+            await self.go_on_without(lost)  # all others have the order, so the step is made
         return StepDone(version + 1, loss, tokens, norm, rate)
+
+    def _own_norms(self, hop: Hop, tally: Tally) -> list[float]:
+        """Return the squared norms of the blocks that nobody else holds."""
+        shared = self._plan.shared(hop.peer)
+        found = zip(hop.span.blocks(), tally.squared_norms, strict=True)
+        return [norm for block, norm in found if not any(block in run for run in shared)]
+
+    async def _count_all(self, progress: StepProgress, batches: Sequence[Any]) -> list[Tally]:
+        """Run micro-batches until every block has counted all of them; return what the hops have counted."""
+        self._owner._times.begin_step()
+        while True:
+            await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
+            tallies = await self._tally(progress)
+            missing = progress.missing(tallies)
+            if not missing:
+                return tallies
+            self._run_again(progress, missing)
 
     async def evaluate(self, batches: Sequence[Any]) -> float:
         """Return the mean loss of micro-batches that are not trained on; raises `HopLost` or `TrainingStopped`."""
         progress = StepProgress(len(batches), len(self._links) + 1)
+        self._owner._times.begin_step()
         await self._run_passes(progress, batches, (Kind.EVALUATE,))
         return math.fsum(progress.losses.values()) / max(1, self._ends.counted(batches))
 
     async def _run_passes(self, progress: StepProgress, batches: Sequence[Any], kinds: tuple[Kind, ...]) -> None:
         """Send micro-batches in frames of the first kind until each has come back in one of the last.
 
-        At most one more than there are hops are under way.
+        At most one more than there are hops are under way, and at each hop no more than it was told.
         """
-        version, wire = self._owner.version, self._terms.order.wire
+        version, wire = self.version, self._terms.order.wire
         while not progress.is_back:
-            for number, attempt in progress.start():
+            while (number := progress.next_number) is not None:
+                way = self._draw(progress, number, batches[number])
+                if way is None:
+                    break
+                one = Pass(version, number, progress.start(number, way), way)
                 data = await self._owner._device.run_later(self._ends.embed, batches[number], wire)
-                await self._send_pass(kinds[0], 0, Pass(version, number, attempt), batches[number], data)
+                await self._send_pass(kinds[0], self._plan.ways[way][0].peer, one, batches[number], data)
             came = await self._next()
             if came is None:
                 self._run_again(progress)
@@ -550,13 +714,38 @@ class _Epoch:
             if frame.kind not in kinds or frame.position != version:
                 continue
             one = pass_of(frame)
-            if not await self._is_passed_on(index, frame) and one.number < len(batches):
+            if progress.ways.get(one.number) == one.way and not await self._is_passed_on(index, frame, one):
                 if self._is_sound(index, frame, batches[one.number]):
                     await self._on_pass(progress, frame, one, batches[one.number])
 
+    def _draw(self, progress: StepProgress, number: int, batch: Any) -> int | None:
+        """Return the way of a micro-batch: that which it took before, as it may be counted there; else a new one.
+
+        None if a hop on it has as many micro-batches under way as it was told.
+        """
+        plan, now = self._plan, trio.current_time()
+        busy = Counter(hop.peer for way in progress.ways_under_way for hop in plan.ways[way])
+        full = {peer for peer, count in busy.items() if count >= plan.depth + 1}
+        earlier = progress.ways.get(number)
+        ways = range(len(plan.ways)) if earlier is None else (earlier,)
+        free = [way for way in ways if not any(hop.peer in full for hop in plan.ways[way])]
+        if not free:
+            return None
+        sequences, length = self._ends.shape(batch)
+        drawn = self._owner._times.draw([plan.ways[way] for way in free], sequences * length, now)
+        way = free[drawn.way]
+        self._drawn[number] = drawn, now
+        self._owner.figures.computed.update(hop.peer for hop in plan.ways[way])
+        return way
+
+    def _came_back(self, progress: StepProgress, one: Pass) -> None:
+        if progress.came_back(one.number, one.attempt):
+            drawn, sent_at = self._drawn[one.number]
+            self._owner._times.came_back(self._plan.ways[one.way], drawn, trio.current_time() - sent_at)
+
     async def _on_pass(self, progress: StepProgress, frame: Frame, one: Pass, batch: Any) -> None:
         if frame.kind == Kind.BACK:
-            progress.came_back(one.number, one.attempt)
+            self._came_back(progress, one)
         elif progress.reached_end(one.number, one.attempt):
             trains = frame.kind == Kind.FORWARD
             try:
@@ -565,9 +754,10 @@ class _Epoch:
                 raise TrainingStopped(f"the loss of step {one.version + 1} is not finite: {error}") from error
             progress.losses[one.number] = found.total
             if trains:
-                await self._send_pass(Kind.BACK, len(self._links) - 1, one, batch, found.gradient)
+                last = self._plan.ways[one.way][-1].peer
+                await self._send_pass(Kind.BACK, last, one, batch, found.gradient)
             else:
-                progress.came_back(one.number, one.attempt)
+                self._came_back(progress, one)
 
     async def _loss(self, batch: Any, frame: Frame, *, gradient: bool) -> BatchLoss:
         """Compute the loss of a micro-batch, in parts between which replies can go; raises `NotFinite`."""
@@ -578,37 +768,38 @@ class _Epoch:
             pass
         return await device.run_later(loss.result, self._terms.order.wire)
 
-    async def _send_pass(self, kind: Kind, index: int, one: Pass, batch: Any, data: bytes) -> None:
+    async def _send_pass(self, kind: Kind, peer: str, one: Pass, batch: Any, data: bytes) -> None:
         _, length = self._ends.shape(batch)
         head = pass_header(
             kind, self._owner.run_id, self._epoch, one, dtype=self._terms.order.wire, rows=length,
             width=self._ends.hidden_size, length=len(data),
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)
-        await self._links[index].outbox.push(OutboundFrame((head, data), Priority.BULK))
+        await self._link(peer).outbox.push(OutboundFrame((head, data), Priority.BULK))
 
-    async def _is_passed_on(self, index: int, frame: Frame) -> bool:
+    def _link(self, peer: str) -> _Link:
+        return next(link for link in self._links.values() if link.hop.peer == peer)
+
+    async def _is_passed_on(self, index: int, frame: Frame, one: Pass) -> bool:
         """Send a frame to the neighbour that its hop cannot reach; False if it is meant for the owner."""
-        target = index + (-1 if frame.kind == Kind.BACK else 1)
-        if not 0 <= target < len(self._links):
+        side = -1 if frame.kind == Kind.BACK else 1
+        target = self._neighbour(self._links[index].hop.peer, one.way, side)
+        if target is None:
             return False
-        await self._pass_on(target, frame)
-        return True
-
-    async def _pass_on(self, index: int, frame: Frame) -> None:
-        """Send a hop's frame to a neighbour that the hop cannot reach."""
         head = pass_header(
-            Kind(frame.kind), frame.session, frame.epoch, pass_of(frame), dtype=DTYPE_NAMES[frame.dtype],
-            rows=frame.rows, width=frame.width, length=len(frame.body),
+            Kind(frame.kind), frame.session, frame.epoch, one, dtype=DTYPE_NAMES[frame.dtype],
+            rows=length_of(frame), width=frame.width, length=len(frame.body),
         )  # fmt: skip
-        await self._links[index].outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
+        await self._link(target).outbox.push(OutboundFrame((head, bytes(frame.body)), Priority.BULK))
+        return True
 
     def _is_sound(self, index: int, frame: Frame, batch: Any) -> bool:
         """True if a hop's numbers have the micro-batch's shape, are finite and of a usual size; else it is counted."""
-        if (frame.width, sequences_of(frame), frame.rows) != (self._ends.hidden_size, *self._ends.shape(batch)):
-            self._reject(index, "a wrong shape")
+        peer = self._links[index].hop.peer
+        if (frame.width, sequences_of(frame), length_of(frame)) != (self._ends.hidden_size, *self._ends.shape(batch)):
+            self._reject(peer, "a wrong shape")
         elif not self._sizes[Kind(frame.kind)].accepts(root_mean_square(frame)):
-            self._reject(index, "numbers that are not finite, or far beyond the usual")
+            self._reject(peer, "numbers that are not finite, or far beyond the usual")
         else:
             return True
         return False
@@ -616,51 +807,223 @@ class _Epoch:
     def _run_again(self, progress: StepProgress, numbers: Sequence[int] | None = None) -> None:
         self._owner.figures.micro_batches_again += progress.under_way if numbers is None else len(numbers)
         if not progress.run_again(numbers):
-            raise HopLost(self._links[0].hop.peer, "a micro-batch did not come back after many attempts")
+            first = next(iter(self._links.values())).hop.peer
+            raise HopLost(first, "a micro-batch did not come back after many attempts")
 
-    async def _tally(self, version: int, count: int) -> list[Tally]:
-        order = plain(Kind.TALLY, self._owner.run_id, self._epoch, version)
+    async def _tally(self, progress: StepProgress) -> list[Tally]:
+        order = plain(Kind.TALLY, self._owner.run_id, self._epoch, self.version)
         frames = await self._gather(Kind.TALLY, order=order)
-        tallies: list[Tally] = [
-            self._checked(index, partial(decode_tally, span=link.hop.span), frame)
-            for index, (link, frame) in enumerate(zip(self._links, frames, strict=True))
-        ]
-        wrong = is_overcounted(tallies, count)
-        if wrong is not None:
-            peer = next(link.hop.peer for link in self._links if wrong.start in link.hop.span)
-            raise HopLost(peer, "it counted micro-batches that were never sent", refused=True)
+        tallies: list[Tally] = []
+        for link, frame in zip(self._links.values(), frames, strict=True):
+            peer = link.hop.peer
+            tally = self._checked(link, partial(decode_tally, span=link.hop.span), frame)
+            if [run for run, _ in tally.counted] != [run.span for run in self._plan.runs if peer in run.peers]:
+                raise HopLost(peer, "it counts in other blocks than it was told", refused=True)
+            if progress.is_overcounted(self._plan, peer, tally):
+                raise HopLost(peer, "it counted micro-batches that were never sent to it", refused=True)
+            tallies.append(tally)
         return tallies
 
-    def _checked(self, index: int, read: Callable[[Frame], Any], frame: Frame) -> Any:
+    def _checked(self, link: _Link, read: Callable[[Frame], Any], frame: Frame) -> Any:
         try:
             return read(frame)
         except RecordError as error:
-            raise HopLost(self._links[index].hop.peer, f"its answer is not valid: {error}", refused=True) from error
+            raise HopLost(link.hop.peer, f"its answer is not valid: {error}", refused=True) from error
+
+    # --- several holders of a block -----------------------------------------------------------------------------------
+
+    async def _reduce(self, progress: StepProgress, batches: Sequence[Any]) -> list[float]:
+        """Make one sum of what the holders of a block have; return the squared norms, for each run of blocks.
+
+        Raises `HopLost` for a holder that lied: the step begins again without it.
+        """
+        if not self._plan.shared_runs:
+            return []
+        answers = await self._collect(
+            {link.hop.peer: self._plan.shared(link.hop.peer) for link in self._links.values()}
+        )
+        runs: dict[Span, list[HolderSums]] = {}
+        for run in self._plan.shared_runs:
+            for peer in run.peers:
+                numbers = assigned(self._plan, progress.ways, peer, run.span)
+                tokens = self._ends.counted([batches[number] for number in numbers])
+                if tokens:
+                    runs.setdefault(run.span, []).append(HolderSums(peer, tokens, answers[peer, run.span]))
+        device, caution = self._owner._device, self._terms.caution
+        for suspect in await device.run_later(self._owner._lots.choose, runs, self.version):
+            await self._audit(suspect, progress, batches, answers[suspect.peer, suspect.span])
+        agreed: dict[Span, Numbers] = {}
+        for span, shares in runs.items():
+            agreed[span] = await device.run_later(partial(reduced, clipped=caution.clips), shares)
+        for link in self._links.values():
+            data = b"".join(agreed[span].tobytes() for span in self._plan.shared(link.hop.peer))
+            for parts in sums_frames(self._owner.run_id, self._epoch, self.version, data):
+                self._owner.figures.bytes_out += sum(map(len, parts))
+                await link.outbox.push(OutboundFrame(parts, Priority.BULK))
+        return [await device.run_later(squared_norm, sums) for sums in agreed.values()]
+
+    async def _collect(self, wanted: Mapping[str, Sequence[Span]]) -> dict[tuple[str, Span], Numbers]:
+        """Have all holders hand over their sums, and return those that are wanted, by peer and run of blocks."""
+        owner, version = self._owner, self.version
+        buffers: dict[int, SumsBuffer] = {}
+        found: dict[int, Numbers] = {}
+
+        async def order_rest() -> None:
+            for index, link in self._links.items():
+                runs = tuple(wanted.get(link.hop.peer, ()))
+                if index not in found and self._plan.shared(link.hop.peer):
+                    if runs:
+                        buffers[index] = SumsBuffer(self._terms.sums_bytes * sum(map(len, runs)))
+                    order = encode_reduce(owner.run_id, self._epoch, version, ReduceOrder(self._round, runs))
+                    await link.outbox.push(_control(order))
+
+        await order_rest()
+        while len(found) < len(buffers):
+            came = await self._next()
+            if came is None:
+                await order_rest()
+            elif came[1].kind == Kind.SUMS and came[1].position == version and came[0] in buffers.keys() - found.keys():
+                link = self._links[came[0]]
+                data = self._checked(link, buffers[came[0]].add, came[1])
+                if data is not None:
+                    found[came[0]] = from_bytes(data)
+                    if not await owner._device.run_later(is_finite, found[came[0]]):
+                        raise HopLost(link.hop.peer, "its summed gradients are not finite", refused=True)
+        self._round += 1
+        sums: dict[tuple[str, Span], Numbers] = {}
+        for index, numbers in found.items():
+            peer, at = self._links[index].hop.peer, 0
+            for span in wanted[peer]:
+                size = self._terms.sums_bytes // 4 * len(span)
+                sums[peer, span] = numbers[at : at + size]
+                at += size
+        return sums
+
+    async def _audit(self, suspect: Suspect, progress: StepProgress, batches: Sequence[Any], claimed: Numbers) -> None:
+        """Have a holder's micro-batches computed again by others; raises `HopLost` for who lied, or may have."""
+        owner, (peer, span) = self._owner, suspect
+        ways = dict(progress.ways)
+        numbers = assigned(self._plan, ways, peer, span)
+        not_accused = owner._replicas.not_accused() | {owner._network.peer_id}
+        others = self._plan.trainers(span) - {peer}
+        witnesses = sorted(others, key=lambda one: (one not in not_accused, one))
+        answers, verdict = [Answer(peer, claimed)], AuditVerdict(None, agree=False)
+        owner.figures.audits += 1
+        taken = {peer: {ways[number] for number in numbers}}  # who summed up -> the ways on which it came
+        for witness in witnesses:
+            around = {number: self._plan.way_around(ways[number], span, witness) for number in numbers}
+            taken[witness] = set(around.values())
+            answers.append(Answer(witness, await self._recompute(around, span, witness, progress, batches)))
+            verdict = await owner._device.run_later(judge, answers, not_accused)
+            if verdict.agree or verdict.liar is not None:
+                break
+        progress.ways.update(ways)
+        if len(answers) == 1:
+            return  # nobody else can compute them
+        if verdict.agree:
+            owner._lots.cleared(peer, self.version)
+            self._note(peer, "agreed", "agreed with others")
+        elif verdict.liar is not None:
+            met = {hop.peer for way in taken[verdict.liar] for hop in self._plan.ways[way]}
+            self._leave_out(verdict.liar, met - {verdict.liar} - not_accused)
+        else:
+            self._leave_out_either([answer.peer for answer in answers], span, not_accused)
+
+    def _leave_out(self, liar: str, others: set[str]) -> NoReturn:
+        """Leave out a hop that lied; `others` on the way may have sent it what was wrong already. Raises `HopLost`."""
+        why = f"its summed gradients of step {self.version + 1} are not what others compute from the same data"
+        share = 1 / (1 + len(others))
+        self._note(liar, "doubted" if others else "lied", f"trained wrongly: {why}", share)
+        for other in others:
+            self._note(other, "doubted", "took part in training that others contradict", share)
+        self._owner.figures.left_out[liar] = why
+        raise HopLost(liar, why, refused=True)
+
+    def _leave_out_either(self, peers: Sequence[str], span: Span, not_accused: Collection[str]) -> NoReturn:
+        """Leave out one of several holders that all differ: nobody can tell who is right. Raises `HopLost`.
+
+        It is the one that the route would rather do without. If somebody else holds these blocks, it comes back
+        together with that one, and then it shows who lied.
+        """
+        owner = self._owner
+        order = [hop.peer for hop in self.hops]
+        left = max((peer for peer in peers if peer not in not_accused), key=order.index)
+        for peer in set(peers) - set(not_accused):
+            self._note(peer, "doubted", "trained with another result than other holders", 1 / len(peers))
+        names = " and ".join(sorted(peers))
+        why = f"{names} sum up different gradients of the same data, and nobody can tell who is right"
+        known = owner._replicas.holders(self.hops, frozenset(owner._refused))
+        third = any(hop.peer not in order and hop.span.covers(span) for hop in known)
+        if third:
+            owner._most_holders = max(owner._most_holders, len(peers) + 1)
+        else:
+            owner.figures.left_out[left] = why
+        raise HopLost(left, why, refused=not third)
+
+    async def _recompute(
+        self, ways: Mapping[int, int], span: Span, witness: str, progress: StepProgress, batches: Sequence[Any]
+    ) -> Numbers:
+        """Run micro-batches again on ways that lead through a witness for some blocks; return its sums.
+
+        What others count on these ways is not used: they have handed over the sums of the step before.
+        """
+        progress.ways.update(ways)
+        missing = set(ways)
+        while missing:
+            if not progress.run_again(missing):
+                raise HopLost(witness, "micro-batches could not be computed again in many attempts")
+            await self._run_passes(progress, batches, (Kind.FORWARD, Kind.BACK))
+            tallies = zip(self._links.values(), await self._tally(progress), strict=True)
+            tally = next(tally for link, tally in tallies if link.hop.peer == witness)
+            missing -= dict(tally.counted)[span]
+        return (await self._collect({witness: (span,)}))[witness, span]
+
+    def _note(self, peer: str, verdict: Verdict, text: str, weight: float = 1.0) -> None:
+        trust = self._owner._replicas.trust
+        if trust is not None and peer not in self._owner._replicas.not_accused() | {self._owner._network.peer_id}:
+            trust.note(peer, verdict, text, weight)
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
     async def take_snapshot(self) -> Snapshot:
-        """Have the states of all blocks kept by their hops, here, and by one more hop."""
+        """Have the states of all blocks kept by their hops, here, and by one more hop.
+
+        Of holders with different states, the one that most agree with counts, and of as many the route's first one.
+        """
         owner = self._owner
-        order = plain(Kind.SNAPSHOT, owner.run_id, self._epoch, owner.version)
+        order = plain(Kind.SNAPSHOT, owner.run_id, self._epoch, self.version)
         frames = await self._gather(Kind.SNAPSHOT, order=order)
-        states: list[StatePart] = []
-        for index, (link, frame) in enumerate(zip(self._links, frames, strict=True)):
-            parts, _ = self._checked(index, decode_parts, frame)
+        kept: dict[str, Sequence[StatePart]] = {}
+        for link, frame in zip(self._links.values(), frames, strict=True):
+            parts, _ = self._checked(link, decode_parts, frame)
             if len(parts) != len(link.hop.span):
                 raise HopLost(link.hop.peer, "it kept states of other blocks than its own", refused=True)
+            kept[link.hop.peer] = parts
+        starts = {hop.peer: hop.span.start for hop in self.hops}
+        not_accused = owner._replicas.not_accused() | {owner._network.peer_id}
+        order_of = {peer: (peer not in not_accused, at) for at, peer in enumerate(starts)}
+        states: list[StatePart] = []
+        self.differs = False
+        for run in self._plan.runs:
+            held = {
+                peer: tuple(kept[peer][run.span.start - starts[peer] : run.span.stop - starts[peer]])
+                for peer in sorted(run.peers, key=order_of.__getitem__)
+            }
+            chosen, votes = Counter(held.values()).most_common(1)[0]
+            self.differs |= votes < len(held)
+            supplier = next(peer for peer in held if held[peer] == chosen)
             try:
-                await owner._states.fetch(owner.run_id, parts, [link.hop.peer])
+                await owner._states.fetch(owner.run_id, chosen, [supplier])
             except trio.TooSlowError:
-                raise HopLost(link.hop.peer, "it did not send its states in time") from None
-            states += parts
-        others = [link for link in self._links if link.hop.peer != owner._network.peer_id]
+                raise HopLost(supplier, "it did not send its states in time") from None
+            states += chosen
+        others = [link for link in self._links.values() if link.hop.peer != owner._network.peer_id]
         if others:
-            keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, owner.version, states, [owner._network.peer_id])
-            await self._order_one(others[owner.version % len(others)], Kind.KEEP, keep)
+            keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [owner._network.peer_id])
+            await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
         await owner._states.forget(owner.run_id, keep=states)
         kept_by = tuple(link.hop.peer for link in others)
-        return Snapshot(owner.version, tuple(states), kept_by)
+        return Snapshot(self.version, tuple(states), kept_by)
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""
@@ -669,7 +1032,7 @@ class _Epoch:
             came = await self._next()
             if came is None:
                 await link.outbox.push(_control(message))
-            elif came[1].kind == kind and self._links[came[0]] is link:
+            elif came[1].kind == kind and self._links.get(came[0]) is link:
                 return
 
 

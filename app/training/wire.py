@@ -4,11 +4,13 @@
     epoch     raised only by the owner, at each change of the route or return to an earlier version
     position  the version that the frame is about: the number of steps done
     revision  of FORWARD, BACK and EVALUATE: 16 times the micro-batch's number within the step, plus the attempt
-    rows      of the same: tokens of one sequence; the body holds whole sequences of this length
+    rows      of the same: tokens of one sequence, plus 65536 times the number of the micro-batch's way; the body holds
+              whole sequences of this length
 
 The owner (A) opens one stream to each hop (H) and sends its orders on it. A hop opens a stream to its neighbours and
 sends FORWARD and EVALUATE to the next one and BACK to the one before; where it cannot reach a neighbour it sends them
-to the owner, who passes them on. The last hop sends FORWARD and EVALUATE, and the first one BACK, to the owner.
+to the owner, who passes them on. The last hop sends FORWARD and EVALUATE, and the first one BACK, to the owner. Where
+several hops hold a block there are several ways, and a hop has neighbours and blocks of its own on each.
 
     OPEN      A>H  a JSON object (`JobOrder`): begin an epoch; what the hop has counted before is dropped
     READY     H>A  the epoch has begun, all blocks are at this version
@@ -17,6 +19,9 @@ to the owner, who passes them on. The last hop sends FORWARD and EVALUATE, and t
     EVALUATE  any  hidden states of data that is not trained on: as FORWARD, but nothing is kept or counted
     TALLY     A>H  ask what the sums of this version contain
     TALLY     H>A  a JSON object (`Tally`)
+    REDUCE    A>H  a JSON object (`ReduceOrder`): hand over the sums of blocks that others hold too, and begin new ones
+    SUMS      H>A  float32 numbers: the sums of the blocks that were asked for, one after another; revision: which slice
+    SUMS      A>H  the same for all blocks that others hold too: the sums of all their holders, which replace its own
     STEP      A>H  a JSON object (`StepOrder`): make the next version beside the current one
     STEP      H>A  a JSON object: `root`, the hash of the next version
     COMMIT    A>H  this version, the next one, is the current one from now on
@@ -33,13 +38,18 @@ to the owner, who passes them on. The last hop sends FORWARD and EVALUATE, and t
 Versions change in all blocks or in none: the owner commits a step once every hop has made it, and begins an epoch at an
 earlier version if one of them died in between. Unknown kinds are an error, unknown JSON fields are ignored.
 `app.training.ledger` decides which frames count.
+
+Sums go through the owner and not from holder to holder. A holder sends and receives them once, which is no more than in
+a butterfly of two holders and less than in one of three; the owner bears the rest. It sees every holder's sums whole,
+which it needs to find who lied, no holder can falsify the sums of another, and all receive the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from app.core.canonical_json import Fields, check_version, decode_object
@@ -69,6 +79,9 @@ MAX_RANK = 256
 MAX_UNDER_WAY = 256
 MAX_STATE_BYTES = 2**33  # of one block
 MAX_HOLDERS = 8
+MAX_WAYS = 2**6  # of one epoch
+MAX_ROUNDS = 2**16  # of sums in one version
+SLICE_BYTES = 2**23  # of sums in one frame; only the last one of several is shorter
 MAX_JSON_BYTES = 2**20  # a state's hash for each of `MAX_BLOCKS` blocks, or as many bitmaps
 
 
@@ -89,11 +102,14 @@ class Kind(IntEnum):
     STATE = 12
     TROUBLE = 13
     EVALUATE = 14
+    REDUCE = 15
+    SUMS = 16
 
 
+_LENGTHS = 2**16  # more than the tokens of any sequence in a frame
 _KINDS = frozenset(Kind)
 PASSES = (Kind.FORWARD, Kind.BACK, Kind.EVALUATE)
-_WITH_JSON = (Kind.OPEN, Kind.TALLY, Kind.STEP, Kind.SNAPSHOT, Kind.KEEP, Kind.TROUBLE)
+_WITH_JSON = (Kind.OPEN, Kind.TALLY, Kind.STEP, Kind.SNAPSHOT, Kind.KEEP, Kind.TROUBLE, Kind.REDUCE)
 
 
 class StatePart(NamedTuple):
@@ -101,6 +117,15 @@ class StatePart(NamedTuple):
 
     root: bytes
     size_bytes: int
+
+
+class HopWay(NamedTuple):
+    """A hop's part of one way; an empty peer id stands for the owner."""
+
+    number: int
+    span: Span
+    predecessor: str
+    successor: str
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,33 @@ class JobOrder:
     wire: str  # number format of FORWARD and BACK
     states: tuple[StatePart, ...] = ()  # of each block; empty: as drawn, at version 0
     holders: tuple[str, ...] = ()  # peers that have the states
+    ways: tuple[HopWay, ...] = ()  # empty: one way, numbered 0, through all blocks
+    shared: tuple[Span, ...] = ()  # blocks that others hold too, in runs with equal holders
+    keeps: bool = False  # the hop goes on with the version that it has, and `states` are empty
+
+    def way(self, number: int) -> HopWay | None:
+        """Return the hop's part of a way; None if it has none."""
+        if not self.ways:
+            return HopWay(0, self.span, self.predecessor, self.successor) if number == 0 else None
+        return next((way for way in self.ways if way.number == number), None)
+
+    @property
+    def neighbours(self) -> frozenset[str]:
+        """The peers before and after this hop, on all ways."""
+        named = ((way.predecessor, way.successor) for way in self.ways)
+        return frozenset(peer for pair in (*named, (self.predecessor, self.successor)) for peer in pair if peer)
+
+    def runs(self) -> list[Span]:
+        """The hop's blocks, divided into those that others hold too, run by run, and those that are its own."""
+        bounds = {self.span.start, self.span.stop, *(bound for run in self.shared for bound in (run.start, run.stop))}
+        return [Span(start, stop) for start, stop in pairwise(sorted(bounds))]
+
+
+class ReduceOrder(NamedTuple):
+    """Which sums to hand over: those of `round`, counted from 0 in each version, of these blocks."""
+
+    round: int
+    wanted: tuple[Span, ...]
 
 
 class Tally(NamedTuple):
@@ -147,26 +199,32 @@ class Pass(NamedTuple):
     version: int
     number: int
     attempt: int
+    way: int = 0
 
 
 def pass_of(frame: Frame) -> Pass:
     """Return which pass a FORWARD or BACK frame belongs to."""
-    return Pass(frame.position, frame.revision // MAX_ATTEMPTS, frame.revision % MAX_ATTEMPTS)
+    return Pass(frame.position, frame.revision // MAX_ATTEMPTS, frame.revision % MAX_ATTEMPTS, frame.rows // _LENGTHS)
+
+
+def length_of(frame: Frame) -> int:
+    """Return the tokens of one sequence in a FORWARD or BACK frame."""
+    return frame.rows % _LENGTHS
 
 
 def sequences_of(frame: Frame) -> int:
     """Return the number of sequences in the body of a FORWARD or BACK frame."""
-    return len(frame.body) // (frame.rows * row_bytes(frame.dtype, frame.width))
+    return len(frame.body) // (length_of(frame) * row_bytes(frame.dtype, frame.width))
 
 
 def pass_header(
     kind: Kind, run: bytes, epoch: int, heading: Pass, *, dtype: str, rows: int, width: int, length: int
 ) -> bytes:
     """Encode the header of a FORWARD or BACK frame; `rows` are those of one sequence."""
-    version, number, attempt = heading
+    version, number, attempt, way = heading
     return header(
-        kind, run, epoch, version, dtype=DTYPES[dtype], revision=number * MAX_ATTEMPTS + attempt, rows=rows,
-        width=width, length=length,
+        kind, run, epoch, version, dtype=DTYPES[dtype], revision=number * MAX_ATTEMPTS + attempt,
+        rows=way * _LENGTHS + rows, width=width, length=length,
     )  # fmt: skip
 
 
@@ -175,9 +233,13 @@ def decode(message: bytes) -> Frame:
     frame = split(message, "training")
     if frame.kind in PASSES:
         sequences = 0
-        if frame.dtype in DTYPES.values() and frame.rows and frame.width:
+        if frame.dtype in DTYPES.values() and length_of(frame) and frame.width:
             sequences = sequences_of(frame)
-        check_numbers(frame, "training", sequences * frame.rows)
+        check_numbers(frame, "training", sequences * length_of(frame))
+    elif frame.kind == Kind.SUMS:
+        length = len(frame.body)
+        if frame.dtype != DTYPES["f32"] or not 0 < length <= SLICE_BYTES or length % 4:
+            raise RecordError(f"training frame: {length} bytes are no slice of sums")
     elif frame.kind not in _KINDS or len(frame.body) > (MAX_JSON_BYTES if frame.kind in _WITH_JSON else 0):
         raise RecordError(
             f"training frame: kind {frame.kind} with {len(frame.body)} bytes is not understood; update Shoal"
@@ -197,6 +259,12 @@ def encode_open(run: bytes, epoch: int, version: int, order: JobOrder) -> bytes:
         "under_way": order.under_way, "wire": order.wire, "states": _parts_json(order.states),
         "holders": list(order.holders),
     }  # fmt: skip
+    if order.ways:
+        values["ways"] = [[w.number, w.span.start, w.span.stop, w.predecessor, w.successor] for w in order.ways]
+    if order.shared:
+        values["shared"] = _spans_json(order.shared)
+    if order.keeps:
+        values["keep"] = True
     return with_json(Kind.OPEN, run, epoch, version, values)
 
 
@@ -208,9 +276,10 @@ def decode_open(frame: Frame) -> JobOrder:
     wire = fields.text("wire", 8)
     if wire not in DTYPES:
         fields.refuse("wire", f"one of {', '.join(DTYPES)}")
-    states = _parts_from(fields)
-    if len(states) != (len(span) if frame.position else 0):
+    states, keeps = _parts_from(fields), fields.flag("keep", False)
+    if len(states) != (len(span) if frame.position and not keeps else 0):
         fields.refuse("states", "one for each block, or none at version 0")
+    shared = _spans(fields, "shared", span)
     return JobOrder(
         span=span,
         predecessor=fields.text("before", 128),
@@ -226,7 +295,52 @@ def decode_open(frame: Frame) -> JobOrder:
         wire=wire,
         states=states,
         holders=fields.texts("holders", MAX_HOLDERS, 128),
+        ways=_ways(fields, span, shared),
+        shared=shared,
+        keeps=keeps,
     )
+
+
+def encode_reduce(run: bytes, epoch: int, version: int, order: ReduceOrder) -> bytes:
+    """Encode the owner's REDUCE frame."""
+    values: dict[str, object] = {"round": order.round, "wanted": _spans_json(order.wanted)}
+    return with_json(Kind.REDUCE, run, epoch, version, values)
+
+
+def decode_reduce(frame: Frame, order: JobOrder) -> ReduceOrder:
+    """Decode the owner's REDUCE frame; raises `RecordError` unless others hold the wanted blocks too."""
+    fields = _fields(frame, "reduce")
+    wanted = _spans(fields, "wanted", order.span)
+    if not set(wanted) <= set(order.shared):
+        fields.refuse("wanted", "runs of blocks that others hold too")
+    return ReduceOrder(fields.integer("round", 0, MAX_ROUNDS), wanted)
+
+
+def sums_frames(run: bytes, epoch: int, version: int, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield header and body of each SUMS frame that these numbers take."""
+    for index, at in enumerate(range(0, len(data), SLICE_BYTES)):
+        body = data[at : at + SLICE_BYTES]
+        yield header(Kind.SUMS, run, epoch, version, dtype=DTYPES["f32"], revision=index, length=len(body)), body
+
+
+class SumsBuffer:
+    """Puts the slices of sums together; the first slice begins anew."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._data = bytearray()
+        self._next = 0
+
+    def add(self, frame: Frame) -> bytes | None:
+        """Take a slice; return the whole once it is complete. Raises `RecordError` for a slice that does not follow."""
+        if frame.revision == 0:
+            self._data, self._next = bytearray(), 0
+        self._data += frame.body
+        left = self._size_bytes - len(self._data)
+        if frame.revision != self._next or left < 0 or (left and len(frame.body) != SLICE_BYTES):
+            raise RecordError(f"sums: slice {frame.revision} of {len(frame.body)} bytes does not follow")
+        self._next += 1
+        return None if left else bytes(self._data)
 
 
 def encode_tally(run: bytes, epoch: int, version: int, tally: Tally) -> bytes:
@@ -308,6 +422,39 @@ def _span(fields: Fields, start: int, stop: int) -> Span:
     if not Span.is_possible(start, stop):
         fields.refuse("stop", "more than start")
     return Span(start, stop)
+
+
+def _spans_json(spans: Iterable[Span]) -> list[list[int]]:
+    return [[span.start, span.stop] for span in spans]
+
+
+def _spans(fields: Fields, name: str, within: Span) -> tuple[Span, ...]:
+    """Return runs of blocks that follow each other within some blocks."""
+    spans: list[Span] = []
+    for item in fields.items(name, MAX_BLOCKS, []):
+        match item:
+            case [int(start), int(stop)] if (spans[-1].stop if spans else within.start) <= start < stop <= within.stop:
+                spans.append(Span(start, stop))
+            case _:
+                fields.refuse(name, f"runs of the blocks {within}, one after another")
+    return tuple(spans)
+
+
+def _ways(fields: Fields, span: Span, shared: tuple[Span, ...]) -> tuple[HopWay, ...]:
+    ways: dict[int, HopWay] = {}
+    for item in fields.items("ways", MAX_WAYS, []):
+        match item:
+            case [int(number), int(start), int(stop), str(before), str(after)] if (
+                0 <= number < MAX_WAYS
+                and number not in ways
+                and span.start <= start < stop <= span.stop
+                and max(len(before), len(after)) <= 128
+                and all(run.stop <= start or stop <= run.start or Span(start, stop).covers(run) for run in shared)
+            ):
+                ways[number] = HopWay(number, Span(start, stop), before, after)
+            case _:
+                fields.refuse("ways", f"ways through whole runs of the blocks {span}")
+    return tuple(ways.values())
 
 
 def _parts_json(parts: Iterable[StatePart]) -> list[list[object]]:

@@ -116,6 +116,11 @@ class TrainedSpan:
         """Indices of the blocks."""
         return range(self.start, self.stop)
 
+    @property
+    def numbers(self) -> int:
+        """Trained numbers of one block."""
+        return self._blocks[0].sums.numel()
+
     # Passes
 
     def has_room(self, rows: int, blocks: tuple[int, int] | None = None) -> bool:
@@ -214,6 +219,14 @@ class TrainedSpan:
     def set_gradient(self, block: int, gradient: Tensor) -> None:
         """Replace the summed gradients of a block, by those that all its holders have agreed on."""
         self._at(block).sums.copy_(gradient)
+
+    def take_gradient(self, block: int) -> Tensor:
+        """Return the summed gradients of a block as `gradient` does, and begin new sums, which may count all again."""
+        own = self._at(block)
+        taken = own.sums.cpu().clone()
+        own.sums.zero_()
+        own.counted.clear()
+        return taken
 
     @torch.no_grad()
     def step(self, rate: float, scale: float, clip: float = 1.0) -> None:

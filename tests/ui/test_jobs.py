@@ -78,6 +78,7 @@ def test_everything_about_a_running_job_is_told() -> None:
         (FINISHED, "hops       over the swarm", "left"),
         (replace(RUNNING, recoveries=0, rejected={}, lost=(), micro_batches_again=0), "rejected   nothing", "again"),
         (replace(RUNNING, recoveries=1, lost=()), "recovered  once, 11 micro-batches", "from"),
+        (replace(RUNNING, left_out={STRANGER: "its sums\x1b are wrong"}), "left out   ", "\x1b"),
     ],
 )
 def test_only_what_is_known_of_a_job_is_told(job: JobView, said: str, unsaid: str) -> None:

@@ -154,6 +154,9 @@ def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]
         rows += _entry("sent", [row(size(job.bytes_out), ("  received ", "dim"), size(job.bytes_in))])
         rows += _entry("recovered", _recoveries(job, name_of, room, most))
         rows += _entry("rejected", _rejections(job, name_of, room, most))
+        for peer, why in sorted((job.left_out or {}).items()):
+            words = f"{shorten(one_line(name_of(peer)), _NAME)}: {why}"
+            rows += _entry("left out", _reason(words, name_of, room, most, "warning"))
     rows += _entry("adapter", [row(f"rank {job.rank}, alpha {job.alpha:g}, {','.join(job.targets)}")])
     rows += _entry("model", [row(one_line(_model(job)))])
     return rows + _entry("data", [row(_end_of(one_line(job.data), room))])
@@ -173,6 +176,7 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
     ]
     facts += [("lost", tidy(with_names(why, name_of))) for why in job.lost]
     facts += [("rejected", f"{name_of(peer)} {words}") for peer, words in _rejected(job)]
+    facts += [("left out", tidy(with_names(f"{peer}: {why}", name_of))) for peer, why in (job.left_out or {}).items()]
     facts += [("validation", f"{_loss(loss)} after step {step}") for step, loss in job.validation[-8:]]
     return facts
 
@@ -205,14 +209,19 @@ def _where(job: JobView) -> str:
 
 
 def _hops(job: JobView, name_of: NameOf, room: int) -> list[Row]:
-    """The chain of hops with their blocks, broken between two hops where it is too long."""
+    """The chain of hops with their blocks, broken between two hops where it is too long.
+
+    A dot instead of an arrow stands before one that trains blocks of the one before it too.
+    """
     if not job.hops:
         return [row(_where(job))]
     rejected = job.rejected or {}
     rows: list[Row] = [[]]
     for index, hop in enumerate(job.hops):
         part = _hop(hop, name_of, marked=bool(rejected.get(hop.peer)))
-        arrow = row((" ▸ ", "dim")) if index < len(job.hops) - 1 else []
+        arrow: Row = []
+        if index < len(job.hops) - 1:
+            arrow = row((" ▸ " if job.hops[index + 1].start >= hop.stop else " · ", "dim"))
         if rows[-1] and width_of([*rows[-1], *part, *arrow]) > room:
             rows.append([])
         rows[-1] += [*part, *arrow]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from engine.sources.base import ModelSource
 from engine.training.adapters import AdapterSettings
 from engine.training.head import TrainingEnds
 from engine.training.local_trainer import LocalTrainer, MicroBatch
-from engine.training_runner import OwnerEnds
+from engine.training_runner import OwnerEnds, sums_bytes
 from p2p.errors import PeerUnreachable
 from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
 from tests.app.hash_model import InlineDevice
@@ -181,6 +181,21 @@ class JobSwarm:
                 raise NoRoute(block)
         return tuple(hops)
 
+    def holders(self, route: Route, avoid: frozenset[str]) -> list[Hop]:
+        """All nodes with all of their blocks."""
+        return [Hop(name, node.span) for name, node in sorted(self.nodes.items()) if name not in avoid]
+
+    def poison(self, name: str, attack: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Let a node hand over other sums than it has."""
+
+        def change(blocks: Any) -> None:
+            take = blocks.take_sums
+            blocks.take_sums = lambda block: (
+                attack(torch.frombuffer(bytearray(take(block)), dtype=torch.float32)).numpy().tobytes()
+            )
+
+        self.nodes[name].changes.append(change)
+
     def owner(
         self, name: str = "owner", *, every: int = 10, settings: AdapterSettings = SETTINGS, **more: Any
     ) -> SwarmTrainer:
@@ -190,7 +205,9 @@ class JobSwarm:
         states.serve()
         config = self.source.config
         order = order_of(settings, blocks=config.n_blocks, rows=64, wire="f32")
-        terms = JobTerms(order, SCHEDULE.at, snapshot_every=every)
+        rate_of = more.pop("rate_of", SCHEDULE.at)
+        terms = JobTerms(order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config))
+        terms = replace(terms, **more.pop("terms", {}))
         ends = OwnerEnds(TrainingEnds(load_ends(self.source, OPTIONS)), config.hidden_size)
         routes: Callable[[frozenset[str]], Route] = more.pop("routes", self.route)
         patience = more.pop("patience", PATIENCE)

@@ -10,9 +10,10 @@ import pytest
 from app.config.settings import Settings
 from app.core.span import Span
 from app.routing.planner import PrivacyPreferences
-from app.routing.route import NoRoute
+from app.routing.route import Hop, NoRoute
+from app.routing.trust import TrustBook
 from app.swarm.records import Announcement, read_announcement, sign_announcement
-from app.training.consent import job_routes, terms_of
+from app.training.consent import job_replicas, job_routes, terms_of
 from app.training.trainer import RouteFinder
 from p2p.identity import Identity
 from p2p.memory.fabric import MemoryFabric, open_fabric
@@ -78,3 +79,44 @@ async def test_private_blocks_hold_for_jobs() -> None:
         alone = job_routes(fabric.nodes["me"], lambda: members[:1], lambda: PrivacyPreferences(private_blocks=1), 4)
         with pytest.raises(NoRoute, match="trusted peers"):
             alone(frozenset())
+
+
+async def test_who_may_train_beside_a_route() -> None:
+    book = TrustBook(clock=lambda: 0.0)
+    book.note("liar", "lied", "trained wrongly")
+    rough = replace(member("rough", 0, 4, "members"), dtype="bf16")
+    fast = replace(member("fast", 0, 4, "trusted"), prefill_tokens_per_s=5000.0)
+    members = [
+        member("a", 0, 2, "members"),
+        member("b", 2, 4, "members"),
+        member("c", 1, 4, "members"),
+        fast,
+        member("never", 0, 4, "never"),
+        member("liar", 0, 4, "members"),
+        member("lost", 0, 4, "members"),
+        member("friend", 0, 4, "members"),
+        rough,
+    ]
+    route = (Hop("a", Span(0, 2)), Hop("b", Span(2, 4)))
+    async with open_fabric() as fabric:
+        me = fabric.node("me")
+
+        def found(private: int) -> list[Hop]:
+            preferences = PrivacyPreferences(private_blocks=private, trusted=frozenset({"friend"}))
+            replicas = job_replicas(me, lambda: members, lambda: preferences, book, 4)
+            assert replicas.not_accused() == {"me", "friend"}
+            return list(replicas.holders(route, frozenset({"lost"})))
+
+        everybody = [Hop("fast", Span(0, 4)), Hop("a", Span(0, 2)), Hop("b", Span(2, 4)), Hop("c", Span(1, 4))]
+        assert found(0) == [*everybody, Hop("friend", Span(0, 4))]
+        assert found(1)[0] == Hop("fast", Span(1, 3))  # the first and the last block are for friends
+        assert found(1)[-1] == Hop("friend", Span(0, 4))
+
+
+async def test_a_member_that_trained_wrongly_is_no_hop() -> None:
+    book = TrustBook(clock=lambda: 0.0)
+    book.note("a", "lied", "trained wrongly")
+    members = [member("a", 0, 4, "members"), member("b", 0, 4, "members")]
+    async with open_fabric() as fabric:
+        routes = job_routes(fabric.node("me"), lambda: members, PrivacyPreferences, 4, book)
+        assert [hop.peer for hop in routes(frozenset())] == ["b"]

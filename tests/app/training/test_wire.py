@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -24,9 +26,10 @@ from app.session.frame import (
     with_json,
 )
 from app.training import wire
-from app.training.wire import JobOrder, Kind, Pass, StatePart, StepOrder, Tally
+from app.training.wire import HopWay, JobOrder, Kind, Pass, ReduceOrder, StatePart, StepOrder, Tally
 
 RUN = bytes(range(16))
+ORDER = JobOrder(Span(0, 2), "", "", 8, 16.0, ("q",), 0.0, 0, 0.0, 64, 4, "f32", shared=(Span(0, 2),))
 numbers = st.frozensets(st.integers(0, wire.MAX_MICRO_BATCHES - 1), max_size=8)
 names = st.text(st.characters(codec="ascii", categories=("L", "N")), max_size=60)
 spans = st.builds(lambda start, more: Span(start, start + more), st.integers(0, 4000), st.integers(1, 4))
@@ -54,6 +57,14 @@ def orders(draw: st.DrawFn) -> tuple[int, JobOrder]:
         tuple(draw(parts) for _ in range(count)),
         ("a", "b"),
     )
+    if draw(st.booleans()):
+        runs = [Span(block, block + 1) for block in span.blocks()]
+        shared = tuple(run for run in runs if draw(st.booleans()))
+        numbers = draw(st.lists(st.integers(0, wire.MAX_WAYS - 1), unique=True, max_size=5))
+        ways = tuple(HopWay(number, draw(st.sampled_from([span, *runs])), draw(names), "z") for number in numbers)
+        order = replace(order, shared=shared, ways=ways)
+    if draw(st.booleans()):
+        order = replace(order, keeps=True, states=())
     return version, order
 
 
@@ -63,6 +74,76 @@ def test_orders_come_back(versioned: tuple[int, JobOrder], epoch: int) -> None:
     frame = wire.decode(wire.encode_open(RUN, epoch, version, order))
     assert (frame.session, frame.epoch, frame.position, frame.kind) == (RUN, epoch, version, Kind.OPEN)
     assert wire.decode_open(frame) == order
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("shared", [[0, 2], [1, 3]]),  # one block twice
+        ("shared", [[2, 9]]),
+        ("shared", [[2, 2]]),
+        ("shared", "all"),
+        ("ways", [[0, 0, 4, "a", "b"], [0, 0, 4, "a", "b"]]),  # one number twice
+        ("ways", [[wire.MAX_WAYS, 0, 4, "", ""]]),
+        ("ways", [[1, 0, 5, "", ""]]),
+        ("ways", [[1, 0, 3, "", ""]]),  # through half of a run
+        ("ways", [[1, 0, 4, "", "a" * 129]]),
+        ("ways", [[1, 0, 4, "", ""]] * 65),
+        ("keep", 1),
+    ],
+)
+def test_orders_with_wrong_ways_are_refused(field: str, value: object) -> None:
+    order = JobOrder(Span(0, 4), "", "", 8, 16.0, ("q",), 0.0, 0, 0.0, 64, 4, "f32", shared=(Span(2, 4),))
+    values = json.loads(bytes(wire.decode(wire.encode_open(RUN, 1, 0, order)).body))
+    frame = wire.decode(with_json(Kind.OPEN, RUN, 1, 0, {**values, field: value}))
+    with pytest.raises(RecordError, match=field):
+        wire.decode_open(frame)
+
+
+def test_one_way_needs_no_list() -> None:
+    order = JobOrder(Span(0, 4), "a", "b", 8, 16.0, ("q",), 0.0, 0, 0.0, 64, 4, "f32")
+    assert (order.way(0), order.way(1)) == (HopWay(0, Span(0, 4), "a", "b"), None)
+    assert order.runs() == [Span(0, 4)]
+    assert order.neighbours == {"a", "b"}
+    body = bytes(wire.decode(wire.encode_open(RUN, 1, 0, order)).body)
+    assert not any(name in body for name in (b"ways", b"shared", b"keep"))  # as older nodes know it
+
+
+@given(st.integers(0, 70), st.lists(st.sampled_from([Span(0, 1), Span(1, 3), Span(3, 4)]), unique=True))
+def test_orders_to_reduce_come_back(number: int, wanted: list[Span]) -> None:
+    order = replace(
+        JobOrder(Span(0, 4), "", "", 8, 16.0, ("q",), 0.0, 0, 0.0, 64, 4, "f32"),
+        shared=(Span(0, 1), Span(1, 3), Span(3, 4)),
+    )
+    asked = ReduceOrder(number, tuple(sorted(wanted)))
+    frame = wire.decode(wire.encode_reduce(RUN, 1, 7, asked))
+    assert wire.decode_reduce(frame, order) == asked
+    if wanted:
+        with pytest.raises(RecordError, match="wanted"):
+            wire.decode_reduce(frame, replace(order, shared=()))
+
+
+@given(st.integers(1, 40))
+def test_sums_come_back_in_slices(numbers: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "SLICE_BYTES", 16)
+        data = bytes(range(4 * numbers))
+        frames = [wire.decode(head + body) for head, body in wire.sums_frames(RUN, 1, 7, data)]
+        buffer = wire.SumsBuffer(len(data))
+        for _ in range(2):  # the first slice begins anew
+            *early, last = [buffer.add(frame) for frame in frames]
+            assert (early, last) == ([None] * (len(frames) - 1), data)
+        if len(frames) > 1:
+            with pytest.raises(RecordError, match="slice"):
+                wire.SumsBuffer(len(data)).add(frames[1])
+            with pytest.raises(RecordError, match="slice"):
+                wire.SumsBuffer(8).add(frames[0])
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(2, 8), (1, 0), (1, 6), (1, wire.SLICE_BYTES + 4)])
+def test_slices_of_sums_are_bounded(dtype: int, length: int) -> None:
+    with pytest.raises(RecordError, match="no slice of sums"):
+        wire.decode(header(Kind.SUMS, RUN, 1, 0, dtype=dtype, length=length) + bytes(length))
 
 
 @given(spans, st.lists(numbers, min_size=4, max_size=4), st.lists(st.floats(0, 1e300), min_size=4, max_size=4))
@@ -101,16 +182,20 @@ def test_steps_and_parts_come_back(rate: float, scale: float, clip: float, state
     st.integers(0, wire.MAX_STEPS),
     st.integers(0, wire.MAX_MICRO_BATCHES - 1),
     st.integers(0, wire.MAX_ATTEMPTS - 1),
-    st.integers(1, 5),
-    st.integers(1, 7),
+    st.integers(0, wire.MAX_WAYS - 1),
+    st.tuples(st.integers(1, 5), st.integers(1, 7)),
 )
-def test_passes_come_back(kind: Kind, version: int, number: int, attempt: int, sequences: int, length: int) -> None:
+def test_passes_come_back(
+    kind: Kind, version: int, number: int, attempt: int, way: int, shape: tuple[int, int]
+) -> None:
+    sequences, length = shape
     body = bytes(range(4 * 3)) * sequences * length
-    heading = Pass(version, number, attempt)
+    heading = Pass(version, number, attempt, way)
     frame = wire.decode(
         wire.pass_header(kind, RUN, 9, heading, dtype="f32", rows=length, width=3, length=len(body)) + body
     )
     assert (wire.pass_of(frame), wire.sequences_of(frame), bytes(frame.body)) == (heading, sequences, body)
+    assert wire.length_of(frame) == length
 
 
 @pytest.mark.parametrize(
@@ -131,7 +216,7 @@ def test_wrong_shapes_are_refused(rows: int, width: int, dtype: int, length: int
         wire.decode(message)
 
 
-@pytest.mark.parametrize("kind", [0, 14, 255])
+@pytest.mark.parametrize("kind", [0, 14, 17, 255])
 def test_unknown_kinds_are_refused(kind: int) -> None:
     with pytest.raises(RecordError, match="not understood"):
         wire.decode(plain(kind, RUN, 1))
@@ -159,6 +244,8 @@ def test_arbitrary_bytes_raise_nothing_else(message: bytes) -> None:
             wire.decode_parts,
             decode_hop_error,
             lambda frame: wire.decode_tally(frame, Span(0, 2)),
+            lambda frame: wire.decode_reduce(frame, ORDER),
+            wire.SumsBuffer(64).add,
         ):
             with contextlib.suppress(RecordError):
                 read(frame)

@@ -1,0 +1,114 @@
+"""Decides which holder of a job is audited after a step, and who lied if results differ. Pure.
+
+An audit computes a holder's micro-batches of a step again, at another holder and the same version: all of them, because
+their sum is all that a holder has answered for. Audited is at once who stands apart, and every few steps who has agreed
+least with the others; so somebody who hides in the noise of the data is found too. Nobody is left out for being far
+from the others, only for sums that another holder cannot reproduce and a third one contradicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from app.core.smoothing import Ewma
+from app.core.span import Span
+from app.training.reduction import TOLERANCE, HolderSums, Numbers, agreement, deviation, standing_apart
+
+
+@dataclass(frozen=True)
+class Caution:
+    """How a job guards itself against holders that lie."""
+
+    clips: bool = True  # sums of three or more holders
+    audit_every: int | None = 10  # steps between two audits that nothing prompted; None: no audits at all
+    rest: int = 5  # steps in which a holder that an audit has cleared is not audited for standing apart
+
+
+class Suspect(NamedTuple):
+    """A holder to be audited, for the blocks of a run."""
+
+    peer: str
+    span: Span
+
+
+class AuditLots:
+    """Remembers how well each holder agreed with the others, and chooses whom to audit."""
+
+    def __init__(self, caution: Caution) -> None:
+        self._caution = caution
+        self._agreement: dict[str, Ewma] = {}
+        self._cleared_at: dict[str, int] = {}
+        self._waited = 0  # steps since the last audit
+
+    def choose(self, runs: Mapping[Span, Sequence[HolderSums]], version: int) -> list[Suspect]:
+        """Take a step's sums, by run of blocks, and return whom to audit now, at most once each."""
+        every = self._caution.audit_every
+        if every is None:
+            return []
+        apart: dict[str, Span] = {}
+        seen: dict[str, Span] = {}
+        for span, shares in runs.items():
+            if len(shares) < 2:
+                continue
+            for peer, cosine in agreement(shares).items():
+                self._agreement.setdefault(peer, Ewma(0.2)).add(cosine)
+                seen.setdefault(peer, span)
+            for peer in standing_apart(shares):
+                if version - self._cleared_at.get(peer, -self._caution.rest) >= self._caution.rest:
+                    apart.setdefault(peer, span)
+        self._waited += 1
+        if not apart and seen and self._waited >= every:
+            # The one that agreed least; of those that agreed alike, the one that was not cleared for longest.
+            last = min(seen, key=lambda peer: (self._score(peer, version), self._cleared_at.get(peer, -1), peer))
+            apart[last] = seen[last]
+        if apart:
+            self._waited = 0
+        return [Suspect(peer, span) for peer, span in apart.items()]
+
+    def cleared(self, peer: str, version: int) -> None:
+        """An audit found a holder's sums to be right."""
+        self._cleared_at[peer] = version
+
+    def _score(self, peer: str, version: int) -> float:
+        """Agreement of a holder, 1 if it was cleared just now."""
+        every = self._caution.audit_every or 1
+        since = version - self._cleared_at.get(peer, -10 * every)
+        return self._agreement[peer].value + max(0.0, 1 - since / (10 * every))
+
+
+class Answer(NamedTuple):
+    """What a holder says the gradients of the same micro-batches add up to."""
+
+    peer: str
+    sums: Numbers
+
+
+class AuditVerdict(NamedTuple):
+    """Who lied; nobody, if all agree or if it cannot be told."""
+
+    liar: str | None
+    agree: bool
+
+
+def judge(answers: Sequence[Answer], not_accused: Collection[str]) -> AuditVerdict:
+    """Compare answers about the same micro-batches: who differs from all others, which agree, has lied.
+
+    Two that differ do not tell which one lied, unless one of them is not to be accused.
+    """
+    groups: list[list[Answer]] = []
+    for answer in answers:
+        for group in groups:
+            if deviation(group[0].sums, answer.sums) <= TOLERANCE:
+                group.append(answer)
+                break
+        else:
+            groups.append([answer])
+    if len(groups) == 1:
+        return AuditVerdict(None, True)
+    trusted = [group for group in groups if any(answer.peer in not_accused for answer in group)]
+    right = trusted[0] if len(trusted) == 1 else max(groups, key=len)
+    wrong = [answer.peer for group in groups if group is not right for answer in group]
+    is_known = len(trusted) == 1 or len(right) > len(wrong)
+    return AuditVerdict(wrong[0] if is_known and len(wrong) == 1 else None, False)

@@ -1,0 +1,78 @@
+"""Whom a job audits, and who is found to have lied."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+
+from app.core.span import Span
+from app.training.audits import Answer, AuditLots, Caution, judge
+from app.training.reduction import HolderSums
+from tests.app.training.test_reduction import ATTACKS, attacked, honest
+
+RUN = Span(0, 4)
+RIGHT = numpy.ones(10, numpy.float32)
+WRONG = -RIGHT
+
+
+@pytest.mark.parametrize(
+    ("sums", "not_accused", "liar", "agree"),
+    [
+        pytest.param([RIGHT, RIGHT * 1.0001], (), None, True, id="rounding"),
+        pytest.param([WRONG, RIGHT], (), None, False, id="two cannot tell"),
+        pytest.param([WRONG, RIGHT], ("p1",), "p0", False, id="two, one of them is trusted"),
+        pytest.param([RIGHT, WRONG], ("p0",), "p1", False, id="the witness lied"),
+        pytest.param([WRONG, RIGHT, RIGHT], (), "p0", False, id="the suspect lied"),
+        pytest.param([RIGHT, WRONG, RIGHT], (), "p1", False, id="of three, the witness lied"),
+        pytest.param([RIGHT, WRONG, RIGHT * 5], (), None, False, id="all differ"),
+        pytest.param([WRONG, RIGHT, RIGHT], ("p0",), None, False, id="who is trusted stands alone"),
+        pytest.param([RIGHT * numpy.float32("nan"), RIGHT, RIGHT], (), "p0", False, id="not finite"),
+        pytest.param([RIGHT * 0, RIGHT * 0], (), None, True, id="zeros"),
+    ],
+)
+def test_who_lied(sums: list[numpy.ndarray], not_accused: tuple[str, ...], liar: str | None, agree: bool) -> None:
+    answers = [Answer(f"p{index}", each.astype(numpy.float32)) for index, each in enumerate(sums)]
+    assert judge(answers, not_accused) == (liar, agree)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("noise", [0.3, 1.0, 3.0])
+def test_a_liar_is_audited_within_twenty_steps(attack: str, noise: float) -> None:
+    lots = AuditLots(Caution())
+    for version in range(20):
+        shares = attacked(honest(3, noise=noise, seed=version), attack)
+        suspects = lots.choose({RUN: shares}, version)
+        if "p2" in {one.peer for one in suspects}:
+            return
+        for one in suspects:
+            lots.cleared(one.peer, version)
+    pytest.fail("the liar was not audited")
+
+
+@pytest.mark.parametrize("peers", [2, 3, 4])
+def test_audits_of_honest_holders_are_few_and_go_round(peers: int) -> None:
+    lots, audited = AuditLots(Caution()), list[str]()
+    for version in range(100):
+        for one in lots.choose({RUN: honest(peers, seed=version)}, version):
+            audited.append(one.peer)
+            lots.cleared(one.peer, version)
+    assert len(audited) == 10
+    assert set(audited) == {f"p{index}" for index in range(peers)}
+
+
+def test_who_was_cleared_rests() -> None:
+    lots = AuditLots(Caution(audit_every=100, rest=5))
+    apart = attacked(honest(3, noise=0.2), "flipped")
+    audited = []
+    for version in range(12):
+        if lots.choose({RUN: apart}, version):
+            audited.append(version)
+            lots.cleared("p2", version)
+    assert audited == [0, 5, 10]
+
+
+def test_a_single_holder_and_a_job_without_audits_have_none() -> None:
+    assert not AuditLots(Caution()).choose({RUN: honest(1)}, 0)
+    lots = AuditLots(Caution(audit_every=None))
+    shares: list[HolderSums] = attacked(honest(3), "flipped")
+    assert not [one for version in range(30) for one in lots.choose({RUN: shares}, version)]
