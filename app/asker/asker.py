@@ -59,6 +59,7 @@ from app.routing.planner import (
 from app.routing.route import Privacy, Route, RouteRequest
 from app.routing.trust import TrustBook
 from app.session.adapter_index import AdapterRef
+from app.session.frame import DTYPES, row_bytes
 from app.session.wire import Prefix
 from app.swarm.records import Announcement
 
@@ -305,7 +306,8 @@ class Asker:
     def _route_request(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
         blocks = self._ends.n_blocks
         privacy = self.planner.privacy(blocks, private_blocks)
-        return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
+        size = row_bytes(DTYPES[self._ends.dtype], self._ends.hidden_size)
+        return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy, row_bytes=size)
 
     def _ended(self, reply: Reply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
         """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
