@@ -22,6 +22,8 @@ from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
 from app.routing.search import find_route, repair_route, why_unused
 from app.routing.trust import TrustBook
+from app.routing.wire_choice import Wires, choose_wires, keep_wires
+from app.session.frame import INT8
 from app.swarm.records import Announcement
 
 Members = Callable[[], Sequence[Announcement]]
@@ -216,6 +218,7 @@ class SessionRoutes:
         self._formats: dict[str, str] = {}  # of all members met so far: a hop that died is announced no longer
         self._proposed: dict[str, Span] = {}  # the latest route
         self._computed: dict[int, str] = {}  # block -> number format in which the session used it last
+        self._able: set[str] = set()  # members met so far that understand rows of int8
         self.notices: list[str] = []  # for the user
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
@@ -226,6 +229,19 @@ class SessionRoutes:
     def _propose(self, route: Route) -> Route:
         self._proposed = {hop.peer: hop.span for hop in route}
         return route
+
+    def wires(self, route: Route, before: Wires | None) -> Wires:
+        """Choose the number formats of rows on a route; once chosen (`before`), they stay as far as hops allow."""
+        self._able |= {member.peer for member in self._planner.members() if INT8 in member.wires}
+        if before is None:
+            return choose_wires(route, self._planner.rates(), self._able)
+        kept = keep_wires(route, before, self._able)
+        if len(kept) < len(before):
+            self.notices.append(
+                "hidden states are rounded at other blocks from here on, because other members took over, "
+                "so the reply may differ a little from what it would have been"
+            )
+        return kept
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         """Ban a hop that failed, and note the first report of it in the trust book unless the hop was busy."""
