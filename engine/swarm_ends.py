@@ -83,9 +83,9 @@ class SwarmEnds:
         if not all(0 <= token_id < self.config.vocab_size for token_id in token_ids):
             raise EngineError(f"a token id is out of range: the model has {self.config.vocab_size} tokens, from 0")
 
-    def embed(self, token_ids: Sequence[int]) -> bytes:
-        """Return the embeddings of these tokens, (N, hidden) in this node's wire format."""
-        return bytes(to_bytes(self._ends.embed(token_ids), self.dtype))
+    def embed(self, token_ids: Sequence[int], wire: str = "") -> bytes:
+        """Return the embeddings of these tokens, (N, hidden) in this wire format, or else in this node's own."""
+        return bytes(to_bytes(self._ends.embed(token_ids), wire or self.dtype))
 
     def begin(self, prompt_ids: Sequence[int], settings: ReplySettings) -> ReplyWriter:
         """Start a reply; raises `EngineError` if the prompt is empty or leaves no room in the context."""

@@ -1,12 +1,17 @@
-"""Converts hidden states between tensors and the byte formats that cross between machines: bare rows, no header."""
+"""Converts hidden states between tensors and the byte formats that cross between machines: bare rows, no header.
+
+The formats are torch's own `f32`, `bf16` and `f16`, and `int8` of `engine.int8_rows`.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from engine import int8_rows
 from engine.errors import SessionError
 
+INT8 = "int8"
 WIRE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # For each format: the integers that its bits are read as, and the bits of the exponent.
 _BITS = {
@@ -23,13 +28,18 @@ def wire_name(dtype: torch.dtype) -> str:
 
 
 def to_tensor(parts: list[memoryview], dtype: str, width: int) -> Tensor:
-    """Join the bytes of several messages into rows of numbers: (N, width) on the CPU.
+    """Join the bytes of several messages into rows of numbers: (N, width) on the CPU; float32 for `int8`.
 
     Raises `SessionError` for an unknown format or a length that is not a positive number of whole rows.
     """
     data = bytearray().join(parts)  # one copy: the tensor owns aligned, writable memory
-    if dtype not in WIRE_DTYPES or not data or len(data) % (width * WIRE_DTYPES[dtype].itemsize):
+    if dtype != INT8 and dtype not in WIRE_DTYPES:
+        raise SessionError(f"the number format {dtype} is unknown")
+    size = int8_rows.row_bytes(width) if dtype == INT8 else width * WIRE_DTYPES[dtype].itemsize
+    if not data or len(data) % size:
         raise SessionError(f"{len(data)} bytes of {dtype} do not make rows of {width} numbers")
+    if dtype == INT8:
+        return torch.from_numpy(int8_rows.decode(data, width))
     return torch.frombuffer(data, dtype=WIRE_DTYPES[dtype]).view(-1, width)
 
 
@@ -44,5 +54,7 @@ def is_finite(rows: Tensor) -> bool:
 
 def to_bytes(rows: Tensor, dtype: str) -> memoryview:
     """Return the bytes of (N, width) in a wire format."""
+    if dtype == INT8:
+        return memoryview(int8_rows.encode(rows.detach().to("cpu", torch.float32).numpy()))
     cpu = rows.to("cpu", WIRE_DTYPES[dtype]).contiguous()
     return cpu.view(torch.uint8).numpy().data.cast("B")

@@ -194,7 +194,9 @@ class Libp2pNetwork:
             if best is connection:
                 lanes = self._board.links_to(peer)
                 carried_in, carried_out = sum(lane.bytes_in for lane in lanes), sum(lane.bytes_out for lane in lanes)
-                found[peer] = LinkInfo(peer, _kind(connection), connection.rtt_s, carried_in, carried_out)
+                speeds = [speed for lane in lanes if (speed := lane.receive_rate.bytes_per_s) is not None]
+                down = max(speeds, default=None)
+                found[peer] = LinkInfo(peer, _kind(connection), connection.rtt_s, carried_in, carried_out, down)
         return list(found.values())
 
     def keep_links(self, peers: Iterable[str]) -> None:

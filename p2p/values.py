@@ -22,13 +22,17 @@ LinkKind = Literal["direct", "lan", "relayed"]
 
 @dataclass(frozen=True)
 class LinkInfo:
-    """The link to one peer: its kind, round-trip time in seconds (None before it is measured), and bytes carried."""
+    """The link to one peer: its kind, round-trip time in seconds, bytes carried, and how fast it delivers them.
+
+    Times and speeds are None before they are measured.
+    """
 
     peer: str
     kind: LinkKind
     rtt_s: float | None
     bytes_in: int
     bytes_out: int
+    down_bytes_per_s: float | None = None
 
 
 def buffers_of(payload: Payload) -> tuple[Sequence[Buffer], int]:

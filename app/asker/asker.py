@@ -59,6 +59,7 @@ from app.routing.planner import (
 from app.routing.route import Privacy, Route, RouteRequest
 from app.routing.trust import TrustBook
 from app.session.adapter_index import AdapterRef
+from app.session.frame import DTYPES, row_bytes
 from app.session.wire import Prefix
 from app.swarm.records import Announcement
 
@@ -173,7 +174,7 @@ class Asker:
         routes = self._routes(request, prefix)
         sampled = () if prefix is None else prefix.source.routes
         async with self._counted(routes, request.tokens, self._taken(prefix), ref) as session:
-            sampler = AuditSampler(self._rng, sampled)
+            sampler = AuditSampler(self._rng, sampled, rounded=prefix is not None and bool(prefix.source.wires))
             guesser = self._guesser(prompt_ids, self._history)
             draft = None if guesser is None else self._begin_draft(prompt_ids, request.tokens, settings)
             reply = Reply(
@@ -243,7 +244,7 @@ class Asker:
         ends = prefix.replaces and source in self._kept
         if ends:
             self._kept.remove(source)
-        return CachedPrefix(Prefix(source.id, prefix.tokens, ends), source.epoch, source.route)
+        return CachedPrefix(Prefix(source.id, prefix.tokens, ends), source.epoch, source.route, source.wires)
 
     def _routes(self, request: RouteRequest, prefix: SharedPrefix | None) -> SessionRoutes:
         if prefix is None:
@@ -324,7 +325,8 @@ class Asker:
     def _route_request(self, tokens: int, prompt_tokens: int, private_blocks: int | None = None) -> RouteRequest:
         blocks = self._ends.n_blocks
         privacy = self.planner.privacy(blocks, private_blocks)
-        return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy)
+        size = row_bytes(DTYPES[self._ends.dtype], self._ends.hidden_size)
+        return RouteRequest(Span(0, blocks), tokens, prompt_tokens, privacy=privacy, row_bytes=size)
 
     def _ended(self, reply: Reply, request: RouteRequest, settings: Any, adapter: ReplyAdapter | None) -> None:
         """Count a reply, learn the speed of its hops from it, and keep a sample for an audit."""
@@ -345,7 +347,7 @@ class Asker:
                 first=stats.prompt_tokens + sampler.first,
                 answers=tuple(sampler.answers),
                 peers=frozenset(hop.peer for route in sampler.routes for hop in route),
-                precisions=precisions(sampler.routes, self.planner.members()),
+                precisions=precisions(sampler.routes, self.planner.members(), rounded=sampler.rounded),
                 room=request.tokens,
                 privacy=request.privacy,
                 settings=settings,
@@ -390,8 +392,8 @@ class Asker:
                 if prefix is not None and prefix.wire.ends:  # hops that the session did not use still keep it
                     await self._links.close_session(prefix.route, prefix.wire.session, prefix.epoch)
 
-    async def _embed(self, token_ids: Sequence[int]) -> bytes:
-        return await self._device.run(self._ends.embed, token_ids)
+    async def _embed(self, token_ids: Sequence[int], wire: str) -> bytes:
+        return await self._device.run(self._ends.embed, token_ids, wire)
 
 
 @dataclass(frozen=True)
@@ -410,7 +412,14 @@ class RunningReply:
         tokens = tuple(session.tokens[: session.answered])
         routes = tuple(self.reply.sampler.routes)
         return CachedSession(
-            session.id, session.epoch, tokens, self.privacy, session.route, routes, adapter=self.adapter
+            session.id,
+            session.epoch,
+            tokens,
+            self.privacy,
+            session.route,
+            routes,
+            adapter=self.adapter,
+            wires=session.wires,
         )
 
     def reads(self, prompt: Sequence[int], privacy: Privacy, more_than: int) -> bool:

@@ -167,13 +167,13 @@ class Auditor:
         if route is None:
             self._conclude(run)
             return True
-        answers = await self._compute(run.sample, route)
-        if answers is None:  # a hop failed: try again later, `MOST_BROKEN` times at most
+        computed = await self._compute(run.sample, route)
+        if computed is None:  # a hop failed: try again later, `MOST_BROKEN` times at most
             run.broken += 1
             if run.broken >= MOST_BROKEN or len(run.answered) == 1:
                 self._conclude(run)
             return False
-        await self._weigh(run, route, answers)
+        await self._weigh(run, route, *computed)
         if self._under_way is run and self._is_settled(run):
             self._conclude(run)  # now, even if the share is used up
         return True
@@ -253,8 +253,11 @@ class Auditor:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def _compute(self, sample: AuditSample, route: Route) -> tuple[HiddenState, ...] | None:
-        """Repeat the reply on this route, and return its answers where the sample's are; None if the route breaks."""
+    async def _compute(self, sample: AuditSample, route: Route) -> tuple[tuple[HiddenState, ...], bool] | None:
+        """Repeat the reply on this route, and return its answers where the sample's are; None if the route breaks.
+
+        Also returns True if rows were rounded on the way.
+        """
         answers: list[HiddenState] = []
         fed, until = 0, sample.prompt_tokens
         rounds = iter(sample.rounds)
@@ -274,14 +277,15 @@ class Auditor:
                             session.cut(until + right)
                         answers += [state for at, state in enumerate(states[: right + 1], until) if at in wanted]
                         fed, until = until + right, until + right + 1
+                    rounded = bool(session.wires)
         except (AppError, P2PError, trio.TooSlowError) as error:
             log.info("an audit broke off: %s", error)
             return None
-        return tuple(answers)
+        return tuple(answers), rounded
 
-    async def _weigh(self, run: _AuditRun, route: Route, answers: tuple[HiddenState, ...]) -> None:
+    async def _weigh(self, run: _AuditRun, route: Route, answers: tuple[HiddenState, ...], rounded: bool) -> None:
         """Add answers to the group that they agree with; if the first two agree, the audit is over."""
-        numbers = precisions([route], self._context.members())
+        numbers = precisions([route], self._context.members(), rounded=rounded)
         group = 1 + max(one.seen.group for one in run.answered)
         for one in run.answered:
             apart = await self._context.deviation(answers, one.answers)

@@ -16,8 +16,10 @@ from math import prod
 from typing import NamedTuple
 
 from app.routing.route import Route
+from app.session.frame import INT8
 from app.swarm.records import Announcement
 
+_OVER = f" over {INT8}"  # at the end of a block's precision: rows were rounded on the way
 _MOST_LIARS = 2  # with more there are too many explanations to tell apart
 EARLIER_WEIGHT = 2.0  # how much more likely one whole earlier doubt makes a peer's guilt, against one without
 
@@ -30,8 +32,10 @@ class Tolerance(NamedTuple):
 
 
 # Float32 hops differ by 1e-4 at most, whatever the batch. Int8 weights and 16-bit floats moved answers by 0.06 at most,
-# and their length by less than 0.01; a wrong cache moves them by 0.6 and more.
+# and their length by less than 0.01; a wrong cache moves them by 0.6 and more. Float32 hops with rows of int8 on every
+# link differ by 0.03 at most, and in length by 0.003; a hop that sends 1.05 times its results moves it by 0.017.
 EXACT = Tolerance(0.01, 0.004)
+ROUNDED = Tolerance(0.1, 0.01)
 ROUGH = Tolerance(0.15, 0.025)
 
 
@@ -46,11 +50,11 @@ class Deviation(NamedTuple):
         return self.relative <= tolerance.relative and abs(self.scale) <= tolerance.scale
 
 
-def precisions(routes: Sequence[Route], members: Iterable[Announcement]) -> tuple[str, ...]:
+def precisions(routes: Sequence[Route], members: Iterable[Announcement], *, rounded: bool = False) -> tuple[str, ...]:
     """For each block, the number format of the peers that computed it on any of these routes.
 
     Several formats are joined, and "?" stands for a peer that is no longer known: such blocks are never compared as
-    exact.
+    exact. Neither are those of sessions whose rows were `rounded` on the way.
     """
     announced = {m.peer: m.number_format for m in members}
     formats: dict[int, set[str]] = {}
@@ -58,13 +62,17 @@ def precisions(routes: Sequence[Route], members: Iterable[Announcement]) -> tupl
         for hop in route:
             for block in hop.span.blocks():
                 formats.setdefault(block, set()).add(announced.get(hop.peer, "?"))
-    return tuple(" or ".join(sorted(formats[block])) for block in sorted(formats))
+    over = _OVER if rounded else ""
+    return tuple(" or ".join(sorted(formats[block])) + over for block in sorted(formats))
 
 
 def tolerance(one: Sequence[str], other: Sequence[str]) -> Tolerance:
     """The tolerance between answers of these precisions: exact only if every block was float32 in both, alike."""
-    exact = one == other and all(precision.endswith(" f32") and " or " not in precision for precision in one)
-    return EXACT if exact else ROUGH
+    computed_one, computed_other = ([text.removesuffix(_OVER) for text in precisions] for precisions in (one, other))
+    exact = all(precision.endswith(" f32") and " or " not in precision for precision in computed_one)
+    if not exact or computed_one != computed_other:
+        return ROUGH
+    return EXACT if (*one, *other) == (*computed_one, *computed_other) else ROUNDED
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ between requests with the same rules for private blocks and the same adapter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from app.routing.route import Privacy, Route
+from app.routing.wire_choice import Wires
 from app.session.adapter_index import AdapterRef
 
 KEEP_S = 600  # that a session is kept after its reply
@@ -29,6 +30,7 @@ class CachedSession:
     routes: tuple[Route, ...]  # all that its cache was computed on, the last one included
     at: float = 0.0  # when it was kept
     adapter: AdapterRef | None = None  # with which its cache was computed
+    wires: Wires = field(default_factory=dict)  # number formats of its rows
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ class Reply:
         guesses = guesses[: frame.position + frame.rows - fed]  # a repaired route drops them
         pieces = await self._head_batcher.choose(TokenChoice(self._text, frame.body, DTYPE_NAMES[frame.dtype], guesses))
         for state in hidden_states(frame)[: len(pieces)]:
-            self.sampler.note(state, self._session.routes)
+            self.sampler.note(state, self._session.routes, rounded=bool(self._session.wires))
         if len(pieces) <= len(guesses):
             self._session.cut(fed + len(pieces) - 1)
         self._next = ([pieces[-1].token_id], pieces[-1].embedding)
@@ -337,7 +337,7 @@ class AuditSample:
 class AuditSampler:
     """Reservoir sampling: keeps one window of `WINDOW` consecutive answers, every window with equal probability."""
 
-    def __init__(self, rng: random.Random, routes: Iterable[Route] = ()) -> None:
+    def __init__(self, rng: random.Random, routes: Iterable[Route] = (), *, rounded: bool = False) -> None:
         self._rng = rng
         self._count = 0
         self.first = 0  # number of the first kept answer
@@ -345,9 +345,11 @@ class AuditSampler:
         # In order. Answers depend on every route before them: an earlier hop's results are in the caches of later ones,
         # and those of `routes` in the cache that the session began with.
         self.routes: list[Route] = list(routes)
+        self.rounded = rounded  # rows of the session were rounded on the way, at any time
 
-    def note(self, answer: HiddenState, routes: Iterable[Route]) -> None:
+    def note(self, answer: HiddenState, routes: Iterable[Route], *, rounded: bool) -> None:
         """Take the reply's next answer, and the routes that its session has had so far."""
+        self.rounded = self.rounded or rounded
         self.routes += [route for route in routes if route not in self.routes]
         stretch, at = divmod(self._count, WINDOW)
         if at == 0 and self._rng.random() < 1 / (stretch + 1):

@@ -28,6 +28,7 @@ from app.core.signal import Signal
 from app.core.smoothing import Ewma
 from app.routing.reroute import RerouteTimer, RunningRoute
 from app.routing.route import NoRoute, Route
+from app.routing.wire_choice import Wires
 from app.session.adapter_index import AdapterRef
 from app.session.cache_wire import HANDOVER_S, MIN_TOKENS
 from app.session.frame import (
@@ -267,6 +268,7 @@ class CachedPrefix:
     wire: Prefix
     epoch: int  # the last one of the other session
     route: Route
+    wires: Wires  # number formats of its rows, which the new session keeps
 
 
 class RouteSource(Protocol):
@@ -283,6 +285,9 @@ class RouteSource(Protocol):
 
     def better(self, running: RunningRoute) -> Route | None:
         """Return a route that is worth moving a healthy session to, if there is one."""
+
+    def wires(self, route: Route, before: Wires | None) -> Wires:
+        """Return the number formats of rows on a route; `before` are those that the session has had so far."""
 
 
 def _lost(peer: str) -> HopFailed:
@@ -316,6 +321,7 @@ class RouteHops:
         self._bad_links: dict[tuple[str, str], int] = {}
         self._forwarded: dict[str, int] = {}  # hop -> position from which its next outputs follow, in this epoch
         self._heard = Signal()
+        self.wires: Wires | None = None if prefix is None else prefix.wires  # of the present epoch; None: before any
         self.route: Route = ()  # in use, or being set up
         self._epoch_route: Route = ()  # the route of the present epoch
         self._revisers: set[str] = set()  # hops that know revisions
@@ -528,9 +534,15 @@ class RouteHops:
 
     # --- what hops are told -------------------------------------------------------------------------------------------
 
+    @property
+    def feed_wire(self) -> str:
+        """The number format in which the first hop gets embedded tokens; empty: the asker's own."""
+        return (self.wires or {}).get(self.route[0].span.start, "")
+
     async def feed(self, position: int, rows: int, data: bytes) -> None:
-        """Send embedded tokens to the first hop."""
-        await self._send_data(self.route[0].peer, position, rows, self._dtype, data)
+        """Send embedded tokens to the first hop, in the format `feed_wire`."""
+        dtype = DTYPES[self.feed_wire] if self.feed_wire else self._dtype
+        await self._send_data(self.route[0].peer, position, rows, dtype, data)
 
     async def _send_data(self, peer: str, position: int, rows: int, dtype: int, data: bytes) -> None:
         width = self._shape.width
@@ -618,6 +630,7 @@ class RouteHops:
         """
         self.epoch, self.revision = self.epoch + 1, 0
         self._epoch_route, self._ordered = self.route, frozenset(self._relayed)
+        self.wires = self._guide.wires(self.route, self.wires)
         self._ready.clear()
         self._forwarded = self._first_outputs(known)
         self.trouble = None
@@ -639,6 +652,7 @@ class RouteHops:
                 self.urgent_from,
                 send_from,
                 relay,
+                self.wires.get(hop.span.stop, ""),
                 adapter=self._shape.adapter,
             )
             if self.prefix is not None and hop in self.prefix.route:
@@ -743,7 +757,7 @@ class RouteSession:
         self,
         links: HopLinks,
         guide: RouteSource,
-        embed: Callable[[Sequence[int]], Awaitable[bytes]],
+        embed: Callable[[Sequence[int], str], Awaitable[bytes]],
         shape: SessionShape,
         settings: SessionSettings,
         prefix: CachedPrefix | None = None,
@@ -802,6 +816,11 @@ class RouteSession:
     def route(self) -> Route:
         """The hops in use."""
         return self._hops.route
+
+    @property
+    def wires(self) -> Wires:
+        """The number formats of rows at the boundaries between blocks where they are not the sender's own."""
+        return self._hops.wires or {}
 
     @property
     def paces(self) -> Mapping[str, HopPace]:
@@ -914,9 +933,10 @@ class RouteSession:
         hops, epoch = self._hops, self._hops.epoch
         for start in range(first, len(self._history), self._settings.chunk_rows):
             chunk = self._history[start : start + self._settings.chunk_rows]
-            data = embedded if embedded is not None and len(chunk) == len(self._history) - first else None
+            is_given = embedded is not None and len(chunk) == len(self._history) - first and not hops.feed_wire
+            data = embedded if is_given else None
             if data is None:
-                data = await self._embed(chunk)
+                data = await self._embed(chunk, hops.feed_wire)
             if hops.trouble is not None or epoch != hops.epoch:
                 return
             await hops.feed(start, len(chunk), data)

@@ -115,10 +115,12 @@ def describe_peer(peer: dict[str, Any]) -> str:
     span = f"blocks {peer['start']}:{peer['stop']}" if peer["start"] is not None else "no blocks"
     link = peer["link"] or "no link"
     rtt = f" {peer['rtt_s'] * 1000:.1f} ms" if peer["rtt_s"] is not None else ""
+    speed = peer.get("down_bytes_per_s")
+    rate = "" if speed is None else f" {speed / 1e6:.1f} MB/s"
     trust = "" if peer["score"] >= 1 else f", score {peer['score']:.2f} {peer['why']}".rstrip()
     unused = peer.get("unused")
     excluded = "" if unused is None else f"; not used: {unused['text']} → {unused['next_step']}"
-    return f"{who}  {peer['state']}, {span}, {link}{rtt}{trust}{excluded}"
+    return f"{who}  {peer['state']}, {span}, {link}{rtt}{rate}{trust}{excluded}"
 
 
 def describe_device(device: dict[str, Any]) -> str:

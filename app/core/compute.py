@@ -142,8 +142,8 @@ class ReplyEnds(Protocol):
     def context_length(self) -> int: ...
     @property
     def dtype(self) -> str: ...
-    def embed(self, token_ids: Sequence[int]) -> bytes:
-        """Return the embeddings of these tokens: (tokens, hidden_size) numbers of format `dtype`."""
+    def embed(self, token_ids: Sequence[int], wire: str = "") -> bytes:
+        """Return the embeddings of these tokens: (tokens, hidden_size) numbers of format `wire`, or else `dtype`."""
 
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:
         """Create the state of a new reply to this prompt."""

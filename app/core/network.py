@@ -29,7 +29,7 @@ class Priority(IntEnum):
 
 
 class Link(Protocol):
-    """State of the connection to one peer; `rtt_s` is None until it was measured."""
+    """State of the connection to one peer; times and speeds are None until they were measured."""
 
     @property
     def peer(self) -> str: ...
@@ -41,6 +41,9 @@ class Link(Protocol):
     def bytes_in(self) -> int: ...
     @property
     def bytes_out(self) -> int: ...
+    @property
+    def down_bytes_per_s(self) -> float | None:
+        """Bytes a second that come from the peer when it sends as fast as it can."""
 
 
 class FrameStream(Protocol):

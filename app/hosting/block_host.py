@@ -27,7 +27,7 @@ from app.hosting.memory import Free, MemoryChange, after_giving_back, blocks_of,
 from app.hosting.placement import Candidate, Move, MoveTimer, decide, due, regrown
 from app.membership import Membership
 from app.membership.member import Change
-from app.routing.estimates import rtts_to_announce
+from app.routing.estimates import rates_to_announce, rtts_to_announce
 from app.serving.adapters import AdapterSource
 from app.serving.block_server import DRAIN_S, BlockServer
 from app.snapshot.startup import StartupSteps
@@ -433,7 +433,7 @@ class BlockHost:
         self._announce(growing)
 
     def _announce(self, growing: Span | None = None) -> None:
-        from engine.wire import wire_name
+        from engine.wire import INT8, wire_name
 
         assert self._hosted is not None, "only loaded blocks are announced"
         assert self._plan is not None, "only loaded blocks are announced"
@@ -449,6 +449,8 @@ class BlockHost:
             dtype=wire_name(self._plan.dtype),
             quantisation="int8" if self._plan.quantised else "none",
             rtts=rtts_to_announce(self._network.links(), self._span, self._swarm.announcements()),
+            rates=rates_to_announce(self._network.links(), self._span, self._swarm.announcements()),
+            wires=(INT8,),
         )
 
     def _busy_share(self) -> float:

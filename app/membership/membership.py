@@ -24,6 +24,7 @@ from app.membership.exchange import MembershipExchange, ProbeOutcome
 from app.membership.failure_detector import FailureDetector, Timing
 from app.membership.gossip import Gossip
 from app.membership.guard import GuardedNetwork
+from app.membership.link_probe import LinkProbe
 from app.membership.member import Change, Listener, Member, kind_of_news
 from app.membership.table import PRESENT, Table
 from app.swarm.records import (
@@ -70,6 +71,8 @@ class AnnouncementFields(TypedDict, total=False):
     busy: float
     dtype: str
     rtts: tuple[tuple[str, float], ...]
+    rates: tuple[tuple[str, float], ...]
+    wires: tuple[str, ...]
     train: str
 
 
@@ -110,6 +113,7 @@ class Membership:
         timing, rng = self._setup.timing, self._setup.rng
         self._detector = FailureDetector(self._exchange, timing, rng, self._sign_suspicion)
         self._gossip = Gossip(self._exchange, timing.push_delay_s, rng, self._detector)
+        self._link_probe = LinkProbe(network, lambda: self._detector.neighbours)
         self._bootstrap = Bootstrap(self._exchange, record, self._setup.secret, self._setup.wall_clock, timing, rng)
         self._listeners: list[Listener] = []
         self._nursery: trio.Nursery | None = None
@@ -179,14 +183,16 @@ class Membership:
     async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Take part until cancelled; reports started once it answers other members."""
         self._exchange.serve()
+        self._link_probe.serve()
         stop_listening = self._network.on_link_lost(self._on_link_lost)
         if self._guard is not None:
             self._guard.listeners.append(self._on_list)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                for task in (self._detector.run, self._gossip.run, self._bootstrap.run, self._maintain):
-                    nursery.start_soon(task)
+                for part in (self._detector, self._gossip, self._bootstrap, self._link_probe):
+                    nursery.start_soon(part.run)
+                nursery.start_soon(self._maintain)
                 task_status.started()
         finally:
             self._nursery = None
@@ -248,16 +254,21 @@ class Membership:
         return self._refutations.take("", trio.current_time())
 
     def _sign_own(self, announcement: Announcement) -> None:
-        """Sign and keep this node's announcement; drops RTTs, then addresses, from the end until it is short enough."""
+        """Sign and keep this node's announcement; drops from the end until it is short enough.
+
+        First speeds of links, then RTTs, then addresses.
+        """
         while True:
             raw = sign_announcement(self._identity, announcement)
             try:
                 self._own = read_announcement(raw, now_ms=announcement.sequence)
                 return
             except EnvelopeError:
-                if not announcement.rtts and not announcement.addresses:
+                if not (announcement.rates or announcement.rtts or announcement.addresses):
                     raise
-                if announcement.rtts:
+                if announcement.rates:
+                    announcement = replace(announcement, rates=announcement.rates[:-1])
+                elif announcement.rtts:
                     announcement = replace(announcement, rtts=announcement.rtts[:-1])
                 else:
                     announcement = replace(announcement, addresses=announcement.addresses[:-1])

@@ -40,6 +40,7 @@ def _view(member: Member, link: Link | None, trust: TrustBook, unused: Mapping[s
         down_bytes=0 if link is None else link.bytes_in,
         unused=member.absence or unused.get(member.peer),
         fetched=fetched_share(announced),
+        down_bytes_per_s=None if link is None else link.down_bytes_per_s,
     )
 
 

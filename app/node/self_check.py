@@ -17,6 +17,7 @@ from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, NoRoute, Route
+from app.routing.wire_choice import Wires
 from app.session.frame import DTYPES, row_bytes
 
 EVERY_S = 30.0
@@ -46,6 +47,9 @@ class _OwnBlocks:
     def better(self, standing: RunningRoute) -> Route | None:
         return None
 
+    def wires(self, route: Route, before: Wires | None) -> Wires:
+        return {}
+
 
 async def span_trouble(
     network: Network, attend: Callable[[FrameStream], Awaitable[None]], runner: BlockRunner
@@ -54,7 +58,7 @@ async def span_trouble(
     own = _OwnBlocks(Hop(network.peer_id, Span(runner.start, runner.stop)))
     row = bytes(row_bytes(DTYPES[_DTYPE], runner.hidden_size))
 
-    async def embed(token_ids: Sequence[int]) -> bytes:
+    async def embed(token_ids: Sequence[int], wire: str) -> bytes:
         return row * len(token_ids)
 
     trouble: str | None = f"a token did not pass its blocks within {PATIENCE_S:.0f} s"

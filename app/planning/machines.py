@@ -37,12 +37,11 @@ from typing import Any
 
 from app.core.errors import AppError
 from app.core.units import parse_size
-from app.routing.cost import UNKNOWN_LINK_S
+from app.routing.cost import ASSUMED_BYTES_PER_S, UNKNOWN_LINK_S
 from engine.budget import BFLOAT16, FLOAT32, Precision
 
 MOST = 1e18  # no machine has more of anything
 MAX_MACHINES = 4096
-ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
 _SPEEDS = ("up_bytes_per_s", "down_bytes_per_s")
 _SIZES = ("memory_bytes", "used_bytes", "cap_bytes", "reading_bytes_per_s", *_SPEEDS)
 _REQUIRED = ("memory_bytes", "reading_bytes_per_s", "flops_per_s")

@@ -68,7 +68,7 @@ def token_parts(
     """Return the terms of `route_seconds` by name; they add up to it."""
     return {
         "links": links_seconds(route, link_s, request.origin, request.target),
-        "hops": sum(entry_seconds(members, known)[hop.peer] for hop in route),
+        "hops": sum(entry_seconds(members, known, request)[hop.peer] for hop in route),
         "blocks": compute_seconds(route, believed_seconds(members, request, known)),
     }
 

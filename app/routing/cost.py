@@ -1,7 +1,8 @@
 """The cost of a route in seconds per token, for all who search, compare or learn from routes. Pure.
 
-Each hop costs its link, an entry (fixed overhead, waiting for a busy device, low trust) and the compute of its blocks.
-Link times are in `app.routing.estimates`, the extra cost of low trust in `app.routing.trust`.
+Each hop costs its link, an entry (fixed overhead, waiting for a busy device, low trust, the bytes that it receives and
+sends) and the compute of its blocks. A prompt's tokens are spread over those of the reply. Link times and speeds are in
+`app.routing.estimates`, the extra cost of low trust in `app.routing.trust`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ HOP_S = 0.001  # fixed overhead of a hop, besides its link and its blocks
 UNKNOWN_LINK_S = 0.05  # one way, assumed until measured
 SLOWEST_TOKENS_PER_S = 0.1  # assumed for members that announce no speed
 BELIEVED_TIMES = 8.0  # an unmeasured claim counts for at most this multiple of the median speed
+ASSUMED_BYTES_PER_S = 12.5e6  # of a connection that nobody measured: 100 Mbit/s
+MOST_BELIEVED_BYTES_PER_S = 125e6  # a claim counts for at most this: faster links make no difference to a route
 BUSIEST = 0.95  # cap on the announced busy share, so that the waiting time stays finite
 
 
@@ -25,7 +28,7 @@ def route_seconds(
 ) -> float:
     """Seconds that one token of a reply takes over a route whose hops are among the members."""
     links_s = links_seconds(route, link_s, request.origin, request.target)
-    overhead_s = overhead_seconds(route, links_s, entry_seconds(members, known))
+    overhead_s = overhead_seconds(route, links_s, entry_seconds(members, known, request))
     return overhead_s + compute_seconds(route, believed_seconds(members, request, known))
 
 
@@ -44,9 +47,16 @@ def compute_seconds(route: Route, block_s: Mapping[str, float]) -> float:
     return sum(len(hop.span) * block_s[hop.peer] for hop in route)
 
 
-def entry_seconds(members: Sequence[Announcement], known: KnownCosts) -> dict[str, float]:
+def entry_seconds(members: Sequence[Announcement], known: KnownCosts, request: RouteRequest) -> dict[str, float]:
     """Seconds per token that each member adds as a hop, besides its link and its blocks."""
-    return {m.peer: HOP_S + wait_seconds(m) + known.penalty_s.get(m.peer, 0.0) for m in members}
+    unknown_s = 2 / ASSUMED_BYTES_PER_S
+    return {
+        m.peer: HOP_S
+        + wait_seconds(m)
+        + known.penalty_s.get(m.peer, 0.0)
+        + request.bytes_per_token * known.byte_s.get(m.peer, unknown_s)
+        for m in members
+    }
 
 
 def block_seconds(member: Announcement, prompt_tokens: int = 0, reply_tokens: int = 1) -> float:

@@ -1,21 +1,28 @@
-"""Estimates of peers' speed: link times between peers, and compute time per block. Pure.
+"""Estimates of peers' speed: times and bytes a second of links between peers, and compute time per block. Pure.
 
-Link times come from announcements and from this node's own links. The time per block is learned from whole tokens over
-known routes, because only the hop itself knows its own share and it may lie. Each token's surplus over the expected
-time is spread over all hops of its route in proportion to their blocks; routes overlap, so a hop that is slow on every
-route stands out soon.
+Figures of links come from announcements and from this node's own links. The time per block is learned from whole
+tokens over known routes, because only the hop itself knows its own share and it may lie. Each token's surplus over the
+expected time is spread over all hops of its route in proportion to their blocks; routes overlap, so a hop that is slow
+on every route stands out soon.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.core.network import Link
 from app.core.span import Span
-from app.routing.cost import HOP_S, UNKNOWN_LINK_S, compute_seconds, overhead_seconds
+from app.routing.cost import (
+    ASSUMED_BYTES_PER_S,
+    HOP_S,
+    MOST_BELIEVED_BYTES_PER_S,
+    UNKNOWN_LINK_S,
+    compute_seconds,
+    overhead_seconds,
+)
 from app.routing.route import Route
-from app.swarm.records import MAX_RTTS, Announcement, tail
+from app.swarm.records import MAX_RATES, MAX_RTTS, Announcement, tail
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,83 @@ def link_seconds(own_peer: str, rtt_s: Mapping[str, float], members: Iterable[An
     return LinkEstimates(own_peer, rtt_s, {member.peer: dict(member.rtts) for member in members if member.rtts})
 
 
+@dataclass(frozen=True)
+class RateEstimates:
+    """The estimated bytes a second from one peer to another; "" is this node.
+
+    Only the receiver of bytes can measure how fast they come. What comes here, this node knows itself; what goes to
+    another peer, that peer says. Its word concerns its own links alone, and counts for `MOST_BELIEVED_BYTES_PER_S` at
+    most. A link that its receiver says nothing about is as fast as the slower of the sender's sending, as others have
+    seen it, and the receiver's receiving.
+    """
+
+    own_peer: str
+    measured: Mapping[str, float]  # peer -> bytes a second that come here from it
+    claims: Mapping[str, Mapping[str, float]]  # peer -> `tail` of another -> bytes a second from there, it says
+    sent: Mapping[str, float]  # `tail` of a peer -> the most that others say comes from it
+
+    def __call__(self, a: str, b: str) -> float | None:
+        """Bytes a second from peer `a` to peer `b`; None if nothing is known about either."""
+        a, b = a or self.own_peer, b or self.own_peer
+        if a == b:
+            return None
+        known = self.measured.get(a) if b == self.own_peer else self.claims.get(b, {}).get(tail(a))
+        if known is not None:
+            return known
+        both = [speed for speed in (self.up(a), self.down(b)) if speed is not None]
+        return min(both, default=None)
+
+    def up(self, peer: str) -> float | None:
+        """Bytes a second that a peer can send, as this node has seen, or else as the others say that it reached."""
+        return self.measured.get(peer, self.sent.get(tail(peer)))
+
+    def down(self, peer: str) -> float | None:
+        """Bytes a second that a peer can receive, as it says itself; this node's own come from its measurements."""
+        if peer == self.own_peer:
+            return max(self.measured.values(), default=None)
+        return max(self.claims.get(peer, {}).values(), default=None)
+
+    def byte_s(self, peers: Iterable[str]) -> dict[str, float]:
+        """Seconds that each peer takes to receive a byte and to send it on."""
+        return {peer: sum(1 / (one(peer) or ASSUMED_BYTES_PER_S) for one in (self.up, self.down)) for peer in peers}
+
+
+def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcement]) -> RateEstimates:
+    """Return the estimated speeds from this node's own links and the members' claims."""
+    measured = {link.peer: link.down_bytes_per_s for link in links if link.down_bytes_per_s is not None}
+    claims: dict[str, dict[str, float]] = {}
+    sent: dict[str, float] = {}
+    for member in members:
+        own = tail(member.peer)
+        said = {who: min(rate, MOST_BELIEVED_BYTES_PER_S) for who, rate in member.rates if who != own}
+        if said:
+            claims[member.peer] = said
+        for who, rate in said.items():
+            sent[who] = max(rate, sent.get(who, 0.0))
+    return RateEstimates(own_peer, measured, claims, sent)
+
+
+def rates_to_announce(
+    links: Iterable[Link], hosted: Span | None, members: Sequence[Announcement]
+) -> tuple[tuple[str, float], ...]:
+    """Choose up to `MAX_RATES` speeds of links to announce; peers that host the neighbouring blocks come first."""
+    measured = {link.peer: link.down_bytes_per_s for link in links if link.down_bytes_per_s is not None}
+    return tuple(sorted((tail(peer), measured[peer]) for peer in _nearest(hosted, members, measured)[:MAX_RATES]))
+
+
 def rtts_to_announce(
     links: Iterable[Link], hosted: Span | None, members: Sequence[Announcement]
 ) -> tuple[tuple[str, float], ...]:
     """Choose up to `MAX_RTTS` round-trip times to announce; peers that host the neighbouring blocks come first."""
     measured_rtt_s = {link.peer: link.rtt_s for link in links if link.rtt_s is not None}
-    nearest = dict.fromkeys([*route_neighbours(hosted, (), members), *(member.peer for member in members)])
-    chosen = [peer for peer in nearest if peer in measured_rtt_s][:MAX_RTTS]
+    chosen = _nearest(hosted, members, measured_rtt_s)[:MAX_RTTS]
     return tuple(sorted((tail(peer), measured_rtt_s[peer]) for peer in chosen))
+
+
+def _nearest(hosted: Span | None, members: Sequence[Announcement], among: Container[str]) -> list[str]:
+    """Return these members, those that host the neighbouring blocks first."""
+    nearest = dict.fromkeys([*route_neighbours(hosted, (), members), *(member.peer for member in members)])
+    return [peer for peer in nearest if peer in among]
 
 
 _STEP = 0.5  # fraction of the surplus that one reply corrects

@@ -16,12 +16,14 @@ from app.core.reasons import Reason, because
 from app.core.span import Span
 from app.routing.bans import Bans
 from app.routing.cost import believed_seconds, entry_seconds, links_seconds, overhead_seconds
-from app.routing.estimates import MeasuredSpeeds, link_seconds
+from app.routing.estimates import MeasuredSpeeds, RateEstimates, link_rates, link_seconds
 from app.routing.prefer_here import prefer_here
 from app.routing.reroute import RouteComparison, RunningRoute, is_worth_moving
 from app.routing.route import KnownCosts, LinkSeconds, NoRoute, Privacy, Route, RouteRequest
 from app.routing.search import find_route, repair_route, why_unused
 from app.routing.trust import TrustBook
+from app.routing.wire_choice import Wires, choose_wires, keep_wires
+from app.session.frame import INT8
 from app.swarm.records import Announcement
 
 Members = Callable[[], Sequence[Announcement]]
@@ -82,15 +84,20 @@ class RoutePlanner:
         return by_announcement | self.avoided()
 
     def known(self) -> KnownCosts:
-        """Return measured block times and trust penalties, which override members' claims."""
+        """Return measured block times, trust penalties, and what bytes cost at each member."""
         not_accused = self.not_accused()
         scores = {m.peer: self.book.standing(m.peer) for m in self.members() if m.peer not in not_accused}
-        return KnownCosts(self.measured.block_s, {peer: one.penalty_s for peer, one in scores.items() if one.score < 1})
+        penalty_s = {peer: one.penalty_s for peer, one in scores.items() if one.score < 1}
+        return KnownCosts(self.measured.block_s, penalty_s, self.rates().byte_s(m.peer for m in self.members()))
 
     def link_s(self) -> LinkSeconds:
         """Return a function for the estimated one-way seconds between two peers; "" is this node."""
         rtt_s = {link.peer: link.rtt_s for link in self._network.links() if link.rtt_s is not None}
         return link_seconds(self._network.peer_id, rtt_s, self.members())
+
+    def rates(self) -> RateEstimates:
+        """Return a function for the estimated bytes a second from one peer to another; "" is this node."""
+        return link_rates(self._network.peer_id, self._network.links(), self.members())
 
     def record_token_time(self, route: Route, token_s: float, request: RouteRequest) -> None:
         """Update the per-peer estimates from a reply's typical seconds per token over this route."""
@@ -137,7 +144,8 @@ class RoutePlanner:
         members, known = [m for m in self.members() if m.serves], self.known()
         rest = replace(request, prompt_tokens=unread, tokens=request.tokens - request.prompt_tokens + unread)
         whole_s, rest_s = (believed_seconds(members, asked, known) for asked in (request, rest))
-        overhead_s = overhead_seconds(route, links_seconds(route, self.link_s()), entry_seconds(members, known))
+        entry_s = entry_seconds(members, known, rest)
+        overhead_s = overhead_seconds(route, links_seconds(route, self.link_s()), entry_s)
         return overhead_s + sum(len(hop.span) * (rest_s if hop in held else whole_s)[hop.peer] for hop in route)
 
     def _without_trials(self, search: Callable[[Collection[str]], Route], excluded: set[str], current: Route) -> Route:
@@ -210,6 +218,7 @@ class SessionRoutes:
         self._formats: dict[str, str] = {}  # of all members met so far: a hop that died is announced no longer
         self._proposed: dict[str, Span] = {}  # the latest route
         self._computed: dict[int, str] = {}  # block -> number format in which the session used it last
+        self._able: set[str] = set()  # members met so far that understand rows of int8
         self.notices: list[str] = []  # for the user
 
     def route(self, current: Route, avoid: Sequence[str]) -> Route:
@@ -220,6 +229,19 @@ class SessionRoutes:
     def _propose(self, route: Route) -> Route:
         self._proposed = {hop.peer: hop.span for hop in route}
         return route
+
+    def wires(self, route: Route, before: Wires | None) -> Wires:
+        """Choose the number formats of rows on a route; once chosen (`before`), they stay as far as hops allow."""
+        self._able |= {member.peer for member in self._planner.members() if INT8 in member.wires}
+        if before is None:
+            return choose_wires(route, self._planner.rates(), self._able)
+        kept = keep_wires(route, before, self._able)
+        if len(kept) < len(before):
+            self.notices.append(
+                "hidden states are rounded at other blocks from here on, because other members took over, "
+                "so the reply may differ a little from what it would have been"
+            )
+        return kept
 
     def failed(self, peer: str, why: Reason, *, busy: bool) -> None:
         """Ban a hop that failed, and note the first report of it in the trust book unless the hop was busy."""

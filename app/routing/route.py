@@ -90,6 +90,12 @@ class RouteRequest:
     origin: str = ""  # peer that sends to the first hop; "" is the asker
     target: str = ""  # peer that the last hop sends to; "" is the asker
     privacy: Privacy = Privacy()
+    row_bytes: int = 0  # of one token's hidden state on a link
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes on each link for one token of the reply, including its share of the prompt."""
+        return self.row_bytes * (1 + self.prompt_tokens / max(self.tokens - self.prompt_tokens, 1))
 
 
 @dataclass(frozen=True)
@@ -98,3 +104,4 @@ class KnownCosts:
 
     block_s: Mapping[str, float] = field(default_factory=dict)  # measured seconds per token and block
     penalty_s: Mapping[str, float] = field(default_factory=dict)  # extra seconds per token because of low trust
+    byte_s: Mapping[str, float] = field(default_factory=dict)  # seconds to receive a byte and to send it on

@@ -68,7 +68,7 @@ def why_unused(member: Announcement, request: RouteRequest) -> Reason | None:
 
 def _cheapest(members: Sequence[Announcement], request: RouteRequest, link_s: LinkSeconds, known: KnownCosts) -> Route:
     """Return the cheapest route over these members; raises `NoRoute` at a block nobody may run."""
-    block_s, entry_s = believed_seconds(members, request, known), entry_seconds(members, known)
+    block_s, entry_s = believed_seconds(members, request, known), entry_seconds(members, known, request)
     if isinstance(link_s, LinkEstimates):
         from app.routing.vector_search import cheapest_visits  # loads numpy, which light starts do without
 

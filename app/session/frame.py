@@ -22,7 +22,7 @@ import math
 import secrets
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.core.canonical_json import canonical, decode_object
 from app.core.errors import RecordError
@@ -36,10 +36,12 @@ MAX_DATA_BYTES = 48 * 2**20
 _HEADER = struct.Struct("<16sIIBBHIII")
 HEADER_BYTES = _HEADER.size
 
-# Number formats and their codes; new formats get new codes.
-DTYPES = {"f32": 1, "bf16": 2, "f16": 3}
+# Number formats and their codes; new formats get new codes. `engine.int8_rows` defines the rows of `int8`.
+INT8 = "int8"
+DTYPES = {"f32": 1, "bf16": 2, "f16": 3, INT8: 4}
 DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
 _ITEM_BYTES = {1: 4, 2: 2, 3: 2}
+_INT8 = DTYPES[INT8]
 
 
 class Frame(NamedTuple):
@@ -84,6 +86,10 @@ def belongs_to(session: bytes, asker: str) -> bool:
 
 def row_bytes(dtype: int, width: int) -> int:
     """Bytes of one token's hidden state on the wire."""
+    if dtype == _INT8:
+        from engine import int8_rows  # loads numpy, which light starts do without
+
+        return int8_rows.row_bytes(width)
     return _ITEM_BYTES[dtype] * width
 
 
@@ -93,8 +99,10 @@ _NOT_FINITE = {1: ("<u4", 0x7F800000), 2: ("<u2", 0x7F80), 3: ("<u2", 0x7C00)}
 
 def is_finite(frame: Frame) -> bool:
     """True if no number of a frame's body is NaN or infinity."""
-    import numpy  # light starts do without
+    import numpy
 
+    if frame.dtype == _INT8:
+        return bool(numpy.isfinite(_int8_numbers(frame)).all())
     kind, exponent = _NOT_FINITE[frame.dtype]
     numbers = numpy.frombuffer(frame.body, kind)
     return bool((numbers & exponent).max(initial=0) < exponent)
@@ -104,12 +112,20 @@ def root_mean_square(frame: Frame) -> float:
     """Return the root mean square of a frame's numbers; not finite if one of them is not."""
     import numpy
 
-    if frame.dtype == DTYPES["bf16"]:  # the upper half of a float32
+    if frame.dtype == _INT8:
+        numbers = _int8_numbers(frame)
+    elif frame.dtype == DTYPES["bf16"]:  # the upper half of a float32
         numbers = (numpy.frombuffer(frame.body, "<u2").astype("<u4") << 16).view("<f4")
     else:
         numbers = numpy.frombuffer(frame.body, "<f4" if frame.dtype == DTYPES["f32"] else "<f2")
     with numpy.errstate(all="ignore"):
         return math.sqrt(float(numpy.square(numbers, dtype="<f8").mean()))
+
+
+def _int8_numbers(frame: Frame) -> Any:
+    from engine import int8_rows
+
+    return int8_rows.decode(frame.body, frame.width)
 
 
 def header(
@@ -156,7 +172,7 @@ def split(message: bytes, what: str) -> Frame:
 
 def check_numbers(frame: Frame, what: str, rows: int) -> None:
     """Raise `RecordError` unless the body is `rows` rows of the frame's width and format, within the bounds."""
-    if frame.dtype not in _ITEM_BYTES:
+    if frame.dtype not in DTYPE_NAMES:
         raise RecordError(f"{what} frame: number format {frame.dtype} is not understood; update Shoal")
     if not (0 < rows <= MAX_ROWS and 0 < frame.width <= MAX_WIDTH):
         raise RecordError(f"{what} frame: {rows} rows of {frame.width} numbers at {frame.position} are out of bounds")

@@ -25,6 +25,10 @@ sends `DATA` on it; the last hop answers on the asker's stream.
                   width: microseconds that the hop takes to send its output on (0: not said)
     GIVE     A>H  a JSON object (`CacheGrant`): this peer may fetch the session's cache; until the next epoch or CLOSE
 
+Rows have the number format that the frame says. `wire` in TURN orders the one of a hop's outputs: the asker chooses
+`int8` where the link to the next hop is slow and both have announced that they understand it
+(`app.routing.wire_choice`).
+
 A cut needs no order of its own. DATA of a newer revision of the same epoch replaces everything from its position on:
 the hop truncates its cache there, computes the rows, and sends its outputs with the same revision, so that the cut
 travels with the rows. Every epoch begins with revision 0. Revisions are only for routes whose hops all know them.

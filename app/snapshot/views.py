@@ -37,6 +37,7 @@ class PeerView:
     down_bytes: int = 0
     unused: Reason | None = None  # why this node's sessions do not use it now
     fetched: float | None = None  # 0 to 1: part of its blocks that it has downloaded, while it downloads
+    down_bytes_per_s: float | None = None  # measured speed at which it sends to this node
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ the time are in the envelope only.
 
     shoal/swarm         v, name, model (hash in hex), private, settings (model_name: the model's name for people)
     shoal/announcement  v, swarm, state, and unless empty: span, grow, held, ends, decode, prefill, kv, busy, quant,
-                        dtype, device, name, addrs, rtt, app, train
+                        dtype, device, name, addrs, rtt, rate, wires, app, train
                         (spans are [start, stop]; addrs are multiaddrs without the peer's own id; rtt has the last
-                        8 characters of peers' ids and the round-trip times to them in units of 0.1 ms)
+                        8 characters of peers' ids and the round-trip times to them in units of 0.1 ms; rate has the
+                        same for some and the speed at which they send to this node in units of 10 kB/s)
     shoal/suspicion     v, swarm, accused, number (of the accused's latest announcement: a newer one refutes it)
 """
 
@@ -38,6 +39,8 @@ MAX_LIFETIME_MS = 60 * 60 * 1000
 SUSPICION_LIFETIME_MS = 2 * 60 * 1000
 MAX_ADDRESSES = 6
 MAX_RTTS = 12
+MAX_RATES = 8
+MAX_WIRES = 8
 
 MODEL_NAME = "model_name"  # key of `SwarmRecord.settings`
 MAX_MODEL_NAME_CHARS = 64
@@ -46,6 +49,8 @@ _TAIL_CHARS = 8
 _RTT_UNITS_PER_S = 10_000
 MAX_DEVICE_CHARS = 32
 _MAX_RTT_S = 60.0
+_BYTES_PER_RATE_UNIT = 10_000
+_MAX_RATE_UNITS = 10_000_000  # 100 GB/s
 _MAX_SPEED = 1e9
 _MAX_TOKENS = 2**48
 _SWARM_ID_BYTES = 16
@@ -120,6 +125,8 @@ class Announcement:
     busy: float = 0.0  # recent share of time that its device was computing, 0 to 1
     dtype: str = "f32"  # it computes in this; with `quantisation` it bounds how far its results may differ from others'
     rtts: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, round-trip seconds that it measured)
+    rates: tuple[tuple[str, float], ...] = ()  # (`tail` of a peer, bytes a second that it measured from there)
+    wires: tuple[str, ...] = ()  # number formats of hidden states that it understands besides f32, bf16 and f16
     train: str = "never"  # whose jobs it trains: never, trusted, members; newer versions may add some
     raw: bytes = field(default=b"", repr=False, compare=False)
 
@@ -194,6 +201,8 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
         "name": announcement.name,
         "addrs": [address.removesuffix(f"/p2p/{announcement.peer}") for address in announcement.addresses],
         "rtt": {who: round(min(rtt_s, _MAX_RTT_S) * _RTT_UNITS_PER_S) for who, rtt_s in announcement.rtts},
+        "rate": {who: _rate_units(bytes_per_s) for who, bytes_per_s in announcement.rates},
+        "wires": list(announcement.wires),
         "app": announcement.app_version,
         "train": "" if announcement.train == "never" else announcement.train,
     }
@@ -205,6 +214,10 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
         sequence=announcement.sequence,
         expires_at_ms=announcement.expires_at_ms,
     )
+
+
+def _rate_units(bytes_per_s: float) -> int:
+    return min(max(round(bytes_per_s / _BYTES_PER_RATE_UNIT), 1), _MAX_RATE_UNITS)
 
 
 def _announced_device(name: str) -> str:
@@ -266,6 +279,8 @@ def _announcement_in(envelope: Envelope) -> Announcement:
         busy=fields.number("busy", 0, 1, 0.0),
         dtype=_printable(fields, "dtype", 8, "f32"),
         rtts=_rtts(fields),
+        rates=_rates(fields),
+        wires=_wires(fields),
         train=_printable(fields, "train", 16, "never"),
         raw=envelope.raw,
     )
@@ -371,6 +386,23 @@ def _rtts(fields: Fields) -> tuple[tuple[str, float], ...]:
         fields.refuse("rtt", f"the round-trip times to at most {MAX_RTTS} peers")
     most = int(_MAX_RTT_S * _RTT_UNITS_PER_S)
     return tuple((who, rtts.integer(who, 0, most) / _RTT_UNITS_PER_S) for who in rtts.values)
+
+
+def _rates(fields: Fields) -> tuple[tuple[str, float], ...]:
+    """Read claimed speeds; `app.routing` believes them only as far as its own measurements allow."""
+    if "rate" not in fields.values:
+        return ()
+    rates = fields.inner("rate")
+    if len(rates.values) > MAX_RATES or any(len(who) > _TAIL_CHARS for who in rates.values):
+        fields.refuse("rate", f"the speeds from at most {MAX_RATES} peers")
+    return tuple((who, float(_BYTES_PER_RATE_UNIT * rates.integer(who, 1, _MAX_RATE_UNITS))) for who in rates.values)
+
+
+def _wires(fields: Fields) -> tuple[str, ...]:
+    wires = fields.texts("wires", MAX_WIRES, 8, [])
+    if not all(wire.isprintable() for wire in wires):
+        fields.refuse("wires", "names of number formats")
+    return tuple(wires)
 
 
 def _printable(fields: Fields, name: str, max_chars: int, default: str | None = None) -> str:

@@ -95,6 +95,11 @@ class FrameDecoder:
         self._needed = len(PREFACE)
         self._greeted = False
 
+    @property
+    def is_inside(self) -> bool:
+        """True if a frame has begun and not ended."""
+        return bool(self._held)
+
     def feed(self, data: bytes) -> list[Frame]:
         """Return the frames that `data` completes; do not use the decoder after a `ProtocolError`."""
         if not self._greeted:

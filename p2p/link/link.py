@@ -18,6 +18,7 @@ from p2p.link.calls import Calls
 from p2p.link.frames import BUSY, FIRST, PREFACE, Assembler, Frame, FrameDecoder, Kind, body_bytes, failure_of
 from p2p.link.handlers import Handlers, Services
 from p2p.link.outbox import Outbox, Outgoing, spoken
+from p2p.link.receive_rate import ReceiveRate
 from p2p.link.streams import MessageStream
 from p2p.rate_limit import FloodGuard, LogLimit
 from p2p.values import CONTROL, MESSAGE_COST_BYTES, PREFILL, Buffer, Payload, buffers_of, check_name
@@ -48,6 +49,7 @@ class PeerLink:
         self._peer, self._stream, self.services = peer, stream, services
         self.paced, self.exempt = paced, exempt
         self.bytes_in = self.bytes_out = 0
+        self.receive_rate = ReceiveRate()
         self.ended = self._condemned = False
         self.hung_up = False  # closed by this node on purpose: not reported as lost
         self.own_parity = 1 if initiator else 0
@@ -241,8 +243,9 @@ class PeerLink:
                 if not data:
                     return
                 self.bytes_in += len(data)
+                read_at = trio.current_time()
                 if not self.exempt:
-                    down.spend(len(data), trio.current_time())
+                    down.spend(len(data), read_at)
                 for number, frame in enumerate(decoder.feed(data), 1):
                     self._dispatch(frame)
                     if self._condemned:
@@ -252,6 +255,7 @@ class PeerLink:
                         nursery.start_soon(self._sweep_unfinished)
                     if number % FRAMES_A_TURN == 0:  # a flood of tiny frames must not block other tasks
                         await trio.lowlevel.checkpoint()
+                self.receive_rate.arrived(len(data), read_at, more=decoder.is_inside or bool(self._assembler))
         except StreamReset as error:
             log.debug("the link to %s ended while reading: %s", self._peer, error)
         except ProtocolError as error:

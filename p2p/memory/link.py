@@ -15,6 +15,7 @@ import trio
 
 from p2p.errors import QueueFull, StreamClosed, StreamReset
 from p2p.host.pruning import LinkUse
+from p2p.link.receive_rate import ENOUGH_BYTES, SKIPPED_BYTES, ReceiveRate
 from p2p.memory.timer import Timer
 from p2p.values import DECODE, MESSAGE_COST_BYTES, PREFILL, WINDOW_BYTES, LinkKind, Payload, fits_window, joined
 
@@ -50,6 +51,7 @@ class Lane:
     busy_until: float = 0.0
     sent_bytes: int = 0
     sent_messages: int = 0
+    receive_rate: ReceiveRate = field(default_factory=ReceiveRate)
 
     def crossing_s(self, profile: LinkProfile, size: int, priority: int) -> float | None:
         """Count a message and return the seconds until it arrives, or None if it is lost."""
@@ -71,8 +73,10 @@ class Lane:
             delay_s += wire_s if priority < PREFILL else self.busy_until - now
         return delay_s
 
-    def arrived(self, size: int) -> None:
-        """Count a message as received."""
+    def arrived(self, size: int, profile: LinkProfile) -> None:
+        """Count a message as received; a long one tells the link's speed."""
+        if size >= SKIPPED_BYTES + ENOUGH_BYTES and profile.bytes_per_s != math.inf:
+            self.receive_rate.count(size, size / profile.bytes_per_s)
         self.traffic_to.messages_in += 1
         self.traffic_to.bytes_in += size
 
@@ -111,7 +115,7 @@ class MemoryLink:
         await self.timer.sleep(crossing_s)
         while self.silent_since is not None:
             await self._unsilenced.wait()
-        lane.arrived(size)
+        lane.arrived(size, self.profile)
 
     def set_silent(self, silent: bool) -> None:
         """Hold back everything on the link, or deliver what was held back."""
@@ -202,7 +206,7 @@ class MemoryPipe:
 
     def _consumed(self, message: bytes) -> bytes:
         self.outstanding_bytes -= len(message) + MESSAGE_COST_BYTES
-        self.lane.arrived(len(message))
+        self.lane.arrived(len(message), self.link.profile)
         self.wake()
         return message
 

@@ -128,6 +128,7 @@ class MemoryNode:
                 2 * link.profile.delay_s,
                 link.lanes[peer].sent_bytes,
                 link.lanes[self._name].sent_bytes,
+                link.lanes[peer].receive_rate.bytes_per_s,
             )
             for peer, link in self.linked.items()
         )

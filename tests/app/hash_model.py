@@ -6,6 +6,7 @@ Block b's output at position p is a hash of b, p and every input of the block up
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from engine.errors import CacheFull, SessionError
 WIDTH = 4  # numbers of four bytes: a digest of 16
 ROW_BYTES = 4 * WIDTH
 ADAPTER_BYTES = 64  # of one block, times the rank
+INT8_BYTES = 8  # of a row in int8: a scale, and four numbers
 T = TypeVar("T")
 
 
@@ -158,14 +160,24 @@ class HashRunner:
             raise SessionError("no such session")
         assert self.start <= item.start < item.stop <= self.stop
         data = bytes(item.data)
-        rows = [data[at : at + ROW_BYTES] for at in range(0, len(data), ROW_BYTES)]
+        size = _row_bytes(item.dtype)
+        rows = [data[at : at + size] for at in range(0, len(data), size)]
         assert len(rows) == item.rows
         for block in range(item.start, item.stop):
             cache = self.caches.setdefault((item.session, block), [])
             if len(cache) != item.position:
                 raise SessionError(f"position {item.position} does not continue {len(cache)} tokens")
             rows = through(block, cache, rows, self.adapters.get(item.session, {}).get(block, b""))
-        return Output(b"".join(rows), "f32")
+        return Output(b"".join(_on_wire(row, item.wire) for row in rows), item.wire or "f32")
+
+
+def _row_bytes(dtype: str) -> int:
+    return INT8_BYTES if dtype == "int8" else ROW_BYTES
+
+
+def _on_wire(row: bytes, wire: str) -> bytes:
+    """A row as it is sent; int8 keeps a quarter of it."""
+    return struct.pack("<f", 1.0) + row[:WIDTH] if wire == "int8" else row
 
 
 def through(block: int, cache: list[bytes], rows: Sequence[bytes], adapter: bytes = b"") -> list[bytes]:
@@ -186,8 +198,8 @@ class HashEnds:
     hidden_size: int = WIDTH
     dtype: str = "f32"
 
-    def embed(self, token_ids: Sequence[int]) -> bytes:
-        return b"".join(digest(b"embed", token) for token in token_ids)
+    def embed(self, token_ids: Sequence[int], wire: str = "") -> bytes:
+        return b"".join(_on_wire(digest(b"embed", token), wire) for token in token_ids)
 
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> HashReply:
         return HashReply(int(settings))
@@ -198,8 +210,9 @@ class HashEnds:
     def _choose(self, choice: TokenChoice) -> list[Token]:
         tokens: list[Token] = []
         for place in range(len(choice.guesses) + 1):
-            first = len(choice.hidden) - (len(choice.guesses) + 1 - place) * ROW_BYTES
-            token = token_of(bytes(choice.hidden[first : first + ROW_BYTES]))
+            size = _row_bytes(choice.dtype)
+            first = len(choice.hidden) - (len(choice.guesses) + 1 - place) * size
+            token = token_of(bytes(choice.hidden[first : first + size])[-WIDTH if size == INT8_BYTES else 0 :])
             choice.reply.left -= 1
             tokens.append(Token(token, f"{token} ", None if choice.reply.left else "length", self.embed([token])))
             if not choice.reply.left or place == len(choice.guesses) or choice.guesses[place] != token:

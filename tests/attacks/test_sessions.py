@@ -20,6 +20,7 @@ from app.core.reasons import Reason
 from app.core.span import Span
 from app.routing.reroute import RunningRoute
 from app.routing.route import Hop, Route
+from app.routing.wire_choice import Wires
 from app.serving.block_server import BlockServer
 from app.serving.hop_session import HopSession
 from app.session.frame import Frame, header, new_session_id, plain
@@ -292,6 +293,9 @@ class FixedRoutes:
     def worked(self, peer: str) -> None: ...
     def better(self, standing: RunningRoute) -> Route | None:
         return None
+
+    def wires(self, route: Route, before: Wires | None) -> Wires:
+        return {}
 
 
 async def test_what_was_relayed_for_a_dead_hop_reaches_no_other(autojump_clock: MockClock) -> None:

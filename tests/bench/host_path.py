@@ -89,7 +89,7 @@ class NoEnds:
 
     n_blocks, hidden_size, context_length, dtype = BLOCKS, WIDTH, 1 << 20, "bf16"
 
-    def embed(self, token_ids: Sequence[int]) -> bytes:
+    def embed(self, token_ids: Sequence[int], wire: str = "") -> bytes:
         return ROW * len(token_ids)
 
     def begin(self, prompt_ids: Sequence[int], settings: Any) -> Any:

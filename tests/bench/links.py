@@ -1,6 +1,11 @@
-"""What a call and a stream message cost in our own code, without libp2p and encryption.
+"""What links cost and carry.
 
-`python -m tests.bench.links [--json]`: both sides run in this process, so a figure is the sum of both.
+    python -m tests.bench.links [--json] [--no-wire]
+
+- A call and a stream message in our own code, without libp2p and encryption: both sides run in this process, so a
+  figure is the sum of both.
+- `bandwidth_error_*`: how far the measured speed of a link between two real nodes is from that of the narrow proxy
+  between them (`tests.bench.delay`), for several speeds; from single bursts as probes cause, and from a long transfer.
 """
 
 from __future__ import annotations
@@ -15,9 +20,12 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from app.core.network import FrameStream, Network, Priority
+from app.membership.link_probe import BURST_BYTES
 from p2p.link.quota import Limits
+from tests.bench.delay import delay_proxy
 from tests.p2p.network_contract import echo, echo_stream
 from tests.p2p.networks import wired_world
+from tests.p2p.nodes import libp2p_world
 
 PROTOCOL = "/bench/1/echo"
 
@@ -99,6 +107,37 @@ async def _bulk_mb_s(repeats: int) -> float:
         return round(len(body) / best_s / 1e6, 1)
 
 
+async def measured_bandwidth(bytes_per_s: float, rtt_s: float, burst_bytes: int, bursts: int = 1) -> float:
+    """Bytes a second that a node measures while a peer sends to it through a proxy of this speed."""
+
+    async def burst(peer: str, body: bytes) -> bytes:
+        return bytes(burst_bytes)
+
+    async with libp2p_world() as world:
+        here, there = await world.node(), await world.node()
+        there.serve("burst", burst)
+        [address] = [address for address in there.addresses() if "/127.0.0.1/" in address]
+        port = int(address.split("/tcp/")[1].split("/")[0])
+        async with delay_proxy(port, rtt_s, bytes_per_s) as proxy:
+            here.learn(there.peer_id, [address.replace(f"/tcp/{port}", f"/tcp/{proxy.port}")])
+            for _ in range(bursts):
+                await here.call(there.peer_id, "burst", b"", timeout_s=300, priority=Priority.BULK)
+            [link] = here.links()
+            assert link.down_bytes_per_s is not None, "the burst was too short"
+            return float(link.down_bytes_per_s)
+
+
+async def bandwidth_errors() -> dict[str, float]:
+    """How far measured speeds are from the proxy's, as shares of it."""
+    found = {}
+    for name, rtt_s, size, bursts in (("probe", 0.02, BURST_BYTES, 1), ("bulk", 0.02, 4 * 2**20, 2)):
+        for mbit in (10, 50, 100):
+            real = mbit * 1e6 / 8
+            measured = await measured_bandwidth(real, rtt_s, size, bursts)
+            found[f"bandwidth_error_{name}_{mbit}mbit"] = round(abs(measured / real - 1), 3)
+    return found
+
+
 async def measure(repeats: int) -> dict[str, float]:
     """All figures."""
     async with wired_world() as world:
@@ -122,7 +161,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=5000)
     options = parser.parse_args()
-    figures = trio.run(measure, options.repeats)
+    figures = trio.run(measure, options.repeats) | trio.run(bandwidth_errors)
     if options.json:
         print(json.dumps(figures))
     else:

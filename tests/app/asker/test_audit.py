@@ -20,6 +20,7 @@ from app.asker.reply import ReplyStats
 from app.core.compute import StepWork, TokenChoice
 from app.routing.planner import PrivacyPreferences
 from app.routing.trust import TrustBook
+from app.swarm.records import tail
 from engine.errors import SessionError
 from engine.model.block import WeightOptions
 from engine.model.hosted_span import HostedSpan
@@ -100,6 +101,12 @@ class AuditSwarm(SessionSwarm):
         quantisation = how.get("quantisation", "none")
         self.announcements[name] = replace(self.announcements[name], quantisation=quantisation)
 
+    def slow_down(self, *names: str) -> None:
+        """Let these members announce slow links from everybody, so that rows to them and from them are int8."""
+        for name in names:
+            rates = tuple((tail(other), 1e6) for other in (*self.announcements, "asker") if other != name)
+            self.announcements[name] = replace(self.announcements[name], rates=rates, wires=("int8",))
+
     async def audited(self, ends: SwarmEnds, seed: int, preferences: PrivacyPreferences | None = None) -> Asker:
         outlook = AskerOptions(
             rng=random.Random(seed),
@@ -179,9 +186,12 @@ def distrusted(asker: Asker) -> set[str]:
     return {m.peer for m in asker.planner.members() if not asker.planner.book.standing(m.peer).trusted}
 
 
-@pytest.mark.parametrize(("lie", "third"), [(random_numbers, 0), (scaled, 1), (stale, 2)])
+@pytest.mark.parametrize(
+    ("lie", "third", "slow"),
+    [(random_numbers, 0, False), (scaled, 1, False), (stale, 2, False), (scaled, 0, True), (scaled, 2, True)],
+)
 async def test_a_lying_node_is_found_out_and_used_no_more(
-    source: ModelSource, ends: SwarmEnds, truth: Truth, lie: Lie, third: int, autojump_clock: MockClock
+    source: ModelSource, ends: SwarmEnds, truth: Truth, lie: Lie, third: int, slow: bool, autojump_clock: MockClock
 ) -> None:
     async with audit_swarm() as swarm:
         for index in range(3):
@@ -189,6 +199,8 @@ async def test_a_lying_node_is_found_out_and_used_no_more(
                 await swarm.hold(source, f"{copy}{index}", index)
         # It claims to be the fastest, so that all replies come through it.
         await swarm.hold(source, "liar", third, lie, speed=500.0)
+        if slow:
+            swarm.slow_down(*swarm.announcements)
         asker = await swarm.audited(ends, seed=third)
         first = await request(asker, 0)
         assert "liar" in {hop.peer for hop in first.route}
@@ -199,7 +211,7 @@ async def test_a_lying_node_is_found_out_and_used_no_more(
         for number in range(3):
             stats = await request(asker, number)
             assert "liar" not in {hop.peer for hop in stats.route}
-            assert stats.token_ids == truth.reply(number)
+            assert slow or stats.token_ids == truth.reply(number)
         await no_leaks(swarm)
 
 
@@ -274,6 +286,29 @@ async def test_honest_nodes_that_round_or_fail_are_not_accused(
         assert distrusted(asker) == set()
         flaky = asker.planner.book.standing("flaky")
         assert flaky.score == 1 or flaky.why.startswith("failed: ")
+
+
+@pytest.mark.parametrize("slow", ["all", "some"])
+async def test_rows_that_are_rounded_on_the_way_convict_nobody(
+    source: ModelSource, ends: SwarmEnds, slow: str, autojump_clock: MockClock
+) -> None:
+    async with audit_swarm() as swarm:
+        for index in range(3):
+            await swarm.hold(source, f"a{index}", index, speed=200.0)
+            await swarm.hold(source, f"b{index}", index)
+        swarm.slow_down("a0", "a1", "a2", *(("b0", "b1", "b2") if slow == "all" else ()))
+        asker = await swarm.audited(ends, seed=6)
+        rounded = 0
+        for number in range(60):
+            async with asker.session(8) as session:
+                await session.advance(PROMPTS[number])
+                rounded += bool(session.wires)
+            await request(asker, number)
+        assert rounded
+        audits = asker.stats().audits
+        assert audits.passed >= 2
+        assert audits.failed == 0
+        assert distrusted(asker) == set()
 
 
 def _fails_now_and_then() -> Lie:

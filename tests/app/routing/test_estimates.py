@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.span import Span
-from app.routing.cost import UNKNOWN_LINK_S
-from app.routing.estimates import link_seconds, rtts_to_announce
-from app.routing.route import RouteRequest
+from app.routing.cost import MOST_BELIEVED_BYTES_PER_S, UNKNOWN_LINK_S
+from app.routing.estimates import link_rates, link_seconds, rates_to_announce, rtts_to_announce
+from app.routing.route import KnownCosts, RouteRequest
 from app.routing.search import find_route
-from app.swarm.records import MAX_RTTS, Announcement, tail
+from app.swarm.records import MAX_RATES, MAX_RTTS, Announcement, tail
 from p2p.values import LinkInfo
 
 ME = "12D3KooWasker"
@@ -114,3 +115,62 @@ def test_an_announcement_tells_of_those_whose_blocks_lie_beside_first() -> None:
     assert {tail("before"), tail("behind")} <= {who for who, _ in told}
     assert tail("stranger") not in {who for who, _ in told}
     assert rtts_to_announce([], Span(4, 6), members) == ()
+
+
+def receiver(peer: str, rates: Mapping[str, float], start: int = 0, stop: int = 4) -> Announcement:
+    return replace(member(peer, start, stop), rates=tuple((tail(other), rate) for other, rate in rates.items()))
+
+
+def down(peer: str, bytes_per_s: float) -> LinkInfo:
+    return LinkInfo(peer, "direct", 0.01, 0, 0, bytes_per_s)
+
+
+def test_the_receiver_of_bytes_tells_a_links_speed() -> None:
+    rates = link_rates(ME, [down("a", 1e6)], [receiver("a", {ME: 2e6, "b": 3e6}), receiver("b", {"a": 4e6})])
+    assert rates("a", "") == rates("a", ME) == 1e6
+    assert rates("", "a") == 2e6
+    assert (rates("b", "a"), rates("a", "b")) == (3e6, 4e6)
+    assert rates("a", "a") is None
+
+
+def test_without_a_measurement_the_slower_end_counts() -> None:
+    rates = link_rates(ME, [down("a", 1e6)], [receiver("b", {"x": 5e6}), receiver("x", {"b": 7e6})])
+    assert rates("a", "b") == 1e6  # what `a` sends here is all that is known of it
+    assert rates("b", "") == 1e6
+    assert rates("x", "unknown") == 5e6
+    assert rates("unknown", "other") is None
+    assert rates.byte_s(["b"])["b"] == pytest.approx(1 / 7e6 + 1 / 5e6)
+
+
+def test_a_claim_slows_down_nobody_but_the_claimant_and_counts_up_to_a_limit() -> None:
+    honest = [receiver("a", {"b": 5e6}), receiver("b", {"a": 5e6})]
+    liars = [receiver("liar", {"a": 1e4, "b": 1e4, ME: 1e4, "liar": 1e12}), receiver("boaster", {"a": 1e12})]
+    before, after = link_rates(ME, [], honest), link_rates(ME, [], [*honest, *liars])
+    for pair in (("a", "b"), ("b", "a")):
+        assert before(*pair) == after(*pair) == 5e6
+    for peer in ("a", "b"):
+        assert after.byte_s([peer])[peer] <= before.byte_s([peer])[peer]
+    assert after("a", "boaster") == MOST_BELIEVED_BYTES_PER_S
+    seen = link_rates(ME, [down("a", 1e6)], liars)
+    assert seen("a", "") == 1e6  # what was measured here counts, whatever others say
+    assert seen.up("a") == 1e6
+
+
+def test_a_prompts_bytes_avoid_a_slow_link_and_single_tokens_do_not() -> None:
+    members = [member("slow"), replace(member("fast"), decode_tokens_per_s=9.5)]
+    rates = link_rates(ME, [down("slow", 1e5), down("fast", 1e8)], members)
+    known = KnownCosts(byte_s=rates.byte_s(["slow", "fast"]))
+    links = link_seconds(ME, {"slow": 0.01, "fast": 0.01}, members)
+    chat = RouteRequest(Span(0, 4), 101, 1, row_bytes=128)
+    assert [hop.peer for hop in find_route(members, chat, links, known=known)] == ["slow"]
+    long_prompt = replace(chat, tokens=900, prompt_tokens=800, row_bytes=2304)
+    assert [hop.peer for hop in find_route(members, long_prompt, links, known=known)] == ["fast"]
+
+
+def test_an_announcement_tells_the_speed_of_measured_links() -> None:
+    members = [member(f"other{number:02}", start=8, stop=9) for number in range(20)] + [member("before")]
+    links = [down(m.peer, 1e6) for m in members] + [LinkInfo("unmeasured", "direct", 0.01, 0, 0)]
+    told = rates_to_announce(links, Span(4, 6), members)
+    assert len(told) == MAX_RATES
+    assert (tail("before"), 1e6) in told
+    assert rates_to_announce([], Span(4, 6), members) == ()

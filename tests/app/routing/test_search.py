@@ -372,7 +372,7 @@ def test_both_searches_find_the_least_route_seconds(
 ) -> None:
     links = link_seconds(ME, measured, members)
     usable = [m for m in members if why_unused(m, request) is None][:6]
-    block_s, entry_s = believed_seconds(usable, request, known), entry_seconds(usable, known)
+    block_s, entry_s = believed_seconds(usable, request, known), entry_seconds(usable, known, request)
     paths = all_paths(usable, request)
     for search in (cheapest_visits, _try_each_pair):
         visits = visits_or_missing_block(lambda search=search: search(usable, request, links, block_s, entry_s))  # type: ignore[misc]

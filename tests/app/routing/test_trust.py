@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from app.asker.evidence import (
     EXACT,
     ROUGH,
+    ROUNDED,
     Deviation,
     Observation,
     blame,
@@ -136,6 +137,9 @@ def test_rounding_is_tolerated_where_it_is_announced() -> None:
     exact, int8, half = ("none f32",) * 2, ("none f32", "int8 f32"), ("none bf16",) * 2
     assert tolerance(exact, exact) == tolerance(int8, int8) == EXACT
     assert tolerance(exact, int8) == tolerance(half, half) == ROUGH
+    rounded, rough = (tuple(f"{text} over int8" for text in one) for one in (exact, half))
+    assert tolerance(exact, rounded) == tolerance(rounded, exact) == tolerance(rounded, rounded) == ROUNDED
+    assert tolerance(rough, rough) == tolerance(rounded, int8) == tolerance(rounded, half) == ROUGH
     assert Deviation(0.03, -0.001).within(ROUGH)
     assert not Deviation(0.03, -0.001).within(EXACT)
     assert not Deviation(0.05, 0.05).within(ROUGH)

@@ -42,7 +42,7 @@ turns = st.builds(
     tokens,
     st.none() | tokens,
     st.booleans(),
-    st.sampled_from(["", "f32", "bf16", "f16"]),
+    st.sampled_from(["", "f32", "bf16", "f16", "int8"]),
     st.none() | st.builds(Prefix, st.binary(min_size=16, max_size=16), st.integers(1, MAX_TOKENS), st.booleans()),
     st.none() | st.builds(AdapterRef, st.binary(min_size=32, max_size=32), st.integers(1, MAX_INDEX_BYTES)),
     st.none() | grants,

@@ -15,6 +15,7 @@ from app.core.span import Span
 from app.swarm.records import (
     ANNOUNCEMENT_DOMAIN,
     MAX_LIFETIME_MS,
+    MAX_RATES,
     MAX_RTTS,
     SUSPICION_DOMAIN,
     SWARM_DOMAIN,
@@ -84,6 +85,38 @@ def test_round_trip_times_are_compact_and_bounded() -> None:
     assert len(raw) <= 600 + 18 * MAX_RTTS
     beyond = dataclasses.replace(TYPICAL, rtts=(("tail", 1e9),))
     assert read_announcement(sign_announcement(ALICE, beyond), now_ms=NOW).rtts == (("tail", 60.0),)
+
+
+def test_speeds_of_links_are_compact_and_bounded() -> None:
+    rtts = tuple((f"{number:08}", number / 100) for number in range(MAX_RTTS))
+    rates = tuple((f"{number:08}", 1e6 * (number + 1)) for number in range(MAX_RATES))
+    said = dataclasses.replace(TYPICAL, rtts=rtts, rates=rates, wires=("int8",))
+    raw = sign_announcement(ALICE, said)
+    assert read_announcement(raw, now_ms=NOW) == said
+    assert len(raw) <= 1000
+    edges = dataclasses.replace(TYPICAL, rates=(("slow", 1.0), ("fast", 1e18)))
+    assert read_announcement(sign_announcement(ALICE, edges), now_ms=NOW).rates == (("fast", 1e11), ("slow", 1e4))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rate": []},
+        {"rate": {"a": 0}},
+        {"rate": {"a": 10**9}},
+        {"rate": {"a": 1.5}},
+        {"rate": {"123456789": 1}},
+        {"rate": {str(number): 1 for number in range(MAX_RATES + 1)}},
+        {"wires": "int8"},
+        {"wires": ["int8\x1b"]},
+        {"wires": ["a format with a long name"]},
+        {"wires": ["int8"] * 9},
+    ],
+)
+def test_speeds_and_formats_out_of_bounds_are_refused(fields: dict[str, object]) -> None:
+    payload = {"v": 1, "swarm": TYPICAL.swarm, "state": "client", **fields}
+    with pytest.raises(EnvelopeError):
+        read_announcement(announced(canonical(payload)), now_ms=NOW)
 
 
 @pytest.mark.parametrize(
