@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
@@ -45,15 +46,23 @@ def share_ranges(leaves: int, members: int) -> list[range]:
     return [range(first, stop) for first, stop in pairwise(bounds)]
 
 
-def to_leave_out(members: Sequence[str], accusations: Mapping[str, Iterable[str]]) -> set[str]:
+def to_leave_out(
+    members: Sequence[str], accusations: Mapping[str, Iterable[str]], roots: Mapping[str, bytes]
+) -> set[str]:
     """Return the members without whom a failed exchange is repeated; `accusations` are accuser -> accused.
 
-    One who accuses more than half of the others, and at least two, is taken to be the one at fault.
+    One who accuses more than half of the others, and at least two, is taken to be the one at fault. Without
+    accusations it is whoever ended with another root than most, where no root (empty) is one as well.
     """
     known = {accuser: {one for one in accused if one in members} for accuser, accused in accusations.items()}
     others = len(members) - 1
     faulty = {accuser for accuser, accused in known.items() if len(accused) >= 2 and 2 * len(accused) > others}
-    return faulty | {one for accuser, accused in known.items() if accuser not in faulty for one in accused}
+    found = faulty | {one for accuser, accused in known.items() if accuser not in faulty for one in accused}
+    if found or len(set(roots.values())) < 2:
+        return found
+    counts = Counter(roots.values())
+    usual = max(counts, key=lambda root: (counts[root], bool(root), root))
+    return {peer for peer in members if roots.get(peer) != usual}
 
 
 class Measured(NamedTuple):

@@ -22,7 +22,7 @@ from functools import cached_property
 
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
-from app.rounds.decisions import doubted, leading_order, left_out_after, measured
+from app.rounds.decisions import doubted, leading_order, left_out_after, measured, quorum
 from app.rounds.reading import next_start
 from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
 from app.rounds.statements import (
@@ -161,6 +161,8 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} does not follow round {standing.round - 1} of this job")
     if (entry.list.job, entry.list.round, entry.list.prev) != (entry.job, entry.round, entry.prev):
         raise RecordError(f"{where} has the list of another round")
+    if standing.step >= record.steps:
+        raise RecordError(f"{where} comes after the last step of the job")
     if banned := sorted(set(entry.list.members) & standing.banned.keys()):
         raise RecordError(f"{where} counts {banned[0]}, who was left out")
     for arrival in entry.list.arrivals:
@@ -204,27 +206,26 @@ def replay(record: TrainingRecord, entries: Iterable[RoundEntry]) -> Standing:
 def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
     """True if the other of two histories that parted is the one to go on with.
 
-    It is the one with more tokens of members who were there before they parted; the lower hash decides a tie.
+    It is the one with more tokens of members who were there before they parted, where rounds of a quorum of them count
+    first, so that nobody makes up a long history alone. The lower hash decides a tie.
     """
     same = 0
     while same < min(len(mine), len(theirs)) and mine[same].hash == theirs[same].hash:
         same += 1
-    known = (
-        set(mine[same - 1].next)
-        if same
-        else {peer for log in (mine, theirs) for one in log[:1] for peer in one.list.members}
-    )
+    if same == len(mine) or same == len(theirs):
+        return len(theirs) > len(mine)
+    known = set(mine[same - 1].next) if same else {mine[0].list.leader, theirs[0].list.leader}
 
-    def worth(entries: Sequence[RoundEntry]) -> int:
-        counted = (arrival for entry in entries[same:] for arrival in entry.list.arrivals)
-        return sum(arrival.tokens for arrival in counted if arrival.peer in known)
+    def worth(entries: Sequence[RoundEntry]) -> tuple[int, int]:
+        quorate = every = 0
+        for entry in entries[same:]:
+            counted = [arrival.tokens for arrival in entry.list.arrivals if arrival.peer in known]
+            every += sum(counted)
+            quorate += sum(counted) if len(counted) >= quorum(len(known)) else 0
+        return quorate, every
 
     ours, other = worth(mine), worth(theirs)
-    if ours != other:
-        return other > ours
-    if len(theirs) == same or len(mine) == same:
-        return len(theirs) > len(mine)
-    return theirs[-1].hash < mine[-1].hash
+    return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
 
 
 def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:

@@ -106,11 +106,26 @@ def test_shares_cover_all_leaves(leaves: int, members: int) -> None:
     ],
 )
 def test_who_is_left_out_of_a_repeated_exchange(accusations: dict[str, list[str]], wanted: set[str]) -> None:
-    assert to_leave_out(["a", "b", "c", "d"], accusations) == wanted
+    assert to_leave_out(["a", "b", "c", "d"], accusations, {}) == wanted
 
 
 def test_of_two_the_accused_is_left_out() -> None:
-    assert to_leave_out(["a", "b"], {"a": ["b"]}) == {"b"}
+    assert to_leave_out(["a", "b"], {"a": ["b"]}, {}) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("roots", "wanted"),
+    [
+        ("xxxx", ""),
+        ("xxxy", "d"),  # another result
+        ("xxx-", "d"),  # did not finish
+        ("---x", "d"),  # gave the others nothing
+        ("xx--", "cd"),
+    ],
+)
+def test_without_accusations_the_minority_is_left_out(roots: str, wanted: str) -> None:
+    ended = {peer: b"" if root == "-" else root.encode() for peer, root in zip("abcd", roots, strict=True)}
+    assert to_leave_out(["a", "b", "c", "d"], {}, ended) == set(wanted)
 
 
 def test_reports_are_joined_by_their_median() -> None:
