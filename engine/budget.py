@@ -298,6 +298,47 @@ def plan_training(config: ModelConfig, precision: Precision, task: TrainingTask,
     return TrainingBudget(weights, state, inputs, min(left, task.under_way * task.blocks * graph), workspace)
 
 
+# Bytes a weight takes where all weights are trained, all in float32: itself, its gradient and two moments; and between
+# islands the weights and momentum of the last round, what rounding left behind, and the change.
+FULL_WEIGHT_BYTES = 16
+ROUND_WEIGHT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class FullBudget:
+    """Memory of a whole model whose weights are all trained in one process."""
+
+    weights: int  # of all parts
+    state_bytes: int  # weights, gradients and moments, and copies in the compute format
+    round_bytes: int  # what the exchange with other islands needs
+    input_bytes: int  # inputs of the blocks of one micro-batch
+    graph_bytes: int  # what passes keep beyond that, to save computing blocks again
+    workspace_bytes: int  # one block's pass, the loss, and the next state of the largest part during a step
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in all."""
+        return self.state_bytes + self.round_bytes + self.input_bytes + self.graph_bytes + self.workspace_bytes
+
+
+def plan_full(config: ModelConfig, precision: Precision, rows: int, usable_bytes: int) -> FullBudget:
+    """Return the memory to train all weights with micro-batches of `rows` rows.
+
+    What is left of `usable_bytes` is for graphs, as far as they can use it. The job does not fit if the total is more.
+    """
+    ends = ends_bytes(config, unquantised(1), embedding=True, head=True)
+    weights = config.n_blocks * block_weights(config) + ends
+    copy = 0 if precision.weight_bytes >= 4 else int(weights * precision.weight_bytes)
+    inputs = config.n_blocks * rows * config.hidden_size * precision.compute_bytes
+    graph = block_graph_bytes(config, precision, rows)
+    wide = rows * (3 * config.intermediate_size + 3 * config.hidden_size) * precision.compute_bytes
+    largest = max(block_weights(config), config.vocab_size * config.hidden_size)
+    workspace = graph + wide + max(20 * largest, loss_bytes(config, precision, rows) + 8 * largest)
+    state, exchange = FULL_WEIGHT_BYTES * weights + copy, ROUND_WEIGHT_BYTES * weights
+    left = max(0, usable_bytes - state - exchange - inputs - workspace)
+    return FullBudget(weights, state, exchange, inputs, min(left, config.n_blocks * graph), workspace)
+
+
 def loss_bytes(config: ModelConfig, precision: Precision, rows: int) -> int:
     """Bytes that the loss of a micro-batch and its gradient take at the asker, besides the head's own weights."""
     logits = 3 * LOSS_ROWS * config.vocab_size * 4

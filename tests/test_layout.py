@@ -36,9 +36,10 @@ LEVELS = {
     5: ("app.planning", "app.weights"),
     6: ("app.asker", "app.hosting", "app.joining"),
     7: ("app.training",),
-    8: ("app.api",),
-    9: ("app.node",),
-    10: ("app.cli",),
+    8: ("app.rounds",),
+    9: ("app.api",),
+    10: ("app.node",),
+    11: ("app.cli",),
 }
 P2P_LEVELS = {
     1: ("p2p",),  # the modules beside the rooms

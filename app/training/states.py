@@ -7,8 +7,9 @@ go with it. The adapters of replies travel in the same way (`app.training.reply_
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -30,9 +31,15 @@ FETCH_S = 300.0
 class StateStore:
     """The states that this node keeps, for its own jobs and for those of others; a state belongs to some runs."""
 
-    def __init__(self, network: Network, folder: Path, is_member: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        is_member: Callable[[str], bool],
+        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
+    ) -> None:
         shutil.rmtree(folder, ignore_errors=True)  # what a killed node has left
-        self._network = network
+        self._network, self._in_thread = network, in_thread
         self._parts = PartSet(folder, (), "a training job")
         self._server = ChunkServer(self._parts, is_member, methods=METHODS)
         self._runs: dict[bytes, set[bytes]] = {}  # root -> runs that need it
@@ -50,7 +57,7 @@ class StateStore:
         part = self._part(run, state)
         await self._changed.wait_for(lambda: state.root not in self._changing)
         if not self._parts.files.holds(part):
-            await trio.to_thread.run_sync(self._parts.files.keep, part, leaves, data)
+            await self._in_thread(self._parts.files.keep, part, leaves, data)
         return state
 
     async def fetch(self, run: bytes, states: Sequence[StatePart], holders: Sequence[str]) -> list[bytes]:
@@ -73,7 +80,7 @@ class StateStore:
                 finally:
                     self._changing -= roots
                     self._changed.notify()
-        return [await trio.to_thread.run_sync(self._parts.whole, name) for name in names]
+        return [await self._in_thread(self._parts.whole, name) for name in names]
 
     async def forget(self, run: bytes, keep: Sequence[StatePart] = ()) -> None:
         """Remove the states that no run needs any more but this one, except those to keep."""
@@ -89,7 +96,7 @@ class StateStore:
         if gone:
             self._changing |= gone
             try:
-                await trio.to_thread.run_sync(self._parts.files.remove, [root.hex() for root in gone])
+                await self._in_thread(self._parts.files.remove, [root.hex() for root in gone])
             finally:
                 self._changing -= gone
                 self._changed.notify()

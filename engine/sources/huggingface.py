@@ -58,7 +58,7 @@ def open_folder(folder: Path) -> ModelSource:
         label=folder.name,
         config=config,
         parts=arrange(config, tensor_name, _tensors(folder), folder),
-        tokenizer=_tokenizer(folder),
+        tokenizer=read_tokenizer(folder),
         licence=_licence(folder / "README.md"),
     )
 
@@ -100,7 +100,8 @@ def _is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) < 256 and not set(name) & set("/\\:\0") and name not in (".", "..")
 
 
-def _tokenizer(folder: Path) -> TokenizerSpec:
+def read_tokenizer(folder: Path) -> TokenizerSpec:
+    """Read the tokenizer's files of a model folder; raises `SourceError` if they are missing or damaged."""
     tokenizer_file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not tokenizer_file.is_file():
         raise SourceError(f"{folder} has no tokenizer.json: {AGAIN}, with all its files")

@@ -64,8 +64,7 @@ def _write(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def _files() -> dict[str, bytes]:
-    vocabulary = {letter: byte for byte, letter in enumerate(byte_alphabet())}
-    ids = {text: 256 + index for index, text in enumerate(_SPECIAL)}
+    ids = special_ids()
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": _BLOCKS,
         "hidden_size": _HIDDEN, "intermediate_size": _INNER, "num_attention_heads": _HEADS,
@@ -73,6 +72,21 @@ def _files() -> dict[str, bytes]:
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
         "bos_token_id": ids["<|im_start|>"], "eos_token_id": ids["<|im_end|>"], "torch_dtype": "float32",
     }  # fmt: skip
+    tokenizer, tokenizer_config = byte_tokenizer()
+    texts = {"config.json": config, "tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config}
+    files = {name: json.dumps(value, indent=1, sort_keys=True).encode() for name, value in texts.items()}
+    return {**files, "model.safetensors": encode(_weights())}
+
+
+def special_ids() -> dict[str, int]:
+    """Return the special tokens of the byte tokenizer, which follow the 256 bytes."""
+    return {text: 256 + index for index, text in enumerate(_SPECIAL)}
+
+
+def byte_tokenizer() -> tuple[dict[str, object], dict[str, object]]:
+    """Return the contents of `tokenizer.json` and `tokenizer_config.json` for a model whose tokens are bytes."""
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_alphabet())}
+    ids = special_ids()
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer: dict[str, object] = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": byte_level,
@@ -86,13 +100,11 @@ def _files() -> dict[str, bytes]:
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                   "vocab": vocabulary, "merges": []},
     }  # fmt: skip
-    tokenizer_config = {
+    tokenizer_config: dict[str, object] = {
         "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": "<|endoftext|>",
         "chat_template": _TEMPLATE,
     }  # fmt: skip
-    texts = {"config.json": config, "tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config}
-    files = {name: json.dumps(value, indent=1, sort_keys=True).encode() for name, value in texts.items()}
-    return {**files, "model.safetensors": encode(_weights())}
+    return tokenizer, tokenizer_config
 
 
 def _weights() -> dict[str, np.ndarray]:

@@ -1,5 +1,7 @@
-"""Fine-tuning by low-rank adapters (LoRA): passes, gradients, optimiser, and PEFT's files.
+"""Fine-tuning by low-rank adapters (LoRA), and training of all weights: passes, gradients, optimisers and files.
 
-Knows tensors and blocks, no peers, no files of the application and no text: `app.training` decides which micro-batches
-are run where and when a step counts. The weights of the model itself are only read.
+Adapters are `adapters`, `products`, `span`, `local_trainer` and `peft_format`; all weights are `parameters`, `full` and
+`export`, and what islands exchange is `codecs` and `outer`. Knows tensors and blocks, no peers, no files of the
+application and no text: `app.training` and `app.rounds` decide which micro-batches are run where and when a step
+counts. The weights of a served model are only read.
 """

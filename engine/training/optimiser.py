@@ -1,4 +1,4 @@
-"""AdamW over one block's vector of weights, the learning rate of each step, and clipping by a norm over all blocks.
+"""AdamW over a vector of weights, Muon over a matrix, the learning rate of each step, and clipping by a norm.
 
 All functions are pure: the caller keeps the old state until the new one is accepted everywhere.
 """
@@ -46,6 +46,44 @@ def adamw_step(state: Moments, gradient: Tensor, number: int, rate: float, how: 
     spread = second.sqrt().div_(math.sqrt(1 - how.beta2**number)).add_(how.eps)
     values = state.values * (1 - rate * how.weight_decay)
     return Moments(values.addcdiv_(first, spread, value=-rate / (1 - how.beta1**number)), first, second)
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Constants of Muon, which is for matrices; all other weights of such a job are AdamW's.
+
+    The step of a matrix has the size that AdamW's would have, so one learning rate serves both.
+    """
+
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    iterations: int = 5
+
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalised(matrix: Tensor, iterations: int) -> Tensor:
+    """Return a matrix with the same singular vectors whose singular values are near one (Newton and Schulz).
+
+    It computes in the matrix's own format: torch's Muon always uses bfloat16, which many CPUs emulate.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.t() if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if tall else x
+
+
+def muon_step(matrix: Tensor, momentum: Tensor, gradient: Tensor, rate: float, how: Muon) -> tuple[Tensor, Tensor]:
+    """Return a matrix and its momentum after a step, as `torch.optim.Muon` computes it; nothing is changed."""
+    momentum = momentum.lerp(gradient, 1 - how.momentum)
+    update = orthogonalised(gradient.lerp(momentum, how.momentum), how.iterations)
+    adjusted = rate * 0.2 * math.sqrt(max(matrix.shape))
+    return (matrix * (1 - rate * how.weight_decay)).add_(update, alpha=-adjusted), momentum
 
 
 @dataclass(frozen=True)

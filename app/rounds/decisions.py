@@ -1,0 +1,112 @@
+"""Decisions of a round, as pure functions: who leads, how long others are waited for, whose word weighs how much."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+LEAST_AGREEMENT = 0.2  # of the usual agreement of the others, below which a change is doubted
+NORM_FACTOR = 5.0  # a change is doubted if its norm is so many times the median, or a fraction of it
+DOUBTED_ROUNDS = 2  # in a row, after which a member is left out
+UTILISATION = 0.9  # the share of the time that islands are to compute
+STEADY = 1.25  # the number of steps changes by no more than this factor from round to round
+
+
+def leading_order(job: bytes, number: int, peers: Iterable[str]) -> list[str]:
+    """Return peers in the order in which they lead a round: by a hash, so that nobody leads more often by choice."""
+    return sorted(set(peers), key=lambda peer: hashlib.sha256(job + number.to_bytes(8, "big") + peer.encode()).digest())
+
+
+def grace_s(lags_s: Sequence[float], *, least_s: float, most_s: float) -> float:
+    """Return how long late members are waited for: the median of past lags and three median deviations, in bounds."""
+    if not lags_s:
+        return most_s
+    middle = median(lags_s)
+    return min(most_s, max(least_s, middle + 3 * median(abs(lag - middle) for lag in lags_s)))
+
+
+def quorum(expected: int) -> int:
+    """Return how many members a round needs: half of those expected, but two unless only one is."""
+    return min(expected, max(2, -(-expected // 2)))
+
+
+def merge_weights(tokens: Mapping[str, int]) -> dict[str, float]:
+    """Return the weight of each member's change: its claimed tokens, at most twice the median claim."""
+    most = 2 * median(tokens.values())
+    return {peer: float(min(count, most)) for peer, count in tokens.items()}
+
+
+def share_ranges(leaves: int, members: int) -> list[range]:
+    """Return the leaves that each member merges: contiguous, of sizes that differ by one at most."""
+    bounds = [leaves * index // members for index in range(members + 1)]
+    return [range(first, stop) for first, stop in pairwise(bounds)]
+
+
+def to_leave_out(
+    members: Sequence[str], accusations: Mapping[str, Iterable[str]], roots: Mapping[str, bytes]
+) -> set[str]:
+    """Return the members without whom a failed exchange is repeated; `accusations` are accuser -> accused.
+
+    One who accuses more than half of the others, and at least two, is taken to be the one at fault. Without
+    accusations it is whoever ended with another root than most, where no root (empty) is one as well.
+    """
+    known = {accuser: {one for one in accused if one in members} for accuser, accused in accusations.items()}
+    others = len(members) - 1
+    faulty = {accuser for accuser, accused in known.items() if len(accused) >= 2 and 2 * len(accused) > others}
+    found = faulty | {one for accuser, accused in known.items() if accuser not in faulty for one in accused}
+    if found or len(set(roots.values())) < 2:
+        return found
+    counts = Counter(roots.values())
+    usual = max(counts, key=lambda root: (counts[root], bool(root), root))
+    return {peer for peer in members if roots.get(peer) != usual}
+
+
+class Measured(NamedTuple):
+    """A member's change beside those of the others, over all its parts: norm, and cosine with their middle."""
+
+    norm: float
+    agreement: float
+
+
+def measured(reports: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, Measured]:
+    """Join what the members that merged a share say of everybody's change: the median over the shares."""
+    peers = {peer for report in reports for peer in report}
+    found = {}
+    for peer in peers:
+        pairs = [report[peer] for report in reports if peer in report]
+        found[peer] = Measured(median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))
+    return found
+
+
+def doubted(figures: Mapping[str, Measured]) -> dict[str, str]:
+    """Return the members whose change is unlike those of the others, and why; with fewer than three, nobody."""
+    if len(figures) < 3:
+        return {}
+    norms = median(one.norm for one in figures.values())
+    usual = median(one.agreement for one in figures.values())
+    why = {}
+    for peer, one in figures.items():
+        if not norms / NORM_FACTOR <= one.norm <= norms * NORM_FACTOR:
+            why[peer] = f"its change has the norm {one.norm:.3g}, the median is {norms:.3g}"
+        elif usual > 0 and one.agreement < LEAST_AGREEMENT * usual:
+            why[peer] = f"its change agrees by {one.agreement:.2f} with the others, usual is {usual:.2f}"
+    return why
+
+
+def left_out_after(history: Sequence[Iterable[str]]) -> set[str]:
+    """Return the members that were doubted in each of the last rounds; the newest round comes last."""
+    recent = [set(peers) for peers in history[-DOUBTED_ROUNDS:]]
+    return set.intersection(*recent) if len(recent) == DOUBTED_ROUNDS else set()
+
+
+def next_every(every: int, step_s: float, exchange_s: float, *, least: int, most: int) -> int:
+    """Return the steps of the next round: as few as keep the exchange at a tenth of the time, changed gradually."""
+    if step_s <= 0:
+        return min(max(every, least), most)
+    wanted = exchange_s / step_s * UTILISATION / (1 - UTILISATION)
+    bounded = min(max(wanted, every / STEADY), every * STEADY)
+    return min(max(round(bounded), least), most)

@@ -1,0 +1,783 @@
+"""One island's part in a job: it trains, arrives, exchanges, and goes on from what all members agree on.
+
+The main task (`_live`) is the only one that changes the model and where the job stands. A round, all of it in this
+file: make the steps (`_train`), commit to a change and say so (`_arrive`), wait for a list or make one (`_lead`),
+exchange (`app.rounds.exchange`), send the result to the one who leads, and take over the round's entry (`_adopt`).
+Whoever comes first in the round's order leads; if it is silent, the next one does. An island that missed a round takes
+over its result, by the merged change or by the parts of the state. Requests of others are answered in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import trio
+
+from app.core.canonical_json import Fields, canonical
+from app.core.compute import Device
+from app.core.errors import AppError, RecordError
+from app.core.network import Network, Payload
+from app.core.signal import Signal
+from app.manifest.merkle import HASH_BYTES, leaf_hash, root_of
+from app.rounds import wire
+from app.rounds.decisions import grace_s, leading_order, next_every, quorum, share_ranges, to_leave_out
+from app.rounds.exchange import Attempt, Exchange, ExchangeFailed, MergingModel, OwnChange
+from app.rounds.log import ENTRY, RoundEntry, Standing, beginning, follow, is_better, make_entry, read_entry, replay
+from app.rounds.reading import positions_of, sequence_at
+from app.rounds.record import TrainingRecord
+from app.rounds.statements import (
+    ARRIVAL,
+    GENESIS,
+    LIST,
+    MAX_ROUNDS,
+    RESULT,
+    Arrival,
+    MemberList,
+    Result,
+    read_arrival,
+    read_list,
+    read_result,
+    sign_arrival,
+    sign_list,
+    sign_result,
+)
+from app.training.states import StateStore, part_of
+from app.training.wire import MAX_STATE_BYTES, StatePart
+from engine.errors import EngineError
+from p2p.envelope import parse
+from p2p.errors import EnvelopeError, P2PError, RemoteError
+from p2p.identity import Identity
+
+log = logging.getLogger("shoal.rounds")
+
+KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
+MAX_PARTS = 5000
+MAX_PEERS = 256
+_SAID_TRIES = 4
+
+
+@dataclass(frozen=True)
+class RoundTiming:
+    """How long islands wait for each other, in seconds."""
+
+    hello_s: float = 5.0
+    alive_s: float = 20.0  # an island that was not heard for so long is not waited for
+    grace_least_s: float = 2.0  # for late members, see `decisions.grace_s`
+    grace_most_s: float = 60.0
+    lead_s: float = 15.0  # silence of the one who leads, before the next one does
+    exchange_s: float = 60.0
+    quorum_s: float = 120.0  # a round without quorum is made by those who are there after so long
+
+
+class IslandMath(MergingModel, Protocol):
+    """An island's model; `engine.island.IslandModel` has it."""
+
+    def step(self, sequences: Sequence[Sequence[int]], number: int) -> Any: ...
+    def loss(self, sequences: Sequence[Sequence[int]]) -> float: ...
+    def change(self) -> list[bytes]: ...
+    def advance(self, leaves: Sequence[bytes]) -> list[bytes]: ...
+    def commit(self, *, counted: bool) -> None: ...
+    def states(self) -> list[bytes]: ...
+    def load(self, states: Sequence[bytes]) -> None: ...
+
+
+class TrainingText(Protocol):
+    """The text of a job as sequences of one length."""
+
+    @property
+    def count(self) -> int: ...
+    def sequence(self, number: int) -> Sequence[int]: ...
+    @property
+    def held(self) -> Sequence[Sequence[int]]: ...
+
+
+class LeftOut(AppError):
+    """This island takes no more part in a job: the others found its changes to be unlike theirs."""
+
+    code = "left_out"
+
+
+@dataclass
+class Heard:
+    """What another island said of itself last."""
+
+    at: float
+    round: int
+    head: bytes
+
+
+@dataclass
+class IslandFigures:
+    """Figures of one island for people and programs."""
+
+    losses: list[float] = field(default_factory=list)  # of the latest steps
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    steps: int = 0  # made here
+    tokens: int = 0  # counted here
+    train_s: float = 0.0
+    exchange_s: float = 0.0
+    bytes_in: int = 0  # of the last exchange
+    repeated: int = 0  # exchanges that had to be made again
+    fetched: int = 0  # states taken over as parts
+    waiting: str = ""  # for whom a round waits, and until when
+    checkpoint_at: float = 0.0
+    round_tokens_per_s: float = 0.0
+
+
+class Island:
+    """Takes part in one job with a whole model; `run` until all its steps are done."""
+
+    def __init__(
+        self,
+        network: Network,
+        identity: Identity,
+        record: TrainingRecord,
+        model: IslandMath,
+        text: TrainingText,
+        device: Device,
+        states: StateStore,
+        *,
+        found: Callable[[], Iterable[str]],
+        wall_ms: Callable[[], int],
+        timing: RoundTiming | None = None,
+        settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
+    ) -> None:
+        """`found` names peers that may take part, `settled` is called with the log and the state after each round."""
+        self.record, self.timing, self._settled = record, timing or RoundTiming(), settled
+        self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
+        self._model, self._text, self._device, self._states = model, text, device, states
+        self._exchange = Exchange(network, device, model, record.id)
+        self.standing: Standing = beginning(record)
+        self.log: list[RoundEntry] = []
+        self.parts: list[StatePart] = []  # of the current state
+        self.heard: dict[str, Heard] = {}
+        self.figures = IslandFigures()
+        self.every_s: dict[str, float] = {}
+        self._arrivals: dict[str, Arrival] = {}  # of the current round
+        self._arrived_at: dict[str, float] = {}
+        self._lags_s: list[float] = []
+        self._own: OwnChange | None = None
+        self._lists: list[MemberList] = []  # of the current round that name this island
+        self._attempts: dict[bytes, Attempt] = {}  # by the hash of the list
+        self._results: dict[bytes, dict[str, Result]] = {}
+        self._candidate: tuple[bytes, bytes, list[bytes]] | None = None  # hash of the list, root, states
+        self._ahead: RoundEntry | None = None
+        self._failed_here: set[str] = set()  # members whom this island accused in this round
+        self._stands_down_until = 0.0  # others found this island at fault while it led
+        self._news = Signal()
+        self._nursery: trio.Nursery
+        self._leaving = False
+        self._has_state = False
+
+    @property
+    def peer(self) -> str:
+        """This island's peer id."""
+        return self._network.peer_id
+
+    @property
+    def is_finished(self) -> bool:
+        """True if all steps of the job are done."""
+        return self.standing.step >= self.record.steps
+
+    @property
+    def head(self) -> bytes:
+        """Hash of the newest entry."""
+        return self.standing.prev
+
+    def alive(self) -> set[str]:
+        """Other islands of this job that were heard lately."""
+        now = trio.current_time()
+        return {peer for peer, one in self.heard.items() if now - one.at < self.timing.alive_s} - {
+            *self.standing.banned
+        }
+
+    def leave(self) -> None:
+        """End `run` at the next step."""
+        self._leaving = True
+        self._news.notify()
+
+    async def begin(self, entries: Sequence[RoundEntry] = (), states: Sequence[bytes] | None = None) -> None:
+        """Go on from a log and the states after it; without them, begin before the first round.
+
+        A model that is not in that state here is taken over from another island. Raises `RecordError` if the log is
+        wrong.
+        """
+        if states is not None:
+            self.standing = replay(self.record, entries)
+            await self._device.run(self._model.load, states)
+            self.log = list(entries)
+        found = await self._device.run(self._model.states)
+        root, parts = hashed(found)
+        self._has_state = root == self.standing.root
+        if self._has_state:
+            await self._keep(found, parts)
+
+    async def run(self) -> None:
+        """Take part until all steps are done or `leave` was called; raises `LeftOut` or `EngineError`."""
+        failure: AppError | EngineError | None = None
+        async with trio.open_nursery() as greeting:
+            greeting.start_soon(self._greet)
+            async with trio.open_nursery() as self._nursery:
+                try:
+                    await self._live()
+                except (AppError, EngineError) as error:
+                    failure = error
+                # the last entry is still being told to the others
+                self._nursery.cancel_scope.deadline = trio.current_time() + self.timing.hello_s
+            greeting.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    # --- the main task ------------------------------------------------------------------------------------------------
+
+    async def _live(self) -> None:
+        while not (self.is_finished or self._leaving):
+            standing = self.standing
+            if why := standing.banned.get(self.peer):
+                raise LeftOut(f"the others left this island out of {self.record.name}: {why}")
+            if self._ahead is not None or self._behind():
+                await self._catch_up()
+            elif self.peer not in standing.members or not self._has_state:
+                with trio.move_on_after(self.timing.hello_s):
+                    await self._news.wait()
+            else:
+                began = trio.current_time()
+                await self._train(standing)
+                trained = trio.current_time()
+                if self._own is not None:
+                    await self._round(standing)
+                self.figures.train_s += trained - began
+                if self.standing is not standing:
+                    self._measure(standing, began, trained)
+
+    async def _train(self, standing: Standing) -> None:
+        """Make the steps of a round, fewer if most others are done already; none if the round is over."""
+        record, tokens, steps = self.record, 0, 0
+        for step in range(standing.every):
+            if self._leaving or self._ahead is not None or (steps and self._is_late()):
+                break
+            places = positions_of(standing.start, standing.members, self.peer, step, record.batch)
+            sequences = [self._text.sequence(sequence_at(place, self._text.count, record.seed)) for place in places]
+            done = await self._device.run_later(self._model.step, sequences, standing.step + step)
+            steps, tokens = steps + 1, tokens + done.tokens
+            self.figures.losses = [*self.figures.losses[-399:], done.loss]
+            self.figures.steps += 1
+            self.figures.tokens += done.tokens
+        if steps and self._ahead is None and not self._leaving:
+            await self._arrive(standing, steps, tokens)
+
+    async def _arrive(self, standing: Standing, steps: int, tokens: int) -> None:
+        """Commit to the change, and tell the others."""
+        leaves = await self._device.run_later(self._model.change)
+        hashes = [leaf_hash(leaf) for leaf in leaves]
+        made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, root_of(hashes))
+        arrival = sign_arrival(self._identity, made, self._wall_ms())
+        self._own = OwnChange(arrival, leaves, hashes)
+        self._note_arrival(arrival)
+        for peer in {*standing.members, *self.alive()} - {self.peer}:
+            self._nursery.start_soon(self._say, peer, arrival.raw)
+
+    async def _round(self, standing: Standing) -> None:
+        """Wait for a list, or make one, until the round has an entry that this island has taken over."""
+        began, done, attempts = trio.current_time(), set[bytes](), 0
+        while self.standing is standing and not self._leaving:
+            if self._ahead is not None or self._behind():
+                await self._catch_up()
+                if self.standing is standing:
+                    await self._pause(self.timing.hello_s)
+                continue
+            offered = self._best_list(done)
+            if offered is not None:
+                done.add(offered.hash)
+                attempts = max(attempts, offered.attempt + 1)
+                await self._attend(offered)
+                began = trio.current_time() + self.timing.lead_s
+                continue
+            lead_at = self._lead_at(standing, began, first=not attempts)
+            if trio.current_time() >= lead_at:
+                attempts = await self._lead(standing, attempts, done)
+                began = trio.current_time() + self.timing.lead_s
+            else:
+                await self._pause(lead_at - trio.current_time())
+        self.figures.waiting = ""
+
+    async def _pause(self, seconds: float) -> None:
+        with trio.move_on_after(min(seconds, self.timing.hello_s)):
+            await self._news.wait()
+
+    def _lead_at(self, standing: Standing, began: float, *, first: bool) -> float:
+        """When this island makes the list itself: after the grace for late members, and its place in the order."""
+        arrived = self._arrivals.keys() & {self.peer, *standing.members}
+        alive = {self.peer, *self.alive()} & {*standing.members}
+        order = leading_order(self.record.id, standing.round, arrived)
+        grace = 0.0
+        if first and not alive <= arrived:
+            grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
+        self.figures.waiting = ""
+        if not self._may_count(standing, order):
+            grace = max(grace, self._arrived_at[self.peer] + self.timing.quorum_s - began)
+        trusted = [peer for peer in order if peer not in self._failed_here]
+        return max(self._stands_down_until, began + grace + trusted.index(self.peer) * self.timing.lead_s)
+
+    def _best_list(self, done: set[bytes]) -> MemberList | None:
+        """The list to follow: of the latest attempt, by the one who comes first in the order of leading."""
+        open_lists = [one for one in self._lists if one.hash not in done and one.leader not in self._failed_here]
+        order = leading_order(self.record.id, self.standing.round, (one.leader for one in open_lists))
+        return min(open_lists, key=lambda one: (-one.attempt, order.index(one.leader)), default=None)
+
+    async def _attend(self, members: MemberList) -> None:
+        """Take part in an exchange that another island leads, and tell it how that ended."""
+        result = await self._exchanged(members)
+        await self._say(members.leader, result.raw)
+
+    async def _lead(self, standing: Standing, attempt: int, done: set[bytes]) -> int:
+        """Make lists until a round counts or another island leads better; return the number of attempts so far."""
+        out = set(self._failed_here)
+        while self.standing is standing and self._ahead is None and not self._leaving:
+            arrived = self._arrivals.keys() & {*standing.members}
+            order = [peer for peer in leading_order(self.record.id, standing.round, arrived) if peer not in out]
+            if not self._may_count(standing, order):
+                break
+            arrivals = [self._arrivals[peer] for peer in order]
+            members = sign_list(self._identity, self.record.id, attempt, arrivals, self._wall_ms())
+            done.add(members.hash)
+            attempt += 1
+            for peer in order:
+                if peer != self.peer:
+                    self._nursery.start_soon(self._say, peer, members.raw)
+            results = await self._gather(members, await self._exchanged(members))
+            if self._ahead is not None or results is None:
+                break
+            accusations = {peer: result.failed for peer, result in results.items() if result.failed}
+            silent = [peer for peer in order if peer not in results]
+            if not silent and not accusations and len({result.root for result in results.values()}) == 1:
+                await self._count(standing, members, results)
+                break
+            self.figures.repeated += 1
+            roots = {peer: result.root for peer, result in results.items()}
+            wrong = {*silent} or to_leave_out(order, accusations, roots)
+            if self.peer in wrong or not wrong:  # others cannot work with this island: let the next one lead
+                self._stands_down_until = trio.current_time() + self.timing.quorum_s
+                break
+            out |= wrong
+            log.info("round %s is repeated without %s", standing.round, ", ".join(sorted(out)))
+        return attempt
+
+    def _may_count(self, standing: Standing, order: Sequence[str]) -> bool:
+        """True if these members are a quorum, or the others were waited for long enough."""
+        if len(order) >= quorum(len(standing.members)):
+            return True
+        until = self._arrived_at[self.peer] + self.timing.quorum_s
+        missing = sorted({*standing.members} - {*order})
+        self.figures.waiting = f"waits for {', '.join(missing)}, for {until - trio.current_time():.0f} s at most"
+        return trio.current_time() >= until
+
+    async def _gather(self, members: MemberList, own: Result) -> dict[str, Result] | None:
+        """Wait for the results of all members; those of silent ones are missing. None: another list is better."""
+        results = self._results.setdefault(members.hash, {})
+        results[self.peer] = own
+        order = leading_order(self.record.id, members.round, members.members)
+        with trio.move_on_after(self.timing.lead_s):
+            while len(results) < len(members.members) and self._ahead is None:
+                before = {*order[: order.index(self.peer)]} - self._failed_here
+                if any(one.attempt >= members.attempt and one.leader in before for one in self._lists):
+                    return None
+                await self._news.wait()
+        return {peer: result for peer, result in results.items() if peer in members.members}
+
+    async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result]) -> None:
+        """Sign the entry of a round that all members ended alike, take it over and spread it."""
+        ready = {peer for peer in self.alive() if self.heard[peer].head == standing.prev}
+        figures = self.figures
+        step_s = figures.train_s / max(1, figures.steps) if figures.steps else 0.0
+        record = self.record
+        every = next_every(
+            standing.every, step_s, figures.exchange_s, least=record.least_every, most=record.most_every
+        ) if len(members.members) > 1 else standing.every  # fmt: skip
+        every = min(max(every, record.least_every), record.most_every)
+        entry = make_entry(
+            self._identity, record, standing, members, results.values(),
+            every=every, present={*ready, *(self.alive() & {*standing.members})}, now_ms=self._wall_ms(),
+        )  # fmt: skip
+        await self._adopt(entry)
+        for peer in {*standing.members, *self.alive()} - {self.peer}:
+            self._nursery.start_soon(self._say, peer, entry.raw)
+
+    async def _exchanged(self, members: MemberList) -> Result:
+        """Run one attempt; the result says what state it leads to, or who failed."""
+        assert self._own is not None
+        began = trio.current_time()
+        attempt = self._attempts[members.hash] = Attempt(members)
+        while len(self._attempts) > KEPT_ATTEMPTS:
+            del self._attempts[next(iter(self._attempts))]
+        self._news.notify()
+        root, failed = b"", dict[str, str]()
+        try:
+            leaves = await self._exchange.run(attempt, self._own, began + self.timing.exchange_s)
+            states = await self._device.run_later(self._model.advance, leaves)
+            root, _ = hashed(states)
+            self._candidate = (members.hash, root, states)
+        except ExchangeFailed as error:
+            failed = error.failed
+            self._failed_here |= failed.keys() - {self.peer}
+        except EngineError as error:
+            log.warning("the merged change of round %s cannot be used: %s", members.round, error)
+        self.figures.exchange_s = trio.current_time() - began
+        self.figures.bytes_in = attempt.bytes_in
+        made = Result(self.record.id, members.round, members.hash, root, failed, attempt.report)
+        return sign_result(self._identity, made, self._wall_ms())
+
+    # --- taking over --------------------------------------------------------------------------------------------------
+
+    async def _adopt(self, entry: RoundEntry) -> None:
+        """Go on from the state after a round; raises `RecordError`, `ExchangeFailed`, `EngineError` or `P2PError`."""
+        standing = follow(self.record, self.standing, entry)
+        counted = self._own is not None and self.peer in entry.list.members
+        if self._candidate is not None and self._candidate[:2] == (entry.list.hash, entry.root):
+            states = self._candidate[2]
+        else:
+            self._candidate = None
+            leaves = await self._exchange.merged_of(entry.list, trio.current_time() + self.timing.exchange_s)
+            states = await self._device.run_later(self._model.advance, leaves)
+            if hashed(states)[0] != entry.root:
+                raise RecordError(f"what was sent as the result of round {entry.round} is not that")
+            attempt = self._attempts[entry.list.hash] = Attempt(entry.list)
+            attempt.merged = dict(enumerate(leaves))
+        await self._device.run_later(lambda: self._model.commit(counted=counted))
+        await self._settle(standing, [*self.log, entry], states)
+
+    async def _settle(self, standing: Standing, entries: list[RoundEntry], states: list[bytes]) -> None:
+        """Let the job stand where a new state is, and forget what belongs to the round before."""
+        lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
+        self._lags_s = [*self._lags_s, *lags][-64:]
+        self.standing, self.log = standing, entries
+        self._arrivals.clear()
+        self._arrived_at.clear()
+        self._results.clear()
+        self._lists.clear()
+        self._failed_here.clear()
+        self._stands_down_until = 0.0
+        self._own = self._candidate = self._ahead = None
+        await self._keep(states, hashed(states)[1])
+        if self._text.held:
+            loss = await self._device.run_later(self._model.loss, self._text.held)
+            self.figures.validation = [*self.figures.validation[-999:], (standing.step, loss)]
+        if self._settled is not None:
+            await self._settled(entries, states)
+        self._news.notify()
+
+    async def _keep(self, states: list[bytes], parts: list[StatePart]) -> None:
+        """Keep the state as parts that others can fetch; of the one before, too."""
+        before = self.parts
+        for data in states:
+            await self._states.keep(self.record.id[:16], data)
+        self.parts = parts
+        self.figures.checkpoint_at = trio.current_time()
+        await self._states.forget(self.record.id[:16], [*before, *parts, *self.record.parts])
+
+    def _behind(self) -> list[str]:
+        """Islands that are further, or that have another history."""
+        known = {GENESIS, *(entry.hash for entry in self.log)} if self._has_state else set()
+        alive = self.alive()
+        return [
+            peer
+            for peer, one in sorted(self.heard.items(), key=lambda item: -item[1].round)
+            if peer in alive and one.head not in known
+        ]
+
+    async def _catch_up(self) -> None:
+        """Take over the round that is over, or all that another island has."""
+        entry, behind = self._ahead, self._behind()
+        self._ahead = None
+        try:
+            if entry is not None and entry.round == self.standing.round:
+                await self._adopt(entry)
+                return
+        except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
+            log.info("round %s could not be taken over: %s", self.standing.round, error)
+            behind = [*entry.list.members, *behind] if entry is not None else behind
+        for peer in dict.fromkeys(behind):
+            if peer == self.peer:
+                continue
+            try:
+                if await self._take_over(peer):
+                    return
+                del self.heard[peer]  # its history is not better: do not look again until it says more
+            except (RecordError, AppError, EngineError, P2PError, trio.TooSlowError) as error:
+                log.info("what %s has of %s could not be taken over: %s", peer, self.record.name, error)
+                self.heard.pop(peer, None)
+        await trio.lowlevel.checkpoint()
+
+    async def _take_over(self, peer: str) -> bool:
+        """Fetch another island's log and, if it is the better history, its state; False if ours is."""
+        theirs = await self._log_of(peer, self.standing.round)
+        if theirs and theirs[0].prev == self.standing.prev:
+            entries = [*self.log, *theirs]
+        else:
+            entries = await self._log_of(peer, 0)
+        if self._has_state and not is_better(self.log, entries):
+            return False
+        standing = replay(self.record, entries)
+        if self._has_state and len(entries) == len(self.log) + 1 and entries[-1].prev == self.head:
+            await self._adopt(entries[-1])
+            return True
+        answer = await self._ask(peer, wire.PARTS, {"round": standing.round})
+        parts = parts_in(wire.fields_of(answer, "parts"))
+        if root_over(parts) != standing.root:
+            raise RecordError(f"{peer} names other parts than those of round {standing.round}")
+        holders = [peer, *(other for other in self.alive() if self.heard[other].head == standing.prev)]
+        states = await self._states.fetch(self.record.id[:16], parts, list(dict.fromkeys(holders))[:8])
+        await self._device.run_later(self._model.load, states)
+        self.figures.fetched += 1
+        self._has_state = True
+        await self._settle(standing, entries, states)
+        return True
+
+    async def _log_of(self, peer: str, first: int) -> list[RoundEntry]:
+        entries: list[RoundEntry] = []
+        while True:
+            answer = await self._ask(peer, wire.LOG, {"round": first + len(entries), "count": wire.RUN_ENTRIES})
+            found = [read_entry(raw, self._wall_ms()) for raw in wire.unpack(answer, wire.RUN_ENTRIES)]
+            entries += found
+            if len(found) < wire.RUN_ENTRIES or len(entries) > MAX_ROUNDS:
+                return entries
+
+    # --- others -------------------------------------------------------------------------------------------------------
+
+    async def _greet(self) -> None:
+        """Tell others how far this island is, and learn how far they are."""
+        while True:
+            known = {*self.heard, *self.standing.members, *self._found()} - {self.peer}
+            async with trio.open_nursery() as nursery:
+                for peer in sorted(known)[:MAX_PEERS]:
+                    nursery.start_soon(self._hello, peer)
+            await trio.sleep(self.timing.hello_s)
+
+    async def _hello(self, peer: str) -> None:
+        try:
+            answer = await self._ask(peer, wire.HELLO, self._own_hello())
+            fields = wire.fields_of(answer, "hello")
+            self._note_hello(peer, fields)
+            for other in fields.texts("peers", MAX_PEERS, 128):
+                if other != self.peer and len(self.heard) < MAX_PEERS:
+                    self.heard.setdefault(other, Heard(-math.inf, 0, bytes(HASH_BYTES)))
+        except (P2PError, RecordError):
+            pass  # it is gone, or takes no part
+
+    def _own_hello(self) -> dict[str, Any]:
+        return {"round": self.standing.round, "head": self.head.hex()}
+
+    def _note_hello(self, peer: str, fields: Fields) -> None:
+        if peer not in self.heard and len(self.heard) >= MAX_PEERS:
+            return
+        seen = Heard(trio.current_time(), fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES))
+        news = peer not in self.heard or (self.heard[peer].round, self.heard[peer].head) != (seen.round, seen.head)
+        self.heard[peer] = seen
+        if news:
+            self._news.notify()
+
+    async def _say(self, peer: str, raw: bytes) -> None:
+        """Tell a peer a signed statement; what it answers may be the entry of a round that is over."""
+        for attempt in range(_SAID_TRIES):
+            try:
+                answer = await self._network.call(
+                    peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 2
+                )
+                if answer:
+                    self._note_entry(read_entry(answer, self._wall_ms()))
+                return
+            except (P2PError, RecordError) as error:
+                log.debug("%s was not told of round %s: %s", peer, self.standing.round, error)
+            await trio.sleep(0.2 * 2**attempt)
+
+    async def _ask(self, peer: str, method: str, values: dict[str, Any]) -> bytes:
+        return await self._network.call(
+            peer, method, wire.request(self.record.id, values), timeout_s=self.timing.lead_s
+        )
+
+    def _note_arrival(self, arrival: Arrival) -> None:
+        if arrival.peer not in self._arrivals:
+            self._arrivals[arrival.peer] = arrival
+            self._arrived_at[arrival.peer] = trio.current_time()
+            self._news.notify()
+
+    def _note_entry(self, entry: RoundEntry) -> None:
+        """Remember the entry of the current round if it follows; raises `RecordError`.
+
+        A round that was made without a quorum counts only if none of the others is there either.
+        """
+        if entry.round == self.standing.round and self._ahead is None:
+            follow(self.record, self.standing, entry)
+            expected, made = {*self.standing.members}, {*entry.list.members}
+            if len(made) >= quorum(len(expected)) or not (self.alive() & expected) - made:
+                self._ahead = entry
+                self._news.notify()
+
+    def _is_late(self) -> bool:
+        """True if most others have arrived, and the grace for the rest is over."""
+        others = {*self.standing.members} - {self.peer}
+        arrived = sorted(at for peer, at in self._arrived_at.items() if peer in others)
+        if not others or 2 * len(arrived) < len(others):
+            return False
+        since = arrived[max(0, -(-len(others) // 2) - 1)]
+        grace = grace_s(self._lags_s, least_s=self.timing.grace_least_s, most_s=self.timing.grace_most_s)
+        return trio.current_time() - since > grace / 2
+
+    def _measure(self, before: Standing, began: float, trained: float) -> None:
+        seconds = trio.current_time() - began
+        gained = self.standing.tokens - before.tokens
+        self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
+        self.every_s = {"train": trained - began, "round": seconds}
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    async def answer(self, method: str, peer: str, rest: bytes) -> Payload:
+        """Answer a request of another island; raises `RecordError` for what is not understood."""
+        if peer in self.standing.banned:
+            raise RemoteError("this island was left out of the job", wire.WRONG)
+        if method == wire.SAY:
+            return self._on_statement(peer, rest)
+        fields = wire.fields_of(rest, method)
+        if method == wire.HELLO:
+            self._note_hello(peer, fields)
+            return canonical(self._own_hello() | {"peers": sorted(self.alive())[:MAX_PEERS]})
+        if method == wire.LOG:
+            first = fields.integer("round", 0, MAX_ROUNDS)
+            count = fields.integer("count", 1, wire.RUN_ENTRIES)
+            return wire.pack(entry.raw for entry in self.log[first : first + count])
+        if method == wire.PARTS:
+            if not self._has_state or fields.integer("round", 0, MAX_ROUNDS) != self.standing.round:
+                raise RemoteError(f"the state here is that of round {self.standing.round}", wire.NOT_YET)
+            return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in self.parts]})
+        return await self._on_exchange(method, peer, fields)
+
+    def _on_statement(self, peer: str, raw: bytes) -> bytes:
+        try:
+            domain = parse(raw).domain
+        except EnvelopeError as error:
+            raise RecordError(str(error)) from error
+        if domain == ENTRY:
+            self._note_entry(read_entry(raw, self._wall_ms()))
+            return b""
+        reader: Any = {ARRIVAL: read_arrival, LIST: read_list, RESULT: read_result}.get(domain)
+        if reader is None:
+            raise RecordError(f"the statement {domain!r} is not understood; update Shoal")
+        said: Arrival | MemberList | Result = reader(raw, self._wall_ms())
+        signer = said.leader if isinstance(said, MemberList) else said.peer
+        if said.job != self.record.id or signer != peer:
+            raise RecordError("a statement of another job or another peer")
+        if said.round < len(self.log):
+            return self.log[said.round].raw
+        if said.round != self.standing.round:
+            return b""
+        if isinstance(said, Result):
+            if said.list in self._attempts or said.list in self._results:
+                self._results.setdefault(said.list, {})[peer] = said
+                self._news.notify()
+        elif said.prev == self.standing.prev and isinstance(said, Arrival):
+            if peer in self.standing.members:
+                self._note_arrival(said)
+        elif isinstance(said, MemberList) and said.prev == self.standing.prev:
+            self._note_list(said)
+        return b""
+
+    def _note_list(self, members: MemberList) -> None:
+        mine = self._own is not None and any(one.raw == self._own.arrival.raw for one in members.arrivals)
+        fits = {*members.members} <= {*self.standing.members}
+        if mine and fits and len(self._lists) < 2 * len(self.standing.members) + 8:
+            self._lists.append(members)
+            self._news.notify()
+
+    async def _on_exchange(self, method: str, peer: str, fields: Fields) -> Payload:
+        key = fields.hex_bytes("list", HASH_BYTES)
+        with trio.move_on_after(wire.WAIT_S):
+            await self._news.wait_for(lambda: key in self._attempts)
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            raise RemoteError("this list is not known here", wire.NOT_YET)
+        members = attempt.members.members
+        first = 0 if method == wire.HASHES else fields.integer("first", 0, wire.MAX_LEAVES)
+        count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
+        if method == wire.MERGED:
+            return wire.pack(await self._merged(attempt, range(first, first + count)))
+        own = self._own
+        if own is None or peer not in members or own.arrival.round != attempt.members.round:
+            raise RemoteError("the change of this round is not here any more", wire.WRONG)
+        if method == wire.HASHES:
+            return b"".join(own.hashes)
+        share = share_ranges(len(own.leaves), len(members))[members.index(peer)]
+        if not share.start <= first < first + count <= share.stop:
+            raise RemoteError("these leaves are merged by another member", wire.WRONG)
+        return wire.pack(own.leaves[first : first + count])
+
+    async def _merged(self, attempt: Attempt, leaves: range) -> list[bytes]:
+        with trio.move_on_after(wire.WAIT_S):
+            await attempt.changed.wait_for(
+                lambda: bool(attempt.failed) or all(leaf in attempt.merged for leaf in leaves)
+            )
+        if all(leaf in attempt.merged for leaf in leaves):
+            return [attempt.merged[leaf] for leaf in leaves]
+        if attempt.failed:
+            raise RemoteError("the share could not be merged here", wire.FAILED)
+        raise RemoteError("the share is not merged yet", wire.NOT_YET)
+
+
+class RoundServer:
+    """Answers the requests of other islands, for all jobs that this node takes part in."""
+
+    def __init__(self, network: Network, is_member: Callable[[str], bool]) -> None:
+        self._network, self._is_member = network, is_member
+        self.islands: dict[bytes, Island] = {}
+        self.records: dict[bytes, bytes] = {}  # signed records by job
+        self.rejected = 0  # requests that were not understood
+
+    def serve(self) -> None:
+        """Answer from now on."""
+        for method in (wire.HELLO, wire.SAY, wire.HASHES, wire.SHARE, wire.MERGED, wire.LOG, wire.PARTS):
+            self._network.serve(method, self._handler(method))
+        self._network.serve(wire.JOBS, self._on_jobs)
+
+    def _handler(self, method: str) -> Callable[[str, bytes], Any]:
+        async def handle(peer: str, body: bytes) -> Payload:
+            try:
+                job, rest = wire.read_request(body)
+                island = self.islands.get(job) if self._is_member(peer) else None
+                if island is None:
+                    raise RemoteError("this node takes no part in that job", wire.UNKNOWN)
+                return await island.answer(method, peer, rest)
+            except RecordError as error:
+                self.rejected += 1
+                raise RemoteError(str(error)[:200], wire.WRONG) from error
+
+        return handle
+
+    async def _on_jobs(self, peer: str, body: bytes) -> Payload:
+        return wire.pack(list(self.records.values())[: wire.MAX_JOBS]) if self._is_member(peer) else b""
+
+
+def hashed(states: Sequence[bytes]) -> tuple[bytes, list[StatePart]]:
+    """Return the root of a state and its parts."""
+    parts = [part_of(data)[0] for data in states]
+    return root_over(parts), parts
+
+
+def root_over(parts: Iterable[StatePart]) -> bytes:
+    """Return the root of a state: a hash over the roots of all its parts."""
+    return hashlib.sha256(b"".join(part.root for part in parts)).digest()
+
+
+def parts_in(fields: Fields) -> list[StatePart]:
+    """Return the parts in an answer; raises `RecordError`."""
+    parts = []
+    for item in fields.items("parts", MAX_PARTS):
+        match item:
+            case [str(root), int(size)] if 0 < size <= MAX_STATE_BYTES:
+                parts.append(StatePart(Fields(fields.what, {"root": root}).hex_bytes("root", HASH_BYTES), size))
+            case _:
+                fields.refuse("parts", "pairs of a hash and a number of bytes")
+    return parts

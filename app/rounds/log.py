@@ -1,0 +1,234 @@
+"""The log of a job: one signed entry a round, chained by hashes, which anybody can replay and check.
+
+An entry is canonical JSON in an envelope of the domain `shoal/round/entry`:
+
+    job, round, prev   as in `app.rounds.statements`
+    list, results      the signed list of the attempt that counted, and every member's result (envelopes in base64)
+    root               of the state after the round: SHA-256 over the roots of all parts, which all results name
+    doubted            peer -> why its change is unlike the others'
+    left_out           peer -> why it takes no more part in the job
+    next               who takes part in the next round, in the order in which they take turns in reading
+    every, step        steps of the next round; steps of an island in all rounds so far
+    start              position at which the next round begins to read
+    tokens             counted in all rounds so far
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from app.core.errors import RecordError
+from app.manifest.merkle import HASH_BYTES
+from app.rounds.decisions import doubted, leading_order, left_out_after, measured, quorum
+from app.rounds.reading import next_start
+from app.rounds.record import MAX_EVERY, MAX_STEPS, TrainingRecord
+from app.rounds.statements import (
+    GENESIS,
+    MAX_MEMBERS,
+    MAX_ROUNDS,
+    MAX_TOKENS,
+    MemberList,
+    Result,
+    opened,
+    raws_in,
+    read_list,
+    read_result,
+    reasons_in,
+    signed,
+    texts_of,
+)
+from p2p.identity import PEER_ID_CHARS, Identity
+
+ENTRY = "shoal/round/entry"
+
+
+@dataclass(frozen=True)
+class RoundEntry:
+    """One finished round."""
+
+    job: bytes
+    round: int
+    prev: bytes
+    list: MemberList
+    results: tuple[Result, ...]
+    root: bytes
+    doubted: Mapping[str, str]
+    left_out: Mapping[str, str]
+    next: tuple[str, ...]
+    every: int
+    step: int
+    start: int
+    tokens: int
+    raw: bytes = b""
+
+    @cached_property
+    def hash(self) -> bytes:
+        """The hash by which the next round refers to this one."""
+        return hashlib.sha256(self.raw).digest()
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a job stands between two rounds: what the next round begins with."""
+
+    round: int  # number of the next round
+    prev: bytes
+    members: tuple[str, ...]  # who is expected in it
+    every: int
+    step: int
+    start: int
+    tokens: int
+    root: bytes
+    doubts: tuple[tuple[str, ...], ...] = ()  # of the last rounds
+    left_out: Mapping[str, str] | None = None
+
+    @property
+    def banned(self) -> Mapping[str, str]:
+        """Those who take no more part, and why."""
+        return self.left_out or {}
+
+
+def beginning(record: TrainingRecord) -> Standing:
+    """Return where a job stands before its first round, which its founder makes alone."""
+    every = min(record.every, record.steps)
+    return Standing(0, GENESIS, (record.founder,), every, 0, 0, 0, bytes.fromhex(record.start))
+
+
+def make_entry(
+    identity: Identity,
+    record: TrainingRecord,
+    standing: Standing,
+    members: MemberList,
+    results: Iterable[Result],
+    *,
+    every: int,
+    present: Iterable[str],
+    now_ms: int,
+) -> RoundEntry:
+    """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
+    ordered = sorted(results, key=lambda result: members.members.index(result.peer))
+    doubts = doubted(measured([result.report for result in ordered]))
+    left_out = _left_out(standing, doubts)
+    step = standing.step + standing.every
+    peers = {*members.members, *present} - left_out.keys()
+    following = leading_order(record.id, standing.round + 1, peers)[:MAX_MEMBERS]
+    values = {
+        "job": record.id.hex(), "round": standing.round, "prev": standing.prev.hex(),
+        "list": texts_of([members.raw]), "results": texts_of([result.raw for result in ordered]),
+        "root": ordered[0].root.hex(), "doubted": doubts, "left_out": left_out, "next": following,
+        "every": max(1, min(every, record.steps - step)), "step": step,
+        "start": next_start(standing.start, len(standing.members), standing.every, record.batch),
+        "tokens": standing.tokens + sum(arrival.tokens for arrival in members.arrivals),
+    }  # fmt: skip
+    return read_entry(signed(identity, ENTRY, values, now_ms), now_ms)
+
+
+def read_entry(raw: bytes, now_ms: int) -> RoundEntry:
+    """Verify the signatures of an entry and read it; raises `RecordError`. `follow` checks what it says."""
+    envelope, fields = opened(raw, ENTRY, now_ms)
+    lists = raws_in(fields, "list", 1)
+    if not lists:
+        raise RecordError("a round's entry has no member list")
+    members = read_list(lists[0], now_ms)
+    entry = RoundEntry(
+        job=fields.hex_bytes("job", HASH_BYTES),
+        round=fields.integer("round", 0, MAX_ROUNDS),
+        prev=fields.hex_bytes("prev", HASH_BYTES),
+        list=members,
+        results=tuple(read_result(one, now_ms) for one in raws_in(fields, "results", MAX_MEMBERS)),
+        root=fields.hex_bytes("root", HASH_BYTES),
+        doubted=reasons_in(fields, "doubted"),
+        left_out=reasons_in(fields, "left_out"),
+        next=fields.texts("next", MAX_MEMBERS, 2 * PEER_ID_CHARS),
+        every=fields.integer("every", 1, MAX_EVERY),
+        step=fields.integer("step", 1, MAX_STEPS + MAX_EVERY),
+        start=fields.integer("start", 0, 2**62),
+        tokens=fields.integer("tokens", 0, MAX_TOKENS),
+        raw=raw,
+    )
+    if envelope.peer != members.leader:
+        raise RecordError("a round's entry is not signed by the one who led it")
+    return entry
+
+
+def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Standing:
+    """Return where the job stands after an entry; raises `RecordError` if it does not follow from the one before."""
+    where = f"round {entry.round}"
+    if (entry.job, entry.round, entry.prev) != (record.id, standing.round, standing.prev):
+        raise RecordError(f"{where} does not follow round {standing.round - 1} of this job")
+    if (entry.list.job, entry.list.round, entry.list.prev) != (entry.job, entry.round, entry.prev):
+        raise RecordError(f"{where} has the list of another round")
+    if standing.step >= record.steps:
+        raise RecordError(f"{where} comes after the last step of the job")
+    if banned := sorted(set(entry.list.members) & standing.banned.keys()):
+        raise RecordError(f"{where} counts {banned[0]}, who was left out")
+    for arrival in entry.list.arrivals:
+        if arrival.steps > standing.every or arrival.tokens > arrival.steps * record.batch * record.length:
+            raise RecordError(f"{where}: {arrival.peer} claims more tokens than it was to read")
+    if [result.peer for result in entry.results] != entry.list.members:
+        raise RecordError(f"{where} lacks the result of a member")
+    if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
+        raise RecordError(f"{where}: its members did not end with the same state")
+    doubts = doubted(measured([result.report for result in entry.results]))
+    left_out = _left_out(standing, doubts)
+    if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
+        raise RecordError(f"{where} doubts or leaves out others than its reports say")
+    step = standing.step + standing.every
+    start = next_start(standing.start, len(standing.members), standing.every, record.batch)
+    tokens = standing.tokens + sum(arrival.tokens for arrival in entry.list.arrivals)
+    if (entry.step, entry.start, entry.tokens) != (step, start, tokens):
+        raise RecordError(f"{where} counts steps, positions or tokens wrongly")
+    most = max(1, min(record.most_every, record.steps - step))
+    if not min(record.least_every, most) <= entry.every <= most:
+        raise RecordError(f"{where} wants {entry.every} steps of the next round, outside the job's bounds")
+    expected = set(entry.list.members) - left_out.keys()
+    if not expected <= set(entry.next) or set(entry.next) & left_out.keys():
+        raise RecordError(f"{where} drops a member that took part, or keeps one that is left out")
+    if list(entry.next) != leading_order(record.id, entry.round + 1, entry.next):
+        raise RecordError(f"{where} names the next members in another order")
+    doubts_now = (*standing.doubts, tuple(sorted(doubts)))[-2:]
+    return Standing(
+        entry.round + 1, entry.hash, entry.next, entry.every, step, start, tokens, entry.root, doubts_now, left_out
+    )
+
+
+def replay(record: TrainingRecord, entries: Iterable[RoundEntry]) -> Standing:
+    """Check a whole log and return where the job stands; raises `RecordError` at the first entry that is wrong."""
+    standing = beginning(record)
+    for entry in entries:
+        standing = follow(record, standing, entry)
+    return standing
+
+
+def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
+    """True if the other of two histories that parted is the one to go on with.
+
+    It is the one with more tokens of members who were there before they parted, where rounds of a quorum of them count
+    first, so that nobody makes up a long history alone. The lower hash decides a tie.
+    """
+    same = 0
+    while same < min(len(mine), len(theirs)) and mine[same].hash == theirs[same].hash:
+        same += 1
+    if same == len(mine) or same == len(theirs):
+        return len(theirs) > len(mine)
+    known = set(mine[same - 1].next) if same else {mine[0].list.leader, theirs[0].list.leader}
+
+    def worth(entries: Sequence[RoundEntry]) -> tuple[int, int]:
+        quorate = every = 0
+        for entry in entries[same:]:
+            counted = [arrival.tokens for arrival in entry.list.arrivals if arrival.peer in known]
+            every += sum(counted)
+            quorate += sum(counted) if len(counted) >= quorum(len(known)) else 0
+        return quorate, every
+
+    ours, other = worth(mine), worth(theirs)
+    return other > ours if other != ours else theirs[-1].hash < mine[-1].hash
+
+
+def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:
+    """Those left out before, and those whom this round's doubts add."""
+    again = left_out_after([*standing.doubts, doubts.keys()])
+    return {**standing.banned, **{peer: doubts[peer] for peer in sorted(again)}}

@@ -1,0 +1,160 @@
+"""The record of a training job: everything that decides what is trained, signed by its founder and never changed.
+
+Wire format: canonical JSON in an envelope of `p2p.envelope` with the domain `shoal/train`. The SHA-256 of the payload
+names the job, so the name depends on nothing but the content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from app.core.canonical_json import Fields, canonical, check_version, decode_object
+from app.core.errors import RecordError
+from app.manifest.merkle import HASH_BYTES
+from app.training.wire import MAX_STATE_BYTES, StatePart
+from p2p.envelope import NEVER, Rule, open_envelope, seal
+from p2p.errors import EnvelopeError
+from p2p.identity import PEER_ID_CHARS, Identity
+
+VERSION = 1
+DOMAIN = "shoal/train"
+MAX_RECORD_BYTES = 48 * 1024
+MAX_STEPS = 10**9
+MAX_EVERY = 10**5
+OPTIMISERS = ("adamw", "muon")
+WIRES = ("auto", "f32", "int8")
+MERGING = ("clip", "mean")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LEAST = sys.float_info.min
+
+
+@dataclass(frozen=True)
+class TrainingRecord:
+    """What a job trains, on what, and how; the same for all islands."""
+
+    name: str
+    founder: str  # peer that signed it
+    swarm: str  # id of the swarm
+    model: str  # hash of the model it starts from; empty: drawn from the shape and the seed
+    shape: dict[str, Any]  # a config.json
+    start: str  # hash of the roots of all parts before the first round
+    tokens: StatePart  # the text as token ids, 32 bits each
+    held: StatePart  # token ids to validate with
+    tokenizer: StatePart  # a JSON object
+    source: str  # where the text is from
+    licence: str
+    length: int  # tokens of a sequence
+    batch: int  # sequences of a step
+    steps: int  # of each island
+    every: int  # steps of the first round
+    least_every: int
+    most_every: int
+    optimiser: str
+    rate: float
+    warm_up: int
+    weight_decay: float
+    clip: float
+    wire: str
+    merging: str
+    outer_rate: float
+    outer_momentum: float
+    seed: int
+    created_ms: int
+
+    def payload(self) -> bytes:
+        """The record as canonical JSON."""
+        values = asdict(self)
+        for name in ("tokens", "held", "tokenizer"):
+            part: StatePart = getattr(self, name)
+            values[name] = [part.root.hex(), part.size_bytes]
+        return canonical({"v": VERSION, **values})
+
+    @property
+    def id(self) -> bytes:
+        """The hash that names the job."""
+        return hashlib.sha256(self.payload()).digest()
+
+    @property
+    def parts(self) -> tuple[StatePart, ...]:
+        """The text and the tokenizer, which members exchange by hash."""
+        return (self.tokens, self.held, self.tokenizer)
+
+
+def sign_training(identity: Identity, record: TrainingRecord) -> bytes:
+    """Return the signed bytes of a record; raises `RecordError` if it cannot be read again."""
+    raw = seal(identity, DOMAIN, record.payload(), sequence=record.created_ms, expires_at_ms=NEVER)
+    read_training(raw, now_ms=record.created_ms)
+    return raw
+
+
+def read_training(raw: bytes, *, now_ms: int) -> TrainingRecord:
+    """Verify and read a signed record; raises `RecordError`."""
+    rule = Rule(DOMAIN, lambda envelope: _read(envelope.payload), MAX_RECORD_BYTES)
+    try:
+        envelope, record = open_envelope(raw, rule, now_ms=now_ms)
+    except EnvelopeError as error:
+        raise RecordError(f"the job's record: {error}") from error
+    if envelope.peer != record.founder:
+        raise RecordError("the job's record is not signed by the founder that it names")
+    return record
+
+
+def _read(payload: bytes) -> TrainingRecord:
+    fields = decode_object(payload, "the job's record", max_bytes=MAX_RECORD_BYTES)
+    check_version(fields, "v", VERSION)
+    record = TrainingRecord(
+        name=fields.text("name", 63),
+        founder=fields.text("founder", PEER_ID_CHARS),
+        swarm=fields.text("swarm", 128),
+        model=fields.text("model", 64),
+        shape=dict(fields.inner("shape").values),
+        start=fields.hex_bytes("start", HASH_BYTES).hex(),
+        tokens=_part(fields, "tokens"),
+        held=_part(fields, "held"),
+        tokenizer=_part(fields, "tokenizer"),
+        source=fields.text("source", 400),
+        licence=fields.text("licence", 100),
+        length=fields.integer("length", 2, 1 << 20),
+        batch=fields.integer("batch", 1, 1 << 20),
+        steps=fields.integer("steps", 1, MAX_STEPS),
+        every=fields.integer("every", 1, MAX_EVERY),
+        least_every=fields.integer("least_every", 1, MAX_EVERY),
+        most_every=fields.integer("most_every", 1, MAX_EVERY),
+        optimiser=_one_of(fields, "optimiser", OPTIMISERS),
+        rate=fields.number("rate", _LEAST, 1e3),
+        warm_up=fields.integer("warm_up", 0, MAX_STEPS),
+        weight_decay=fields.number("weight_decay", 0, 10),
+        clip=fields.number("clip", _LEAST, 1e9),
+        wire=_one_of(fields, "wire", WIRES),
+        merging=_one_of(fields, "merging", MERGING),
+        outer_rate=fields.number("outer_rate", _LEAST, 10),
+        outer_momentum=fields.number("outer_momentum", 0, 0.999),
+        seed=fields.integer("seed", 0, 2**63 - 1),
+        created_ms=fields.integer("created_ms", 0, 2**53),
+    )
+    if not _NAME.fullmatch(record.name) or not re.fullmatch(r"([0-9a-f]{64})?", record.model):
+        raise RecordError("the job's record: the name or the model's hash is malformed")
+    if not record.least_every <= record.every <= record.most_every:
+        raise RecordError("the job's record: the steps of a round are outside their own bounds")
+    if record.payload() != payload:
+        raise RecordError("the job's record is not canonical")
+    return record
+
+
+def _one_of(fields: Fields, name: str, known: tuple[str, ...]) -> str:
+    value = fields.text(name, 16)
+    if value not in known:
+        fields.refuse(name, f"one of {', '.join(known)}")
+    return value
+
+
+def _part(fields: Fields, name: str) -> StatePart:
+    match fields.items(name, 2):
+        case [str(root), int(size)] if 0 < size <= MAX_STATE_BYTES:
+            return StatePart(Fields(fields.what, {name: root}).hex_bytes(name, HASH_BYTES), size)
+        case _:
+            fields.refuse(name, "a hash and a number of bytes")

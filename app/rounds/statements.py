@@ -1,0 +1,234 @@
+"""What islands say of a round that is under way, each signed by the one who says it. Pure.
+
+Payloads are canonical JSON in envelopes of `p2p.envelope`; `v` is the major version, unknown fields are ignored. All
+have `job` (the hash that names it) and `round` (from 0).
+
+    shoal/round/arrival  prev (hash of the round before), steps, tokens, change (root over the hashes of its leaves)
+    shoal/round/list     attempt, prev, arrivals (envelopes in base64): who takes part, in the order of their shares
+    shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
+                         (peer -> why), report (peer -> norm and agreement of its change, in the share merged here)
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.core.canonical_json import Fields, canonical, check_version, decode_object
+from app.core.errors import RecordError
+from app.manifest.merkle import HASH_BYTES
+from p2p.envelope import MAX_ENVELOPE_BYTES, NEVER, Envelope, Rule, open_envelope, seal
+from p2p.errors import EnvelopeError
+from p2p.identity import PEER_ID_CHARS, Identity
+
+VERSION = 1
+ARRIVAL, LIST, RESULT = "shoal/round/arrival", "shoal/round/list", "shoal/round/result"
+MAX_MEMBERS = 32  # of one round
+MAX_ATTEMPTS = 64
+MAX_ROUNDS = 10**7
+MAX_TOKENS = 2**50
+MAX_WHY_CHARS = 200
+GENESIS = bytes(HASH_BYTES)  # stands for the round before the first
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An island has made its steps of a round, and has committed itself to its change."""
+
+    job: bytes
+    round: int
+    prev: bytes
+    steps: int
+    tokens: int
+    change: bytes
+    peer: str = ""
+    raw: bytes = b""
+
+
+@dataclass(frozen=True)
+class MemberList:
+    """Who takes part in an attempt at a round, by the word of the one who leads it."""
+
+    job: bytes
+    round: int
+    attempt: int
+    prev: bytes
+    arrivals: tuple[Arrival, ...]
+    leader: str = ""
+    raw: bytes = b""
+
+    @property
+    def members(self) -> list[str]:
+        """Peers in the order of their shares."""
+        return [arrival.peer for arrival in self.arrivals]
+
+    @property
+    def hash(self) -> bytes:
+        """The hash that results refer to."""
+        return hashlib.sha256(self.raw).digest()
+
+
+@dataclass(frozen=True)
+class Result:
+    """How an attempt ended for one member."""
+
+    job: bytes
+    round: int
+    list: bytes
+    root: bytes  # empty: the exchange failed
+    failed: Mapping[str, str]
+    report: Mapping[str, tuple[float, float]]
+    peer: str = ""
+    raw: bytes = b""
+
+
+def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
+    """Return the arrival with its signed bytes."""
+    values = {
+        "job": arrival.job.hex(), "round": arrival.round, "prev": arrival.prev.hex(), "steps": arrival.steps,
+        "tokens": arrival.tokens, "change": arrival.change.hex(),
+    }  # fmt: skip
+    return read_arrival(signed(identity, ARRIVAL, values, now_ms), now_ms)
+
+
+def read_arrival(raw: bytes, now_ms: int) -> Arrival:
+    """Verify and read an arrival; raises `RecordError`."""
+    envelope, fields = opened(raw, ARRIVAL, now_ms)
+    return Arrival(
+        job=fields.hex_bytes("job", HASH_BYTES),
+        round=fields.integer("round", 0, MAX_ROUNDS),
+        prev=fields.hex_bytes("prev", HASH_BYTES),
+        steps=fields.integer("steps", 1, 10**6),
+        tokens=fields.integer("tokens", 1, MAX_TOKENS),
+        change=fields.hex_bytes("change", HASH_BYTES),
+        peer=envelope.peer,
+        raw=raw,
+    )
+
+
+def sign_list(identity: Identity, job: bytes, attempt: int, arrivals: Sequence[Arrival], now_ms: int) -> MemberList:
+    """Return a signed list of arrivals, which are all of one round."""
+    values = {
+        "job": job.hex(), "round": arrivals[0].round, "attempt": attempt, "prev": arrivals[0].prev.hex(),
+        "arrivals": [_text(arrival.raw) for arrival in arrivals],
+    }  # fmt: skip
+    return read_list(signed(identity, LIST, values, now_ms), now_ms)
+
+
+def read_list(raw: bytes, now_ms: int) -> MemberList:
+    """Verify and read a member list and the arrivals in it; raises `RecordError`."""
+    envelope, fields = opened(raw, LIST, now_ms)
+    texts = fields.texts("arrivals", MAX_MEMBERS, 2 * MAX_ENVELOPE_BYTES)
+    found = MemberList(
+        job=fields.hex_bytes("job", HASH_BYTES),
+        round=fields.integer("round", 0, MAX_ROUNDS),
+        attempt=fields.integer("attempt", 0, MAX_ATTEMPTS),
+        prev=fields.hex_bytes("prev", HASH_BYTES),
+        arrivals=tuple(read_arrival(_bytes(text), now_ms) for text in texts),
+        leader=envelope.peer,
+        raw=raw,
+    )
+    same = {(found.job, found.round, found.prev)}
+    if not found.arrivals or {(one.job, one.round, one.prev) for one in found.arrivals} != same:
+        raise RecordError("a member list names arrivals of another round, or none")
+    if len(set(found.members)) != len(found.members) or found.leader not in found.members:
+        raise RecordError("a member list names somebody twice, or not the one who signed it")
+    return found
+
+
+def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
+    """Return the result with its signed bytes."""
+    values = {
+        "job": result.job.hex(), "round": result.round, "list": result.list.hex(), "root": result.root.hex(),
+        "failed": {peer: why[:MAX_WHY_CHARS] for peer, why in result.failed.items()},
+        "report": {peer: [float(f"{number:.6g}") for number in pair] for peer, pair in result.report.items()},
+    }  # fmt: skip
+    return read_result(signed(identity, RESULT, values, now_ms), now_ms)
+
+
+def read_result(raw: bytes, now_ms: int) -> Result:
+    """Verify and read a result; raises `RecordError`."""
+    envelope, fields = opened(raw, RESULT, now_ms)
+    root = fields.text("root", 2 * HASH_BYTES)
+    report = {}
+    for peer, pair in _by_peer(fields.inner("report")).items():
+        numbers = Fields(fields.what, {"norm": pair[0], "agreement": pair[1]}) if _is_pair(pair) else fields
+        report[peer] = (numbers.number("norm", 0, 1e30), numbers.number("agreement", -1.01, 1.01))
+    failed = fields.inner("failed")
+    return Result(
+        job=fields.hex_bytes("job", HASH_BYTES),
+        round=fields.integer("round", 0, MAX_ROUNDS),
+        list=fields.hex_bytes("list", HASH_BYTES),
+        root=fields.hex_bytes("root", HASH_BYTES) if root else b"",
+        failed={peer: failed.text(peer, MAX_WHY_CHARS) for peer in _by_peer(failed)},
+        report=report,
+        peer=envelope.peer,
+        raw=raw,
+    )
+
+
+# --- for all statements -----------------------------------------------------------------------------------------------
+
+
+def signed(identity: Identity, domain: str, values: Mapping[str, Any], now_ms: int) -> bytes:
+    """Return the signed bytes of a statement."""
+    payload = canonical({"v": VERSION, **values})
+    try:
+        return seal(identity, domain, payload, sequence=now_ms, expires_at_ms=NEVER)
+    except EnvelopeError as error:
+        raise RecordError(f"{domain}: {error}") from error
+
+
+def opened(raw: bytes, domain: str, now_ms: int) -> tuple[Envelope, Fields]:
+    """Verify a statement and return its fields; raises `RecordError`."""
+
+    def read(envelope: Envelope) -> Fields:
+        fields = decode_object(envelope.payload, domain, max_bytes=len(envelope.payload))
+        check_version(fields, "v", VERSION)
+        return fields
+
+    try:
+        return open_envelope(raw, Rule(domain, read), now_ms=now_ms)
+    except EnvelopeError as error:
+        raise RecordError(f"{domain}: {error}") from error
+
+
+def texts_of(raws: Sequence[bytes]) -> list[str]:
+    """Return signed bytes as texts for JSON."""
+    return [_text(raw) for raw in raws]
+
+
+def raws_in(fields: Fields, name: str, most: int) -> list[bytes]:
+    """Return the signed bytes in a list of texts; raises `RecordError`."""
+    return [_bytes(text) for text in fields.texts(name, most, 2 * MAX_ENVELOPE_BYTES)]
+
+
+def reasons_in(fields: Fields, name: str) -> dict[str, str]:
+    """Return an object of peers and reasons; raises `RecordError`."""
+    inner = fields.inner(name)
+    return {peer: inner.text(peer, MAX_WHY_CHARS) for peer in _by_peer(inner)}
+
+
+def _by_peer(fields: Fields) -> Mapping[str, Any]:
+    if len(fields.values) > MAX_MEMBERS or any(len(peer) > 2 * PEER_ID_CHARS for peer in fields.values):
+        raise RecordError(f"{fields.what}: more than {MAX_MEMBERS} peers, or a name that is none")
+    return fields.values
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RecordError(f"a statement is not base64: {error}") from error

@@ -1,0 +1,89 @@
+"""Requests between islands: calls whose body is the job's hash (32 bytes) and a JSON object or a signed statement.
+
+    rounds.jobs    (no job)                    -> records of the jobs that this node takes part in (blobs)
+    rounds.hello   round, head, step           -> the same of the one asked, and `peers`: islands that it knows
+    rounds.say     a signed statement          -> empty, or the entry of its round where that is over already
+    rounds.hashes  list                        -> hashes of all leaves of the change that its arrival committed to
+    rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them
+    rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
+    rounds.log     round, count                -> entries from a round on (blobs)
+    rounds.parts   round                       -> `parts`: root and bytes of each part's state after the round before
+
+`list` is the hash of the signed member list. Requests for something that is not there yet wait for it, at most
+`WAIT_S`, and then fail with the code `not_yet`; a member that could not merge its share answers `failed`. The states
+themselves travel as parts by hash (`app.training.states`). Blobs are byte strings, each after its length (4 bytes, big
+endian). Statements are specified in `app.rounds.statements` and `app.rounds.log`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from app.core.canonical_json import Fields, canonical, decode_object
+from app.core.errors import RecordError
+from app.manifest.merkle import HASH_BYTES
+
+JOBS, HELLO, SAY = "rounds.jobs", "rounds.hello", "rounds.say"
+HASHES, SHARE, MERGED = "rounds.hashes", "rounds.share", "rounds.merged"
+LOG, PARTS = "rounds.log", "rounds.parts"
+NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_request"
+
+WAIT_S = 5.0
+RUN_LEAVES = 256  # leaves of one request: 4 MiB in int8, 16 MiB in float32
+RUN_ENTRIES = 64
+MAX_LEAVES = 2**22
+MAX_JOBS = 64
+_LENGTH = struct.Struct(">I")
+_MAX_JSON_BYTES = 2**16
+
+
+def request(job: bytes, values: dict[str, Any]) -> bytes:
+    """Return the body of a request about a job."""
+    return job + canonical(values)
+
+
+def read_request(body: bytes) -> tuple[bytes, bytes]:
+    """Return the job and the rest of a request; raises `RecordError`."""
+    if len(body) < HASH_BYTES:
+        raise RecordError("a request names no job")
+    return body[:HASH_BYTES], body[HASH_BYTES:]
+
+
+def fields_of(rest: bytes, what: str) -> Fields:
+    """Return the fields of a request or an answer; raises `RecordError`."""
+    return decode_object(rest, what, max_bytes=_MAX_JSON_BYTES)
+
+
+def pack(blobs: Iterable[bytes]) -> list[bytes]:
+    """Return blobs, each after its length, as one payload."""
+    return [piece for blob in blobs for piece in (_LENGTH.pack(len(blob)), blob)]
+
+
+def unpack(raw: bytes, most: int) -> list[bytes]:
+    """Return the blobs in an answer; raises `RecordError` if it is cut off or has more than `most`."""
+    blobs: list[bytes] = []
+    at = 0
+    while at < len(raw):
+        if at + _LENGTH.size > len(raw) or len(blobs) >= most:
+            raise RecordError("an answer is cut off, or longer than asked for")
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at += _LENGTH.size
+        if length > len(raw) - at:
+            raise RecordError("an answer is cut off")
+        blobs.append(raw[at : at + length])
+        at += length
+    return blobs
+
+
+def unpack_hashes(raw: bytes) -> list[bytes]:
+    """Return the hashes in an answer; raises `RecordError`."""
+    if len(raw) % HASH_BYTES or len(raw) > MAX_LEAVES * HASH_BYTES:
+        raise RecordError("an answer is not a list of hashes")
+    return [raw[at : at + HASH_BYTES] for at in range(0, len(raw), HASH_BYTES)]
+
+
+def runs_of(leaves: range) -> Sequence[tuple[int, int]]:
+    """Divide a range of leaves into requests: (first, count)."""
+    return [(at, min(RUN_LEAVES, leaves.stop - at)) for at in range(leaves.start, leaves.stop, RUN_LEAVES)]

@@ -1,0 +1,197 @@
+"""One island of a training job: its own model between two rounds, and the state that all islands share.
+
+Bytes in and bytes out. A change travels as leaves of `LEAF` numbers, each encoded by itself, so that members can merge
+different leaves. Not thread-safe. Knows no peers; `app.rounds` decides whose changes are merged when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.config import ModelConfig
+from engine.errors import TrainingError
+from engine.model.block import WeightOptions
+from engine.sources.layout import part_names
+from engine.training.codecs import GROUP, Codec, decode, encode
+from engine.training.full import FullModel
+from engine.training.local_trainer import MicroBatch, StepResult
+from engine.training.optimiser import AdamW, Muon, Schedule
+from engine.training.outer import Nesterov, agreement, merged, nesterov_step
+from engine.training.parameters import divided, joined, model_weights, part_weights
+
+LEAF = 4 * GROUP  # numbers
+
+
+@dataclass(frozen=True)
+class IslandTerms:
+    """How an island trains, and how changes are merged."""
+
+    schedule: Schedule
+    clip: float
+    optimiser: AdamW | Muon
+    outer: Nesterov
+    codec: Codec
+    robust: bool  # merge by centred clipping
+    rows: int  # most rows of a micro-batch
+
+
+class Merged(NamedTuple):
+    """The leaves of a share after merging, and norm and agreement of each change in it."""
+
+    leaves: list[bytes]
+    report: list[tuple[float, float]]
+
+
+@dataclass
+class _Shared:
+    """Weights and outer momentum that all islands have after a round, as joined vectors."""
+
+    values: Tensor
+    momentum: Tensor
+
+
+class IslandModel:
+    """A whole model that is trained here."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vectors: Mapping[str, Tensor],
+        options: WeightOptions,
+        terms: IslandTerms,
+        *,
+        graph_bytes: int | None = None,
+    ) -> None:
+        self.config, self.terms = config, terms
+        self._model = FullModel(config, vectors, options, optimiser=terms.optimiser, graph_bytes=graph_bytes)
+        values = joined(config, vectors)
+        self._shared = _Shared(values, torch.zeros_like(values))
+        self._residual = torch.zeros_like(values)  # what rounding kept back from the changes sent so far
+        self._sent: Tensor | None = None  # the change of this round, with the residual, before rounding
+        self._next: _Shared | None = None
+
+    @property
+    def leaves(self) -> int:
+        """Number of leaves of a change."""
+        return -(-self._shared.values.numel() // LEAF)
+
+    # Steps
+
+    def step(self, sequences: Sequence[Sequence[int]], number: int) -> StepResult:
+        """Make step `number` of the job, from 0; raises `NotFinite` and changes nothing if the loss is not finite."""
+        return self._model.step(self._batches(sequences), self.terms.schedule, number, self.terms.clip)
+
+    def loss(self, sequences: Sequence[Sequence[int]]) -> float:
+        """Mean loss of the island's own weights on sequences that are not trained on."""
+        return self._model.loss(self._batches(sequences))
+
+    # Rounds
+
+    def change(self) -> list[bytes]:
+        """Return the leaves of what this island has changed since the last round; raises `NotFinite`."""
+        own = joined(self.config, self._model.vectors())
+        self._sent = self._shared.values - own + self._residual
+        return [encode(leaf, self.terms.codec) for leaf in self._sent.split(LEAF)]
+
+    def merge(self, rows: Sequence[Sequence[bytes]], first: int, weights: Sequence[float]) -> Merged:
+        """Merge the leaves from number `first` on, one row of leaves for each member; raises `TrainingError`."""
+        sizes = [self._leaf_size(first + index) for index in range(len(rows[0]))]
+        if not sizes:
+            return Merged([], [(0.0, 0.0)] * len(rows))
+        codec = self.terms.codec
+        changes = torch.stack(
+            [torch.cat([decode(leaf, size, codec) for leaf, size in zip(row, sizes, strict=True)]) for row in rows]
+        )
+        whole = merged(changes, weights, clip=self.terms.robust)
+        return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes))
+
+    def check(self, leaves: Sequence[bytes], first: int) -> None:
+        """Raise `TrainingError` unless these are leaves of a change, from number `first` on."""
+        for index, leaf in enumerate(leaves):
+            decode(leaf, self._leaf_size(first + index), self.terms.codec)
+
+    def advance(self, leaves: Sequence[bytes]) -> list[bytes]:
+        """Compute the next shared state from all merged leaves; return the state of each part, in their order.
+
+        Raises `TrainingError` if these are no such leaves. `commit` makes it the current state.
+        """
+        if len(leaves) != self.leaves:
+            raise TrainingError(f"{len(leaves)} leaves are not the {self.leaves} of a change")
+        sizes = map(self._leaf_size, range(self.leaves))
+        change = torch.cat([decode(leaf, size, self.terms.codec) for leaf, size in zip(leaves, sizes, strict=True)])
+        values, momentum = nesterov_step(self._shared.values, self._shared.momentum, change, self.terms.outer)
+        self._next = _Shared(values, momentum)
+        return self._packed(self._next)
+
+    def commit(self, *, counted: bool) -> None:
+        """Go on from the next shared state; `counted` if this island's own change is in it."""
+        assert self._next is not None, "no round has been computed"
+        if counted and self._sent is not None:
+            codec = self.terms.codec
+            self._residual = torch.cat(
+                [leaf - decode(encode(leaf, codec), leaf.numel(), codec) for leaf in self._sent.split(LEAF)]
+            )
+        self._shared, self._next, self._sent = self._next, None, None
+        self._model.set_vectors(divided(self.config, self._shared.values))
+
+    def states(self) -> list[bytes]:
+        """The shared state of each part, in their order."""
+        return self._packed(self._shared)
+
+    def load(self, states: Sequence[bytes]) -> None:
+        """Go on from these states of all parts, with fresh moments; raises `TrainingError` if they do not fit."""
+        values, momentum = unpacked(self.config, states)
+        self._shared, self._next, self._sent = _Shared(values, momentum), None, None
+        self._residual = torch.zeros_like(values)
+        self._model.set_vectors(divided(self.config, values), fresh=True)
+
+    # Inside
+
+    def _packed(self, shared: _Shared) -> list[bytes]:
+        pairs = (divided(self.config, vector) for vector in (shared.values, shared.momentum))
+        values, momentum = pairs
+        return [_bytes(values[part]) + _bytes(momentum[part]) for part in part_names(self.config)]
+
+    def _leaf_size(self, index: int) -> int:
+        size = min(LEAF, self._shared.values.numel() - index * LEAF)
+        if size <= 0:
+            raise TrainingError(f"a change has no leaf {index}")
+        return size
+
+    def _batches(self, sequences: Sequence[Sequence[int]]) -> list[MicroBatch]:
+        """Micro-batches of sequences of one length, in which every token but the first is to be foretold."""
+        ids = torch.tensor(np.asarray(sequences, dtype=np.int64))
+        labels = torch.full_like(ids, -100)
+        labels[:, :-1] = ids[:, 1:]
+        most = max(1, self.terms.rows // ids.shape[1])
+        return [MicroBatch(*pair) for pair in zip(ids.split(most), labels.split(most), strict=True)]
+
+
+def first_states(config: ModelConfig, vectors: Mapping[str, Tensor]) -> list[bytes]:
+    """Return the state of each part before the first round, when there is no momentum yet."""
+    return [_bytes(vectors[part]) + bytes(4 * vectors[part].numel()) for part in part_names(config)]
+
+
+def unpacked(config: ModelConfig, states: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+    """Return weights and outer momentum in the states of all parts; raises `TrainingError` if they are none."""
+    names = part_names(config)
+    sizes = [8 * part_weights(config, part) for part in names]
+    if [len(state) for state in states] != sizes:
+        raise TrainingError(f"the states are not those of a model with {model_weights(config)} weights")
+    halves = [np.frombuffer(state, dtype="<f4").astype(np.float32) for state in states]
+    values, momentum = (
+        torch.from_numpy(np.concatenate([np.split(half, 2)[side] for half in halves])) for side in (0, 1)
+    )
+    if not bool(torch.isfinite(values).all() and torch.isfinite(momentum).all()):
+        raise TrainingError("a state has numbers that are not finite")
+    return values, momentum
+
+
+def _bytes(vector: Tensor) -> bytes:
+    return vector.cpu().numpy().astype("<f4", copy=False).tobytes()

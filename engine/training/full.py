@@ -1,0 +1,326 @@
+"""Training of all weights of a model in one process: passes, summed gradients, and steps by AdamW or Muon.
+
+The weights are the job's own (`engine.training.parameters`); what a node serves never changes. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.budget import LOSS_ROWS, block_graph_bytes, unquantised
+from engine.config import ModelConfig
+from engine.errors import NotFinite, TrainingError
+from engine.model.attention import attend_whole
+from engine.model.block import Block, Matrix, WeightOptions, block_forward
+from engine.model.linear import DenseLinear
+from engine.model.rope import RotaryTable
+from engine.sources.base import EMBEDDING_PART, HEAD_PART, block_part
+from engine.sources.layout import part_names
+from engine.training.head import IGNORED
+from engine.training.local_trainer import MicroBatch, StepResult
+from engine.training.optimiser import (
+    AdamW,
+    Moments,
+    Muon,
+    Schedule,
+    adamw_step,
+    clip_factor,
+    muon_step,
+    total_norm,
+)
+from engine.training.parameters import is_block, matrix_weights, part_slots, part_weights, views
+
+_FUSED: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+
+
+class _TrainedPart:
+    """One part: its weights, their summed gradients and moments, and the tensors that passes compute with."""
+
+    def __init__(self, config: ModelConfig, part: str, values: Tensor, how: WeightOptions, *, muon: bool) -> None:
+        if values.shape != (part_weights(config, part),):
+            raise TrainingError(
+                f"{part} has {values.numel()} weights, but this shape needs {part_weights(config, part)}"
+            )
+        self.part, self.values = part, values.detach().to(how.device, torch.float32).clone()
+        self.sums = torch.zeros_like(self.values)
+        self.slots = part_slots(config, part)
+        self.matrices = matrix_weights(config, part)
+        self.muon = muon and is_block(part)
+        # Muon keeps one moment of each matrix's weight, AdamW two of every weight.
+        self.first = torch.zeros_like(self.values)
+        self.second = torch.zeros_like(self.values[self.matrices :] if self.muon else self.values)
+        self._copies = how.dtype != torch.float32
+        own, sums = views(config, part, self.values), views(config, part, self.sums)
+        self.leaves: dict[str, Tensor] = {}  # by role; a fused group by its first
+        self._pairs: list[tuple[Tensor, Tensor, Tensor]] = []  # (leaf, its weights, its sums)
+        groups = [fused for fused in _FUSED if fused[0] in own]
+        groups += [tuple(f"{role}_bias" for role in fused) for fused in _FUSED if f"{fused[0]}_bias" in own]
+        groups += [(role,) for role in own if not any(role in group for group in groups)]
+        for group in groups:
+            weights, total = (_span(group, each) for each in (own, sums))
+            leaf = weights.to(how.dtype, copy=True) if self._copies else weights.detach()
+            leaf.requires_grad_()
+            if not self._copies:
+                leaf.grad = total  # autograd adds in place to a gradient that is there
+            self.leaves[group[0]] = leaf
+            self._pairs.append((leaf, weights, total))
+
+    def collect(self) -> None:
+        """Add the gradients of copies in a shorter format to the sums."""
+        if self._copies:
+            for leaf, _, total in self._pairs:
+                if leaf.grad is not None:
+                    total += leaf.grad
+                    leaf.grad = None
+
+    def refresh(self) -> None:
+        """Let the copies be those of the current weights."""
+        if self._copies:
+            with torch.no_grad():
+                for leaf, weights, _ in self._pairs:
+                    leaf.copy_(weights)
+
+    def step(self, number: int, rate: float, factor: float, adamw: AdamW, muon: Muon) -> None:
+        """Change the weights by their summed gradients times `factor`."""
+        gradient = self.sums * factor
+        middle, start = self.matrices, 0
+        if self.muon:
+            start = middle
+            for slot in (slot for slot in self.slots if slot.is_matrix):
+                at = slice(slot.first, slot.stop)
+                own, momentum = self.values[at].view(slot.shape), self.first[at].view(slot.shape)
+                made = muon_step(own, momentum, gradient[at].view(slot.shape), rate, muon)
+                own.copy_(made[0])
+                momentum.copy_(made[1])
+        plain = AdamW(adamw.beta1, adamw.beta2, adamw.eps)  # biases and norms do not decay
+        for first, stop, how in ((start, middle, adamw), (middle, self.values.numel(), plain)):
+            if first < stop:
+                second = self.second[first - start : stop - start]
+                state = Moments(self.values[first:stop], self.first[first:stop], second)
+                for old, new in zip(state, adamw_step(state, gradient[first:stop], number, rate, how), strict=True):
+                    old.copy_(new)
+        self.refresh()
+
+
+class FullModel:
+    """A model whose weights are all trained, and which is whole in this process."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vectors: Mapping[str, Tensor],
+        options: WeightOptions,
+        *,
+        optimiser: AdamW | Muon | None = None,
+        graph_bytes: int | None = None,
+    ) -> None:
+        """Copy the vectors of all parts; raises `TrainingError` if they do not fit the shape.
+
+        `graph_bytes` bounds what passes keep beyond each block's input, to save computing a block again; None sets no
+        bound.
+        """
+        self.config, self.options = config, options
+        self.version = 0  # steps since the moments were fresh
+        self._muon = optimiser if isinstance(optimiser, Muon) else Muon()
+        self._adamw = optimiser if isinstance(optimiser, AdamW) else AdamW(weight_decay=self._muon.weight_decay)
+        self._graph_bytes = graph_bytes
+        self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
+        uses_muon = isinstance(optimiser, Muon)
+        self._parts = {
+            part: _TrainedPart(config, part, vectors[part], options, muon=uses_muon) for part in part_names(config)
+        }
+        self._blocks = [_block(index, self._parts[block_part(index)].leaves) for index in range(config.n_blocks)]
+
+    # Passes
+
+    def run(self, batch: MicroBatch) -> float:
+        """Run one micro-batch forwards and backwards; return its summed loss. Gradients go to the sums."""
+        count, length = batch.token_ids.shape
+        self._check(length)
+        rope = self._turns(count, length)
+        with torch.enable_grad():
+            embedded = self._embed(batch.token_ids)
+        kept: list[tuple[Tensor, Tensor | None]] = []
+        x = embedded.detach()
+        keep = self._kept_blocks(count * length)
+        for index in range(self.config.n_blocks):
+            with torch.set_grad_enabled(index < keep):
+                leaf = x.detach().requires_grad_(index < keep)
+                y = self._forward(index, leaf, count, rope)
+            kept.append((leaf, y if index < keep else None))
+            x = y.detach()
+        total, gradient = self._loss(x, batch.labels, gradient=True)
+        for index in reversed(range(self.config.n_blocks)):
+            gradient = self._back(index, *kept.pop(), gradient, count, rope)
+        embedded.backward(gradient)
+        self._parts[EMBEDDING_PART].collect()
+        return total
+
+    @torch.no_grad()
+    def loss(self, batches: Iterable[MicroBatch]) -> float:
+        """Mean loss over the counted tokens of data that is not trained on."""
+        total, tokens = 0.0, 0
+        for batch in batches:
+            count, length = batch.token_ids.shape
+            self._check(length)
+            x, rope = self._embed(batch.token_ids), self._turns(count, length)
+            for index in range(self.config.n_blocks):
+                x = self._forward(index, x, count, rope)
+            total += self._loss(x, batch.labels, gradient=False)[0]
+            tokens += batch.counted
+        return total / max(1, tokens)
+
+    # Steps
+
+    def step(self, batches: Sequence[MicroBatch], schedule: Schedule, number: int, clip: float | None) -> StepResult:
+        """Run the micro-batches of step `number` of a job (from 0) and change the weights.
+
+        Raises `NotFinite` if the loss or the gradient is not finite; the weights then stay as they were.
+        """
+        tokens = sum(batch.counted for batch in batches)
+        if not tokens:
+            raise TrainingError("a step needs at least one token that counts")
+        try:
+            loss = math.fsum(self.run(batch) for batch in batches) / tokens
+            norm = total_norm(self.squared_norms().values(), 1 / tokens)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise NotFinite(f"the loss of step {number + 1} is not finite")
+            self.apply(schedule.at(number), clip_factor(norm, clip) / tokens)
+        finally:
+            self.clear()
+        return StepResult(number + 1, loss, tokens, norm, schedule.at(number))
+
+    def squared_norms(self) -> dict[str, float]:
+        """Squared norm of each part's summed gradients, in float64."""
+        return {part: float(own.sums.double().square().sum()) for part, own in self._parts.items()}
+
+    @torch.no_grad()
+    def apply(self, rate: float, factor: float) -> None:
+        """Change the weights by the summed gradients times `factor`."""
+        self.version += 1
+        for own in self._parts.values():
+            own.step(self.version, rate, factor, self._adamw, self._muon)
+
+    def clear(self) -> None:
+        """Drop the summed gradients."""
+        for own in self._parts.values():
+            own.sums.zero_()
+
+    # State
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The summed gradients of each part, as they are kept."""
+        return {part: own.sums for part, own in self._parts.items()}
+
+    def vectors(self) -> dict[str, Tensor]:
+        """Copies of the weights of each part, on the CPU."""
+        return {part: own.values.cpu().clone() for part, own in self._parts.items()}
+
+    @torch.no_grad()
+    def set_vectors(self, vectors: Mapping[str, Tensor], *, fresh: bool = False) -> None:
+        """Replace the weights of all parts; moments stay unless `fresh`."""
+        for part, own in self._parts.items():
+            own.values.copy_(vectors[part])
+            own.refresh()
+            if fresh:
+                own.first.zero_()
+                own.second.zero_()
+        self.version = 0 if fresh else self.version
+
+    # Inside
+
+    def _check(self, length: int) -> None:
+        if length > self.config.context_length:
+            raise TrainingError(
+                f"a sequence of {length} tokens is longer than the context {self.config.context_length}"
+            )
+
+    def _turns(self, count: int, length: int) -> tuple[Tensor, Tensor]:
+        return self._rope.at(torch.arange(length, device=self.options.device).repeat(count))
+
+    def _kept_blocks(self, rows: int) -> int:
+        """How many blocks, from the first on, keep what their backward pass needs."""
+        if self._graph_bytes is None:
+            return self.config.n_blocks
+        graph = block_graph_bytes(self.config, unquantised(self.options.dtype.itemsize), rows)
+        return min(self.config.n_blocks, self._graph_bytes // graph)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedding = self._parts[EMBEDDING_PART].leaves["embedding"]
+        return F.embedding(token_ids.reshape(-1).to(embedding.device), embedding)  # (batch * length, hidden)
+
+    def _forward(self, index: int, x: Tensor, count: int, rope: tuple[Tensor, Tensor]) -> Tensor:
+        block, window = self._blocks[index], self.config.window_of(index)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_whole(q, k, v, count, window)
+
+        def multiply(matrix: Matrix, rows: Tensor, residual: Tensor | None) -> Tensor:
+            linear: DenseLinear = getattr(block, matrix)
+            return linear(rows, residual, training=True)
+
+        return block_forward(block, self.config, x, rope, attend, multiply)
+
+    def _back(
+        self, index: int, leaf: Tensor, y: Tensor | None, dy: Tensor, count: int, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        if y is None:
+            with torch.enable_grad():
+                y = self._forward(index, leaf.requires_grad_(), count, rope)
+        y.backward(dy)
+        self._parts[block_part(index)].collect()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def _loss(self, hidden: Tensor, labels: Tensor, *, gradient: bool) -> tuple[float, Tensor]:
+        """Return the summed loss of the rows that count and, if asked for, the gradient of all rows (N, hidden)."""
+        norm = self._parts[HEAD_PART].leaves["final_norm"]
+        output = self._parts[HEAD_PART].leaves.get("output", self._parts[EMBEDDING_PART].leaves["embedding"])
+        labels = labels.reshape(-1).to(norm.device)
+        counted = (labels != IGNORED).nonzero().view(-1)
+        whole = torch.zeros_like(hidden) if gradient else hidden.new_empty(0)
+        total = torch.zeros((), dtype=torch.float64, device=norm.device)
+        for rows in counted.split(LOSS_ROWS):
+            with torch.set_grad_enabled(gradient):
+                leaf = hidden[rows].detach().requires_grad_(gradient)
+                normed = F.rms_norm(leaf, (leaf.shape[1],), norm, self.config.norm_eps)
+                loss = F.cross_entropy(F.linear(normed, output).float(), labels[rows], reduction="sum")
+            total += loss.detach().double()
+            if gradient:
+                loss.backward()
+                assert leaf.grad is not None
+                whole[rows] = leaf.grad
+        self._parts[HEAD_PART].collect()
+        return float(total), whole
+
+
+def _span(group: Sequence[str], tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the tensors of a fused group, which follow each other in their vector, as one view."""
+    first = tensors[group[0]]
+    rows = sum(tensors[role].shape[0] for role in group)
+    shape = (rows, *first.shape[1:])
+    return first.as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _block(index: int, leaves: Mapping[str, Tensor]) -> Block:
+    """Return a block whose tensors are the job's own."""
+    qkv, o, gate_up, down = (
+        DenseLinear(leaves[name], leaves.get(bias))
+        for name, bias in ((fused[0], f"{fused[0]}_bias") for fused in _FUSED)
+    )
+    return Block(
+        index,
+        leaves["attn_norm"],
+        qkv,
+        o,
+        leaves.get("q_norm"),
+        leaves.get("k_norm"),
+        leaves["mlp_norm"],
+        gate_up,
+        down,
+    )

@@ -1,0 +1,208 @@
+"""Islands with real small models on the in-memory network."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import trio
+
+from app.rounds.island import Island, RoundServer, RoundTiming, hashed
+from app.rounds.log import RoundEntry, replay
+from app.rounds.record import TrainingRecord, sign_training
+from app.training.states import StateStore
+from engine.config import ModelConfig, Rope
+from engine.island import IslandModel, IslandTerms, first_states
+from engine.model.block import WeightOptions
+from engine.training.optimiser import AdamW, Schedule
+from engine.training.outer import Nesterov
+from engine.training.parameters import drawn_model
+from p2p.memory.fabric import LinkProfile, MemoryFabric, open_fabric
+from tests.app.hash_model import InlineDevice
+from tests.app.rounds.statements import RECORD
+from tests.app.swarms import identity, wall_clock
+
+CONFIG = ModelConfig(
+    family="llama", n_blocks=2, hidden_size=32, n_heads=2, n_kv_heads=1, head_dim=16, intermediate_size=64,
+    vocab_size=260, context_length=64, norm_eps=1e-5, rope=Rope(),
+)  # fmt: skip
+CPU = WeightOptions(torch.device("cpu"), torch.float32)
+TIMING = RoundTiming(
+    hello_s=1.0, alive_s=4.0, grace_least_s=0.5, grace_most_s=6.0, lead_s=4.0, exchange_s=20.0, quorum_s=20.0
+)
+STEP_S = 0.1
+WORDS = "the shoal swims and the shoal learns, fish by fish and round by round, until all of them know it. "
+
+
+class Text:
+    """Sequences of a short text."""
+
+    def __init__(self, length: int = 16) -> None:
+        data = (WORDS * 20).encode()
+        self._sequences = [list(data[at : at + length]) for at in range(0, len(data) - length, 7)]
+        self.held = self._sequences[:4]
+
+    @property
+    def count(self) -> int:
+        """Number of sequences."""
+        return len(self._sequences)
+
+    def sequence(self, number: int) -> list[int]:
+        """One of them."""
+        return self._sequences[number]
+
+
+@dataclass
+class Node:
+    """One island."""
+
+    name: str
+    island: Island
+    model: IslandModel
+    device: InlineDevice
+    scope: trio.CancelScope
+    server: RoundServer
+    failure: Exception | None = None
+
+
+class IslandSwarm:
+    """Islands of one job."""
+
+    def __init__(self, fabric: MemoryFabric, nursery: trio.Nursery, folder: Path, record: TrainingRecord) -> None:
+        self.fabric, self._nursery, self._folder = fabric, nursery, folder
+        founder = identity(0)
+        vectors = drawn_model(CONFIG, 1)
+        start, _ = hashed(first_states(CONFIG, vectors))
+        self.record = replace(record, founder=founder.peer_id, start=start.hex(), created_ms=int(wall_clock() * 1000))
+        self.raw = sign_training(founder, self.record)
+        self.nodes: dict[int, Node] = {}
+        self._starts: dict[int, int] = {}
+
+    def add(
+        self,
+        number: int,
+        *,
+        step_s: float = STEP_S,
+        has_model: bool = True,
+        change: Callable[[Any], None] | None = None,
+    ) -> Node:
+        """Start an island; number 0 is the founder."""
+        who = identity(number)
+        network = self.fabric.node(who.peer_id)
+        record = self.record
+        terms = IslandTerms(
+            Schedule(record.rate, record.steps, record.warm_up), record.clip, AdamW(weight_decay=record.weight_decay),
+            Nesterov(record.outer_rate, record.outer_momentum), "f32" if record.wire == "f32" else "int8",
+            record.merging == "clip", rows=256,
+        )  # fmt: skip
+        vectors = drawn_model(CONFIG, 1 if has_model else 2)
+        model = IslandModel(CONFIG, vectors, CPU, terms)
+        if change is not None:
+            change(model)
+        device = SlowSteps(model, step_s)
+        self._starts[number] = self._starts.get(number, 0) + 1
+        states = StateStore(network, self._folder / f"{number}-{self._starts[number]}", lambda peer: True, in_place)
+        states.serve()
+        server = RoundServer(network, lambda peer: True)
+        island = Island(
+            network, who, record, model, Text(record.length), device, states, found=self.peers,
+            wall_ms=lambda: int(wall_clock() * 1000), timing=TIMING,
+        )  # fmt: skip
+        server.islands[record.id] = island
+        server.records[record.id] = self.raw
+        server.serve()
+        node = self.nodes[number] = Node(who.peer_id, island, model, device, trio.CancelScope(), server)
+        self._nursery.start_soon(self._run, node)
+        return node
+
+    async def _run(self, node: Node) -> None:
+        with node.scope:
+            try:
+                await node.island.begin()
+                await node.island.run()
+            except Exception as error:
+                node.failure = error
+
+    def peers(self) -> list[str]:
+        """Everybody in the swarm."""
+        return [identity(number).peer_id for number in range(8)]
+
+    def kill(self, number: int) -> None:
+        """Crash an island."""
+        node = self.nodes.pop(number)
+        node.scope.cancel()
+        self.fabric.kill(node.name)
+
+    async def until(self, holds: Callable[[], bool], within_s: float = 600) -> None:
+        """Wait until something holds; fails where it takes too long or an island failed."""
+        deadline = trio.current_time() + within_s
+        while not holds():
+            assert trio.current_time() < deadline, f"not within {within_s} s: {self.words()}"
+            await trio.sleep(0.25)
+
+    async def finished(self, *numbers: int, within_s: float = 600) -> None:
+        """Wait until islands have finished the job, and check that they agree."""
+        islands = [self.nodes[number].island for number in numbers]
+        await self.until(lambda: all(island.is_finished for island in islands), within_s)
+        self.agree(*numbers)
+
+    def agree(self, *numbers: int) -> None:
+        """Logs and states are the same, and the logs can be replayed."""
+        islands = [self.nodes[number].island for number in numbers]
+        assert len({tuple(entry.hash for entry in island.log) for island in islands}) == 1, self.words()
+        for number in numbers:
+            node = self.nodes[number]
+            standing = replay(self.record, node.island.log)
+            assert hashed(node.model.states())[0] == standing.root == node.island.standing.root
+
+    def words(self) -> str:
+        """Where all islands are."""
+        return "; ".join(
+            f"{number}: round {node.island.standing.round} members {len(node.island.standing.members)} "
+            f"{node.failure!r} {node.island.figures.waiting}"
+            for number, node in self.nodes.items()
+        )
+
+
+async def in_place(function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function without a thread, for which the simulated clock would not wait."""
+    await trio.lowlevel.checkpoint()
+    return function(*args)
+
+
+class SlowSteps(InlineDevice):
+    """A device on which steps take a while."""
+
+    def __init__(self, model: IslandModel, step_s: float) -> None:
+        super().__init__()
+        self._model, self.step_s = model, step_s
+
+    async def run_later(self, function: Callable[..., Any], *args: Any) -> Any:
+        if getattr(function, "__name__", "") == "step":
+            await trio.sleep(self.step_s)
+        return await self.run(function, *args)
+
+
+def members_of(log: list[RoundEntry]) -> list[int]:
+    """How many took part in each round."""
+    return [len(entry.list.members) for entry in log]
+
+
+@asynccontextmanager
+async def open_islands(
+    folder: Path, *numbers: int, delay_s: float = 0.01, loss: float = 0.0, **changes: Any
+) -> AsyncIterator[IslandSwarm]:
+    """Islands of a job whose rounds have five steps; `changes` are to the record."""
+    fixed = {"every": 5, "least_every": 5, "most_every": 5, "steps": 25, "batch": 2, "rate": 1e-2, "warm_up": 0}
+    record = replace(RECORD, **{**fixed, **changes})
+    profile = LinkProfile(delay_s=delay_s, loss=loss)
+    async with open_fabric(1, profile) as fabric, trio.open_nursery() as nursery:
+        swarm = IslandSwarm(fabric, nursery, folder, record)
+        for number in numbers:
+            swarm.add(number)
+        yield swarm
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,173 @@
+"""Pure decisions of a round, and which sequences an island reads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.rounds.decisions import (
+    Measured,
+    doubted,
+    grace_s,
+    leading_order,
+    left_out_after,
+    measured,
+    merge_weights,
+    next_every,
+    quorum,
+    share_ranges,
+    to_leave_out,
+)
+from app.rounds.reading import next_start, permuted, positions_of, sequence_at
+
+KEY = b"k" * 32
+
+
+@given(st.integers(1, 3000))
+def test_a_permutation_takes_each_number_once(count: int) -> None:
+    assert sorted(permuted(index, count, KEY) for index in range(count)) == list(range(count))
+
+
+def test_every_pass_has_an_order_of_its_own() -> None:
+    first, second = ([sequence_at(at + epoch * 50, 50, 7) for at in range(50)] for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+    assert first != list(range(50))
+    assert first != [sequence_at(at, 50, 8) for at in range(50)]
+    # the same on every machine and in every version
+    assert first[:6] == [11, 48, 46, 27, 4, 37]
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 7), st.integers(0, 10**9))
+def test_members_divide_the_positions_of_a_round(members: int, batch: int, steps: int, start: int) -> None:
+    peers = [f"peer{number}" for number in range(members)]
+    read = [at for peer in peers for step in range(steps) for at in positions_of(start, peers, peer, step, batch)]
+    assert sorted(read) == list(range(start, next_start(start, members, steps, batch)))
+
+
+@given(st.sets(st.text(min_size=1, max_size=5), min_size=1, max_size=8), st.integers(0, 1000))
+def test_the_order_of_leading_depends_on_the_round_alone(peers: set[str], number: int) -> None:
+    order = leading_order(KEY, number, peers)
+    assert sorted(order) == sorted(peers)
+    assert order == leading_order(KEY, number, reversed(sorted(peers)))
+
+
+def test_everybody_leads_in_turn() -> None:
+    firsts = [leading_order(KEY, number, "abcd")[0] for number in range(400)]
+    assert all(60 < firsts.count(peer) < 140 for peer in "abcd")
+
+
+@pytest.mark.parametrize(
+    ("lags", "wanted"),
+    [
+        ([], 30),
+        ([2.0], 2),
+        ([0.0, 0.0, 0.0], 1),
+        ([1.0, 2.0, 3.0, 2.0, 2.0], 2),
+        ([1.0, 3.0, 5.0], 9),
+        ([100.0] * 3, 30),
+    ],
+)
+def test_the_grace_is_the_median_and_three_deviations(lags: list[float], wanted: float) -> None:
+    assert grace_s(lags, least_s=1.0, most_s=30.0) == pytest.approx(wanted)
+
+
+def test_one_slow_island_does_not_stretch_the_grace() -> None:
+    assert grace_s([1.0] * 7 + [500.0], least_s=0.5, most_s=600.0) == 1.0
+
+
+@pytest.mark.parametrize(("expected", "wanted"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5)])
+def test_the_quorum_is_half_but_two(expected: int, wanted: int) -> None:
+    assert quorum(expected) == wanted
+
+
+def test_claimed_tokens_weigh_at_most_twice_the_median() -> None:
+    assert merge_weights({"a": 100, "b": 110, "c": 10**9, "d": 50}) == {"a": 100, "b": 110, "c": 210, "d": 50}
+
+
+@given(st.integers(0, 500), st.integers(1, 32))
+def test_shares_cover_all_leaves(leaves: int, members: int) -> None:
+    ranges = share_ranges(leaves, members)
+    assert [leaf for one in ranges for leaf in one] == list(range(leaves))
+    assert len(ranges) == members
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("accusations", "wanted"),
+    [
+        ({}, set()),
+        ({"a": ["d"], "b": ["d"], "c": ["d"]}, {"d"}),
+        ({"a": ["b", "c", "d"]}, {"a"}),  # who hears nobody is cut off itself
+        ({"a": ["b", "c", "d"], "b": ["a"]}, {"a"}),
+        ({"a": ["b"]}, {"b"}),
+        ({"a": ["stranger"]}, set()),
+    ],
+)
+def test_who_is_left_out_of_a_repeated_exchange(accusations: dict[str, list[str]], wanted: set[str]) -> None:
+    assert to_leave_out(["a", "b", "c", "d"], accusations, {}) == wanted
+
+
+def test_of_two_the_accused_is_left_out() -> None:
+    assert to_leave_out(["a", "b"], {"a": ["b"]}, {}) == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("roots", "wanted"),
+    [
+        ("xxxx", ""),
+        ("xxxy", "d"),  # another result
+        ("xxx-", "d"),  # did not finish
+        ("---x", "d"),  # gave the others nothing
+        ("xx--", "cd"),
+    ],
+)
+def test_without_accusations_the_minority_is_left_out(roots: str, wanted: str) -> None:
+    ended = {peer: b"" if root == "-" else root.encode() for peer, root in zip("abcd", roots, strict=True)}
+    assert to_leave_out(["a", "b", "c", "d"], {}, ended) == set(wanted)
+
+
+def test_reports_are_joined_by_their_median() -> None:
+    honest = {"a": (1.0, 0.5), "b": (2.0, 0.6)}
+    lie = {"a": (900.0, -1.0), "b": (2.0, 0.6)}
+    assert measured([honest, honest, lie]) == {"a": Measured(1.0, 0.5), "b": Measured(2.0, 0.6)}
+
+
+@pytest.mark.parametrize(
+    ("liar", "found"),
+    [
+        (Measured(1.0, -0.4), True),  # flipped
+        (Measured(10.0, -0.4), True),  # flipped and enlarged
+        (Measured(1.0, 0.01), True),  # noise
+        (Measured(0.0, 0.0), True),  # zeros
+        (Measured(1.4, 0.3), False),  # other data
+    ],
+)
+def test_changes_unlike_the_others_are_doubted(liar: Measured, found: bool) -> None:
+    figures = {"a": Measured(1.0, 0.5), "b": Measured(1.1, 0.4), "c": Measured(0.9, 0.45), "d": liar}
+    assert set(doubted(figures)) == ({"d"} if found else set())
+
+
+def test_two_cannot_doubt_each_other() -> None:
+    assert doubted({"a": Measured(1.0, -0.5), "b": Measured(50.0, -0.5)}) == {}
+
+
+def test_one_is_left_out_after_two_doubted_rounds() -> None:
+    assert left_out_after([["d"]]) == set()
+    assert left_out_after([["d"], []]) == set()
+    assert left_out_after([["d"], [], ["d"]]) == set()
+    assert left_out_after([["c"], ["d"], ["d", "c"]]) == {"d"}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "exchange_s", "wanted"),
+    [(1.0, 5.0, 45), (1.0, 100.0, 62), (1.0, 0.1, 40), (0.0, 5.0, 50), (0.01, 5.0, 62)],
+)
+def test_the_steps_of_a_round_follow_the_cost_of_its_exchange(step_s: float, exchange_s: float, wanted: int) -> None:
+    assert next_every(50, step_s, exchange_s, least=10, most=500) == wanted
+
+
+def test_the_steps_of_a_round_stay_in_their_bounds() -> None:
+    assert next_every(50, 1.0, 500.0, least=10, most=55) == 55
+    assert next_every(12, 1.0, 0.0, least=10, most=55) == 10

@@ -1,0 +1,301 @@
+"""Rounds between islands on the in-memory network: they agree bit for bit, whoever dies, lies, joins or is cut off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from app.core.errors import RecordError
+from app.rounds import wire
+from app.rounds.island import LeftOut
+from app.rounds.statements import Arrival, sign_arrival
+from engine.island import LEAF
+from engine.training.codecs import encode
+from p2p.errors import P2PError, RemoteError
+from tests.app.rounds.island_swarm import IslandSwarm, members_of, open_islands
+from tests.app.swarms import identity
+
+
+@pytest.fixture
+def patient_clock() -> MockClock:
+    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
+    return MockClock(autojump_threshold=0.01)
+
+
+async def test_a_founder_alone_goes_on_alone(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0) as swarm:
+        await swarm.finished(0)
+        island = swarm.nodes[0].island
+        assert members_of(island.log) == [1] * 5
+        assert island.standing.tokens == 25 * 2 * 15
+        losses = [loss for _, loss in island.figures.validation]
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("codec", ["f32", "int8"])
+async def test_four_islands_end_every_round_alike(tmp_path: Path, codec: str, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, 3, wire=codec) as swarm:
+        await swarm.finished(0, 1, 2, 3)
+        log = swarm.nodes[0].island.log
+        assert members_of(log) == [1, 4, 4, 4, 4]
+        assert len({entry.list.leader for entry in log}) > 1
+        assert all(node.island.figures.repeated == 0 for node in swarm.nodes.values())
+        assert not any(entry.doubted for entry in log)
+
+
+async def test_the_founder_may_go_for_good(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        await swarm.until(lambda: swarm.nodes[1].island.standing.round >= 2)
+        swarm.kill(0)
+        await swarm.finished(1, 2)
+        assert members_of(swarm.nodes[1].island.log)[-1] == 2
+
+
+async def test_an_island_killed_in_every_phase_changes_nothing_for_the_others(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=60) as swarm:
+        await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 4)
+        phases = ("merge", "advance", "change", "commit")
+        for number, phase in enumerate(phases):
+            victim = 1 + number % 3
+            if victim not in swarm.nodes:
+                swarm.add(victim)
+                await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 4)
+            kill_within(swarm, victim, phase)
+            await swarm.until(lambda gone=victim: gone not in swarm.nodes)  # type: ignore[misc]
+            before = swarm.nodes[0].island.standing.round
+            await swarm.until(lambda now=before: swarm.nodes[0].island.standing.round > now)  # type: ignore[misc]
+            swarm.add(victim)
+            await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 4)
+        await swarm.finished(0, 1, 2, 3)
+
+
+def kill_within(swarm: IslandSwarm, number: int, method: str) -> None:
+    """Crash an island in the next call of a method of its model."""
+    model: Any = swarm.nodes[number].model
+    function = getattr(model, method)
+
+    def dying(*args: Any, **more: Any) -> Any:
+        result = function(*args, **more)
+        if number in swarm.nodes:
+            swarm.kill(number)
+        return result
+
+    setattr(model, method, dying)
+
+
+async def test_whoever_leads_may_die_while_it_leads(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, 3, steps=40) as swarm:
+        await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 4)
+        killed: list[int] = []
+        for node_number, node in list(swarm.nodes.items()):
+            count: Any = node.island._count
+
+            async def dying(*args: Any, number: int = node_number, count: Any = count) -> None:
+                if not killed and len(args[1].members) == 4:
+                    killed.append(number)
+                    swarm.kill(number)
+                    await trio.sleep_forever()
+                await count(*args)
+
+            node.island._count = dying  # type: ignore[method-assign, assignment]
+        await swarm.until(lambda: bool(killed))
+        rest = [number for number in range(4) if number not in killed]
+        await swarm.finished(*rest)
+        assert members_of(swarm.nodes[rest[0]].island.log)[-1] == 3
+
+
+async def test_a_frozen_island_is_left_behind_and_catches_up(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=100) as swarm:
+        await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 3)
+        swarm.fabric.freeze(swarm.nodes[2].name)
+        before = swarm.nodes[0].island.standing.round
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= before + 4, within_s=120)
+        swarm.fabric.resume(swarm.nodes[2].name)
+        await swarm.finished(0, 1, 2)
+        assert members_of(swarm.nodes[0].island.log)[-1] == 3
+
+
+async def test_a_slow_island_makes_fewer_steps_and_holds_nobody_up(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, every=10, least_every=10, most_every=10, steps=80) as swarm:
+        slow = swarm.add(3, step_s=1.0)
+        await swarm.finished(0, 1, 2, 3)
+        counted = [
+            arrival for entry in slow.island.log[3:] for arrival in entry.list.arrivals if arrival.peer == slow.name
+        ]
+        assert counted
+        assert all(arrival.steps < 10 for arrival in counted)
+        took = trio.current_time() / 8  # a round; ten slow steps alone would take ten seconds
+        assert took < 9
+
+
+async def test_joining_takes_the_state_by_parts_and_enters_at_a_boundary(
+    tmp_path: Path, patient_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=60) as swarm:
+        await swarm.until(lambda: swarm.nodes[0].island.standing.round >= 3)
+        late = swarm.add(4, has_model=False)
+        await swarm.until(lambda: late.name in swarm.nodes[0].island.standing.members)
+        await swarm.finished(0, 1, 4)
+        assert late.island.figures.fetched == 1
+        assert members_of(late.island.log)[-1] == 3
+        # the others have lost no step
+        assert all(arrival.steps == 5 for entry in late.island.log for arrival in entry.list.arrivals)
+
+
+async def test_a_joiner_whose_model_is_not_the_start_takes_it_over(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0) as swarm:
+        late = swarm.add(1, has_model=False)
+        await swarm.finished(0, 1)
+        assert late.island.figures.fetched >= 1
+
+
+async def test_a_partition_heals_to_one_history(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, 3, 4, steps=60) as swarm:
+        await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == 5)
+        swarm.fabric.partition([swarm.nodes[number].name for number in (3, 4)])
+        most, few = swarm.nodes[0].island, swarm.nodes[3].island
+        await swarm.until(lambda: most.head != few.head and 2 in members_of(few.log))
+        made = {entry.hash for entry in most.log}
+        swarm.fabric.heal()
+        await swarm.finished(0, 1, 2, 3, 4)
+        # the history of the three who were a quorum, with nothing of the two who went on without one
+        assert made <= {entry.hash for entry in few.log}
+        assert 3 in members_of(few.log)
+
+
+async def test_lost_messages_cost_time_but_no_agreement(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, loss=0.03) as swarm:
+        await swarm.finished(0, 1, 2, within_s=2000)
+
+
+async def test_statements_that_come_twice_change_nothing(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        for node in swarm.nodes.values():
+            network = swarm.fabric.nodes[node.name]
+            call = network.call
+
+            async def doubled(peer: str, method: str, *args: Any, call: Any = call, **more: Any) -> bytes:
+                if method == wire.SAY:
+                    with contextlib.suppress(P2PError):
+                        await call(peer, method, *args, **more)
+                return bytes(await call(peer, method, *args, **more))
+
+            network.call = doubled  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        assert members_of(swarm.nodes[0].island.log) == [1, 3, 3, 3, 3]
+
+
+def flip(factor: float) -> Callable[[Any], None]:
+    """Let an island send its change times a factor; it computes with the honest one itself."""
+
+    def change(model: Any) -> None:
+        honest = model.change
+
+        def lie() -> list[bytes]:
+            honest()
+            return [encode(leaf, "int8") for leaf in (model._sent * factor).split(LEAF)]
+
+        model.change = lie
+
+    return change
+
+
+def noise(model: Any) -> None:
+    """Let an island send noise of the size of its change."""
+    honest = model.change
+
+    def lie() -> list[bytes]:
+        honest()
+        drawn = torch.randn(model._sent.shape, generator=torch.Generator().manual_seed(1))
+        return [encode(leaf, "int8") for leaf in (drawn * model._sent.std()).split(LEAF)]
+
+    model.change = lie
+
+
+LIES = {"flip": flip(-1.0), "flip10": flip(-10.0), "zeros": flip(0.0), "huge": flip(100.0), "noise": noise}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_poisoner_is_left_out_within_three_rounds(tmp_path: Path, lie: str, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        liar = swarm.add(3, change=LIES[lie])
+        await swarm.until(lambda: liar.failure is not None)
+        assert isinstance(liar.failure, LeftOut)
+        await swarm.finished(0, 1, 2)
+        log = swarm.nodes[0].island.log
+        took_part = [entry.round for entry in log if liar.name in entry.list.members]
+        assert len(took_part) <= 3
+        assert log[-1].left_out.keys() == {liar.name}
+        validation = [loss for _, loss in swarm.nodes[0].island.figures.validation]
+        assert validation[-1] < validation[0]
+
+
+async def test_who_sends_another_change_than_it_committed_to_is_left_out(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    def other_leaves(model: Any) -> None:
+        honest = model.change
+        model.change = lambda: _Shifting(honest())
+
+    class _Shifting(list[bytes]):
+        """Leaves that are other ones when they are sent than when they were hashed."""
+
+        def __getitem__(self, index: Any) -> Any:
+            found = list.__getitem__(self, index)
+            return [bytes(len(leaf)) for leaf in found] if isinstance(index, slice) else found
+
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3, change=other_leaves)
+        await swarm.finished(0, 1, 2)
+        log = swarm.nodes[0].island.log
+        assert all(liar.name not in entry.list.members for entry in log)
+        assert any(node.island.figures.repeated for node in swarm.nodes.values())
+
+
+async def test_a_merger_that_merges_wrongly_fails_alone(tmp_path: Path, autojump_clock: MockClock) -> None:
+    def wrong(model: Any) -> None:
+        honest = model.advance
+        model.advance = lambda leaves: [b"\0" * len(state) for state in honest(leaves)]
+
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3, change=wrong)
+        await swarm.finished(0, 1, 2)
+        assert all(liar.name not in entry.list.members for entry in swarm.nodes[0].island.log)
+
+
+async def test_requests_that_are_not_understood_are_refused(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0) as swarm:
+        stranger = swarm.fabric.node(identity(7).peer_id)
+        name, job = swarm.nodes[0].name, swarm.record.id
+        forged = sign_arrival(identity(6), Arrival(job, 0, bytes(32), 1, 1, bytes(32)), 1_800_000_000_000)
+        bodies = {
+            wire.HELLO: [b"", b"{}", job, job + b"{}", job + b'{"round":-1}', job + b"\xff" * 50],
+            wire.SAY: [job, job + b"x" * 99, job + forged.raw],
+            wire.LOG: [job + b'{"round":0,"count":10000}', job + b'{"round":"a","count":1}'],
+            wire.SHARE: [job + b'{"list":"ab","first":0,"count":1}'],
+            wire.MERGED: [job + b'{"list":"' + b"ab" * 32 + b'","first":0,"count":9999999}'],
+            wire.PARTS: [job + b'{"round":99}'],
+            wire.HASHES: [job + b'{"list":"' + b"ab" * 32 + b'"}'],
+        }
+        for method, each in bodies.items():
+            for body in each:
+                with pytest.raises(RemoteError) as caught:
+                    await stranger.call(name, method, body, timeout_s=30)
+                assert caught.value.code in (wire.WRONG, wire.UNKNOWN, wire.NOT_YET), (method, body)
+        await swarm.finished(0)
+
+
+@pytest.mark.parametrize("raw", [b"\0\0\0", b"\0\0\0\5abc", b"\0\0\0\1a\0\0\0\1b"])
+def test_blobs_that_are_cut_off_or_too_many_are_refused(raw: bytes) -> None:
+    with pytest.raises(RecordError):
+        wire.unpack(raw, 1)
+    assert wire.unpack(b"".join(wire.pack([b"a", b"", b"bc"])), 3) == [b"a", b"", b"bc"]

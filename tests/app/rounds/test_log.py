@@ -1,0 +1,217 @@
+"""Records, statements and the log: what is signed is read again, what is forged or wrong is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.core.errors import RecordError
+from app.rounds.log import ENTRY, RoundEntry, beginning, follow, is_better, make_entry, read_entry, replay
+from app.rounds.record import DOMAIN, read_training, sign_training
+from app.rounds.statements import (
+    Result,
+    read_arrival,
+    read_list,
+    read_result,
+    sign_list,
+    sign_result,
+    signed,
+)
+from p2p.envelope import NEVER, parse, seal
+from tests.app.rounds.statements import (
+    BY_PEER,
+    NOW_MS,
+    PEOPLE,
+    RECORD,
+    arrival,
+    history,
+    members,
+    result,
+    round_of,
+)
+
+START = beginning(RECORD)
+
+
+def changed(raw: bytes, domain: str, who: int = 0, **values: Any) -> bytes:
+    """The statement with other values, signed again."""
+    payload = json.loads(parse(raw).payload) | values
+    return signed(PEOPLE[who], domain, payload, NOW_MS)
+
+
+def test_a_record_is_signed_and_named_by_its_content() -> None:
+    raw = sign_training(PEOPLE[0], RECORD)
+    assert read_training(raw, now_ms=NOW_MS) == RECORD
+    assert replace(RECORD, seed=2).id != RECORD.id
+    assert read_training(raw, now_ms=NOW_MS).id == RECORD.id
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"name": "../fish"}, {"name": ""}, {"every": 0}, {"every": 50}, {"batch": 0}, {"length": 1}, {"rate": 0.0},
+        {"optimiser": "sgd"}, {"wire": "int2"}, {"tokens": ["xy", 3]}, {"tokens": ["ab" * 32, 0]}, {"start": "ab"},
+        {"model": "zz"}, {"steps": 10**10}, {"v": 2}, {"shape": []}, {"more": 1}, {"founder": "me"},
+    ],
+)  # fmt: skip
+def test_a_record_with_a_wrong_field_is_refused(values: dict[str, Any]) -> None:
+    raw = sign_training(PEOPLE[0], RECORD)
+    with pytest.raises(RecordError):
+        read_training(changed(raw, DOMAIN, **values), now_ms=NOW_MS)
+
+
+def test_nobody_signs_a_record_in_the_name_of_another() -> None:
+    raw = seal(PEOPLE[1], DOMAIN, RECORD.payload(), sequence=NOW_MS, expires_at_ms=NEVER)
+    with pytest.raises(RecordError, match="founder"):
+        read_training(raw, now_ms=NOW_MS)
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_refused_and_never_crash(data: bytes) -> None:
+    for read in (read_arrival, read_list, read_result, read_entry, lambda raw, now: read_training(raw, now_ms=now)):
+        with pytest.raises(RecordError):
+            read(data, NOW_MS)
+
+
+@given(st.integers(0, 2000), st.integers(0, 255))
+def test_a_changed_byte_is_noticed(at: int, byte: int) -> None:
+    raw = members(START, PEOPLE[:2]).raw
+    at %= len(raw)
+    forged = raw[:at] + bytes([byte]) + raw[at + 1 :]
+    if forged != raw:
+        with pytest.raises(RecordError):
+            read_list(forged, NOW_MS)
+
+
+def test_a_list_names_arrivals_of_its_round_once() -> None:
+    one, two = arrival(PEOPLE[0], START), arrival(PEOPLE[1], START)
+    for wrong in (
+        [one, one],
+        [one, arrival(PEOPLE[1], replace(START, round=1))],
+        [one, arrival(PEOPLE[1], START, job=b"j" * 32)],
+    ):
+        with pytest.raises(RecordError):
+            sign_list(PEOPLE[0], RECORD.id, 0, wrong, NOW_MS)
+    with pytest.raises(RecordError, match="signed it"):
+        sign_list(PEOPLE[2], RECORD.id, 0, [one, two], NOW_MS)
+    assert sign_list(PEOPLE[0], RECORD.id, 0, [one, two], NOW_MS).members == [PEOPLE[0].peer_id, PEOPLE[1].peer_id]
+
+
+def test_a_result_is_read_as_it_was_signed() -> None:
+    found = members(START, PEOPLE[:2])
+    peer = PEOPLE[1].peer_id
+    made = Result(found.job, 0, found.hash, b"", {peer: "it does not answer"}, {peer: (0.25, -0.5)})
+    assert replace(sign_result(PEOPLE[0], made, NOW_MS), raw=b"", peer="") == made
+
+
+@pytest.mark.parametrize(
+    "report", [{"p": 3}, {"p": [1]}, {"p": [-1, 0]}, {"p": [1, 7]}, {"p": ["a", "b"]}, {"p" * 500: [1, 0]}]
+)
+def test_a_report_that_is_none_is_refused(report: dict[str, Any]) -> None:
+    found = members(START, PEOPLE[:2])
+    raw = result(PEOPLE[0], found, b"r" * 32, {}).raw
+    with pytest.raises(RecordError):
+        read_result(changed(raw, "shoal/round/result", report=report), NOW_MS)
+
+
+def test_a_log_is_replayed() -> None:
+    entries = history(4)
+    standing = replay(RECORD, entries)
+    assert (standing.round, standing.step, standing.tokens) == (4, 40, 100 + 3 * 300)
+    assert standing.start == 10 * 4 * (1 + 3 + 3 + 3)
+    assert standing.root == entries[-1].root
+    assert set(standing.members) == {one.peer_id for one in PEOPLE[:3]}
+
+
+def test_a_liar_is_left_out_after_two_rounds_and_stays_out() -> None:
+    liar = PEOPLE[2].peer_id
+    entries = history(3, liar=liar)
+    assert entries[1].doubted.keys() == {liar}
+    assert not entries[1].left_out
+    standing = replay(RECORD, entries)
+    assert standing.banned.keys() == {liar}
+    assert liar not in standing.members
+    with pytest.raises(RecordError, match="was left out"):
+        round_of(standing, PEOPLE[:3])
+    entry, standing = round_of(standing, PEOPLE[:2], present=[liar])
+    assert liar not in entry.next
+    assert standing.banned.keys() == {liar}
+
+
+WRONG: dict[str, Callable[[RoundEntry], dict[str, Any]]] = {
+    "another round": lambda entry: {"round": 5},
+    "another past": lambda entry: {"prev": "ab" * 32},
+    "another root": lambda entry: {"root": "ab" * 32},
+    "tokens": lambda entry: {"tokens": entry.tokens + 1},
+    "steps": lambda entry: {"step": entry.step + 1},
+    "positions": lambda entry: {"start": 0},
+    "too many steps": lambda entry: {"every": 21},
+    "a result is missing": lambda entry: {"results": json.loads(parse(entry.raw).payload)["results"][1:]},
+    "doubts": lambda entry: {"doubted": {PEOPLE[0].peer_id: "I do not like it"}},
+    "left out": lambda entry: {"left_out": {PEOPLE[0].peer_id: "I do not like it"}},
+    "drops a member": lambda entry: {"next": list(entry.next[1:])},
+    "another order": lambda entry: {"next": list(reversed(entry.next))},
+    "no list": lambda entry: {"list": []},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_entry_that_does_not_follow_is_refused(what: str) -> None:
+    entries = history(2)
+    standing = replay(RECORD, entries[:1])
+    leader = PEOPLE.index(BY_PEER[entries[1].list.leader])
+    raw = changed(entries[1].raw, ENTRY, leader, **WRONG[what](entries[1]))
+    with pytest.raises(RecordError):
+        follow(RECORD, standing, read_entry(raw, NOW_MS))
+    follow(RECORD, standing, read_entry(changed(entries[1].raw, ENTRY, leader), NOW_MS))
+
+
+def test_an_entry_is_signed_by_who_led() -> None:
+    entries = history(2)
+    other = next(one for one in PEOPLE if one.peer_id != entries[1].list.leader)
+    with pytest.raises(RecordError, match="led it"):
+        read_entry(changed(entries[1].raw, ENTRY, PEOPLE.index(other)), NOW_MS)
+
+
+def test_claims_beyond_the_assigned_data_are_refused() -> None:
+    standing = replay(RECORD, history(1))
+    most = standing.every * RECORD.batch * RECORD.length
+    round_of(standing, PEOPLE[:2], tokens=most)
+    with pytest.raises(RecordError, match="more tokens"):
+        round_of(standing, PEOPLE[:2], tokens=most + 1)
+    with pytest.raises(RecordError, match="more tokens"):
+        round_of(standing, PEOPLE[:2], steps=standing.every + 1)
+
+
+def test_members_with_different_roots_make_no_round() -> None:
+    standing = replay(RECORD, history(1))
+    found = members(standing, PEOPLE[:2])
+    results = [result(BY_PEER[peer], found, peer[-32:].encode(), {}) for peer in found.members]
+    entry = make_entry(BY_PEER[found.leader], RECORD, standing, found, results, every=10, present=(), now_ms=NOW_MS)
+    with pytest.raises(RecordError, match="same state"):
+        follow(RECORD, standing, entry)
+
+
+def test_of_two_histories_the_one_with_more_known_tokens_goes_on() -> None:
+    common = history(1, PEOPLE[:4])
+    standing = replay(RECORD, common)
+    few, after = round_of(standing, PEOPLE[:1], tokens=600)
+    more, _ = round_of(standing, PEOPLE[1:3])
+    assert is_better([*common, few], [*common, more])
+    assert not is_better([*common, more], [*common, few])
+    # a long history of one member, or of strangers who came after the split, does not count before a quorum's
+    longer = [*common, few]
+    for people in (PEOPLE[:1], [PEOPLE[0], PEOPLE[4]]):
+        entry, after = round_of(after, people, tokens=600)
+        longer.append(entry)
+    assert is_better(longer, [*common, more])
+    assert not is_better([*common, more], longer)
+    assert is_better(common, [*common, few])
+    assert not is_better([*common, few], common)
+    assert not is_better(common, common)
