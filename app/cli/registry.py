@@ -24,6 +24,7 @@ GROUPS: tuple[str, ...] = (
     "adapters",
     "bench",
     "plan",
+    "keys",
     "config",
     "identity",
     "doctor",

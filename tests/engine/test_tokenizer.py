@@ -132,8 +132,8 @@ def test_digits_stand_alone_in_smollm(tmp_path: Path) -> None:
     assert len(tokenizer.encode("2024")) == 4
 
 
-def streamed(tokenizer: Tokenizer, ids: Sequence[int], **options: bool) -> list[str]:
-    stream = tokenizer.stream(**options)
+def streamed(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
+    stream = tokenizer.stream(skip_special=skip_special)
     return [*(stream.push(index) for index in ids), stream.flush()]
 
 
