@@ -25,6 +25,7 @@ GROUPS: tuple[str, ...] = (
     "bench",
     "plan",
     "keys",
+    "use",
     "config",
     "identity",
     "doctor",
