@@ -10,6 +10,7 @@ from app.cli.command import Command
 GROUPS: tuple[str, ...] = (
     "serve",
     "swarms",
+    "find",
     "invites",
     "status",
     "pause",
