@@ -22,7 +22,7 @@ from app.api.error_forms import ANTHROPIC_PATH, body_for, response_for
 from app.api.openai import adapter_of
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import MAX_TOOLS, seed_of, tool_of, tool_use
-from app.api.replies import WholeReply, ignored_fields, ignored_header, whole_reply
+from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -265,7 +265,7 @@ def _stop(reply: WholeReply) -> dict[str, Any]:
 
 async def _whole(control: Control, asked: MessagesRequest, request: ReplyRequest) -> AsyncGenerator[bytes, None]:
     """Yield one JSON value once the reply is complete."""
-    reply = await whole_reply(control.reply(request))
+    reply = await whole_reply(metered_reply(control, request))
     assert reply.stats is not None, "a whole reply has its figures"
     content: list[dict[str, Any]] = []
     if reply.thought:
@@ -292,7 +292,7 @@ async def _events(control: Control, asked: MessagesRequest, request: ReplyReques
     usage = {"input_tokens": tokens, "output_tokens": 0}
     begun = {**_head(asked), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     reply, blocks = WholeReply(), _Blocks()
-    events = control.reply(request)
+    events = metered_reply(control, request)
     told = False
     async with aclosing(events):
         try:

@@ -1,4 +1,4 @@
-"""Access control of the API: checks the token, `Host` and `Origin`, and bounds the size of a request.
+"""Access control of the API: checks token or key, `Host` and `Origin`, and bounds the size of a request.
 
 A web page in the user's browser can send requests to loopback, and an attacker's DNS name can point there (DNS
 rebinding). So `Host` must be `localhost` or a literal IP address, which no DNS server controls: a loopback address,
@@ -11,13 +11,15 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import trio
 from starlette.exceptions import HTTPException
 
 from app.api import error_forms
+from app.api.keys import KeyRing, using
 from app.config.file import Config
 from app.core.reasons import Reason, because
 
@@ -51,10 +53,16 @@ class Guard:
     """
 
     def __init__(
-        self, application: Application, token: str, config: Callable[[], Config], *, everywhere: bool = False
+        self,
+        application: Application,
+        token: str,
+        config: Callable[[], Config],
+        *,
+        everywhere: bool = False,
+        keys: KeyRing | None = None,
     ) -> None:
         self._application, self._config, self._everywhere = application, config, everywhere
-        self._token = token.encode()
+        self._token, self._keys = token.encode(), keys or KeyRing(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection; WebSockets are refused."""
@@ -75,7 +83,23 @@ class Guard:
         elif refusal is not None:
             await _refuse(send, scope["path"], *refusal)
         else:
-            await self._application(scope, _bounded(receive), send)
+            await self._pass_on(scope, _bounded(receive), send, headers)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, headers: Mapping[bytes, bytes]) -> None:
+        """Hand a request on; one with a key counts for it, and is refused if the key's limits are reached."""
+        given = [key for key in _given(headers) if key and not hmac.compare_digest(key, self._token)]
+        key = next(filter(None, map(self._keys.find, given)), None)
+        if key is None or scope["method"] != "POST":
+            await self._application(scope, receive, send)
+            return
+        meter = self._keys.meter(key)
+        refusal = meter.refusal(key, trio.current_time())
+        if refusal is not None:
+            why, wait_s = refusal
+            await _refuse(send, scope["path"], 429, why, [(b"retry-after", str(wait_s).encode())])
+            return
+        with using(meter):
+            await self._application(scope, receive, send)
 
     def _allowed_origin(self, headers: Mapping[bytes, bytes]) -> bytes | None:
         """Return the request's origin if the setting `api_origins` has it."""
@@ -93,10 +117,13 @@ class Guard:
             return 403, because("foreign_origin", "the API refuses requests from other sites' web pages")
         if path in OPEN_PATHS:
             return None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        keys = (given if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
-        if any(hmac.compare_digest(key, self._token) for key in keys):
+        given = _given(headers)
+        if any(hmac.compare_digest(key, self._token) for key in given):
             return None
+        if any(key and self._keys.find(key) is not None for key in given):
+            if path.startswith(REPLY_PREFIXES):
+                return None
+            return 403, because("key_not_allowed", "this key may ask for replies, but not control the node")
         if not self._is_open(path, scope.get("client")):
             text = "the token is missing or wrong: it is in the file `token` of the home folder"
             return 401, because("wrong_token", text)
@@ -110,6 +137,12 @@ class Guard:
             return ipaddress.ip_address(client[0]).is_loopback
         except ValueError:
             return False
+
+
+def _given(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
+    """Return the keys or tokens of a request."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    return given if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")
 
 
 def _with_origin(send: Send, origin: bytes) -> Send:
@@ -147,9 +180,9 @@ def _bounded(receive: Receive) -> Receive:
     return bounded
 
 
-async def _refuse(send: Send, path: str, status: int, why: Reason) -> None:
+async def _refuse(send: Send, path: str, status: int, why: Reason, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
     body = json.dumps(error_forms.body_for(path, status, why)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -22,7 +22,7 @@ from app.api.error_forms import OLLAMA_PREFIX, body_for, response_for
 from app.api.openai import adapter_of
 from app.api.openai_errors import status_and_reason
 from app.api.openai_fields import DEFAULT_MAX_TOKENS, MAX_TOOLS, ToolDefinition, seed_of, tool_of, tool_use
-from app.api.replies import WholeReply, ignored_fields, ignored_header, whole_reply
+from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -243,7 +243,7 @@ def _answer(control: Control, asked: OllamaChat | OllamaGenerate, request: Reply
     headers = ignored_header(ignored_fields(asked))
     if (isinstance(asked, OllamaChat) and not asked.messages) or (not is_chat and not request_text(asked)):
         return Response(form.loaded(), media_type="application/json", headers=headers)
-    events = control.reply(request)
+    events = metered_reply(control, request)
     if asked.stream is False:
         return EventStream(_whole(events, form), "application/json", _failed, headers)
     return EventStream(_lines(events, form), "application/x-ndjson", _failed, headers)

@@ -28,7 +28,7 @@ from app.api.openai_fields import (
     EmbeddingsRequest,
     TextCompletion,
 )
-from app.api.replies import WholeReply, ignored_fields, ignored_header, side_by_side
+from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, side_by_side
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
 from app.asker.reply_service import ReplyRequest
@@ -288,7 +288,7 @@ async def _whole(
     form = await _echo(control, request, form, asked)
     count = asked.n or 1
     drawn = max(count, asked.best_of or 1) if isinstance(asked, TextCompletion) else count
-    replies = await side_by_side([control.reply(one) for one in _numbered(request, drawn)])
+    replies = await side_by_side([metered_reply(control, one) for one in _numbered(request, drawn)])
     used = [reply.stats for reply in replies if reply.stats is not None]
     if drawn > count:
         replies = sorted(replies, key=_mean_logprob, reverse=True)[:count]
@@ -318,7 +318,7 @@ async def _events(
         form = await _echo(control, request, form, asked)
         for index, one in enumerate(_numbered(request, asked.n or 1)):
             reply = WholeReply()
-            events = control.reply(one)
+            events = metered_reply(control, one)
             async with aclosing(events):
                 began = False
                 async for event in events:

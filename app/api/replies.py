@@ -10,7 +10,10 @@ from typing import Any
 import trio
 from pydantic import BaseModel
 
+from app.api.control import Control
+from app.api.keys import metered
 from app.asker.reply import ReplyDone, ReplyEvent, ReplyStats, ReplyText
+from app.asker.reply_service import ReplyRequest
 from engine.text.output_form import CallPiece, ReplyPart, SaidText, ThoughtText, TokenLogprob
 
 Events = AsyncGenerator[ReplyEvent, None]
@@ -59,6 +62,11 @@ class WholeReply:
         """`tool_calls` for a reply that ended with calls; otherwise why it ended."""
         reason = None if self.stats is None else self.stats.finish_reason
         return "tool_calls" if reason == "stop" and self.calls else reason
+
+
+def metered_reply(control: Control, request: ReplyRequest) -> Events:
+    """Return the events of a reply, whose tokens count for the key of the present request."""
+    return metered(control.reply(request))
 
 
 async def whole_reply(events: Events) -> WholeReply:

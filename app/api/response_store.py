@@ -61,6 +61,8 @@ class ResponseStore:
 
     def get(self, response_id: str) -> KeptResponse | None:
         """Return a kept response; None if there is none of this id, or it is too old."""
+        if not response_id.isascii():
+            return None
         oldest = self._clock() - KEPT_S
         try:
             with self._opened() as database:
@@ -73,6 +75,8 @@ class ResponseStore:
 
     def remove(self, response_id: str) -> bool:
         """Forget a response; False if there is none of this id."""
+        if not response_id.isascii():
+            return False
         try:
             with self._opened() as database:
                 return database.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0

@@ -34,7 +34,7 @@ from app.api.openai_fields import (
     tool_of,
     tool_use,
 )
-from app.api.replies import WholeReply, ignored_fields, ignored_header, whole_reply
+from app.api.replies import WholeReply, ignored_fields, ignored_header, metered_reply, whole_reply
 from app.api.response_store import ResponseStore
 from app.api.streaming import OUR_ERRORS, EventStream
 from app.asker.reply import ReplyStats, ReplyText, ReplyWaiting
@@ -307,7 +307,7 @@ class _Answer:
 
     async def whole(self) -> AsyncGenerator[bytes, None]:
         """Yield one JSON value once the reply is complete."""
-        reply = await whole_reply(self.control.reply(self.request))
+        reply = await whole_reply(metered_reply(self.control, self.request))
         items = _Items()
         if reply.thought:
             items.open("reasoning", "").text = reply.thought
@@ -323,7 +323,7 @@ class _Answer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the response as server-sent events; an error after the first one is the last."""
         reply, items = WholeReply(), _Items()
-        events = self.control.reply(self.request)
+        events = metered_reply(self.control, self.request)
         told = False
         async with aclosing(events):
             try:

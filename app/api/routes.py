@@ -17,6 +17,7 @@ from app.api.control import Control
 from app.api.error_forms import ANTHROPIC_PATH
 from app.api.events import stream
 from app.api.guard import Application, Guard
+from app.api.keys import KeyRing
 from app.api.metrics import MEDIA_TYPE, exposition
 from app.api.response_store import ResponseStore
 from app.api.streaming import EventStream, json_lines
@@ -188,11 +189,17 @@ def _wish(request: JobRequest) -> TrainingWish:
 
 
 def build_application(
-    control: Control, token: str, version: str, *, everywhere: bool = False, store: ResponseStore | None = None
+    control: Control,
+    token: str,
+    version: str,
+    *,
+    everywhere: bool = False,
+    store: ResponseStore | None = None,
+    keys: KeyRing | None = None,
 ) -> Application:
     """Return the whole API behind its `Guard`; `everywhere` is for an API that listens on more than loopback.
 
-    Without a store, responses that a later one may continue are kept in memory.
+    Without a store, responses that a later one may continue are kept in memory; without keys, only the token counts.
     """
     application = FastAPI(title="Shoal", version=version, redoc_url=None)
     failures.install(application)
@@ -227,7 +234,7 @@ def build_application(
     application.include_router(anthropic.routes(control), prefix=ANTHROPIC_PATH)
     application.include_router(responses.routes(control, store or ResponseStore(None)), prefix="/v1/responses")
     application.include_router(ollama.routes(control, version), prefix="/api")
-    return Guard(application, token, control.config, everywhere=everywhere)
+    return Guard(application, token, control.config, everywhere=everywhere, keys=keys)
 
 
 def _read_routes(control: Control) -> APIRouter:

@@ -10,6 +10,7 @@ from app.cli.command import Command
 GROUPS: tuple[str, ...] = (
     "serve",
     "swarms",
+    "find",
     "invites",
     "status",
     "pause",
@@ -24,6 +25,8 @@ GROUPS: tuple[str, ...] = (
     "adapters",
     "bench",
     "plan",
+    "keys",
+    "use",
     "config",
     "identity",
     "doctor",

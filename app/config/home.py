@@ -112,6 +112,7 @@ class Home:
     )
     visit_peers_file = HomeFile("visit-peers.json", "addresses of peers met on such visits", private=True)
     token_file = HomeFile("token", "bearer token of the control API", private=True)
+    keys_file = HomeFile("keys.json", "hashes of programs' keys, and their limits (`app.config.keys`)", private=True)
     swarms_file = HomeFile(
         "swarms.json", "saved swarms and their secrets (`app.swarm.saved`)", private=True, related=("swarms.lock",)
     )

@@ -132,6 +132,8 @@ NEXT_STEPS: dict[str, str] = {
     "no_such_address": "`shoal config set api_host 127.0.0.1`",
     "failed": "do what the message says",
     "wrong_token": "use the token from the file `token` in the home folder",
+    "key_not_allowed": "use the token from the file `token` in the home folder",
+    "rate_limited": "wait as long as the header retry-after says; `shoal keys` shows the limits",
     "foreign_host": "use http://127.0.0.1 or http://localhost, or set api_host",
     "foreign_origin": "to allow a site, add it with `shoal config set api_origins`",
     "internal": _REPORT,

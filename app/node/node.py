@@ -23,6 +23,7 @@ from app.api import server
 from app.api.control import Joining
 from app.api.event_log import EventLog
 from app.api.guard import Application
+from app.api.keys import KeyRing
 from app.api.response_store import ResponseStore
 from app.api.routes import build_application
 from app.api.supervisor import ApiHealth, ApiSupervisor
@@ -183,8 +184,14 @@ class Node:
 
     def _application(self) -> Application:
         everywhere = not ip_address(self.config().settings.api_host).is_loopback
-        store = ResponseStore(self._home.responses_file)
-        return build_application(self, api_token(self._home), self._version, everywhere=everywhere, store=store)
+        return build_application(
+            self,
+            api_token(self._home),
+            self._version,
+            everywhere=everywhere,
+            store=ResponseStore(self._home.responses_file),
+            keys=KeyRing(self._home.keys_file),
+        )
 
     async def _shut_down(self, api: ApiSupervisor) -> None:
         """Leave the swarm while the API still reports it, then end the event streams, then the API."""

@@ -40,6 +40,7 @@ class GrammarState:
 
     def __init__(self, matcher: LLMatcher, end_ids: Collection[int], field: str) -> None:
         self._matcher, self._end_ids, self._field = matcher, frozenset(end_ids), field
+        self._is_lost = False  # the library failed
 
     def masks(self, guesses: Sequence[int] = ()) -> list[bytes | None]:
         """Return the tokens allowed next, and after each guess, one bit each; None where no token can count.
@@ -66,7 +67,10 @@ class GrammarState:
             return None
         try:
             mask = self._matcher.compute_bitmask()
-        except Exception:  # whatever the library raises, this reply alone must fail
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # whatever the library raises, and be it a Rust panic, this reply alone must fail
+            self._is_lost = True
             return None
         return None if self._matcher.is_error() else mask
 
@@ -82,7 +86,7 @@ class GrammarState:
     @property
     def problem(self) -> ConstraintError | None:
         """The reason why the grammar cannot be followed any more, if it cannot."""
-        if not self._matcher.is_error():
+        if not (self._is_lost or self._matcher.is_error()):
             return None
         return ConstraintError(self._field, f"too complex to follow ({_line(self._matcher.get_error())}): simplify it")
 
@@ -99,12 +103,14 @@ class GrammarCompiler:
         """Return the compiled constraint; raises `ConstraintError` if it is wrong."""
         if len(constraint.text) > MAX_CHARS:
             raise ConstraintError(constraint.field, f"longer than {MAX_CHARS} characters")
+        vocabulary = self._vocabulary()
         try:
             text = _source(constraint)
-        except (ValueError, RecursionError, TypeError) as error:
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a Rust panic does not derive from Exception
             raise ConstraintError(constraint.field, _line(str(error))) from error
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
         if matcher.is_error():
             raise ConstraintError(constraint.field, _line(matcher.get_error()))
         return Grammar(matcher, constraint.field)

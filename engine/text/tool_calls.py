@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -308,7 +308,7 @@ class ReplyReader:
     def __init__(self, form: CallFormat | None, *, thinking: bool = False) -> None:
         self._form = form
         self._held = ""
-        self._state = "thought_begins" if thinking else "start"
+        self._read: Callable[[bool], list[ReplyPart]] = self._read_thought_begins if thinking else self._read_start
         self._count = 0
         self._id = ""
         self._arguments = _JsonScanner()
@@ -323,9 +323,9 @@ class ReplyReader:
         self._held += text
         parts: list[ReplyPart] = []
         before = None
-        while before != (self._state, len(self._held)):
-            before = self._state, len(self._held)
-            parts += getattr(self, f"_read_{self._state}")(last)
+        while before != (self._read, len(self._held)):
+            before = self._read, len(self._held)
+            parts += self._read(last)
         return parts
 
     def _read_start(self, last: bool) -> list[ReplyPart]:
@@ -335,31 +335,31 @@ class ReplyReader:
         if not last and any(start.startswith(text) and start != text for start in starts):
             return []
         if text.startswith(THINK):
-            self._held, self._state = text[len(THINK) :], "thought_begins"
+            self._held, self._read = text[len(THINK) :], self._read_thought_begins
         elif self._form is LLAMA and text.startswith(starts[1:]):
-            self._state = "calls"
+            self._read = self._read_calls
         else:
-            self._state = "text"
+            self._read = self._read_text
         return []
 
     def _read_thought_begins(self, last: bool) -> list[ReplyPart]:
         """Drop the empty lines before a thought."""
         self._held = self._held.lstrip("\n")
         if self._held:
-            self._state = "thought"
+            self._read = self._read_thought
         return []
 
     def _read_thought(self, last: bool) -> list[ReplyPart]:
         thought, found = self._until(END_THINK, last)
         if found:
-            self._state = "after_thought"
+            self._read = self._read_after_thought
         return [ThoughtText(thought)] if thought else []
 
     def _read_after_thought(self, last: bool) -> list[ReplyPart]:
         """Drop the empty lines between thought and answer."""
         self._held = self._held.lstrip("\n")
         if self._held or last:
-            self._state = "start" if self._form is LLAMA else "text"
+            self._read = self._read_start if self._form is LLAMA else self._read_text
         return []
 
     def _read_text(self, last: bool) -> list[ReplyPart]:
@@ -367,7 +367,7 @@ class ReplyReader:
             said, self._held = self._held, ""
         else:
             said, found = self._until(self._form.mark, last)
-            self._state = "calls" if found else "text"
+            self._read = self._read_calls if found else self._read_text
         return [SaidText(said)] if said else []
 
     def _until(self, mark: str, last: bool) -> tuple[str, bool]:
@@ -386,7 +386,7 @@ class ReplyReader:
         if head is None:
             return []
         name = json.loads(f'"{head[1]}"') if has_key else head[1].strip()
-        self._held, self._state = self._held[head.end() :], "arguments"
+        self._held, self._read = self._held[head.end() :], self._read_arguments
         self._id, self._arguments = f"call_{secrets.token_hex(12)}", _JsonScanner()
         self._count += 1
         return [CallPiece(self._count - 1, self._id, name, "")]
@@ -397,7 +397,7 @@ class ReplyReader:
         size = self._arguments.scan(self._held)
         piece, self._held = self._held[:size], self._held[size:]
         if self._arguments.is_over:
-            self._state = "calls"
+            self._read = self._read_calls
         return [CallPiece(self._count - 1, self._id, None, piece)] if piece else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,3 +160,23 @@ def test_equal_tokens_are_drawn_in_their_order_with_a_short_head() -> None:
     for position in range(50):
         request = SampleRequest((), Sampling(1.0, top_k=3, seed=9), position)
         assert int(_draw(logits, [request], 8)) in (60, 0, 1)
+
+
+@given(logits=logit_lists, sampling=samplings, bars=st.sets(st.integers(0, 39)), position=st.integers(0, 99))
+def test_only_allowed_tokens_are_drawn_and_biases_count(
+    logits: list[float], sampling: Sampling, bars: set[int], position: int
+) -> None:
+    allowed = [token for token in range(len(logits)) if token not in bars]
+    if not allowed:
+        return
+    bits = bytearray(8)
+    for token in allowed:
+        bits[token // 8] |= 1 << token % 8
+    row = torch.tensor([logits])
+    request = SampleRequest([0], sampling, position, bytes(bits))
+    assert int(sample_rows(row, [request])) in allowed
+    pushed = replace(sampling, temperature=0, repetition_penalty=1.0, logit_bias=((allowed[-1], 100.0),))
+    assert int(sample_rows(row, [SampleRequest([0], pushed, position, bytes(bits))])) == allowed[-1]
+    alone = SampleRequest([0], sampling, position)
+    both = sample_rows(torch.cat([row, row]), [request, alone]).tolist()
+    assert both[1] == int(sample_rows(row, [alone]))  # another row's mask changes nothing here

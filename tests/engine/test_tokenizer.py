@@ -132,8 +132,8 @@ def test_digits_stand_alone_in_smollm(tmp_path: Path) -> None:
     assert len(tokenizer.encode("2024")) == 4
 
 
-def streamed(tokenizer: Tokenizer, ids: Sequence[int], **options: bool) -> list[str]:
-    stream = tokenizer.stream(**options)
+def streamed(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> list[str]:
+    stream = tokenizer.stream(skip_special=skip_special)
     return [*(stream.push(index) for index in ids), stream.flush()]
 
 
@@ -254,3 +254,17 @@ def test_metadata_that_makes_no_tokenizer_is_refused(fields: dict[str, Any], tmp
     write_tokenizer_gguf(path, fields)
     with pytest.raises(SourceError, match=r"t\.gguf"):
         tokenizer_spec(read_header(path))
+
+
+def test_the_bytes_of_tokens_make_the_text(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
+    for text in ("the héllo\n", "hello ☃"):
+        for tokenizer in (byte_level, sentencepiece):
+            ids = tokenizer.encode(text, add_special=False)
+            assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text.strip()
+    assert byte_level.token_bytes(10**9) == b""
+
+
+def test_chosen_special_tokens_are_shown(byte_level: Tokenizer) -> None:
+    start, end = (byte_level.token_id(text) or 0 for text in ("<|im_start|>", "<|im_end|>"))
+    stream = byte_level.stream(shown={start})
+    assert [stream.push(start), stream.push(end)] == ["<|im_start|>", ""]

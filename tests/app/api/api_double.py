@@ -11,6 +11,7 @@ import trio
 from app.api.client import Client
 from app.api.control import Joining
 from app.api.event_log import EventLog
+from app.api.keys import KeyRing
 from app.api.routes import build_application
 from app.api.server import open_socket, serve, url_of
 from app.asker.asker import PromptTooLong
@@ -239,13 +240,13 @@ class DoubleNode:
 
 
 @asynccontextmanager
-async def running_api(node: DoubleNode) -> AsyncIterator[Client]:
+async def running_api(node: DoubleNode, keys: KeyRing | None = None) -> AsyncIterator[Client]:
     """The real server on a free port, and a client with the right token."""
     sock = open_socket(0, explicit=True)
     client = Client(url_of(sock), TOKEN)
     over = trio.Event()
     async with trio.open_nursery() as nursery:
-        await nursery.start(serve, build_application(node, TOKEN, "0"), sock, over.wait)
+        await nursery.start(serve, build_application(node, TOKEN, "0", keys=keys), sock, over.wait)
         try:
             yield client
         finally:

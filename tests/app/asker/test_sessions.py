@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from app.asker.route_session import SessionSettings
 from app.core.errors import AppError
 from app.routing.route import NoRoute
 from engine.local_model import load_local, local_options
+from engine.model.attention import Segment
 from engine.model.block import WeightOptions
 from engine.model.hosted_span import HostedSpan
 from engine.model.span import SpanOptions, load_span
@@ -22,6 +24,7 @@ from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
 from engine.sources.opening import open_source
 from engine.swarm_ends import load_swarm_ends
+from engine.text.output_form import Constraint
 from engine.text.reply import ReplySettings
 from engine.text.sampler import Sampling
 from p2p.memory.fabric import open_fabric
@@ -258,6 +261,64 @@ async def test_the_swarm_writes_what_one_process_writes(autojump_clock: MockCloc
             assert reply.stats.token_ids == expected.writer.token_ids
             assert "".join(pieces) == text
             assert reply.stats.recoveries == (1 if victim else 0)
+        await no_leaks(swarm)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_reply_in_a_form_survives_a_hop_and_is_what_one_process_writes(
+    autojump_clock: MockClock, tiny: ModelSource
+) -> None:
+    local = load_local(tiny, local_options(tiny, CPU, torch.float32, 1 << 32))
+    ends = load_swarm_ends(tiny, WeightOptions(CPU, torch.float32))
+    schema = {"type": "array", "items": {"enum": ["shoal", "reef"]}, "minItems": 6, "maxItems": 9}
+    grammar = ends.text.grammars.compile(Constraint("json", json.dumps(schema), "f"))
+    prompt = local.prompt_ids([{"role": "user", "content": '["shoal", "reef", "shoal", "reef"]'}])
+    settings = ReplySettings(200, Sampling(temperature=0.9, seed=2), grammar=grammar, logprobs=2)
+    expected = local.reply(prompt, settings)
+    text = "".join(expected)
+    assert 6 <= len(json.loads(text)) <= 9
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        swarm = SessionSwarm(fabric, nursery)
+        for name, start, stop in (("a", 0, 4), ("b", 4, 8), ("c", 4, 8)):
+            span = load_span(tiny, start, stop, SpanOptions(CPU, torch.float32, kv_bytes=1 << 22))
+            await swarm.serve(name, SessionRunner(HostedSpan([span])))
+        asker = await swarm.asker("asker", ends)
+        for victim in (None, "a hop"):
+            async with asker.reply(prompt, settings, max_tokens=200) as reply:
+                pieces = []
+                async for piece in reply:
+                    pieces.append(piece)
+                    if victim and len(pieces) == 10:
+                        swarm.kill(reply.stats.route[1].peer)
+            assert reply.stats.token_ids == expected.writer.token_ids
+            assert "".join(piece.text for piece in pieces) == text
+            assert reply.stats.finish_reason == "stop"
+            assert all(len(piece.logprob.top) == 2 and piece.logprob.logprob <= 0 for piece in pieces)
+        await no_leaks(swarm)
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_embedding_is_the_mean_of_what_the_last_block_says(
+    autojump_clock: MockClock, tiny: ModelSource
+) -> None:
+    ids = list(range(32, 90))
+    span = load_span(tiny, 0, 8, SpanOptions(CPU, torch.float32, kv_bytes=1 << 22))
+    ends = load_swarm_ends(tiny, WeightOptions(CPU, torch.float32))
+    whole = span.step(ends.both.embed(ids), [Segment(span.open(len(ids)), 0, len(ids))]).double().mean(dim=0)
+    async with open_fabric() as fabric, trio.open_nursery() as nursery:
+        swarm = SessionSwarm(fabric, nursery)
+        for name, start, stop in (("a", 0, 4), ("b", 4, 8), ("c", 4, 8)):
+            part = load_span(tiny, start, stop, SpanOptions(CPU, torch.float32, kv_bytes=1 << 22))
+            await swarm.serve(name, SessionRunner(HostedSpan([part])))
+        asker = await swarm.asker("asker", ends)
+        for victim in (None, "b"):
+            if victim:
+                swarm.kill(victim)
+            states = await asker.hidden_states(ids)
+            assert len(states) == len(ids)
+            assert ends.mean(states) == pytest.approx((whole / whole.norm()).tolist(), abs=1e-4)
+        with pytest.raises(PromptTooLong):
+            await asker.hidden_states([1] * 5000)
         await no_leaks(swarm)
         nursery.cancel_scope.cancel()
 

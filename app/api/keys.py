@@ -1,0 +1,119 @@
+"""Keys of programs: which one a request has, and whether its limits allow one more.
+
+Tokens of the last minute count: those written as they come, those of the prompt at the end of the reply.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+
+import trio
+
+from app.asker.reply import ReplyDone, ReplyEvent, ReplyText
+from app.config.keys import ApiKey, KeyFileError, digest_of, read_keys
+from app.core.reasons import Reason, because
+
+WINDOW_S = 60.0
+
+log = logging.getLogger("shoal.api")
+
+
+class KeyMeter:
+    """What one key has used."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self._spent: deque[tuple[float, int]] = deque()  # (time, tokens), the latest last
+
+    def spend(self, tokens: int, now: float) -> None:
+        """Count tokens."""
+        if self._spent and self._spent[-1][0] == now:
+            tokens += self._spent.pop()[1]
+        self._spent.append((now, tokens))
+
+    def refusal(self, key: ApiKey, now: float) -> tuple[Reason, int] | None:
+        """Return why one more request is refused, and the seconds after which to try again; None if it is not."""
+        while self._spent and self._spent[0][0] <= now - WINDOW_S:
+            self._spent.popleft()
+        if key.at_once is not None and self.active >= key.at_once:
+            text = f"the key {key.name} may have {key.at_once} requests under way: wait until one has ended"
+            return because("rate_limited", text), 1
+        if key.tokens_per_minute is None or sum(tokens for _, tokens in self._spent) < key.tokens_per_minute:
+            return None
+        wait_s = max(1, math.ceil(self._spent[0][0] + WINDOW_S - now))
+        text = f"the key {key.name} has used its {key.tokens_per_minute} tokens of this minute: wait {wait_s} s"
+        return because("rate_limited", text), wait_s
+
+
+class KeyRing:
+    """The keys of one home, read again when their file changes, and the meter of each."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._seen: tuple[int, int] | None = None  # time and size of the file that was read
+        self._keys: tuple[ApiKey, ...] = ()
+        self._meters: dict[str, KeyMeter] = {}
+
+    def find(self, given: bytes) -> ApiKey | None:
+        """Return the key of this text."""
+        digest = digest_of(given)
+        return next((key for key in self._current() if hmac.compare_digest(key.digest, digest)), None)
+
+    def meter(self, key: ApiKey) -> KeyMeter:
+        """Return the meter of a key."""
+        return self._meters.setdefault(key.digest, KeyMeter())
+
+    def _current(self) -> tuple[ApiKey, ...]:
+        if self._file is None:
+            return ()
+        try:
+            facts = self._file.stat()
+            seen = (facts.st_mtime_ns, facts.st_size)
+            if seen != self._seen:
+                self._keys, self._seen = read_keys(self._file), seen
+                kept = {key.digest for key in self._keys}
+                self._meters = {digest: meter for digest, meter in self._meters.items() if digest in kept}
+        except FileNotFoundError:
+            self._keys, self._seen = (), None
+        except (OSError, KeyFileError) as error:
+            log.error("no key is accepted: %s", error)
+            return ()
+        return self._keys
+
+
+_meter: ContextVar[KeyMeter | None] = ContextVar("_meter", default=None)
+
+
+@contextmanager
+def using(meter: KeyMeter) -> Iterator[None]:
+    """Count a request and its replies for a key."""
+    meter.active += 1
+    token = _meter.set(meter)
+    try:
+        yield
+    finally:
+        _meter.reset(token)
+        meter.active -= 1
+
+
+def metered(events: AsyncGenerator[ReplyEvent, None]) -> AsyncGenerator[ReplyEvent, None]:
+    """Return a reply whose tokens count for the key of the present request, if it has one."""
+    meter = _meter.get()
+    return events if meter is None else _counted(events, meter)
+
+
+async def _counted(events: AsyncGenerator[ReplyEvent, None], meter: KeyMeter) -> AsyncGenerator[ReplyEvent, None]:
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, ReplyText):
+                meter.spend(1, trio.current_time())
+            elif isinstance(event, ReplyDone):
+                meter.spend(event.stats.prompt_tokens - event.stats.cached_tokens, trio.current_time())
+            yield event
