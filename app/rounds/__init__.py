@@ -1,4 +1,4 @@
-"""Training a model together: islands that make many steps alone and merge what they learned in rounds.
+"""Training together: islands make many steps alone and merge what they learned in rounds.
 
 Pure: `record` is the job, `log` the signed rounds that can be replayed, `statements` what islands say of a round under
 way, `reading` which sequences an island reads, and `decisions` who leads, who is waited for and who is left out.

@@ -1,4 +1,4 @@
-"""Fine-tuning by low-rank adapters (LoRA), and training of all weights: passes, gradients, optimisers and files.
+"""Training: LoRA adapters and whole weights, their passes, gradients, optimisers and files.
 
 Adapters are `adapters`, `products`, `span`, `local_trainer` and `peft_format`; all weights are `parameters`, `full` and
 `export`, and what islands exchange is `codecs` and `outer`. Knows tensors and blocks, no peers, no files of the
