@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -290,6 +290,13 @@ class SwarmTrainer:
         parts = [await self._states.keep(self.run_id, state) for state in states]
         self.snapshot = Snapshot(version, tuple(parts))
         self.version = version
+
+    def leave_out(self, hops: Iterable[tuple[str, str]]) -> None:
+        """Do without hops that an earlier run left out, for these reasons."""
+        for peer, why in hops:
+            self.figures.left_out[peer] = why
+            self._refused.add(peer)
+            self._refusals[peer] = f"{peer}: {why}"
 
     async def close(self) -> None:
         """Remove what this node keeps for the job."""

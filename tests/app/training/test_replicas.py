@@ -241,6 +241,16 @@ async def test_of_two_that_differ_one_is_left_and_both_are_doubted(source: Model
         assert book.standing("n0").trusted
 
 
+async def test_who_was_left_out_before_a_pause_stays_out(source: ModelSource, tmp_path: Path) -> None:
+    async with open_job_swarm(source, tmp_path, ALL, ALL) as swarm:
+        losses, owner = Losses(), owner_of(swarm)
+        owner.leave_out([("n0", "it lied")])
+        await owner.run(1, few, losses)
+        losses.check(one_process(source, 1))
+        assert [hop.peer for hop in owner.route] == ["n1"]
+        assert owner.figures.left_out == {"n0": "it lied"}
+
+
 async def check_bad_sums(source: ModelSource, folder: Path, spoilt: Callable[[bytes], bytes], why: str) -> None:
     """A holder whose sums cannot be used is left."""
     losses = Losses()
