@@ -88,6 +88,8 @@ def _show(job: Job, *, as_json: bool) -> int:
         print(f"loss        {progress.losses[0]:.3f} at first, {progress.losses[-1]:.3f} now")
     for step, loss in progress.validation:
         print(f"validation  {loss:.3f} after step {step}")
+    for peer, why in progress.left_out:
+        print(f"left out    {peer}: {why}")
     return 0
 
 

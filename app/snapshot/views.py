@@ -341,6 +341,7 @@ class JobView:
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    left_out: dict[str, str] | None = None  # hop that trained wrongly, or may have -> how that was found
     cut: int = 0  # records that are longer than the job's length
     dropped: int = 0  # of these, those with no answer left
     hops: tuple[JobHopView, ...] = ()
@@ -348,7 +349,6 @@ class JobView:
     micro_batches_again: int = 0
     rejected: dict[str, int] | None = None  # hop -> frames that were not computed with
     rejected_why: dict[str, str] | None = None  # hop -> the latest reason
-    left_out: dict[str, str] | None = None  # hop that trained wrongly, or may have -> how that was found
     audits: int = 0  # of hops whose blocks others hold too
     lost: tuple[str, ...] = ()  # why the latest recoveries were needed
     bytes_out: int = 0

@@ -1,9 +1,9 @@
 """Decides which holder of a job is audited after a step, and who lied if results differ. Pure.
 
 An audit computes a holder's micro-batches of a step again, at another holder and the same version: all of them, because
-their sum is all that a holder has answered for. Audited is at once who stands apart, and every few steps who has agreed
-least with the others; so somebody who hides in the noise of the data is found too. Nobody is left out for being far
-from the others, only for sums that another holder cannot reproduce and a third one contradicts.
+their sum is all that a holder has answered for. Audited is at once who stands apart, a new holder in its first steps,
+and every few steps who has agreed least with the others; so somebody who hides in the noise of the data is found too.
+Nobody is left out for being far from the others, only for sums that others contradict.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Caution:
     """How a job guards itself against holders that lie."""
 
     clips: bool = True  # sums of three or more holders
-    audit_every: int | None = 10  # steps between two audits that nothing prompted; None: no audits at all
+    audit_every: int | None = 10  # steps between two audits that nothing else prompted; None: no audits at all
     rest: int = 5  # steps in which a holder that an audit has cleared is not audited for standing apart
 
 
@@ -50,19 +50,18 @@ class AuditLots:
         apart: dict[str, Span] = {}
         seen: dict[str, Span] = {}
         for span, shares in runs.items():
-            if len(shares) < 2:
-                continue
-            for peer, cosine in agreement(shares).items():
-                self._agreement.setdefault(peer, Ewma(0.2)).add(cosine)
-                seen.setdefault(peer, span)
+            seen.update({share.peer: span for share in shares})
+            if len(shares) > 1:
+                for peer, cosine in agreement(shares).items():
+                    self._agreement.setdefault(peer, Ewma(0.2)).add(cosine)
             for peer in standing_apart(shares):
                 if version - self._cleared_at.get(peer, -self._caution.rest) >= self._caution.rest:
                     apart.setdefault(peer, span)
         self._waited += 1
-        if not apart and seen and self._waited >= every:
-            # The one that agreed least; of those that agreed alike, the one that was not cleared for longest.
-            last = min(seen, key=lambda peer: (self._score(peer, version), self._cleared_at.get(peer, -1), peer))
-            apart[last] = seen[last]
+        drawn = [peer for peer in seen if self._waited >= every or peer not in self._cleared_at]
+        if drawn and not apart:
+            peer = min(drawn, key=lambda peer: (self._score(peer, version), peer))
+            apart[peer] = seen[peer]
         if apart:
             self._waited = 0
         return [Suspect(peer, span) for peer, span in apart.items()]
@@ -72,10 +71,11 @@ class AuditLots:
         self._cleared_at[peer] = version
 
     def _score(self, peer: str, version: int) -> float:
-        """Agreement of a holder, 1 if it was cleared just now."""
+        """Agreement of a holder with the others; the shorter ago it was cleared, the more is added."""
         every = self._caution.audit_every or 1
+        known = self._agreement.get(peer)
         since = version - self._cleared_at.get(peer, -10 * every)
-        return self._agreement[peer].value + max(0.0, 1 - since / (10 * every))
+        return (known.value if known is not None else 0.0) + max(0.0, 1 - since / (10 * every))
 
 
 class Answer(NamedTuple):

@@ -493,23 +493,25 @@ class TrainingServer:
             }
             job.handed_over = b"".join(taken[block] for run in order.wanted for block in run.blocks())
             job.sums = SumsBuffer(sum(map(len, taken.values())))
-        for parts in sums_frames(job.run, frame.epoch, frame.position, job.handed_over):
+        for parts in sums_frames(job.run, frame.epoch, frame.position, order.round, job.handed_over):
             await job.answers.push(OutboundFrame(parts, Priority.BULK))
 
     async def _sums(self, job: HopJob, sender: str, frame: Frame) -> None:
-        """Take the sums of all holders in place of its own."""
-        if not job.ledger.is_current(frame.epoch, frame.position) or not job.ledger.awaits_sums or job.sums is None:
+        """Take the sums of all holders in place of its own, and say so."""
+        ledger = job.ledger
+        if not ledger.is_current(frame.epoch, frame.position) or frame.width != ledger.round or job.sums is None:
             job.dropped["stale"] += 1
             return
         data = job.sums.add(frame)
         if data is None:
             return
         blocks, at = self._blocks(job), 0
-        for block in (block for run in job.ledger.order.shared for block in run.blocks()):
+        for block in (block for run in ledger.order.shared for block in run.blocks()):
             part = memoryview(data)[at : at + blocks.sums_bytes]
             await self._device.run_later(blocks.set_sums, block, part)
             at += len(part)
-        job.ledger.agreed()
+        ledger.agreed()
+        await self._answer(job, plain(Kind.REDUCE, job.run, frame.epoch, frame.position))
 
     async def _step(self, job: HopJob, sender: str, frame: Frame) -> None:
         order = decode_step(frame)

@@ -27,6 +27,7 @@ Status = Literal["running", "paused", "finished", "stopped", "failed"]
 STATUSES: tuple[Status, ...] = ("running", "paused", "finished", "stopped", "failed")
 ENDED = ("finished", "stopped")
 MAX_LOSSES = 10_000
+MAX_LEFT_OUT = 256
 _MAX_PROGRESS_BYTES = 4 * 2**20
 _MAX_SOURCE_BYTES = 64 * 1024
 _STATE_MAGIC = b"shoal job state 1\n"
@@ -43,6 +44,7 @@ class Progress:
     losses: tuple[float, ...] = ()  # of each step, the last `MAX_LOSSES`
     validation: tuple[tuple[int, float], ...] = ()  # (step, loss on data that is not trained on)
     why: str = ""  # the error of a failed job
+    left_out: tuple[tuple[str, str], ...] = ()  # (hop that trained wrongly, or may have; how that was found)
 
     def after_step(self, step: int, loss: float, tokens: int, seconds: float) -> Progress:
         """Return the progress after one more step, which counted so many tokens."""
@@ -237,6 +239,9 @@ def _progress(fields: Fields) -> Progress:
         isinstance(pair, list) and len(pair) == 2 and all(type(each) in numbers for each in pair) for pair in validation
     ):
         fields.refuse("losses", "numbers")
+    left_out = fields.items("left_out", MAX_LEFT_OUT, [])
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(type(e) is str for e in pair) for pair in left_out):
+        fields.refuse("left_out", "pairs of a peer and a reason")
     return Progress(
         status=status,
         step=fields.integer("step", 0, 10**9),
@@ -245,4 +250,5 @@ def _progress(fields: Fields) -> Progress:
         losses=tuple(losses),
         validation=tuple((int(step), float(loss)) for step, loss in validation),
         why=fields.text("why", 4096),
+        left_out=tuple((peer, why) for peer, why in left_out),
     )

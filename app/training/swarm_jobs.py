@@ -20,7 +20,7 @@ from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
 from app.routing.route import Route
-from app.training.job_store import Job, JobStore, Progress, require_unfinished
+from app.training.job_store import MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
     JobHooks,
@@ -218,6 +218,7 @@ class SwarmJobs:
             blocks = [states[block] for block in sorted(states)]
             version = await trio.to_thread.run_sync(version_of, blocks[0], adapter_settings(record), config)
             await trainer.resume(version, blocks)
+        trainer.leave_out(job.progress.left_out)
         progress = back_at(trainer.version, job, material)
         await self._nursery.start(self._run_job, RunningJob(job, progress, trainer, material))
 
@@ -296,7 +297,10 @@ class _Watch:
             progress = back_at(done.version - 1, replace(running.job, progress=progress), self._material)
         seconds = now - self._step_at
         running.step_s = [*running.step_s[-19:], seconds]
-        running.progress = progress.after_step(done.version, done.loss, done.tokens, seconds)
+        left_out = tuple(running.trainer.figures.left_out.items())[-MAX_LEFT_OUT:]
+        running.progress = replace(
+            progress.after_step(done.version, done.loss, done.tokens, seconds), left_out=left_out
+        )
         if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
             self._told_at = now
             self._jobs.save_progress(self._record.id, running.progress)

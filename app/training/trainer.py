@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -290,6 +290,13 @@ class SwarmTrainer:
         parts = [await self._states.keep(self.run_id, state) for state in states]
         self.snapshot = Snapshot(version, tuple(parts))
         self.version = version
+
+    def leave_out(self, hops: Iterable[tuple[str, str]]) -> None:
+        """Do without hops that an earlier run left out, for these reasons."""
+        for peer, why in hops:
+            self.figures.left_out[peer] = why
+            self._refused.add(peer)
+            self._refusals[peer] = f"{peer}: {why}"
 
     async def close(self) -> None:
         """Remove what this node keeps for the job."""
@@ -855,12 +862,28 @@ class _Epoch:
         agreed: dict[Span, Numbers] = {}
         for span, shares in runs.items():
             agreed[span] = await device.run_later(partial(reduced, clipped=caution.clips), shares)
-        for link in self._links.values():
-            data = b"".join(agreed[span].tobytes() for span in self._plan.shared(link.hop.peer))
-            for parts in sums_frames(self._owner.run_id, self._epoch, self.version, data):
-                self._owner.figures.bytes_out += sum(map(len, parts))
-                await link.outbox.push(OutboundFrame(parts, Priority.BULK))
+        await self._hand_out(agreed)
         return [await device.run_later(squared_norm, sums) for sums in agreed.values()]
+
+    async def _hand_out(self, agreed: Mapping[Span, Numbers]) -> None:
+        """Send the sums of all holders to each, and wait until they have them: an order would overtake them."""
+        owner, waiting = self._owner, {index for index, link in self._links.items() if self._plan.shared(link.hop.peer)}
+
+        async def send_rest() -> None:
+            for index in waiting:
+                link = self._links[index]
+                data = b"".join(agreed[span].tobytes() for span in self._plan.shared(link.hop.peer))
+                for parts in sums_frames(owner.run_id, self._epoch, self.version, self._round, data):
+                    owner.figures.bytes_out += sum(map(len, parts))
+                    await link.outbox.push(OutboundFrame(parts, Priority.BULK))
+
+        await send_rest()
+        while waiting:
+            came = await self._next()
+            if came is None:
+                await send_rest()
+            elif came[1].kind == Kind.REDUCE:
+                waiting.discard(came[0])
 
     async def _collect(self, wanted: Mapping[str, Sequence[Span]]) -> dict[tuple[str, Span], Numbers]:
         """Have all holders hand over their sums, and return those that are wanted, by peer and run of blocks."""
@@ -882,7 +905,7 @@ class _Epoch:
             came = await self._next()
             if came is None:
                 await order_rest()
-            elif came[1].kind == Kind.SUMS and came[1].position == version and came[0] in buffers.keys() - found.keys():
+            elif came[1].kind == Kind.SUMS and self._is_of_round(came[1]) and came[0] in buffers.keys() - found.keys():
                 link = self._links[came[0]]
                 data = self._checked(link, buffers[came[0]].add, came[1])
                 if data is not None:
@@ -898,6 +921,9 @@ class _Epoch:
                 sums[peer, span] = numbers[at : at + size]
                 at += size
         return sums
+
+    def _is_of_round(self, frame: Frame) -> bool:
+        return (frame.position, frame.width) == (self.version, self._round)
 
     async def _audit(self, suspect: Suspect, progress: StepProgress, batches: Sequence[Any], claimed: Numbers) -> None:
         """Have a holder's micro-batches computed again by others; raises `HopLost` for who lied, or may have."""

@@ -20,8 +20,10 @@ several hops hold a block there are several ways, and a hop has neighbours and b
     TALLY     A>H  ask what the sums of this version contain
     TALLY     H>A  a JSON object (`Tally`)
     REDUCE    A>H  a JSON object (`ReduceOrder`): hand over the sums of blocks that others hold too, and begin new ones
-    SUMS      H>A  float32 numbers: the sums of the blocks that were asked for, one after another; revision: which slice
+    SUMS      H>A  float32 numbers: the sums of the blocks that were asked for, one after another; revision: number of
+                   the slice, width: number of the round
     SUMS      A>H  the same for all blocks that others hold too: the sums of all their holders, which replace its own
+    REDUCE    H>A  it has the sums of all holders
     STEP      A>H  a JSON object (`StepOrder`): make the next version beside the current one
     STEP      H>A  a JSON object: `root`, the hash of the next version
     COMMIT    A>H  this version, the next one, is the current one from now on
@@ -316,11 +318,14 @@ def decode_reduce(frame: Frame, order: JobOrder) -> ReduceOrder:
     return ReduceOrder(fields.integer("round", 0, MAX_ROUNDS), wanted)
 
 
-def sums_frames(run: bytes, epoch: int, version: int, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield header and body of each SUMS frame that these numbers take."""
+def sums_frames(run: bytes, epoch: int, version: int, number: int, data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield header and body of each SUMS frame that the numbers of a round take."""
     for index, at in enumerate(range(0, len(data), SLICE_BYTES)):
         body = data[at : at + SLICE_BYTES]
-        yield header(Kind.SUMS, run, epoch, version, dtype=DTYPES["f32"], revision=index, length=len(body)), body
+        head = header(
+            Kind.SUMS, run, epoch, version, dtype=DTYPES["f32"], revision=index, width=number, length=len(body)
+        )  # fmt: skip
+        yield head, body
 
 
 class SumsBuffer:

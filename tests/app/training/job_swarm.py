@@ -33,6 +33,7 @@ from tests.engine.training import OPTIONS, SCHEDULE, micro_batch, trainer
 
 SETTINGS = AdapterSettings(rank=4, alpha=8.0, seed=3)
 PATIENCE = Patience(open_s=1.0, ready_s=20.0, quiet_s=0.2, probe_s=0.3, route_s=2.0)
+UNHURRIED = replace(PATIENCE, open_s=5.0, quiet_s=2.0, probe_s=20.0)  # nobody is taken for dead on a busy machine
 
 
 def batches_of(version: int) -> list[MicroBatch]:
@@ -185,14 +186,19 @@ class JobSwarm:
         """All nodes with all of their blocks."""
         return [Hop(name, node.span) for name, node in sorted(self.nodes.items()) if name not in avoid]
 
-    def poison(self, name: str, attack: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Let a node hand over other sums than it has."""
+    def poison(self, name: str, attack: Callable[[torch.Tensor], torch.Tensor], after: int = 0) -> None:
+        """Let a node hand over other sums than it has, after it handed over right ones so many times."""
 
         def change(blocks: Any) -> None:
-            take = blocks.take_sums
-            blocks.take_sums = lambda block: (
-                attack(torch.frombuffer(bytearray(take(block)), dtype=torch.float32)).numpy().tobytes()
-            )
+            take, times = blocks.take_sums, 0
+
+            def poisoned(block: int) -> bytes:
+                nonlocal times
+                times += block == blocks.start
+                sums = torch.frombuffer(bytearray(take(block)), dtype=torch.float32)
+                return bytes((attack(sums) if times > after else sums).numpy().tobytes())
+
+            blocks.take_sums = poisoned
 
         self.nodes[name].changes.append(change)
 
@@ -204,7 +210,7 @@ class JobSwarm:
         states = StateStore(network, self.folder / name, lambda peer: True)
         states.serve()
         config = self.source.config
-        order = order_of(settings, blocks=config.n_blocks, rows=64, wire="f32")
+        order = order_of(settings, blocks=config.n_blocks, rows=more.pop("rows", 64), wire="f32")
         rate_of = more.pop("rate_of", SCHEDULE.at)
         terms = JobTerms(order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config))
         terms = replace(terms, **more.pop("terms", {}))

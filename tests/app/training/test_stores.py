@@ -57,7 +57,7 @@ def test_jobs_are_found_by_the_beginning_of_their_id(jobs: JobStore) -> None:
 
 def test_a_job_whose_process_was_killed_is_paused(jobs: JobStore) -> None:
     job = jobs.create(RECORD, SOURCE)
-    progress = Progress("running", 3, 30, 1.5, (2.0, 1.5, 1.0), ((0, 2.5),))
+    progress = Progress("running", 3, 30, 1.5, (2.0, 1.5, 1.0), ((0, 2.5),), left_out=(("them", "it lied"),))
     jobs.save_progress(RECORD.id, progress)
     with jobs.hold(RECORD.id):
         assert jobs.find(RECORD.id).progress == progress
@@ -87,6 +87,24 @@ def test_a_state_is_read_as_it_was_written_or_refused(jobs: JobStore) -> None:
         path.write_bytes(damaged)
         with pytest.raises(AppError, match="is damaged"):
             jobs.load_state(RECORD.id)
+
+
+@pytest.mark.parametrize("left_out", [["a"], [["a"]], [["a", 1]], {"a": "b"}, [["a", "b"]] * 257])
+def test_progress_with_what_is_no_list_of_hops_is_refused(jobs: JobStore, left_out: object) -> None:
+    jobs.create(RECORD, SOURCE)
+    path = jobs.folder(RECORD.id) / "progress.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "left_out": left_out}))
+    with pytest.raises(RecordError, match="left_out"):
+        jobs.find(RECORD.id)
+
+
+def test_progress_of_an_earlier_version_is_read(jobs: JobStore) -> None:
+    jobs.create(RECORD, SOURCE)
+    path = jobs.folder(RECORD.id) / "progress.json"
+    values = json.loads(path.read_text())
+    del values["left_out"]
+    path.write_text(json.dumps(values))
+    assert jobs.find(RECORD.id).progress.left_out == ()
 
 
 @pytest.mark.parametrize(("file", "content"), [("progress.json", b"{"), ("record.json", b"{}"), ("source.json", b"")])

@@ -128,7 +128,8 @@ def test_sums_come_back_in_slices(numbers: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "SLICE_BYTES", 16)
         data = bytes(range(4 * numbers))
-        frames = [wire.decode(head + body) for head, body in wire.sums_frames(RUN, 1, 7, data)]
+        frames = [wire.decode(head + body) for head, body in wire.sums_frames(RUN, 1, 7, 3, data)]
+        assert {(frame.position, frame.width) for frame in frames} == {(7, 3)}
         buffer = wire.SumsBuffer(len(data))
         for _ in range(2):  # the first slice begins anew
             *early, last = [buffer.add(frame) for frame in frames]
