@@ -250,6 +250,8 @@ class SwarmTrainer:
         self._most_holders = terms.replicas
         self._times, self._lots = VirtualTimes(), AuditLots(terms.caution)
         self.run_id = new_session_id(network.peer_id)
+        # Apart from the states of its own node as a hop, which forgets them with the job.
+        self.states_run = b"owner" + self.run_id
         self.snapshot = Snapshot()
         self.version = self.snapshot.version
         self.figures = JobFigures()
@@ -287,7 +289,7 @@ class SwarmTrainer:
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
         """Go on from the states of all blocks at this version, which an earlier run has saved."""
-        parts = [await self._states.keep(self.run_id, state) for state in states]
+        parts = [await self._states.keep(self.states_run, state) for state in states]
         self.snapshot = Snapshot(version, tuple(parts))
         self.version = version
 
@@ -300,11 +302,11 @@ class SwarmTrainer:
 
     async def close(self) -> None:
         """Remove what this node keeps for the job."""
-        await self._states.forget(self.run_id)
+        await self._states.forget(self.states_run)
 
     async def final_states(self) -> list[bytes]:
         """Return the states of all blocks in the last snapshot."""
-        return await self._states.fetch(self.run_id, self.snapshot.states, self.snapshot.holders)
+        return await self._states.fetch(self.states_run, self.snapshot.states, self.snapshot.holders)
 
     async def _note_loss(self, lost: HopLost, failures: int) -> None:
         log.warning("training goes back to step %d: %s", self.snapshot.version, lost)
@@ -1039,7 +1041,7 @@ class _Epoch:
             self.differs |= votes < len(held)
             supplier = next(peer for peer in held if held[peer] == chosen)
             try:
-                await owner._states.fetch(owner.run_id, chosen, [supplier])
+                await owner._states.fetch(owner.states_run, chosen, [supplier])
             except trio.TooSlowError:
                 raise HopLost(supplier, "it did not send its states in time") from None
             states += chosen
@@ -1047,7 +1049,7 @@ class _Epoch:
         if others:
             keep = encode_parts(Kind.KEEP, owner.run_id, self._epoch, self.version, states, [owner._network.peer_id])
             await self._order_one(others[self.version % len(others)], Kind.KEEP, keep)
-        await owner._states.forget(owner.run_id, keep=states)
+        await owner._states.forget(owner.states_run, keep=states)
         kept_by = tuple(link.hop.peer for link in others)
         return Snapshot(self.version, tuple(states), kept_by)
 

@@ -205,10 +205,12 @@ class JobSwarm:
     def owner(
         self, name: str = "owner", *, every: int = 10, settings: AdapterSettings = SETTINGS, **more: Any
     ) -> SwarmTrainer:
-        """A node that owns a job and trains nothing itself."""
-        network: Network = more.pop("network", None) or self.fabric.node(name)
-        states = StateStore(network, self.folder / name, lambda peer: True)
+        """A node that owns a job; one of another name than the others trains nothing itself."""
+        network: Network = more.pop("network", None) or self.fabric.nodes.get(name) or self.fabric.node(name)
+        own = self.nodes.get(name)  # a node that trains blocks of its own job
+        states = StateStore(network, self.folder / name, lambda peer: True) if own is None else own.states
         states.serve()
+        more |= {} if own is None else {"own_server": own.server.attend}
         config = self.source.config
         order = order_of(settings, blocks=config.n_blocks, rows=more.pop("rows", 64), wire="f32")
         rate_of = more.pop("rate_of", SCHEDULE.at)

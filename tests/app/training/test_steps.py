@@ -46,6 +46,16 @@ async def test_losses_and_states_are_those_of_one_process(source: ModelSource, t
         assert not owner.figures.rejected
 
 
+async def test_an_owner_trains_all_blocks_of_its_job_itself(source: ModelSource, tmp_path: Path) -> None:
+    wanted, local = undisturbed(source, 3)
+    losses = Losses()
+    async with open_job_swarm(source, tmp_path, (0, source.config.n_blocks)) as swarm:
+        owner = swarm.owner("n0", every=1)
+        await owner.run(3, batches_of, losses)
+        losses.check(wanted)
+        await check_states(owner, local)
+
+
 async def test_summed_gradients_are_those_of_one_process(source: ModelSource, tmp_path: Path) -> None:
     local = trainer(source, SETTINGS)
     for number, batch in enumerate(batches_of(0)):
