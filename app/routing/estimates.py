@@ -76,9 +76,9 @@ class RateEstimates:
     """The estimated bytes a second from one peer to another; "" is this node.
 
     Only the receiver of bytes can measure how fast they come. What comes here, this node knows itself; what goes to
-    another peer, that peer says. Its word concerns its own links alone, and counts for `MOST_BELIEVED_BYTES_PER_S` at
-    most. A link that its receiver says nothing about is as fast as the slower of the sender's sending, as others have
-    seen it, and the receiver's receiving.
+    another peer, that peer says. Its word counts for `MOST_BELIEVED_BYTES_PER_S` at most, and concerns its own links
+    alone: of another peer it shows what that one can send, never what it cannot. A link that its receiver says nothing
+    about is as fast as the slower of the sender's sending and the receiver's receiving.
     """
 
     own_peer: str
@@ -98,8 +98,9 @@ class RateEstimates:
         return min(both, default=None)
 
     def up(self, peer: str) -> float | None:
-        """Bytes a second that a peer can send, as this node has seen, or else as the others say that it reached."""
-        return self.measured.get(peer, self.sent.get(tail(peer)))
+        """Bytes a second that a peer can send, as this node has seen, or else as others say if that is much."""
+        said = self.sent.get(tail(peer))
+        return self.measured.get(peer, None if said is None else max(said, ASSUMED_BYTES_PER_S))
 
     def down(self, peer: str) -> float | None:
         """Bytes a second that a peer can receive, as it says itself; this node's own come from its measurements."""
