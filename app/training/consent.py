@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from app.config.settings import Settings
 from app.core.network import Network
 from app.core.span import Span
+from app.routing.estimates import link_rates
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import NoRoute, Route, RouteRequest
+from app.routing.wire_choice import choose_wires
+from app.session.frame import INT8
 from app.swarm.records import Announcement
 from app.training.hop import TrainingTerms
 from app.training.trainer import RouteFinder
@@ -41,14 +44,17 @@ def job_routes(
     members: Callable[[], Sequence[Announcement]],
     preferences: Callable[[], PrivacyPreferences],
     n_blocks: int,
+    wire: str = "",
 ) -> RouteFinder:
     """Return a function that finds routes of jobs through members that train, as private as those of replies.
 
+    With `wire`, they are members that understand this number format.
     It raises `NoRoute`, which names the block that nobody trains and who holds it but does not train.
     """
 
     def willing(member: Announcement) -> bool:
-        return member.peer == network.peer_id or member.train != NEVER
+        able = wire != INT8 or INT8 in member.wires
+        return member.peer == network.peer_id or (member.train != NEVER and able)
 
     planner = RoutePlanner(network, lambda: [member for member in members() if willing(member)], preferences)
 
@@ -66,3 +72,11 @@ def job_routes(
             raise
 
     return find
+
+
+def is_slow(network: Network, members: Callable[[], Sequence[Announcement]], route: Route) -> bool:
+    """True if a job over this route should use rows of int8: a link is slow, and all hops understand them."""
+    known = members()
+    able = {network.peer_id, *(member.peer for member in known if INT8 in member.wires)}
+    rates = link_rates(network.peer_id, network.links(), known)
+    return {hop.peer for hop in route} <= able and bool(choose_wires(route, rates, able))

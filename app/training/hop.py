@@ -127,6 +127,8 @@ class HopJob:
     sizes: dict[int, UsualSize] = field(default_factory=lambda: {kind: UsualSize() for kind in PASSES})
     kept: dict[int, list[StatePart]] = field(default_factory=dict)  # version -> states on disk; the last two versions
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
+    sent_onwards: int = 0  # bytes of passes in this epoch, to the next hop
+    sent_back: int = 0  # and to the one before
 
     @property
     def span(self) -> Span:
@@ -343,6 +345,7 @@ class TrainingServer:
     async def _open(self, job: HopJob, sender: str, frame: Frame) -> None:
         order = decode_open(frame)
         job.ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.sent_onwards = job.sent_back = 0
         job.blocks = None  # frees its memory before the same is taken again
         if frame.epoch != job.ordered or self._make is None:
             return  # a later order is waiting
@@ -436,7 +439,7 @@ class TrainingServer:
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
         if await self._is_current(job, frame):
             norms = await self._device.run_later(self._blocks(job).squared_norms)
-            tally = Tally(((job.span, job.ledger.counted),), tuple(norms))
+            tally = Tally(((job.span, job.ledger.counted),), tuple(norms), (job.sent_onwards, job.sent_back))
             await self._answer(job, encode_tally(job.run, frame.epoch, frame.position, tally))
 
     async def _step(self, job: HopJob, sender: str, frame: Frame) -> None:
@@ -527,6 +530,10 @@ class TrainingServer:
             Kind(frame.kind), job.run, frame.epoch, one, dtype=order.wire, rows=frame.rows, width=frame.width,
             length=len(data),
         )  # fmt: skip
+        if frame.kind == Kind.BACK:
+            job.sent_back += len(head) + len(data)
+        else:
+            job.sent_onwards += len(head) + len(data)
         sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch)
         if not neighbour or not await self._outboxes.push(neighbour, sent, job.ledger.owner):
             await job.answers.push(sent)

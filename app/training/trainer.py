@@ -159,6 +159,7 @@ class JobFigures:
     lost: deque[str] = field(default_factory=lambda: deque(maxlen=64))  # why the latest epochs ended
     bytes_out: int = 0
     bytes_in: int = 0
+    link_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # (sender, receiver) -> bytes of passes
 
 
 class TrainingStopped(AppError):
@@ -345,6 +346,7 @@ class _Epoch:
         self._pause_s = Ewma(0.2)  # between two frames
         self._sizes = {kind: UsualSize() for kind in PASSES}
         self._rejected: Counter[str] = Counter()
+        self._sent: dict[int, tuple[int, int]] = {}  # hop -> bytes that it has sent in this epoch, as it said last
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -585,6 +587,7 @@ class _Epoch:
             width=self._ends.hidden_size, length=len(data),
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)
+        self._owner.figures.link_bytes[self._peers[0], self._links[index].hop.peer] += len(head) + len(data)
         await self._links[index].outbox.push(OutboundFrame((head, data), Priority.BULK))
 
     async def _is_passed_on(self, index: int, frame: Frame) -> bool:
@@ -625,11 +628,27 @@ class _Epoch:
             self._checked(index, partial(decode_tally, span=link.hop.span), frame)
             for index, (link, frame) in enumerate(zip(self._links, frames, strict=True))
         ]
+        self._count_bytes(tallies)
         wrong = is_overcounted(tallies, count)
         if wrong is not None:
             peer = next(link.hop.peer for link in self._links if wrong.start in link.hop.span)
             raise HopLost(peer, "it counted micro-batches that were never sent", refused=True)
         return tallies
+
+    def _count_bytes(self, tallies: Sequence[Tally]) -> None:
+        """Add what the hops say they have sent since the last tally to the bytes of their links."""
+        peers, links = self._peers, self._owner.figures.link_bytes
+        for index, tally in enumerate(tallies):
+            before = self._sent.get(index, (0, 0))
+            for receiver, size, known in zip((peers[index + 2], peers[index]), tally.sent_bytes, before, strict=True):
+                links[peers[index + 1], receiver] += max(0, size - known)
+            self._sent[index] = tally.sent_bytes
+
+    @property
+    def _peers(self) -> list[str]:
+        """The owner, the hops, and the owner again."""
+        own = self._owner._network.peer_id
+        return [own, *(link.hop.peer for link in self._links), own]
 
     def _checked(self, index: int, read: Callable[[Frame], Any], frame: Frame) -> Any:
         try:

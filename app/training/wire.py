@@ -128,6 +128,7 @@ class Tally(NamedTuple):
 
     counted: tuple[tuple[Span, frozenset[int]], ...]  # micro-batches, for each run of blocks
     squared_norms: tuple[float, ...]  # of the summed gradients, block by block
+    sent_bytes: tuple[int, int] = (0, 0)  # of the hop in this epoch: to the next one, to the one before
 
 
 class StepOrder(NamedTuple):
@@ -233,7 +234,8 @@ def encode_tally(run: bytes, epoch: int, version: int, tally: Tally) -> bytes:
     """Encode a hop's TALLY frame."""
     counted = [[span.start, span.stop, _bitmap(numbers)] for span, numbers in tally.counted]
     norms = list(tally.squared_norms)
-    return with_json(Kind.TALLY, run, epoch, version, {"counted": counted, "norms": norms})
+    values: dict[str, object] = {"counted": counted, "norms": norms, "sent": list(tally.sent_bytes)}
+    return with_json(Kind.TALLY, run, epoch, version, values)
 
 
 def decode_tally(frame: Frame, span: Span) -> Tally:
@@ -250,7 +252,10 @@ def decode_tally(frame: Frame, span: Span) -> Tally:
     norms = fields.items("norms", MAX_BLOCKS)
     if block != span.stop or len(norms) != len(span):
         fields.refuse("counted", f"all of the blocks {span}")
-    return Tally(tuple(counted), tuple(_number(fields, "norms", value) for value in norms))
+    sent = fields.items("sent", 2, [0, 0])
+    if len(sent) != 2 or not all(type(size) is int and 0 <= size < 2**62 for size in sent):
+        fields.refuse("sent", "two numbers of bytes")
+    return Tally(tuple(counted), tuple(_number(fields, "norms", value) for value in norms), (sent[0], sent[1]))
 
 
 def encode_step(run: bytes, epoch: int, version: int, order: StepOrder) -> bytes:

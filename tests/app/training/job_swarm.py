@@ -189,7 +189,7 @@ class JobSwarm:
         states = StateStore(network, self.folder / name, lambda peer: True)
         states.serve()
         config = self.source.config
-        order = order_of(settings, blocks=config.n_blocks, rows=64, wire="f32")
+        order = order_of(settings, blocks=config.n_blocks, rows=64, wire=more.pop("wire", "f32"))
         terms = JobTerms(order, SCHEDULE.at, snapshot_every=every)
         ends = OwnerEnds(TrainingEnds(load_ends(self.source, OPTIONS)), config.hidden_size)
         routes: Callable[[frozenset[str]], Route] = more.pop("routes", self.route)

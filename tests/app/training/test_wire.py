@@ -68,7 +68,7 @@ def test_orders_come_back(versioned: tuple[int, JobOrder], epoch: int) -> None:
 @given(spans, st.lists(numbers, min_size=4, max_size=4), st.lists(st.floats(0, 1e300), min_size=4, max_size=4))
 def test_tallies_come_back(span: Span, counted: list[frozenset[int]], norms: list[float]) -> None:
     runs = tuple((Span(block, block + 1), counted[block - span.start]) for block in span.blocks())
-    tally = Tally(runs, tuple(norms[: len(span)]))
+    tally = Tally(runs, tuple(norms[: len(span)]), (7, 2**61))
     assert wire.decode_tally(wire.decode(wire.encode_tally(RUN, 1, 7, tally)), span) == tally
 
 
