@@ -115,7 +115,7 @@ class RateEstimates:
 
 def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcement]) -> RateEstimates:
     """Return the estimated speeds from this node's own links and the members' claims."""
-    measured = {link.peer: link.down_bytes_per_s for link in links if link.down_bytes_per_s is not None}
+    measured = _measured_rates(links)
     claims: dict[str, dict[str, float]] = {}
     sent: dict[str, float] = {}
     for member in members:
@@ -128,11 +128,21 @@ def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcem
     return RateEstimates(own_peer, measured, claims, sent)
 
 
+def _measured_rates(links: Iterable[Link]) -> dict[str, float]:
+    """Bytes a second that come from each peer; what seems slow on the LAN is a busy machine, not the line."""
+    rates = {link.peer: (link.down_bytes_per_s, link.kind) for link in links}
+    return {
+        peer: max(rate, ASSUMED_BYTES_PER_S) if kind == "lan" else rate
+        for peer, (rate, kind) in rates.items()
+        if rate is not None
+    }
+
+
 def rates_to_announce(
     links: Iterable[Link], hosted: Span | None, members: Sequence[Announcement]
 ) -> tuple[tuple[str, float], ...]:
     """Choose up to `MAX_RATES` speeds of links to announce; peers that host the neighbouring blocks come first."""
-    measured = {link.peer: link.down_bytes_per_s for link in links if link.down_bytes_per_s is not None}
+    measured = _measured_rates(links)
     return tuple(sorted((tail(peer), measured[peer]) for peer in _nearest(hosted, members, measured)[:MAX_RATES]))
 
 

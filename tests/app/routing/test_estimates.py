@@ -159,6 +159,12 @@ def test_a_claim_slows_down_nobody_but_the_claimant_and_counts_up_to_a_limit() -
     assert seen.up("a") == 1e6
 
 
+def test_a_link_on_the_lan_never_counts_as_slow() -> None:
+    near = LinkInfo("near", "lan", 0.001, 0, 0, 1e6)
+    assert link_rates(ME, [near], [])("near", "") == ASSUMED_BYTES_PER_S
+    assert rates_to_announce([near], None, [member("near")]) == ((tail("near"), ASSUMED_BYTES_PER_S),)
+
+
 def test_a_prompts_bytes_avoid_a_slow_link_and_single_tokens_do_not() -> None:
     members = [member("slow"), replace(member("fast"), decode_tokens_per_s=9.5)]
     rates = link_rates(ME, [down("slow", 1e5), down("fast", 1e8)], members)
