@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.command import Command, print_json
 from app.core.errors import UsageError
+from app.core.units import format_size
 
 if TYPE_CHECKING:
     from app.training.job_store import Job, JobStore
@@ -86,6 +87,8 @@ def _show(job: Job, *, as_json: bool) -> int:
     print(f"steps       {progress.step} of {record.steps}, {progress.tokens} tokens in {progress.seconds:.0f} s")
     if progress.losses:
         print(f"loss        {progress.losses[0]:.3f} at first, {progress.losses[-1]:.3f} now")
+    for sender, receiver, size in progress.links:
+        print(f"link        {format_size(size)} from {sender} to {receiver}")
     for step, loss in progress.validation:
         print(f"validation  {loss:.3f} after step {step}")
     for peer, why in progress.left_out:

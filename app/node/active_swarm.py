@@ -47,7 +47,7 @@ from app.snapshot.views import PeerView, State
 from app.swarm.names import SwarmName
 from app.swarm.records import SwarmRecord
 from app.swarm.saved import SavedSwarm, record_of
-from app.training.consent import job_replicas, job_routes
+from app.training.consent import is_slow, job_replicas, job_routes
 from app.training.reply_adapters import HomeAdapters
 from app.training.states import StateStore
 from app.training.swarm_jobs import JobPlace, SwarmJobs
@@ -339,6 +339,7 @@ class ActiveSwarm:
                 routes=partial(job_routes, network, usable, self._privacy, book=context.trust),
                 replicas=partial(job_replicas, network, usable, self._privacy, context.trust),
                 own_server=self._train_self,
+                is_slow=partial(is_slow, network, UsableMembers(membership)),
             )
             self.jobs = SwarmJobs(context.home, place)
             nursery.start_soon(self.jobs.run)

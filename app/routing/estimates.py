@@ -76,9 +76,9 @@ class RateEstimates:
     """The estimated bytes a second from one peer to another; "" is this node.
 
     Only the receiver of bytes can measure how fast they come. What comes here, this node knows itself; what goes to
-    another peer, that peer says. Its word concerns its own links alone, and counts for `MOST_BELIEVED_BYTES_PER_S` at
-    most. A link that its receiver says nothing about is as fast as the slower of the sender's sending, as others have
-    seen it, and the receiver's receiving.
+    another peer, that peer says. Its word counts for `MOST_BELIEVED_BYTES_PER_S` at most, and concerns its own links
+    alone: of another peer it shows what that one can send, never what it cannot. A link that its receiver says nothing
+    about is as fast as the slower of the sender's sending and the receiver's receiving.
     """
 
     own_peer: str
@@ -98,8 +98,9 @@ class RateEstimates:
         return min(both, default=None)
 
     def up(self, peer: str) -> float | None:
-        """Bytes a second that a peer can send, as this node has seen, or else as the others say that it reached."""
-        return self.measured.get(peer, self.sent.get(tail(peer)))
+        """Bytes a second that a peer can send, as this node has seen, or else as others say if that is much."""
+        said = self.sent.get(tail(peer))
+        return self.measured.get(peer, None if said is None else max(said, ASSUMED_BYTES_PER_S))
 
     def down(self, peer: str) -> float | None:
         """Bytes a second that a peer can receive, as it says itself; this node's own come from its measurements."""
@@ -114,7 +115,7 @@ class RateEstimates:
 
 def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcement]) -> RateEstimates:
     """Return the estimated speeds from this node's own links and the members' claims."""
-    measured = {link.peer: link.down_bytes_per_s for link in links if link.down_bytes_per_s is not None}
+    measured = _measured_rates(links)
     claims: dict[str, dict[str, float]] = {}
     sent: dict[str, float] = {}
     for member in members:
@@ -127,11 +128,21 @@ def link_rates(own_peer: str, links: Iterable[Link], members: Iterable[Announcem
     return RateEstimates(own_peer, measured, claims, sent)
 
 
+def _measured_rates(links: Iterable[Link]) -> dict[str, float]:
+    """Bytes a second that come from each peer; what seems slow on the LAN is a busy machine, not the line."""
+    rates = {link.peer: (link.down_bytes_per_s, link.kind) for link in links}
+    return {
+        peer: max(rate, ASSUMED_BYTES_PER_S) if kind == "lan" else rate
+        for peer, (rate, kind) in rates.items()
+        if rate is not None
+    }
+
+
 def rates_to_announce(
     links: Iterable[Link], hosted: Span | None, members: Sequence[Announcement]
 ) -> tuple[tuple[str, float], ...]:
     """Choose up to `MAX_RATES` speeds of links to announce; peers that host the neighbouring blocks come first."""
-    measured = {link.peer: link.down_bytes_per_s for link in links if link.down_bytes_per_s is not None}
+    measured = _measured_rates(links)
     return tuple(sorted((tail(peer), measured[peer]) for peer in _nearest(hosted, members, measured)[:MAX_RATES]))
 
 

@@ -318,6 +318,15 @@ class JobHopView:
 
 
 @dataclass(frozen=True)
+class JobLinkView:
+    """Bytes of hidden states and gradients that a fine-tuning job has sent from one peer to another."""
+
+    sender: str
+    receiver: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class JobView:
     """A fine-tuning job of this home and how far it is; the last fields only while it runs over a swarm."""
 
@@ -353,6 +362,8 @@ class JobView:
     lost: tuple[str, ...] = ()  # why the latest recoveries were needed
     bytes_out: int = 0
     bytes_in: int = 0
+    wire: str = ""  # number format between the hops
+    bytes_per_link: tuple[JobLinkView, ...] = ()
 
 
 @dataclass(frozen=True)

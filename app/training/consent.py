@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from app.config.settings import Settings
 from app.core.network import Network
 from app.core.span import Span
+from app.routing.estimates import link_rates
 from app.routing.planner import PrivacyPreferences, RoutePlanner
 from app.routing.route import Hop, NoRoute, Route, RouteRequest
 from app.routing.trust import TrustBook
+from app.routing.wire_choice import choose_wires
+from app.session.frame import INT8
 from app.swarm.records import Announcement
 from app.training.hop import TrainingTerms
 from app.training.trainer import Replicas, RouteFinder
@@ -43,15 +46,17 @@ def job_routes(
     members: Callable[[], Sequence[Announcement]],
     preferences: Callable[[], PrivacyPreferences],
     n_blocks: int,
+    wire: str = "",
     book: TrustBook | None = None,
 ) -> RouteFinder:
     """Return a function that finds routes of jobs through members that train, as private as those of replies.
 
+    With `wire`, they are members that understand this number format.
     It raises `NoRoute`, which names the block that nobody trains and who holds it but does not train.
     """
 
     def willing(member: Announcement) -> bool:
-        return _is_willing(member, network.peer_id)
+        return _is_willing(member, network.peer_id, wire)
 
     planner = RoutePlanner(network, lambda: [member for member in members() if willing(member)], preferences, book)
 
@@ -77,6 +82,7 @@ def job_replicas(
     preferences: Callable[[], PrivacyPreferences],
     book: TrustBook,
     n_blocks: int,
+    wire: str = "",
 ) -> Replicas:
     """Return who may train beside a job's route, as private and trusted as its hops, and where it is noted who lied."""
     planner = RoutePlanner(network, members, preferences, book)
@@ -91,7 +97,7 @@ def job_replicas(
         }
         found = []
         for peer, member in known.items():
-            if peer in avoided or member.span is None or not _is_willing(member, network.peer_id):
+            if peer in avoided or member.span is None or not _is_willing(member, network.peer_id, wire):
                 continue
             usable = [
                 block
@@ -105,5 +111,13 @@ def job_replicas(
     return Replicas(holders, planner.not_accused, book)
 
 
-def _is_willing(member: Announcement, own_peer: str) -> bool:
-    return member.peer == own_peer or member.train != NEVER
+def _is_willing(member: Announcement, own_peer: str, wire: str) -> bool:
+    return member.peer == own_peer or (member.train != NEVER and (wire != INT8 or INT8 in member.wires))
+
+
+def is_slow(network: Network, members: Callable[[], Sequence[Announcement]], route: Route) -> bool:
+    """True if a job over this route should use rows of int8: a link is slow, and all hops understand them."""
+    known = members()
+    able = {network.peer_id, *(member.peer for member in known if INT8 in member.wires)}
+    rates = link_rates(network.peer_id, network.links(), known)
+    return {hop.peer for hop in route} <= able and bool(choose_wires(route, rates, able))

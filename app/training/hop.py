@@ -139,6 +139,7 @@ class HopJob:
     dropped: Counter[str] = field(default_factory=Counter)  # verdict -> frames
     handed_over: bytes = b""  # sums of the last round
     sums: SumsBuffer | None = None  # those of all holders, on their way here
+    sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
 
     @property
     def span(self) -> Span:
@@ -360,6 +361,7 @@ class TrainingServer:
             await self._go_on(job, order, frame)
             return
         job.ledger.begin_epoch(frame.epoch, order, frame.position)
+        job.sent.clear()
         job.blocks = None  # frees its memory before the same is taken again
         if frame.epoch != job.ordered or self._make is None:
             return  # a later order is waiting
@@ -475,7 +477,7 @@ class TrainingServer:
     async def _tally(self, job: HopJob, sender: str, frame: Frame) -> None:
         if await self._is_current(job, frame):
             norms = await self._device.run_later(self._blocks(job).squared_norms)
-            tally = Tally(job.ledger.counted, tuple(norms))
+            tally = Tally(job.ledger.counted, tuple(norms), tuple(sorted(job.sent.items())))
             await self._answer(job, encode_tally(job.run, frame.epoch, frame.position, tally))
 
     async def _reduce(self, job: HopJob, sender: str, frame: Frame) -> None:
@@ -603,6 +605,7 @@ class TrainingServer:
             Kind(frame.kind), job.run, frame.epoch, one, dtype=order.wire, rows=length_of(frame), width=frame.width,
             length=len(data),
         )  # fmt: skip
+        job.sent[neighbour] += len(head) + len(data)
         sent = HopFrame(job.run, (head, data), Priority.BULK, frame.epoch)
         if not neighbour or not await self._outboxes.push(neighbour, sent, job.ledger.owner):
             await job.answers.push(sent)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ STATUSES: tuple[Status, ...] = ("running", "paused", "finished", "stopped", "fai
 ENDED = ("finished", "stopped")
 MAX_LOSSES = 10_000
 MAX_LEFT_OUT = 256
+MAX_LINKS = 256
 _MAX_PROGRESS_BYTES = 4 * 2**20
 _MAX_SOURCE_BYTES = 64 * 1024
 _STATE_MAGIC = b"shoal job state 1\n"
@@ -45,6 +47,12 @@ class Progress:
     validation: tuple[tuple[int, float], ...] = ()  # (step, loss on data that is not trained on)
     why: str = ""  # the error of a failed job
     left_out: tuple[tuple[str, str], ...] = ()  # (hop that trained wrongly, or may have; how that was found)
+    links: tuple[tuple[str, str, int], ...] = ()  # (sender, receiver, bytes of hidden states and gradients)
+
+    def with_links(self, links: Mapping[tuple[str, str], int]) -> Progress:
+        """Return the progress with these bytes of links; only the links with the most are kept."""
+        most = sorted(links.items(), key=lambda item: -item[1])[:MAX_LINKS]
+        return replace(self, links=tuple((*pair, size) for pair, size in most))
 
     def after_step(self, step: int, loss: float, tokens: int, seconds: float) -> Progress:
         """Return the progress after one more step, which counted so many tokens."""
@@ -251,4 +259,12 @@ def _progress(fields: Fields) -> Progress:
         validation=tuple((int(step), float(loss)) for step, loss in validation),
         why=fields.text("why", 4096),
         left_out=tuple((peer, why) for peer, why in left_out),
+        links=tuple(_link(fields, item) for item in fields.items("links", MAX_LINKS, [])),
     )
+
+
+def _link(fields: Fields, item: object) -> tuple[str, str, int]:
+    match item:
+        case [str(sender), str(receiver), int(size)]:
+            return sender, receiver, size
+    fields.refuse("links", "lists of a sender, a receiver and a number of bytes")

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from app.routing.route import Route
-from app.snapshot.views import JobHopView, JobView
+from app.snapshot.views import JobHopView, JobLinkView, JobView
 from app.training.job_store import Job
 from app.training.swarm_jobs import RunningJob
 
@@ -59,6 +59,8 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
         rank=record.rank,
         alpha=record.alpha,
         targets=record.targets,
+        wire=job.source.wire if job.source.swarm else "",
+        bytes_per_link=tuple(JobLinkView(*link) for link in progress.links),
         **live,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from app.core.compute import Device
 from app.core.errors import AppError
 from app.core.network import Network
 from app.routing.route import Route
+from app.session.frame import INT8
 from app.training.job_store import MAX_LEFT_OUT, Job, JobStore, Progress, require_unfinished
 from app.training.states import StateStore
 from app.training.trainer import (
@@ -70,9 +72,10 @@ class JobPlace:
     ends: Ends
     device: Device
     states: StateStore
-    routes: Callable[[int], RouteFinder]  # for a model of so many blocks
-    replicas: Callable[[int], Replicas]  # likewise
+    routes: Callable[[int, str], RouteFinder]  # for a model of so many blocks, and a number format between hops
+    replicas: Callable[[int, str], Replicas]  # likewise
     own_server: OwnServer
+    is_slow: Callable[[Route], bool]  # a link of the route is slow, and all hops understand rows of int8
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ class SwarmJobs:
 
         material = await self._material(wish)
         record = new_record(wish, material)
-        route = self._place.routes(material.source.config.n_blocks)(frozenset())
+        route = self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
         trained = material.trained
         return JobForecast(
             len(trained.examples), len(material.held.examples), trained.cut, trained.dropped, trained.tokens,
@@ -149,8 +152,10 @@ class SwarmJobs:
 
         async with self._starting:
             material = await self._material(wish)
-            self._place.routes(material.source.config.n_blocks)(frozenset())  # raises if nobody trains a block
-            source = replace(wish.source, swarm=self._place.swarm, model=material.source.label)
+            # Raises if nobody trains a block.
+            route = self._place.routes(material.source.config.n_blocks, wish.source.wire)(frozenset())
+            wire = await self._wire(wish.source.wire, route)
+            source = replace(wish.source, swarm=self._place.swarm, model=material.source.label, wire=wire)
             wish = replace(wish, source=source)
             job = await trio.to_thread.run_sync(start, wish, material, self._jobs, self._adapters)
             await self._begin(job, material)
@@ -169,6 +174,16 @@ class SwarmJobs:
         return job
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _wire(self, wanted: str, route: Route) -> str:
+        """Return the number format between hops: what is wanted, or for `auto` what the links of the route ask for.
+
+        It stays the same as long as the job lasts, so that a repeated step is the same step.
+        """
+        if wanted != AUTO:
+            return wanted
+        _, ends = await self._place.ends.training_ends()
+        return INT8 if self._place.is_slow(route) else ends.dtype
 
     @property
     def _adapters(self) -> AdapterStore:
@@ -204,14 +219,14 @@ class SwarmJobs:
         place, record, config = self._place, job.record, material.source.config
         assert self._nursery is not None, "jobs need a running node"
         _, ends = await place.ends.training_ends()
-        wire = ends.dtype if job.source.wire == AUTO else job.source.wire
+        wire = ends.dtype if job.source.wire == AUTO else job.source.wire  # AUTO: jobs of older versions
         order = order_of(adapter_settings(record), blocks=config.n_blocks, rows=record.rows, wire=wire)
         schedule = Schedule(record.rate, record.steps, record.warm_up)
         sums = sums_bytes(adapter_settings(record), config)
         terms = JobTerms(order, schedule.at, record.clip, SNAPSHOT_EVERY, SNAPSHOT_SHARE, sums)
         trainer = SwarmTrainer(
-            place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks), terms,
-            own_server=place.own_server, replicas=place.replicas(config.n_blocks),
+            place.network, owner_ends(ends), place.device, place.states, place.routes(config.n_blocks, wire), terms,
+            own_server=place.own_server, replicas=place.replicas(config.n_blocks, wire),
         )  # fmt: skip
         states = await trio.to_thread.run_sync(self._jobs.load_state, record.id)
         if states is not None:
@@ -279,6 +294,7 @@ class _Watch:
         self._running, self._material, self._jobs = running, running.material, jobs
         self._record = running.job.record
         self._told_at = self._step_at = time.monotonic()
+        self._earlier = Counter({(sender, receiver): size for sender, receiver, size in running.progress.links})
 
     def hooks(self) -> JobHooks:
         return JobHooks(self._asked, self._validation, self._on_validation, self._on_snapshot)
@@ -297,10 +313,10 @@ class _Watch:
             progress = back_at(done.version - 1, replace(running.job, progress=progress), self._material)
         seconds = now - self._step_at
         running.step_s = [*running.step_s[-19:], seconds]
-        left_out = tuple(running.trainer.figures.left_out.items())[-MAX_LEFT_OUT:]
-        running.progress = replace(
-            progress.after_step(done.version, done.loss, done.tokens, seconds), left_out=left_out
-        )
+        figures = running.trainer.figures
+        after = progress.after_step(done.version, done.loss, done.tokens, seconds)
+        left_out = tuple(figures.left_out.items())[-MAX_LEFT_OUT:]
+        running.progress = replace(after.with_links(self._earlier + figures.link_bytes), left_out=left_out)
         if now - self._told_at > TOLD_EVERY_S or done.version == self._record.steps:
             self._told_at = now
             self._jobs.save_progress(self._record.id, running.progress)

@@ -178,6 +178,7 @@ class JobFigures:
     left_out: dict[str, str] = field(default_factory=dict)  # hop that lied, or may have -> how it was found
     bytes_out: int = 0
     bytes_in: int = 0
+    link_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # (sender, receiver) -> bytes of passes
 
 
 class TrainingStopped(AppError):
@@ -433,6 +434,7 @@ class _Epoch:
         self._pause_s = Ewma(0.2)  # between two frames
         self._sizes = {kind: UsualSize() for kind in PASSES}
         self._rejected: Counter[str] = Counter()
+        self._sent: dict[str, dict[str, int]] = {}  # hop -> bytes to each receiver in this epoch, as it said last
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -784,6 +786,8 @@ class _Epoch:
             width=self._ends.hidden_size, length=len(data),
         )  # fmt: skip
         self._owner.figures.bytes_out += len(head) + len(data)
+        own = self._owner._network.peer_id
+        self._owner.figures.link_bytes[own, peer] += len(head) + len(data)
         await self._link(peer).outbox.push(OutboundFrame((head, data), Priority.BULK))
 
     def _link(self, peer: str) -> _Link:
@@ -831,7 +835,19 @@ class _Epoch:
             if progress.is_overcounted(self._plan, peer, tally):
                 raise HopLost(peer, "it counted micro-batches that were never sent to it", refused=True)
             tallies.append(tally)
+        self._count_bytes(tallies)
         return tallies
+
+    def _count_bytes(self, tallies: Sequence[Tally]) -> None:
+        """Add what the hops say they have sent since the last tally to the bytes of their links."""
+        own, links = self._owner._network.peer_id, self._owner.figures.link_bytes
+        known = {"", *(link.hop.peer for link in self._links.values())}
+        for link, tally in zip(self._links.values(), tallies, strict=True):
+            before = self._sent.get(link.hop.peer, {})
+            for receiver, size in tally.sent_bytes:
+                if receiver in known:
+                    links[link.hop.peer, receiver or own] += max(0, size - before.get(receiver, 0))
+            self._sent[link.hop.peer] = dict(tally.sent_bytes)
 
     def _checked(self, link: _Link, read: Callable[[Frame], Any], frame: Frame) -> Any:
         try:

@@ -83,6 +83,7 @@ MAX_STATE_BYTES = 2**33  # of one block
 MAX_HOLDERS = 8
 MAX_WAYS = 2**6  # of one epoch
 MAX_ROUNDS = 2**16  # of sums in one version
+MAX_NEIGHBOURS = 2 * MAX_WAYS + 1  # of a hop: one on each side of each way, and the owner
 SLICE_BYTES = 2**23  # of sums in one frame; only the last one of several is shorter
 MAX_JSON_BYTES = 2**20  # a state's hash for each of `MAX_BLOCKS` blocks, or as many bitmaps
 
@@ -182,6 +183,7 @@ class Tally(NamedTuple):
 
     counted: tuple[tuple[Span, frozenset[int]], ...]  # micro-batches, for each run of blocks
     squared_norms: tuple[float, ...]  # of the summed gradients, block by block
+    sent_bytes: tuple[tuple[str, int], ...] = ()  # of the hop in this epoch: to each neighbour, "" is the owner
 
 
 class StepOrder(NamedTuple):
@@ -352,7 +354,8 @@ def encode_tally(run: bytes, epoch: int, version: int, tally: Tally) -> bytes:
     """Encode a hop's TALLY frame."""
     counted = [[span.start, span.stop, _bitmap(numbers)] for span, numbers in tally.counted]
     norms = list(tally.squared_norms)
-    return with_json(Kind.TALLY, run, epoch, version, {"counted": counted, "norms": norms})
+    values: dict[str, object] = {"counted": counted, "norms": norms, "sent": [list(one) for one in tally.sent_bytes]}
+    return with_json(Kind.TALLY, run, epoch, version, values)
 
 
 def decode_tally(frame: Frame, span: Span) -> Tally:
@@ -369,7 +372,14 @@ def decode_tally(frame: Frame, span: Span) -> Tally:
     norms = fields.items("norms", MAX_BLOCKS)
     if block != span.stop or len(norms) != len(span):
         fields.refuse("counted", f"all of the blocks {span}")
-    return Tally(tuple(counted), tuple(_number(fields, "norms", value) for value in norms))
+    sent = []
+    for item in fields.items("sent", MAX_NEIGHBOURS, []):
+        match item:
+            case [str(peer), int(size)] if 0 <= size < 2**62:
+                sent.append((peer, size))
+            case _:
+                fields.refuse("sent", "peers and numbers of bytes")
+    return Tally(tuple(counted), tuple(_number(fields, "norms", value) for value in norms), tuple(sent))
 
 
 def encode_step(run: bytes, epoch: int, version: int, order: StepOrder) -> bytes:

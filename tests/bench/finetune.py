@@ -1,13 +1,15 @@
 """Fine-tuning: Shoal's engine beside `transformers` with `peft`, and three nodes beside one process, in one run.
 
-    python -m tests.bench.finetune [--json] [--rounds 5] [--no-facts] [--no-swarm]
+    python -m tests.bench.finetune [--json] [--rounds 5] [--no-speed] [--no-facts] [--no-swarm]
 
 Speed: steps of 2 x 128 tokens, rank 8 on all matrices, forwards, backwards and AdamW; the contestants take turns and
 the median counts. `local_vs_peft` keeps activations on both sides, `local_vs_peft_checkpointing` computes them again on
 both. Memory: the resident memory that training adds to a process, beside what the budget says.
 Facts: the starter model learns ten made-up facts; then it is asked, with and without the adapter, and `peft` is asked
 with the exported adapter. Swarm: three nodes on these cores and an owner that hosts nothing learn the same facts, and
-write a reply on the way.
+write a reply on the way; then they learn them again with rows of int8 between them. `wire_int8_loss_ratio` is the mean
+loss of all steps of that over the one in float32, `bytes_per_token_per_link` what the busiest pair of neighbours sent
+to each other for each token of the data.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import psutil
@@ -246,7 +249,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
             begin = time.perf_counter()
             order = {
                 "out": "facts", "data": str(data), "rank": RANK, "epochs": 16, "batch": 5, "length": 64, "rate": 1e-3,
-                "validation": 0.0,
+                "validation": 0.0, "wire": "f32",
             }  # fmt: skip
             job = client.post("/control/jobs", order)
             busy: list[float] = []
@@ -262,16 +265,35 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
                     model = {"adapter": adapter} if adapter else {}
                     text = _reply(client, question, 24, model)["text"]
                     known[adapter] += word.lower() in text.lower()
+            rounded = _finished(client, client.post("/api/jobs", order | {"out": "rounded", "wire": "int8"})["job"])
     steps_s = facts["seconds"]
+    rows = local["facts_rows"]
     return {
         "swarm3_vs_local": local["facts_train_s"] / steps_s,
         "swarm3_facts_known": known["facts"],
         "swarm3_facts_known_before": known[""],
         "swarm3_facts_s": seconds,
         "decode_vs_idle": median(busy) / idle if busy else math.nan,
-        "bytes_per_token_per_link": (facts["bytes_out"] + facts["bytes_in"]) / 2 / local["facts_rows"],
+        "bytes_per_token_per_link": _bytes_between_neighbours(facts) / rows,
         "bytes_per_token_per_link_bound": 1.05 * 2 * 576 * 4,
+        "bytes_per_token_per_link_int8": _bytes_between_neighbours(rounded) / rows,
+        "wire_int8_loss_ratio": mean(rounded["losses"]) / mean(facts["losses"]),
     }
+
+
+def _finished(client: Client, job: str) -> dict[str, Any]:
+    while (facts := _job(client, job))["status"] == "running":
+        time.sleep(0.2)
+    assert facts["status"] == "finished", facts["why"]
+    return facts
+
+
+def _bytes_between_neighbours(facts: dict[str, Any]) -> int:
+    """Bytes that the busiest pair of neighbours sent to each other."""
+    between: Counter[frozenset[str]] = Counter()
+    for link in facts["bytes_per_link"]:
+        between[frozenset((link["sender"], link["receiver"]))] += link["bytes"]
+    return max(between.values())
 
 
 def _job(client: Client, job: str) -> dict[str, Any]:
@@ -334,12 +356,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-facts", action="store_true")
     parser.add_argument("--no-swarm", action="store_true")
+    parser.add_argument("--no-speed", action="store_true")
     parser.add_argument("--memory", choices=("kept", "recomputed"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
         print(memory(arguments.memory == "kept"))
         return
-    figures = {"peak_bytes_vs_budget": memory_ratio(), **speed(arguments.rounds)}
+    figures = {} if arguments.no_speed else {"peak_bytes_vs_budget": memory_ratio(), **speed(arguments.rounds)}
     if not arguments.no_facts:
         figures |= facts()
         if not arguments.no_swarm:

@@ -20,6 +20,8 @@ from p2p.host.admission import ConnectionLimits
 from p2p.host.host import Host, HostConfig
 from p2p.identity import Identity
 from p2p.network import Libp2pNetwork, NetworkConfig
+from p2p.values import BULK
+from tests.bench.delay import delay_proxy
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 # Everybody comes from 127.0.0.1 here, so what one address may do is what all of them may do.
@@ -76,6 +78,26 @@ async def libp2p_world() -> AsyncIterator[Libp2pWorld]:
         world = Libp2pWorld(nursery)
         yield world
         await world.stop()
+
+
+async def measured_bandwidth(bytes_per_s: float, rtt_s: float, burst_bytes: int, bursts: int = 1) -> float:
+    """Bytes a second that a node measures while a peer sends to it through a proxy of this speed."""
+
+    async def burst(peer: str, body: bytes) -> bytes:
+        return bytes(burst_bytes)
+
+    async with libp2p_world() as world:
+        here, there = await world.node(), await world.node()
+        there.serve("burst", burst)
+        [address] = [address for address in there.addresses() if "/127.0.0.1/" in address]
+        port = int(address.split("/tcp/")[1].split("/")[0])
+        async with delay_proxy(port, rtt_s, bytes_per_s) as proxy:
+            here.learn(there.peer_id, [address.replace(f"/tcp/{port}", f"/tcp/{proxy.port}")])
+            for _ in range(bursts):
+                await here.call(there.peer_id, "burst", b"", timeout_s=300, priority=BULK)
+            [link] = here.links()
+            assert link.down_bytes_per_s is not None, "the burst was too short"
+            return float(link.down_bytes_per_s)
 
 
 class Process:

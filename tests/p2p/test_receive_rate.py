@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2p.link.receive_rate import ENOUGH_BYTES, SKIPPED_BYTES, ReceiveRate
-from tests.bench.links import measured_bandwidth
+from tests.p2p.nodes import measured_bandwidth
 
 KIB = 1024
 

@@ -12,6 +12,7 @@ from app.snapshot.views import (
     GivenView,
     HopView,
     JobHopView,
+    JobLinkView,
     JobView,
     NetworkView,
     PeerView,
@@ -108,10 +109,15 @@ _RUNNING = JobView(
     lost=("pike: it has not answered for 20 s",),
     bytes_out=412 * 10**6,
     bytes_in=398 * 10**6,
+    wire="int8",
+    bytes_per_link=(
+        JobLinkView(ME, ROUTE.hops[0].peer, 206 * 10**6),
+        JobLinkView(ROUTE.hops[0].peer, ME, 199 * 10**6),
+    ),
 )
 _IDLE = replace(
     _RUNNING, hops=(), left_s=None, recoveries=0, micro_batches_again=0, rejected=None, rejected_why=None, lost=(),
-    bytes_out=0, bytes_in=0,
+    bytes_out=0, bytes_in=0, bytes_per_link=(),
 )  # fmt: skip
 JOBS = (
     _RUNNING,

@@ -28,6 +28,7 @@ _ID, _BAR = 14, 14
 _LABEL = 11
 _NAME = 14  # most cells of a peer's name
 _AXIS = 6  # cells of a plot's axis
+_MOST_LINKS = 4
 _MOST_WHY = 3  # rows of one reason
 
 
@@ -152,6 +153,7 @@ def _all_rows(job: JobView, name_of: NameOf, width: int, most: int) -> list[Row]
     rows += _entry("hops", _hops(job, name_of, room))
     if job.hops:
         rows += _entry("sent", [row(size(job.bytes_out), ("  received ", "dim"), size(job.bytes_in))])
+        rows += _entry("links", _links(job, name_of))
         rows += _entry("recovered", _recoveries(job, name_of, room, most))
         rows += _entry("rejected", _rejections(job, name_of, room, most))
         for peer, why in sorted((job.left_out or {}).items()):
@@ -173,6 +175,10 @@ def job_facts(job: JobView, name_of: NameOf) -> list[tuple[str, str]]:
         ("status", f"{job.status}: {job.why}" if job.why else job.status),
         ("steps", f"{job.step} of {job.steps}, {job.tokens} tokens in {duration(job.seconds)}"),
         ("hops", hops or _where(job)),
+    ]
+    facts += [
+        ("link", f"{size(link.bytes)} from {name_of(link.sender)} to {name_of(link.receiver)}")
+        for link in job.bytes_per_link
     ]
     facts += [("lost", tidy(with_names(why, name_of))) for why in job.lost]
     facts += [("rejected", f"{name_of(peer)} {words}") for peer, words in _rejected(job)]
@@ -232,6 +238,16 @@ def _hop(hop: JobHopView, name_of: NameOf, *, marked: bool) -> Row:
     name = one_line(name_of(hop.peer))
     style = "warning" if marked else "mine" if name == "you" else "b"
     return row((shorten(name, _NAME), style), (f" {hop.start}:{hop.stop}", "dim"))
+
+
+def _links(job: JobView, name_of: NameOf) -> list[Row]:
+    """The links that carried most, each with its bytes."""
+
+    def name(peer: str) -> str:
+        return shorten(one_line(name_of(peer)), _NAME)
+
+    busiest = sorted(job.bytes_per_link, key=lambda link: -link.bytes)[:_MOST_LINKS]
+    return [row(name(one.sender), (" ▸ ", "dim"), name(one.receiver), "  ", (size(one.bytes), "b")) for one in busiest]
 
 
 def _recoveries(job: JobView, name_of: NameOf, room: int, most: int) -> list[Row]:

@@ -83,7 +83,7 @@ def test_another_route_rounds_at_the_same_blocks_and_at_no_new_ones() -> None:
 # --- replies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("bytes_per_s", "expected"), [(SLOW, {("int8", "int8")}), (FAST, {("f32", "")})])
+@pytest.mark.parametrize(("bytes_per_s", "expected"), [(SLOW, {("int8", "int8"), ("int8", "")}), (FAST, {("f32", "")})])
 async def test_replies_over_slow_links_are_int8_and_others_are_not(
     autojump_clock: MockClock, bytes_per_s: float, expected: set[tuple[str, str]]
 ) -> None:
@@ -130,7 +130,7 @@ async def test_a_killed_hop_changes_no_token(autojump_clock: MockClock, victim: 
         assert reply.stats.recoveries == 1
         assert reply.stats.token_ids == undisturbed
         assert not reply.stats.notices
-        assert formats(swarm) == {("int8", "int8")}
+        assert formats(swarm) == {("int8", "int8"), ("int8", "")}  # nobody measured the way back to the asker
 
 
 async def test_two_hops_in_place_of_one_change_no_token(autojump_clock: MockClock) -> None:
@@ -174,7 +174,7 @@ async def test_a_kept_session_goes_on_in_its_own_formats(autojump_clock: MockClo
         say(swarm, FAST)
         again = await ask(asker, [*PROMPT, *first.token_ids[:-1], 7], 4)
         assert again.cached_tokens > len(PROMPT)
-        assert formats(swarm) == {("int8", "int8")}
+        assert formats(swarm) == {("int8", "int8"), ("int8", "")}
         await trio.sleep(700)
         await ask(asker, PROMPT[::-1], 4)
-        assert formats(swarm) == {("int8", "int8"), ("f32", "")}
+        assert formats(swarm) == {("int8", "int8"), ("int8", ""), ("f32", "")}

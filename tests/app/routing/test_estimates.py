@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.span import Span
-from app.routing.cost import MOST_BELIEVED_BYTES_PER_S, UNKNOWN_LINK_S
+from app.routing.cost import ASSUMED_BYTES_PER_S, MOST_BELIEVED_BYTES_PER_S, UNKNOWN_LINK_S
 from app.routing.estimates import link_rates, link_seconds, rates_to_announce, rtts_to_announce
 from app.routing.route import KnownCosts, RouteRequest
 from app.routing.search import find_route
@@ -137,9 +137,10 @@ def test_without_a_measurement_the_slower_end_counts() -> None:
     rates = link_rates(ME, [down("a", 1e6)], [receiver("b", {"x": 5e6}), receiver("x", {"b": 7e6})])
     assert rates("a", "b") == 1e6  # what `a` sends here is all that is known of it
     assert rates("b", "") == 1e6
-    assert rates("x", "unknown") == 5e6
+    assert rates("x", "unknown") == ASSUMED_BYTES_PER_S  # what one receiver says bounds no other link of the sender
+    assert rates("x", "b") == 5e6
     assert rates("unknown", "other") is None
-    assert rates.byte_s(["b"])["b"] == pytest.approx(1 / 7e6 + 1 / 5e6)
+    assert rates.byte_s(["b"])["b"] == pytest.approx(1 / ASSUMED_BYTES_PER_S + 1 / 5e6)
 
 
 def test_a_claim_slows_down_nobody_but_the_claimant_and_counts_up_to_a_limit() -> None:
@@ -151,9 +152,17 @@ def test_a_claim_slows_down_nobody_but_the_claimant_and_counts_up_to_a_limit() -
     for peer in ("a", "b"):
         assert after.byte_s([peer])[peer] <= before.byte_s([peer])[peer]
     assert after("a", "boaster") == MOST_BELIEVED_BYTES_PER_S
+    alone = link_rates(ME, [], liars)
+    assert alone.byte_s(["b"])["b"] == link_rates(ME, [], []).byte_s(["b"])["b"]
     seen = link_rates(ME, [down("a", 1e6)], liars)
     assert seen("a", "") == 1e6  # what was measured here counts, whatever others say
     assert seen.up("a") == 1e6
+
+
+def test_a_link_on_the_lan_never_counts_as_slow() -> None:
+    near = LinkInfo("near", "lan", 0.001, 0, 0, 1e6)
+    assert link_rates(ME, [near], [])("near", "") == ASSUMED_BYTES_PER_S
+    assert rates_to_announce([near], None, [member("near")]) == ((tail("near"), ASSUMED_BYTES_PER_S),)
 
 
 def test_a_prompts_bytes_avoid_a_slow_link_and_single_tokens_do_not() -> None:

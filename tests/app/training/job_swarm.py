@@ -212,7 +212,7 @@ class JobSwarm:
         states.serve()
         more |= {} if own is None else {"own_server": own.server.attend}
         config = self.source.config
-        order = order_of(settings, blocks=config.n_blocks, rows=more.pop("rows", 64), wire="f32")
+        order = order_of(settings, blocks=config.n_blocks, rows=more.pop("rows", 64), wire=more.pop("wire", "f32"))
         rate_of = more.pop("rate_of", SCHEDULE.at)
         terms = JobTerms(order, rate_of, snapshot_every=every, sums_bytes=sums_bytes(settings, config))
         terms = replace(terms, **more.pop("terms", {}))

@@ -12,8 +12,8 @@ from app.core.span import Span
 from app.routing.planner import PrivacyPreferences
 from app.routing.route import Hop, NoRoute
 from app.routing.trust import TrustBook
-from app.swarm.records import Announcement, read_announcement, sign_announcement
-from app.training.consent import job_replicas, job_routes, terms_of
+from app.swarm.records import Announcement, read_announcement, sign_announcement, tail
+from app.training.consent import is_slow, job_replicas, job_routes, terms_of
 from app.training.trainer import RouteFinder
 from p2p.identity import Identity
 from p2p.memory.fabric import MemoryFabric, open_fabric
@@ -118,5 +118,32 @@ async def test_a_member_that_trained_wrongly_is_no_hop() -> None:
     book.note("a", "lied", "trained wrongly")
     members = [member("a", 0, 4, "members"), member("b", 0, 4, "members")]
     async with open_fabric() as fabric:
-        routes = job_routes(fabric.node("me"), lambda: members, PrivacyPreferences, 4, book)
+        routes = job_routes(fabric.node("me"), lambda: members, PrivacyPreferences, 4, book=book)
         assert [hop.peer for hop in routes(frozenset())] == ["b"]
+
+
+async def test_a_job_with_rows_of_int8_goes_through_members_that_understand_them() -> None:
+    async with open_fabric() as fabric:
+        able = replace(member("able", 0, 4, "members"), wires=("int8",), decode_tokens_per_s=1.0)
+        members = [member("older", 0, 4, "members"), able]
+        me = fabric.node("me")
+        for wire, expected in (("f32", "older"), ("int8", "able")):
+            find = job_routes(me, lambda: members, PrivacyPreferences, 4, wire)
+            assert [hop.peer for hop in find(frozenset())] == [expected]
+        with pytest.raises(NoRoute, match="will not train it"):
+            job_routes(me, lambda: members[:1], PrivacyPreferences, 4, "int8")(frozenset())
+
+
+async def test_a_job_is_rounded_where_a_link_is_slow_and_all_hops_understand_it() -> None:
+    async with open_fabric() as fabric:
+        me = fabric.node("me")
+        slow = replace(member("slow", 0, 2, "members"), wires=("int8",), rates=((tail("me"), 1e6),))
+        other, older = replace(member("other", 2, 4, "members"), wires=("int8",)), member("older", 2, 4, "members")
+
+        def asks_for_int8(*hops: Announcement) -> bool:
+            route = tuple(Hop(hop.peer, hop.span) for hop in hops if hop.span is not None)
+            return is_slow(me, lambda: [slow, other, older], route)
+
+        assert asks_for_int8(slow, other)
+        assert not asks_for_int8(slow, older)
+        assert not asks_for_int8(other)

@@ -73,6 +73,36 @@ async def test_summed_gradients_are_those_of_one_process(source: ModelSource, tm
     assert all(torch.equal(found[block], wanted[block]) for block in wanted)
 
 
+async def test_rows_of_int8_take_a_quarter_of_the_bytes_and_train_alike(source: ModelSource, tmp_path: Path) -> None:
+    found: dict[str, tuple[Losses, SwarmTrainer]] = {}
+    for wire in ("f32", "int8"):
+        async with open_job_swarm(source, tmp_path / wire, *SPLITS) as swarm:
+            losses, owner = Losses(), swarm.owner(wire=wire)
+            await owner.run(6, batches_of, losses)
+            found[wire] = losses, owner
+    exact, rounded = ([step.loss for step in found[wire][0].steps.values()] for wire in found)
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.01)
+    exact_links, links = (found[wire][1].figures.link_bytes for wire in found)
+    # Each link carries every micro-batch there and back, and so does the owner's at either end of the route.
+    pairs = {("owner", "n0"), ("n0", "n1"), ("n1", "n2"), ("n2", "owner")}
+    assert links.keys() == exact_links.keys() == pairs | {(receiver, sender) for sender, receiver in pairs}
+    assert len(set(links.values())) == 1
+    assert all(links[pair] <= 0.3 * exact_links[pair] for pair in links)
+
+
+async def test_a_killed_hop_changes_nothing_with_rows_of_int8(source: ModelSource, tmp_path: Path) -> None:
+    undisturbed_losses = Losses()
+    async with open_job_swarm(source, tmp_path / "undisturbed", *SPLITS) as swarm:
+        await swarm.owner(wire="int8").run(4, batches_of, undisturbed_losses)
+    async with open_job_swarm(source, tmp_path / "killed", *SPLITS) as swarm:
+        for index, (start, stop) in enumerate(SPLITS):
+            await swarm.train(f"spare{index}", start, stop)
+        losses = Losses({1: lambda: swarm.kill("n0"), 3: lambda: swarm.kill("n1")})
+        await swarm.owner(every=2, wire="int8").run(4, batches_of, losses)
+    assert losses.steps == undisturbed_losses.steps
+
+
 async def test_every_hop_is_killed_once(source: ModelSource, tmp_path: Path) -> None:
     wanted, local = undisturbed(source, 5)
     async with open_job_swarm(source, tmp_path, *SPLITS) as swarm:

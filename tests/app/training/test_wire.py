@@ -150,7 +150,7 @@ def test_slices_of_sums_are_bounded(dtype: int, length: int) -> None:
 @given(spans, st.lists(numbers, min_size=4, max_size=4), st.lists(st.floats(0, 1e300), min_size=4, max_size=4))
 def test_tallies_come_back(span: Span, counted: list[frozenset[int]], norms: list[float]) -> None:
     runs = tuple((Span(block, block + 1), counted[block - span.start]) for block in span.blocks())
-    tally = Tally(runs, tuple(norms[: len(span)]))
+    tally = Tally(runs, tuple(norms[: len(span)]), (("", 7), ("12D3KooWpeer", 2**61)))
     assert wire.decode_tally(wire.decode(wire.encode_tally(RUN, 1, 7, tally)), span) == tally
 
 
@@ -160,6 +160,15 @@ def test_a_tally_must_be_about_the_blocks_of_its_hop() -> None:
     for other in (Span(2, 5), Span(1, 4), Span(2, 3), Span(0, 2)):
         with pytest.raises(RecordError, match="tally"):
             wire.decode_tally(frame, other)
+
+
+@pytest.mark.parametrize(
+    "sent", [[["a", -1]], [["a"]], [[1, 1]], [["a", 2**62]], [["a", 1]] * (wire.MAX_NEIGHBOURS + 1)]
+)
+def test_bytes_of_a_tally_are_of_peers_and_bounded(sent: object) -> None:
+    values = {"counted": [[0, 1, ""]], "norms": [1.0], "sent": sent}
+    with pytest.raises(RecordError, match="sent"):
+        wire.decode_tally(wire.decode(with_json(Kind.TALLY, RUN, 1, 7, values)), Span(0, 1))
 
 
 @pytest.mark.parametrize("norm", [-1.0, 1e301, True, "1", None])
