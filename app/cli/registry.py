@@ -20,6 +20,7 @@ GROUPS: tuple[str, ...] = (
     "demo",
     "models",
     "finetune",
+    "train",
     "jobs",
     "adapters",
     "bench",

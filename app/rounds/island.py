@@ -71,7 +71,7 @@ class RoundTiming:
     grace_most_s: float = 60.0
     lead_s: float = 15.0  # silence of the one who leads, before the next one does
     exchange_s: float = 60.0
-    quorum_s: float = 120.0  # a round without quorum is made by those who are there after so long
+    quorum_s: float = 30.0  # a round without quorum is made by those who are there after so long
 
 
 class IslandMath(MergingModel, Protocol):
