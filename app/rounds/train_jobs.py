@@ -257,7 +257,6 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
     """Return the figures of an island that runs."""
     figures, standing, now = island.figures, island.standing, trio.current_time()
     alive = island.alive()
-    train_s, round_s = island.every_s.get("train"), island.every_s.get("round")
     islands = [
         {"peer": peer, "here": peer == island.peer, "alive": peer == island.peer or peer in alive}
         for peer in standing.members
@@ -273,7 +272,7 @@ def _figures(island: Island, status: str) -> dict[str, Any]:
         "validation_loss": figures.validation[-1][1] if figures.validation else None,
         "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
         "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
-        "utilisation": train_s / round_s if train_s and round_s else None, "waiting": figures.waiting,
+        "utilisation": figures.utilisation, "waiting": figures.waiting,
         "checkpoint_age_s": now - figures.checkpoint_at,
         "checkpoint_ms": time.time_ns() // 10**6 - int(1000 * (now - figures.checkpoint_at)),
     }  # fmt: skip

@@ -181,9 +181,16 @@ async def test_training_jobs() -> None:
         for action in ("join", "leave"):
             assert (await threaded(client.post, f"/api/train/{action}", {"job": "fish"}))["name"] == "fish"
         assert [job["name"] for job in await threaded(client.get, "/api/train")] == ["fish"]
-        for wrong in ({"data": []}, {"optimizer": "sgd"}, {"wire": "int2"}, {"seed": -1}, {"more": 1}):
+        wrongs: list[dict[str, object]] = [
+            {"data": []},
+            {"optimizer": "sgd"},
+            {"wire": "int2"},
+            {"seed": -1},
+            {"more": 1},
+        ]
+        for values in wrongs:
             with pytest.raises(UsageError):
-                await threaded(client.post, "/api/train", wish | wrong)
+                await threaded(client.post, "/api/train", wish | values)
     founded = TrainWish("fish", ("/text",), shape="/shape.json", every=7, optimizer="muon")
     assert node.asked == [("found_training", founded), ("join_training", "fish"), ("leave_training", "fish")]
 
