@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from app.api.event_log import EventLog
 from app.asker.reply import ReplyEvent
@@ -27,6 +27,7 @@ from app.swarm.invitations import InviteLimits
 from app.system.doctor import Check
 
 if TYPE_CHECKING:
+    from app.rounds.founding import TrainWish
     from app.training.material import TrainingWish
     from app.training.swarm_jobs import JobForecast
 
@@ -112,6 +113,21 @@ class Control(Protocol):
 
     async def end_job(self, job: str, wish: Literal["pause", "stop"]) -> JobView:
         """Pause or stop a job after the step that it is at."""
+
+    async def trainings(self) -> list[dict[str, Any]]:
+        """List the training jobs of this home, the newest first."""
+
+    async def found_training(self, wish: TrainWish) -> dict[str, Any]:
+        """Found a training job in the active swarm and take part in it."""
+
+    async def forecast_training(self, wish: TrainWish) -> dict[str, Any]:
+        """Say what a training job would be, without founding it."""
+
+    async def join_training(self, job: str) -> dict[str, Any]:
+        """Take part in a training job of the active swarm, by its name or hash."""
+
+    async def leave_training(self, job: str) -> dict[str, Any]:
+        """Take no more part in a training job."""
 
     def config(self) -> Config:
         """Return the settings in force."""

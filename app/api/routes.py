@@ -33,6 +33,7 @@ from app.training.job_view import hop_views
 from engine.budget import ADAPTER_ROLES
 
 if TYPE_CHECKING:
+    from app.rounds.founding import TrainWish
     from app.training.material import TrainingWish
 
 _MAX_TEXT = 4096
@@ -170,6 +171,30 @@ class JobRequest(_Body):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
+class TrainRequest(_Body):
+    """A training job: files of text on this machine, the model it starts from, and how it is trained."""
+
+    name: str = Field(max_length=_MAX_TEXT)
+    data: list[str] = Field(min_length=1, max_length=1024)
+    model: str | None = Field(default=None, max_length=_MAX_TEXT)
+    shape: str | None = Field(default=None, max_length=_MAX_TEXT)
+    steps: int = 1000
+    every: int = 50
+    batch: int = 4096
+    length: int = 256
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    rate: float = 1e-3
+    wire: Literal["auto", "f32", "int8"] = "auto"
+    licence: str = Field(default="", max_length=100)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class TrainAction(_Body):
+    """A training job, by its name or hash."""
+
+    job: str = Field(min_length=1, max_length=64)
+
+
 class JobAction(_Body):
     """A fine-tuning job, by the beginning of its id."""
 
@@ -180,6 +205,13 @@ class SettingRequest(_Body):
     """A setting's new value as the user writes it; null resets it to its default."""
 
     value: str | None = Field(max_length=_MAX_TEXT)
+
+
+def _train_wish(request: TrainRequest) -> TrainWish:
+    from app.rounds.founding import TrainWish  # loads torch, which an idle node does without
+
+    values = request.model_dump()
+    return TrainWish(**{**values, "data": tuple(values["data"])})
 
 
 def _wish(request: JobRequest) -> TrainingWish:
@@ -289,6 +321,11 @@ def _read_routes(control: Control) -> APIRouter:
     async def jobs() -> list[dict[str, Any]]:
         """The fine-tuning jobs of this home, the newest first."""
         return [to_json(job) for job in await control.jobs()]
+
+    @router.get("/train")
+    async def trainings() -> list[dict[str, Any]]:
+        """The training jobs of this home, the newest first."""
+        return await control.trainings()
 
     @router.get("/prospects")
     async def prospects() -> dict[str, Any]:
@@ -401,6 +438,26 @@ def _command_routes(control: Control) -> APIRouter:
     async def stop_job(request: JobAction) -> dict[str, Any]:
         """Stop a job for good; what it has learned is removed."""
         return to_json(await control.end_job(request.job, "stop"))
+
+    @router.post("/train")
+    async def found_training(request: TrainRequest) -> dict[str, Any]:
+        """Found a training job in the swarm and take part in it."""
+        return await control.found_training(_train_wish(request))
+
+    @router.post("/train/forecast")
+    async def forecast_training(request: TrainRequest) -> dict[str, Any]:
+        """What a training job would be: its text, weights, memory and rounds."""
+        return await control.forecast_training(_train_wish(request))
+
+    @router.post("/train/join")
+    async def join_training(request: TrainAction) -> dict[str, Any]:
+        """Take part in a training job of the swarm."""
+        return await control.join_training(request.job)
+
+    @router.post("/train/leave")
+    async def leave_training(request: TrainAction) -> dict[str, Any]:
+        """Take no more part in a training job; steps that were not merged yet are lost."""
+        return await control.leave_training(request.job)
 
     @router.post("/chat", response_class=Response)
     async def chat(request: ChatRequest) -> Response:

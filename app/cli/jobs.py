@@ -1,4 +1,4 @@
-"""`shoal jobs`: lists fine-tuning jobs, shows one, and pauses, resumes or stops it."""
+"""`shoal jobs`: lists fine-tuning and training jobs, shows one, and pauses, resumes or stops one of fine-tuning."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from app.core.errors import UsageError
 from app.core.units import format_size
 
 if TYPE_CHECKING:
+    from app.config.home import Home
     from app.training.job_store import Job, JobStore
 
 ACTIONS = ("show", "pause", "resume", "stop")
@@ -19,7 +20,7 @@ ACTIONS = ("show", "pause", "resume", "stop")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the action and the job."""
     parser.add_argument("action", nargs="?", choices=ACTIONS, help="what to do with the job; without it, list all")
-    parser.add_argument("job", nargs="?", metavar="ID", help="the job's id, or its beginning")
+    parser.add_argument("job", nargs="?", metavar="ID", help="the job's id, its beginning, or a training job's name")
 
 
 def run_jobs(arguments: argparse.Namespace) -> int:
@@ -27,11 +28,17 @@ def run_jobs(arguments: argparse.Namespace) -> int:
     from app.config.home import Home
     from app.training.job_store import JobStore, require_unfinished
 
-    jobs = JobStore(Home.open(arguments.home))
+    home = Home.open(arguments.home)
+    jobs = JobStore(home)
     if arguments.action is None:
-        return _list(jobs, as_json=arguments.json)
+        return _list(jobs, _trainings(home), as_json=arguments.json)
     if arguments.job is None:
         raise UsageError(f"name the job: `shoal jobs {arguments.action} ID`")
+    for facts in _trainings(home, arguments.job):
+        if arguments.action == "show":
+            return _show_training(facts, as_json=arguments.json)
+        name = facts["name"]
+        raise UsageError(f"{name} is a training job: `shoal train leave {name}` ends taking part, `join` begins it")
     job = jobs.find(arguments.job)
     if arguments.action == "show":
         return _show(job, as_json=arguments.json)
@@ -58,17 +65,51 @@ def _end(jobs: JobStore, job: Job, action: str, *, as_json: bool) -> int:
     return 0
 
 
-def _list(jobs: JobStore, *, as_json: bool) -> int:
+def _trainings(home: Home, name: str | None = None) -> list[dict[str, Any]]:
+    """The figures of the training jobs of this home, or of those of a name or beginning of a hash."""
+    if not home.trainings_folder.is_dir():
+        return []
+    from app.rounds.train_store import TrainStore
+
+    store = TrainStore(home)
+    known = [job for job in store.all() if name is None or name == job.record.name or job.id.startswith(name)]
+    return [store.facts(job) for job in known]
+
+
+def _show_training(facts: dict[str, Any], *, as_json: bool) -> int:
+    if as_json:
+        print_json(facts)
+        return 0
+    print(f"job         {facts['name']} ({facts['hash']})")
+    why = f": {facts['why']}" if facts["why"] else ""
+    print(f"status      {facts['status']}{why}")
+    alone = ", alone" if facts["status"] == "running" and len(facts["islands"]) < 2 else ""
+    print(f"round       {facts['round']}, step {facts['step']} of {facts['steps']}{alone}")
+    for name in ("loss", "validation_loss", "tokens", "tokens_per_s", "bytes_per_round", "utilisation"):
+        if facts[name] is not None:
+            print(f"{name:<16}{facts[name]:.4g}" if isinstance(facts[name], float) else f"{name:<16}{facts[name]}")
+    for island in facts["islands"]:
+        print(f"island      {island['peer']}: {island['steps']} steps in the last round")
+    for peer, why in facts["left_out"].items():
+        print(f"left out    {peer}: {why}")
+    if facts["waiting"]:
+        print(f"waiting     {facts['waiting']}")
+    return 0
+
+
+def _list(jobs: JobStore, trainings: list[dict[str, Any]], *, as_json: bool) -> int:
     found = jobs.all()
     if as_json:
-        print_json([_facts(job) for job in found])
+        print_json([*trainings, *(_facts(job) for job in found)])
         return 0
+    for facts in trainings:
+        print(f"{facts['job']}  {facts['name']}: {facts['status']}, round {facts['round']}, step {facts['step']}")
     for job in found:
         loss = f", loss {job.progress.losses[-1]:.3f}" if job.progress.losses else ""
         record, progress = job.record, job.progress
         print(f"{record.id}  {record.out}: {progress.status}, step {progress.step} of {record.steps}{loss}")
-    if not found:
-        print("There are no jobs. `shoal finetune --data FILE --out NAME` starts one.")
+    if not found and not trainings:
+        print("There are no jobs. `shoal finetune` and `shoal train` start one.")
     return 0
 
 
@@ -103,5 +144,11 @@ def _facts(job: Job) -> dict[str, Any]:
 
 
 COMMANDS = (
-    Command("jobs", "list, show, pause, resume or stop fine-tuning jobs", run_jobs, add_arguments, prints_facts=True),
+    Command(
+        "jobs",
+        "list, show, pause, resume or stop jobs",
+        run_jobs,
+        add_arguments,
+        prints_facts=True,
+    ),
 )

@@ -21,6 +21,7 @@ GROUPS: tuple[str, ...] = (
     "demo",
     "models",
     "finetune",
+    "train",
     "jobs",
     "adapters",
     "bench",

@@ -171,6 +171,10 @@ class Home:
         "jobs", "fine-tuning jobs, a folder for each (`app.training.job_store`)", private=True, is_folder=True,
         is_whole=True,
     )  # fmt: skip
+    trainings_folder = HomeFile(
+        "trainings", "training jobs, a folder for each (`app.rounds.train_store`)", private=True, is_folder=True,
+        is_whole=True,
+    )  # fmt: skip
     training_folder = HomeFile(
         "training", "states of running jobs, of this node and of others (`app.training.states`)", private=True,
         is_folder=True, is_whole=True,

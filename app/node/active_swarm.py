@@ -40,6 +40,7 @@ from app.membership.member import describe
 from app.node.context import NodeContext
 from app.node.hosting_loop import HostingLoop
 from app.node.peer_views import peer_views
+from app.rounds.train_jobs import TrainJobs, TrainPlace
 from app.routing.estimates import route_neighbours
 from app.routing.planner import PrivacyPreferences
 from app.snapshot.startup import StartupSteps
@@ -86,6 +87,7 @@ class ActiveSwarm:
         self.hosting_loop: HostingLoop | None = None
         self.replies: ReplyService | None = None
         self.jobs: SwarmJobs | None = None
+        self.trainings: TrainJobs | None = None
         self.weights: ModelWeights | None = None
         self._record: SwarmRecord | None = None
         self._source_name: str | None = None  # name of the model's files on this machine
@@ -343,7 +345,22 @@ class ActiveSwarm:
             )
             self.jobs = SwarmJobs(context.home, place)
             nursery.start_soon(self.jobs.run)
+            self.trainings = TrainJobs(context.home, self._train_place(network, states))
+            nursery.start_soon(self.trainings.run)
             await self.hosting_loop.run()
+
+    def _train_place(self, network: Network, states: StateStore) -> TrainPlace:
+        assert self.weights is not None
+        return TrainPlace(
+            swarm=self.swarm.id,
+            public=self.swarm.secret is None,
+            network=network,
+            identity=self._context.identity,
+            states=states,
+            members=lambda: [member.peer for member in self.members() if member.present],
+            is_member=self.weights.sharing.is_member,
+            cache=self._context.manifests.cache,
+        )
 
     async def _serve_self(self, stream: FrameStream) -> None:
         """Serve a session that this node's own reply opens to its own blocks."""

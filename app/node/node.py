@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import trio
 
@@ -76,6 +76,8 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
     from app.joining.offers import Machine
+    from app.rounds.founding import TrainWish
+    from app.rounds.train_jobs import TrainJobs
     from app.training.job_store import Job
     from app.training.material import TrainingWish
     from app.training.swarm_jobs import JobForecast, SwarmJobs
@@ -484,6 +486,32 @@ class Node:
         if active_swarm is None or active_swarm.jobs is None:
             raise AppError(NO_SWARM_TEXT, code="no_swarm")
         return active_swarm.jobs
+
+    def _trainings(self) -> TrainJobs:
+        active_swarm = self._network_owner.active_swarm
+        if active_swarm is None or active_swarm.trainings is None:
+            raise AppError(NO_SWARM_TEXT, code="no_swarm")
+        return active_swarm.trainings
+
+    async def trainings(self) -> list[dict[str, Any]]:
+        """List the training jobs of this home, the newest first."""
+        return self._trainings().facts()
+
+    async def found_training(self, wish: TrainWish) -> dict[str, Any]:
+        """Found a training job in the active swarm and take part in it."""
+        return await self._trainings().found(wish)
+
+    async def forecast_training(self, wish: TrainWish) -> dict[str, Any]:
+        """Say what a training job would be."""
+        return await self._trainings().forecast(wish)
+
+    async def join_training(self, job: str) -> dict[str, Any]:
+        """Take part in a training job of the active swarm, by its name or hash."""
+        return await self._trainings().join(job)
+
+    async def leave_training(self, job: str) -> dict[str, Any]:
+        """Take no more part in a training job."""
+        return await self._trainings().leave(job)
 
     async def jobs(self) -> list[JobView]:
         """List the fine-tuning jobs of this home, the newest first."""

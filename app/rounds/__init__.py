@@ -1,4 +1,6 @@
-"""Training together: islands make many steps alone and merge what they learned in rounds.
+"""Training a model together, in islands.
+
+An island makes many steps alone; in rounds, all islands merge what they have learned.
 
 Pure: `record` is the job, `log` the signed rounds that can be replayed, `statements` what islands say of a round under
 way, `reading` which sequences an island reads, and `decisions` who leads, who is waited for and who is left out.

@@ -57,7 +57,7 @@ class OwnChange:
 
 
 @dataclass
-class Attempt:
+class ExchangeAttempt:
     """One attempt at a round as it is seen here; served to the other members."""
 
     members: MemberList
@@ -80,7 +80,7 @@ class Exchange:
     def __init__(self, network: Network, device: Device, model: MergingModel, job: bytes) -> None:
         self._network, self._device, self._model, self._job = network, device, model, job
 
-    async def run(self, attempt: Attempt, own: OwnChange, deadline: float) -> list[bytes]:
+    async def run(self, attempt: ExchangeAttempt, own: OwnChange, deadline: float) -> list[bytes]:
         """Return all merged leaves, the same bytes for all members; raises `ExchangeFailed`."""
         members, me = attempt.members.members, self._network.peer_id
         ranges = share_ranges(self._model.leaves, len(members))
@@ -104,7 +104,7 @@ class Exchange:
 
     async def merged_of(self, members: MemberList, deadline: float) -> list[bytes]:
         """Return the merged leaves of a round that others have finished; raises `ExchangeFailed`."""
-        attempt = Attempt(members)
+        attempt = ExchangeAttempt(members)
         givers = [peer for peer in members.members if peer != self._network.peer_id]
         whole = range(self._model.leaves)
         failed: dict[str, str] = {}
@@ -117,7 +117,7 @@ class Exchange:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    async def _all(self, attempt: Attempt, tasks: Mapping[str, tuple[Callable[[Any], Any], Any]]) -> None:
+    async def _all(self, attempt: ExchangeAttempt, tasks: Mapping[str, tuple[Callable[[Any], Any], Any]]) -> None:
         """Do something with every member at once; raises `ExchangeFailed` with those at fault, after all are done."""
         failed: dict[str, str] = {}
         unfinished = False
@@ -137,7 +137,7 @@ class Exchange:
         if failed or unfinished:
             raise attempt.fail(failed)
 
-    async def _merge(self, attempt: Attempt, rows: Mapping[str, list[bytes]], mine: range) -> None:
+    async def _merge(self, attempt: ExchangeAttempt, rows: Mapping[str, list[bytes]], mine: range) -> None:
         members = attempt.members.members
         weights = merge_weights({arrival.peer: arrival.tokens for arrival in attempt.members.arrivals})
         try:
@@ -151,7 +151,9 @@ class Exchange:
             attempt.report.update(zip(members, found.report, strict=True))
         attempt.changed.notify()
 
-    async def _change_of(self, attempt: Attempt, arrival: Arrival, leaves: range, deadline: float) -> list[bytes]:
+    async def _change_of(
+        self, attempt: ExchangeAttempt, arrival: Arrival, leaves: range, deadline: float
+    ) -> list[bytes]:
         """Return some leaves of a member's change, checked against what it committed to; raises `RecordError`."""
         if not leaves:
             return []
@@ -171,7 +173,7 @@ class Exchange:
         return found
 
     async def _merged_by(
-        self, peer: str, list_hash: bytes, leaves: range, deadline: float, attempt: Attempt
+        self, peer: str, list_hash: bytes, leaves: range, deadline: float, attempt: ExchangeAttempt
     ) -> list[bytes]:
         found: list[bytes] = []
         for first, count in wire.runs_of(leaves):

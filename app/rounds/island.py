@@ -26,7 +26,7 @@ from app.core.signal import Signal
 from app.manifest.merkle import HASH_BYTES, leaf_hash, root_of
 from app.rounds import wire
 from app.rounds.decisions import grace_s, leading_order, next_every, quorum, share_ranges, to_leave_out
-from app.rounds.exchange import Attempt, Exchange, ExchangeFailed, MergingModel, OwnChange
+from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange
 from app.rounds.log import ENTRY, RoundEntry, Standing, beginning, follow, is_better, make_entry, read_entry, replay
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
@@ -71,7 +71,7 @@ class RoundTiming:
     grace_most_s: float = 60.0
     lead_s: float = 15.0  # silence of the one who leads, before the next one does
     exchange_s: float = 60.0
-    quorum_s: float = 120.0  # a round without quorum is made by those who are there after so long
+    quorum_s: float = 30.0  # a round without quorum is made by those who are there after so long
 
 
 class IslandMath(MergingModel, Protocol):
@@ -126,7 +126,8 @@ class IslandFigures:
     fetched: int = 0  # states taken over as parts
     waiting: str = ""  # for whom a round waits, and until when
     checkpoint_at: float = 0.0
-    round_tokens_per_s: float = 0.0
+    round_tokens_per_s: float = 0.0  # of all islands, in the last round
+    utilisation: float | None = None  # share of the last round in which steps were made
 
 
 class Island:
@@ -157,13 +158,12 @@ class Island:
         self.parts: list[StatePart] = []  # of the current state
         self.heard: dict[str, Heard] = {}
         self.figures = IslandFigures()
-        self.every_s: dict[str, float] = {}
         self._arrivals: dict[str, Arrival] = {}  # of the current round
         self._arrived_at: dict[str, float] = {}
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
         self._lists: list[MemberList] = []  # of the current round that name this island
-        self._attempts: dict[bytes, Attempt] = {}  # by the hash of the list
+        self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: tuple[bytes, bytes, list[bytes]] | None = None  # hash of the list, root, states
         self._ahead: RoundEntry | None = None
@@ -392,17 +392,15 @@ class Island:
 
     async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result]) -> None:
         """Sign the entry of a round that all members ended alike, take it over and spread it."""
-        ready = {peer for peer in self.alive() if self.heard[peer].head == standing.prev}
-        figures = self.figures
-        step_s = figures.train_s / max(1, figures.steps) if figures.steps else 0.0
-        record = self.record
-        every = next_every(
-            standing.every, step_s, figures.exchange_s, least=record.least_every, most=record.most_every
-        ) if len(members.members) > 1 else standing.every  # fmt: skip
-        every = min(max(every, record.least_every), record.most_every)
+        record, figures = self.record, self.figures
+        # Whoever has the state before this round can go on with the next one; members that are late catch up.
+        present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
+        exchange_s = figures.exchange_s if len(members.members) > 1 else 0.0
+        step_s = figures.train_s / max(1, figures.steps)
+        every = next_every(standing.every, step_s, exchange_s, least=record.least_every, most=record.most_every)
         entry = make_entry(
-            self._identity, record, standing, members, results.values(),
-            every=every, present={*ready, *(self.alive() & {*standing.members})}, now_ms=self._wall_ms(),
+            self._identity, record, standing, members, results.values(), every=every, present=present,
+            now_ms=self._wall_ms(),
         )  # fmt: skip
         await self._adopt(entry)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
@@ -412,7 +410,7 @@ class Island:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
-        attempt = self._attempts[members.hash] = Attempt(members)
+        attempt = self._attempts[members.hash] = ExchangeAttempt(members)
         while len(self._attempts) > KEPT_ATTEMPTS:
             del self._attempts[next(iter(self._attempts))]
         self._news.notify()
@@ -446,7 +444,7 @@ class Island:
             states = await self._device.run_later(self._model.advance, leaves)
             if hashed(states)[0] != entry.root:
                 raise RecordError(f"what was sent as the result of round {entry.round} is not that")
-            attempt = self._attempts[entry.list.hash] = Attempt(entry.list)
+            attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list)
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         await self._settle(standing, [*self.log, entry], states)
@@ -632,7 +630,7 @@ class Island:
         seconds = trio.current_time() - began
         gained = self.standing.tokens - before.tokens
         self.figures.round_tokens_per_s = gained / seconds if seconds > 0 else 0.0
-        self.every_s = {"train": trained - began, "round": seconds}
+        self.figures.utilisation = (trained - began) / seconds if seconds > 0 else None
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
@@ -715,7 +713,7 @@ class Island:
             raise RemoteError("these leaves are merged by another member", wire.WRONG)
         return wire.pack(own.leaves[first : first + count])
 
-    async def _merged(self, attempt: Attempt, leaves: range) -> list[bytes]:
+    async def _merged(self, attempt: ExchangeAttempt, leaves: range) -> list[bytes]:
         with trio.move_on_after(wire.WAIT_S):
             await attempt.changed.wait_for(
                 lambda: bool(attempt.failed) or all(leaf in attempt.merged for leaf in leaves)

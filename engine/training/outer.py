@@ -39,11 +39,11 @@ def merged(changes: Tensor, weights: Sequence[float], *, clip: bool) -> Tensor:
     shares = shares / shares.sum()
     if not clip or len(changes) < 3:
         return _sum(changes, shares)
-    centre = changes.median(dim=0).values
+    centre = _middle(changes)
     for _ in range(CLIP_ITERATIONS):
         away = changes - centre
         distances = away.double().square().sum(dim=1).sqrt()
-        limit = distances.median()
+        limit = _middle(distances)
         factors = torch.where(distances > limit, limit / distances.clamp(min=1e-30), torch.ones_like(distances))
         centre = centre + _sum(away, shares * factors.float())
     return centre
@@ -61,10 +61,16 @@ def agreement(changes: Tensor) -> list[tuple[float, float]]:
         if not len(others):
             found.append((norm, 1.0))
             continue
-        middle = others.median(dim=0).values.double() if len(others) > 2 else others.double().mean(dim=0)
+        middle = _middle(others).double()
         length = norm * float(middle.norm())
         found.append((norm, float(change.double() @ middle) / length if length else 0.0))
     return found
+
+
+def _middle(rows: Tensor) -> Tensor:
+    """Median over the rows; of an even number, the mean of the two in the middle (torch takes the lower one)."""
+    ordered = rows.sort(dim=0).values
+    return (ordered[(len(rows) - 1) // 2] + ordered[len(rows) // 2]) / 2
 
 
 def _sum(rows: Tensor, shares: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
                     model = {"adapter": adapter} if adapter else {}
                     text = _reply(client, question, 24, model)["text"]
                     known[adapter] += word.lower() in text.lower()
-            rounded = _finished(client, client.post("/api/jobs", order | {"out": "rounded", "wire": "int8"})["job"])
+            rounded = _finished(client, client.post("/control/jobs", order | {"out": "rounded", "wire": "int8"})["job"])
     steps_s = facts["seconds"]
     rows = local["facts_rows"]
     return {

@@ -114,3 +114,9 @@ def test_of_two_changes_each_is_compared_with_the_other() -> None:
     pair = agreement(torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))
     assert pair == [(1.0, -1.0), (2.0, -1.0)]
     assert agreement(torch.tensor([[3.0, 4.0]])) == [(5.0, 1.0)]
+
+
+def test_an_even_number_of_changes_has_an_unbiased_middle() -> None:
+    changes = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
+    assert torch.allclose(merged(changes, [1, 1, 1, 1], clip=True), torch.tensor([1.5]), atol=1e-6)
+    assert torch.allclose(merged(-changes, [1, 1, 1, 1], clip=True), torch.tensor([-1.5]), atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import trio
 
@@ -22,6 +22,8 @@ from app.config.settings import Settings, Value
 from app.core.errors import AppError, NoAdapter, UnknownSwarm
 from app.core.span import Span
 from app.joining.admission import MadeInvite
+from app.rounds.founding import TrainWish
+from app.rounds.train_store import facts_of
 from app.routing.route import Hop, NoRoute
 from app.snapshot.views import (
     CourtesyView,
@@ -43,6 +45,7 @@ from app.training.material import TrainingWish
 from app.training.swarm_jobs import JobForecast
 from engine.errors import EngineError
 from engine.text.output_form import CallPiece, ConstraintError, ReplyPart, ThoughtText, TokenLogprob
+from tests.app.rounds.statements import RECORD
 
 TOKEN = "a-token-that-is-long-enough"
 HASH = "ab" * 32
@@ -79,6 +82,7 @@ JOB = JobView(
     steps=5, tokens=90, seconds=1.5, tokens_per_s=60.0, left_s=2.5, loss=1.5, losses=(2.0, 1.5), validation=((0, 2.1),),
     why="", rank=8, alpha=16.0, targets=("q", "v"),
 )  # fmt: skip
+TRAINING = facts_of(RECORD) | {"status": "running", "round": 3}
 
 
 class DoubleNode:
@@ -154,6 +158,24 @@ class DoubleNode:
 
     async def adapters(self) -> list[str]:
         return ["pond"]
+
+    async def trainings(self) -> list[dict[str, Any]]:
+        return [TRAINING]
+
+    async def found_training(self, wish: TrainWish) -> dict[str, Any]:
+        self.asked.append(("found_training", wish))
+        return TRAINING
+
+    async def forecast_training(self, wish: TrainWish) -> dict[str, Any]:
+        return {"name": wish.name, "rounds": 20}
+
+    async def join_training(self, job: str) -> dict[str, Any]:
+        self.asked.append(("join_training", job))
+        return TRAINING
+
+    async def leave_training(self, job: str) -> dict[str, Any]:
+        self.asked.append(("leave_training", job))
+        return TRAINING
 
     async def jobs(self) -> list[JobView]:
         return [JOB]

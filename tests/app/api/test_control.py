@@ -20,6 +20,7 @@ from app.cli.chat import SwarmAnswers
 from app.config.file import Config
 from app.config.settings import Settings
 from app.core.errors import AppError, NotRunning, UnknownSwarm, UsageError
+from app.rounds.founding import TrainWish
 from app.snapshot.codec import models_from, offer_from, prospects_from
 from app.snapshot.views import FitView
 from app.swarm.invitations import InviteLimits
@@ -168,6 +169,29 @@ async def test_invites_and_members() -> None:
         ("cancel", "1a2b3c4d"),
         ("revoke", "12D3gone", False),
     ]
+
+
+async def test_training_jobs() -> None:
+    node = DoubleNode()
+    async with running_api(node) as client:
+        wish = {"name": "fish", "data": ["/text"], "shape": "/shape.json", "every": 7, "optimizer": "muon"}
+        assert (await threaded(client.post, "/control/train", wish))["round"] == 3
+        assert (await threaded(client.post, "/control/train/forecast", wish))["rounds"] == 20
+        for action in ("join", "leave"):
+            assert (await threaded(client.post, f"/control/train/{action}", {"job": "fish"}))["name"] == "fish"
+        assert [job["name"] for job in await threaded(client.get, "/control/train")] == ["fish"]
+        wrongs: list[dict[str, object]] = [
+            {"data": []},
+            {"optimizer": "sgd"},
+            {"wire": "int2"},
+            {"seed": -1},
+            {"more": 1},
+        ]
+        for values in wrongs:
+            with pytest.raises(UsageError):
+                await threaded(client.post, "/control/train", wish | values)
+    founded = TrainWish("fish", ("/text",), shape="/shape.json", every=7, optimizer="muon")
+    assert node.asked == [("found_training", founded), ("join_training", "fish"), ("leave_training", "fish")]
 
 
 @pytest.mark.parametrize(

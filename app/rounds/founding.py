@@ -1,0 +1,217 @@
+"""What a training job is made of: the user's wish, the text as token ids, the model it starts from, and its record.
+
+Loads torch: import it inside functions.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.core.errors import AppError
+from app.core.units import format_size
+from app.manifest.importing import hash_source
+from app.rounds.island import hashed
+from app.rounds.record import MAX_EVERY, TrainingRecord
+from app.training.dataset import Document, order, read_records
+from app.training.record import checked_name
+from app.training.states import part_of
+from engine.budget import FullBudget, allowance_on, plan_full, unquantised
+from engine.config import ModelConfig
+from engine.device.dtypes import pick_dtype
+from engine.device.probe import Device, find_device, probe_devices
+from engine.island import IslandModel, IslandTerms, first_states, unpacked
+from engine.model.block import WeightOptions
+from engine.sources.base import ModelSource, TokenizerSpec
+from engine.sources.hf_config import parse_config
+from engine.sources.opening import open_source
+from engine.sources.shape import config_values, open_shape
+from engine.text.prompt import ModelText
+from engine.training.export import folder_files
+from engine.training.optimiser import AdamW, Muon, Schedule
+from engine.training.outer import Nesterov
+from engine.training.parameters import divided, drawn_model, read_model
+
+RESERVED = ("join", "leave", "export", "log")  # words of the command line
+HELD_SHARE, HELD_MOST = 0.05, 32  # sequences to validate with
+ROWS = 1024  # of a micro-batch
+WEIGHT_DECAY, CLIP = 0.1, 1.0
+MORE_EVERY = 10  # times the steps of the first round, at most
+
+
+@dataclass(frozen=True)
+class TrainWish:
+    """A training job as the user asks for it."""
+
+    name: str
+    data: tuple[str, ...]
+    model: str | None = None
+    shape: str | None = None
+    steps: int = 1000
+    every: int = 50
+    batch: int = 4096  # tokens of a step
+    length: int = 256
+    optimizer: str = "adamw"
+    rate: float = 1e-3
+    wire: str = "auto"
+    licence: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Founded:
+    """A job that could begin: its record, the files of its text, and the weights before the first round."""
+
+    record: TrainingRecord
+    texts: dict[str, bytes]
+    vectors: dict[str, torch.Tensor]
+    budget: FullBudget
+    sequences: int
+
+
+def prepare(wish: TrainWish, *, swarm: str, founder: str, public: bool, cache: Path) -> Founded:
+    """Check a wish and make a job of it; raises `AppError` or `EngineError`, one line for what is wrong."""
+    _check(wish, public=public)
+    source = open_shape(Path(wish.shape)) if wish.shape else open_source(wish.model or "starter", cache)
+    config = source.config
+    if wish.length > config.context_length:
+        raise AppError(f"--length {wish.length} is more than the model's context of {config.context_length}")
+    budget, _, _ = plan_island(config, wish.length)
+    texts, sequences = _texts(wish, source)
+    vectors = drawn_model(config, wish.seed) if wish.shape else read_model(source)
+    start, _ = hashed(first_states(config, vectors))
+    parts = {name: part_of(data)[0] for name, data in texts.items()}
+    record = TrainingRecord(
+        name=wish.name, founder=founder, swarm=swarm,
+        model="" if wish.shape else hash_source(source, lambda read: None).manifest.hash,
+        shape=json.loads(json.dumps(config_values(config))), start=start.hex(), tokens=parts["tokens"],
+        held=parts["held"], tokenizer=parts["tokenizer.json"],
+        source=", ".join(Path(path).name for path in wish.data)[:400], licence=wish.licence, length=wish.length,
+        batch=wish.batch // wish.length, steps=wish.steps, every=min(wish.every, wish.steps),
+        least_every=min(wish.every, wish.steps), most_every=min(MAX_EVERY, MORE_EVERY * wish.every),
+        optimiser=wish.optimizer, rate=wish.rate, warm_up=wish.steps // 20, weight_decay=WEIGHT_DECAY, clip=CLIP,
+        wire=wish.wire, merging="clip", outer_rate=0.7, outer_momentum=0.9, seed=wish.seed,
+        created_ms=time.time_ns() // 10**6,
+    )  # fmt: skip
+    return Founded(record, texts, vectors, budget, sequences)
+
+
+def _check(wish: TrainWish, *, public: bool) -> None:
+    checked_name(wish.name)
+    if wish.name in RESERVED:
+        raise AppError(f"a training job cannot be named {wish.name}, which is a word of the command: choose another")
+    if wish.model is not None and wish.shape is not None:
+        raise AppError("give --model to go on from a model or --shape to begin with a new one, not both")
+    if not 1 <= wish.every <= MAX_EVERY:
+        raise AppError(f"--every {wish.every} is not a number of steps from 1 to {MAX_EVERY}")
+    if not 1 <= wish.steps <= 10**9:
+        raise AppError(f"--steps {wish.steps} is not a number of steps from 1 to {10**9}")
+    if wish.length < 2 or wish.batch < wish.length:
+        raise AppError(
+            f"--batch {wish.batch} is smaller than one sequence of {wish.length} tokens: give a larger --batch, or a "
+            "smaller --length of at least 2"
+        )
+    if not 0 < wish.rate < 1e3:
+        raise AppError(f"--lr {wish.rate} is not a positive number")
+    if public and not wish.licence.strip():
+        raise AppError("the swarm is public, so others will be sent the text: name its licence with --licence")
+
+
+def _texts(wish: TrainWish, source: ModelSource) -> tuple[dict[str, bytes], int]:
+    """Return the files of a job's text by name, and the number of sequences to train on."""
+    text, ids = ModelText(source), list[int]()
+    for path in wish.data:
+        for one in read_records(Path(path)):
+            if not isinstance(one, Document):
+                raise AppError(
+                    f"{path}, line {one.line} is a conversation: training reads texts, or `text` in each line"
+                )
+            ids += text.document_ids(one.text)
+    count = len(ids) // wish.length
+    batch = wish.batch // wish.length
+    held = {*order(count, wish.seed, "held")[: min(HELD_MOST, int(count * HELD_SHARE))]}
+    if count - len(held) < batch:
+        raise AppError(f"the text has {len(ids)} tokens, fewer than the {wish.batch} of one step: give more --data")
+    rows = np.asarray(ids[: count * wish.length], dtype="<u4").reshape(count, wish.length)
+    kept = np.array([number not in held for number in range(count)])
+    spec = json.dumps(asdict(source.tokenizer), sort_keys=True).encode()
+    sample = rows[~kept] if held else rows[:1]
+    return {"tokens": rows[kept].tobytes(), "held": sample.tobytes(), "tokenizer.json": spec}, int(kept.sum())
+
+
+def plan_island(config: ModelConfig, length: int) -> tuple[FullBudget, Device, torch.dtype]:
+    """Choose the device and divide its memory; raises `AppError` with the bytes wanted and offered."""
+    device = find_device(None, probe_devices())
+    dtype = pick_dtype(device.id)
+    usable = allowance_on(device, None).usable_bytes
+    budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), usable)
+    if budget.total_bytes > usable:
+        raise AppError(
+            f"training {budget.weights} weights takes {format_size(budget.total_bytes)}, but {device.id} has "
+            f"{format_size(usable)} to spare: give a smaller model"
+        )
+    return budget, device, dtype
+
+
+def config_of(record: TrainingRecord) -> ModelConfig:
+    """Return the shape of a job's model; raises `SourceError`."""
+    return parse_config(record.shape, "the job's record", {})
+
+
+def make_model(record: TrainingRecord, vectors: dict[str, torch.Tensor] | None) -> tuple[IslandModel, str]:
+    """Return the model of an island and its device; without vectors it starts as drawn from the seed."""
+    config = config_of(record)
+    budget, device, dtype = plan_island(config, record.length)
+    decay = record.weight_decay
+    terms = IslandTerms(
+        schedule=Schedule(record.rate, record.steps, record.warm_up),
+        clip=record.clip,
+        optimiser=Muon(weight_decay=decay) if record.optimiser == "muon" else AdamW(weight_decay=decay),
+        outer=Nesterov(record.outer_rate, record.outer_momentum),
+        codec="f32" if record.wire == "f32" else "int8",
+        robust=record.merging == "clip",
+        rows=max(ROWS, record.length),
+    )
+    options = WeightOptions(torch.device(device.id), dtype)
+    vectors = vectors or drawn_model(config, record.seed)
+    return IslandModel(config, vectors, options, terms, graph_bytes=budget.graph_bytes), device.id
+
+
+class TokenText:
+    """The text of a job as sequences of one length."""
+
+    def __init__(self, tokens: bytes, held: bytes, record: TrainingRecord) -> None:
+        config = config_of(record)
+        self._rows, rows = (
+            np.frombuffer(data, dtype="<u4", count=len(data) // 4).reshape(-1, record.length) for data in (tokens, held)
+        )
+        if not len(self._rows) or max(int(self._rows.max()), int(rows.max(initial=0))) >= config.vocab_size:
+            raise AppError("the text of the job has tokens that its model does not know")
+        self.held: Sequence[Sequence[int]] = rows.tolist()
+
+    @property
+    def count(self) -> int:
+        """Number of sequences to train on."""
+        return len(self._rows)
+
+    def sequence(self, number: int) -> Sequence[int]:
+        """Return the token ids of a sequence."""
+        found: Sequence[int] = self._rows[number].tolist()
+        return found
+
+
+def export_files(record: TrainingRecord, states: list[bytes] | None, tokenizer: bytes) -> dict[str, bytes]:
+    """Return the files of a Hugging Face folder with the model after the last round."""
+    config = config_of(record)
+    if states is None:
+        raise AppError(f"{record.name} has no finished round yet, so there is nothing to export")
+    spec: dict[str, Any] = json.loads(tokenizer)
+    values, _ = unpacked(config, states)
+    return folder_files(config, divided(config, values), TokenizerSpec(**spec))

@@ -1,0 +1,278 @@
+"""The training jobs of this node in its swarm: founds and joins them, runs each in a task, and takes them up again.
+
+A job outlives the node: record, text, log and the newest state are in the home folder (`app.rounds.train_store`). Jobs
+that ran when the node ended go on when it joins the same swarm again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from app.core.device_thread import DeviceThread
+from app.core.errors import AppError, RecordError
+from app.core.network import Network
+from app.rounds import wire
+from app.rounds.island import Island, RoundServer, hashed
+from app.rounds.record import TrainingRecord, sign_training
+from app.rounds.train_store import (
+    FAILED,
+    FINISHED,
+    LEFT,
+    RUNNING,
+    StoredTraining,
+    TrainStore,
+    facts_of,
+    one_of,
+    require_record,
+)
+from app.training.states import StateStore
+from engine.errors import EngineError
+from p2p.errors import P2PError
+from p2p.identity import Identity
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus
+
+    from app.config.home import Home
+    from app.rounds.founding import Founded, TrainWish
+
+log = logging.getLogger("shoal.rounds")
+
+ASK_S = 10.0
+_TEXTS = ("tokens", "held", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class TrainPlace:
+    """What the training jobs of one swarm run with."""
+
+    swarm: str  # its id
+    public: bool
+    network: Network
+    identity: Identity
+    states: StateStore
+    members: Callable[[], Sequence[str]]  # other members of the swarm
+    is_member: Callable[[str], bool]
+    cache: Path
+
+
+@dataclass
+class RunningTraining:
+    """A job that runs now."""
+
+    job: StoredTraining
+    island: Island
+    ended: trio.Event = field(default_factory=trio.Event)
+
+
+class TrainJobs:
+    """Founds, joins, runs and leaves training jobs in one swarm; `run` until cancelled."""
+
+    def __init__(self, home: Home, place: TrainPlace) -> None:
+        self._place, self._store = place, TrainStore(home)
+        self._server = RoundServer(place.network, place.is_member)
+        self._nursery: trio.Nursery | None = None
+        self._starting = trio.Lock()
+        self.running: dict[bytes, RunningTraining] = {}
+
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Go on with the jobs that ran when the node ended, then run those that are founded or joined."""
+        async with trio.open_nursery() as self._nursery:
+            self._server.serve()
+            task_status.started()
+            for job in await trio.to_thread.run_sync(self._store.all):
+                if job.record.swarm == self._place.swarm and self._store.facts(job)["status"] == RUNNING:
+                    self._nursery.start_soon(self._take_up, job)
+            await trio.sleep_forever()
+
+    async def forecast(self, wish: TrainWish) -> dict[str, Any]:
+        """Say what a job would be, without founding it; raises `AppError` or `EngineError`."""
+        founded = await self._prepared(wish)
+        record, budget = founded.record, founded.budget
+        return {
+            "name": record.name, "sequences": founded.sequences, "weights": budget.weights,
+            "memory_bytes": budget.total_bytes, "steps": record.steps, "rounds": -(-record.steps // record.every),
+            "tokens_per_step": record.batch * record.length,
+        }  # fmt: skip
+
+    async def found(self, wish: TrainWish) -> dict[str, Any]:
+        """Found a job and take part in it; raises `AppError` or `EngineError` if it cannot be."""
+        async with self._starting:
+            founded = await self._prepared(wish)
+            others = [record for record, _, _ in await self._known() if record.name == wish.name]
+            if others:
+                hashes = f"{others[0].id.hex()} and the new one, {founded.record.id.hex()}"
+                raise AppError(
+                    f"two training jobs would be named {wish.name}: {hashes}; choose another name, or join it"
+                )
+            raw = sign_training(self._place.identity, founded.record)
+            job = await trio.to_thread.run_sync(self._store.create, raw, founded.texts)
+            await self._begin(job, founded.vectors)
+        return self._facts(job.record)
+
+    async def join(self, target: str) -> dict[str, Any]:
+        """Take part in a job of this swarm, by its name or hash; raises `AppError`."""
+        async with self._starting:
+            known = [
+                (record, (record, raw, peer))
+                for record, raw, peer in await self._known()
+                if target in (record.name, record.id.hex()) or (len(target) >= 8 and record.id.hex().startswith(target))
+            ]
+            if not known:
+                raise AppError(f"no member of this swarm trains a job named {target}")
+            record, raw, _ = one_of(known, target)
+            if record.id not in self.running:
+                holders = [peer for other, (_, _, peer) in known if other.id == record.id]
+                fetched = await self._place.states.fetch(record.id[:16], record.parts, holders)
+                texts = dict(zip(_TEXTS, fetched, strict=True))
+                job = await trio.to_thread.run_sync(self._store.create, raw, texts)
+                await self._begin(job, None)
+        return self._facts(record)
+
+    async def leave(self, target: str) -> dict[str, Any]:
+        """Take no more part in a job; steps that were not yet merged are lost. Raises `AppError`."""
+        job = await trio.to_thread.run_sync(self._store.find, target)
+        running = self.running.get(job.record.id)
+        if running is None:
+            raise AppError(f"this node takes no part in {job.record.name} now")
+        running.island.leave()
+        await running.ended.wait()
+        return self._store.facts(job)
+
+    def facts(self) -> list[dict[str, Any]]:
+        """Return the figures of all training jobs of this home, the newest first."""
+        return [self._facts(job.record, job) for job in self._store.all()]
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    async def _prepared(self, wish: TrainWish) -> Founded:
+        from app.rounds.founding import prepare
+
+        place = self._place
+
+        def made() -> Founded:
+            return prepare(
+                wish, swarm=place.swarm, founder=place.identity.peer_id, public=place.public, cache=place.cache
+            )
+
+        return await trio.to_thread.run_sync(made)
+
+    async def _known(self) -> list[tuple[TrainingRecord, bytes, str]]:
+        """Return the jobs that members take part in, with who does: (record, its signed bytes, peer)."""
+        found = [(job.record, job.raw, self._place.network.peer_id) for job in self._store.all()]
+        found = [one for one in found if one[0].swarm == self._place.swarm]
+
+        async def ask(peer: str) -> None:
+            try:
+                answer = await self._place.network.call(peer, wire.JOBS, b"", timeout_s=ASK_S)
+                for raw in wire.unpack(answer, wire.MAX_JOBS):
+                    found.append((require_record(raw, self._place.swarm), raw, peer))
+            except (P2PError, RecordError) as error:
+                log.debug("%s names no training jobs: %s", peer, error)
+
+        async with trio.open_nursery() as nursery:
+            for peer in self._place.members():
+                nursery.start_soon(ask, peer)
+        return found
+
+    async def _take_up(self, job: StoredTraining) -> None:
+        try:
+            async with self._starting:
+                await self._begin(job, None)
+        except (AppError, EngineError) as error:
+            log.warning("training %s does not go on: %s", job.record.name, error)
+            self._write(job, None, FAILED, str(error))
+
+    async def _begin(self, job: StoredTraining, vectors: Any) -> None:
+        """Make an island, with the state that it goes on from, and run it in a task of its own."""
+        from app.rounds.founding import TokenText, make_model
+
+        assert self._nursery is not None, "jobs need a running node"
+        place, record = self._place, job.record
+        model, device = await trio.to_thread.run_sync(make_model, record, vectors)
+        texts = [await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in _TEXTS]
+        text = TokenText(texts[0], texts[1], record)
+        for data in texts:
+            await place.states.keep(record.id[:16], data)
+        island = Island(
+            place.network, place.identity, record, model, text, DeviceThread(device), place.states,
+            found=place.members, wall_ms=lambda: time.time_ns() // 10**6,
+            settled=lambda entries, states: self._save(job, entries, states),
+        )  # fmt: skip
+        entries = await trio.to_thread.run_sync(self._store.log, job)
+        states = await trio.to_thread.run_sync(self._store.states, job)
+        if states is not None and entries and hashed(states)[0] == entries[-1].root:
+            await island.begin(entries, states)
+        else:
+            await island.begin()
+        self._server.islands[record.id] = island
+        self._server.records[record.id] = job.raw
+        self.running[record.id] = RunningTraining(job, island)
+        self._nursery.start_soon(self._run_job, self.running[record.id])
+
+    async def _run_job(self, running: RunningTraining) -> None:
+        """Run an island until the job is finished, left or failed, and write down which."""
+        job, island = running.job, running.island
+        self._write(job, island, RUNNING)
+        try:
+            await island.run()
+            self._write(job, island, FINISHED if island.is_finished else LEFT)
+        except (AppError, EngineError, P2PError, OSError) as error:
+            log.warning("training %s failed: %s", job.record.name, error)
+            self._write(job, island, FAILED, str(error)[:1000])
+        finally:
+            del self.running[job.record.id]
+            running.ended.set()
+            if not island.is_finished:  # a finished one still serves those who are late
+                self._server.islands.pop(job.record.id, None)
+                self._server.records.pop(job.record.id, None)
+
+    async def _save(self, job: StoredTraining, entries: list[Any], states: list[bytes]) -> None:
+        await trio.to_thread.run_sync(self._store.save, job, entries, states)
+        if (running := self.running.get(job.record.id)) is not None:
+            self._write(job, running.island, RUNNING)
+
+    def _facts(self, record: TrainingRecord, job: StoredTraining | None = None) -> dict[str, Any]:
+        running = self.running.get(record.id)
+        if running is not None:
+            facts = _figures(running.island, RUNNING)
+            facts.pop("checkpoint_ms")
+            return facts
+        job = job or self._store.find(record.id.hex())
+        return self._store.facts(job)
+
+    def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
+        facts = self._store.facts(job) if island is None else _figures(island, status)
+        self._store.save_facts(job, {**facts, "status": status, "why": why})
+
+
+def _figures(island: Island, status: str) -> dict[str, Any]:
+    """Return the figures of an island that runs."""
+    figures, standing, now = island.figures, island.standing, trio.current_time()
+    alive = island.alive()
+    islands = [
+        {"peer": peer, "here": peer == island.peer, "alive": peer == island.peer or peer in alive}
+        for peer in standing.members
+    ]
+    last = {arrival.peer: arrival for arrival in island.log[-1].list.arrivals} if island.log else {}
+    for one in islands:
+        arrival = last.get(str(one["peer"]))
+        one["steps"], one["tokens"] = (arrival.steps, arrival.tokens) if arrival is not None else (0, 0)
+    return {
+        **facts_of(island.record),
+        "status": status, "round": standing.round, "step": standing.step,
+        "loss": figures.losses[-1] if figures.losses else None,
+        "validation_loss": figures.validation[-1][1] if figures.validation else None,
+        "tokens": standing.tokens, "tokens_per_s": figures.round_tokens_per_s or None, "islands": islands,
+        "left_out": dict(standing.banned), "bytes_per_round": figures.bytes_in,
+        "utilisation": figures.utilisation, "waiting": figures.waiting,
+        "checkpoint_age_s": now - figures.checkpoint_at,
+        "checkpoint_ms": time.time_ns() // 10**6 - int(1000 * (now - figures.checkpoint_at)),
+    }  # fmt: skip

@@ -1,0 +1,148 @@
+"""Training jobs on disk: `trainings/ID/` with the signed record, the text, the log, the newest state and the figures.
+
+record          the signed record (`app.rounds.record`)
+tokens, held    the text as token ids, 32 bits each, little-endian; to train on and to validate with
+tokenizer.json  the tokenizer, as the record names it by hash
+log             the signed entries of all rounds (blobs of `app.rounds.wire`)
+state           the states of all parts after the last round, in their order (blobs)
+facts.json      figures for people, written after each round
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from app.config.home import Home
+from app.core.errors import AppError, RecordError
+from app.rounds import wire
+from app.rounds.log import RoundEntry, read_entry
+from app.rounds.record import TrainingRecord, read_training
+from p2p.platform import private_directory, write_private
+
+ID_DIGITS = 12
+RUNNING, FINISHED, LEFT, FAILED = "running", "finished", "left", "failed"
+_MAX_BLOBS = 10**7
+_ANY_TIME_MS = 2**62  # what is on disk was checked when it came, and the clock may have been set back since
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StoredTraining:
+    """A training job of this home."""
+
+    record: TrainingRecord
+    raw: bytes
+    folder: Path
+
+    @property
+    def id(self) -> str:
+        """The beginning of the job's hash."""
+        return short_id(self.record)
+
+
+class TrainStore:
+    """The training jobs in a home folder."""
+
+    def __init__(self, home: Home) -> None:
+        self._folder = home.trainings_folder
+
+    def create(self, raw: bytes, texts: dict[str, bytes]) -> StoredTraining:
+        """Write a job that begins here, or that this node joins; `texts` are its files by name."""
+        record = read_training(raw, now_ms=_now_ms())
+        folder = private_directory(self._folder / short_id(record))
+        for name, data in texts.items():
+            write_private(folder / name, data)
+        write_private(folder / "record", raw)  # last: a job that is found is complete
+        return StoredTraining(record, raw, folder)
+
+    def all(self) -> list[StoredTraining]:
+        """All jobs, the newest first; damaged ones are left out."""
+        found = []
+        for path in self._folder.glob("*/record"):
+            with contextlib.suppress(AppError, OSError):
+                raw = path.read_bytes()
+                found.append(StoredTraining(read_training(raw, now_ms=_ANY_TIME_MS), raw, path.parent))
+        return sorted(found, key=lambda job: job.record.created_ms, reverse=True)
+
+    def find(self, text: str) -> StoredTraining:
+        """Return the job of this name, or whose hash begins so; raises `AppError` if none or several are."""
+        found = [job for job in self.all() if job.record.name == text or job.record.id.hex().startswith(text)]
+        return one_of([(job.record, job) for job in found], text)
+
+    def log(self, job: StoredTraining) -> list[RoundEntry]:
+        """Return the entries of a job; raises `RecordError` if they are damaged."""
+        try:
+            raw = (job.folder / "log").read_bytes()
+        except FileNotFoundError:
+            return []
+        return [read_entry(one, _ANY_TIME_MS) for one in wire.unpack(raw, _MAX_BLOBS)]
+
+    def states(self, job: StoredTraining) -> list[bytes] | None:
+        """Return the states after the newest entry; None if there are none yet."""
+        try:
+            return wire.unpack((job.folder / "state").read_bytes(), _MAX_BLOBS)
+        except FileNotFoundError:
+            return None
+
+    def save(self, job: StoredTraining, entries: list[RoundEntry], states: list[bytes]) -> None:
+        """Write the log, and the states after its last entry."""
+        write_private(job.folder / "state", b"".join(wire.pack(states)))
+        write_private(job.folder / "log", b"".join(wire.pack(entry.raw for entry in entries)))
+
+    def save_facts(self, job: StoredTraining, facts: dict[str, Any]) -> None:
+        """Write the figures of a job."""
+        write_private(job.folder / "facts.json", json.dumps(facts).encode(), durable=False)
+
+    def facts(self, job: StoredTraining) -> dict[str, Any]:
+        """Return the figures of a job as they were written last."""
+        try:
+            facts = json.loads((job.folder / "facts.json").read_bytes())
+        except (OSError, ValueError):
+            facts = {}
+        facts = facts if isinstance(facts, dict) else {}
+        at_ms = facts.pop("checkpoint_ms", None)
+        age = None if not isinstance(at_ms, int) else max(0.0, (_now_ms() - at_ms) / 1000)
+        return {**facts_of(job.record), **facts, "checkpoint_age_s": age}
+
+
+def short_id(record: TrainingRecord) -> str:
+    """Return the beginning of a job's hash, which names its folder."""
+    return record.id.hex()[:ID_DIGITS]
+
+
+def facts_of(record: TrainingRecord) -> dict[str, Any]:
+    """Return the figures of a job of which nothing is known but its record."""
+    return {
+        "job": short_id(record), "hash": record.id.hex(), "name": record.name, "founder": record.founder,
+        "status": FAILED, "why": "", "round": 0, "step": 0, "steps": record.steps, "loss": None,
+        "validation_loss": None, "tokens": 0, "tokens_per_s": None, "islands": [], "left_out": {},
+        "bytes_per_round": 0, "utilisation": None, "waiting": "",
+    }  # fmt: skip
+
+
+def one_of(found: list[tuple[TrainingRecord, T]], text: str) -> T:
+    """Return the only job found; raises `AppError` that names the hashes of several."""
+    if not found:
+        raise AppError(f"no training job is named {text}: `shoal jobs` lists those of this node")
+    if len({record.id for record, _ in found}) > 1:
+        hashes = " and ".join(sorted(record.id.hex() for record, _ in found))
+        raise AppError(f"two training jobs are named {text}: give the hash of one, {hashes}")
+    return found[0][1]
+
+
+def require_record(raw: bytes, swarm: str) -> TrainingRecord:
+    """Read a record that a peer sent; raises `RecordError` if it is of another swarm."""
+    record = read_training(raw, now_ms=_now_ms())
+    if record.swarm != swarm:
+        raise RecordError("a training job of another swarm")
+    return record
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 10**6
