@@ -267,14 +267,13 @@ class _Form:
 
     def piece(self, said: str, thought: str, calls: list[dict[str, Any]], **more: Any) -> bytes:
         """Return one line."""
-        at = datetime.now(UTC).isoformat()
-        head = {"model": self.model, "created_at": at}
+        thinking: dict[str, Any] = {"thinking": thought} if thought else {}
+        value: dict[str, Any] = {"model": self.model, "created_at": datetime.now(UTC).isoformat()}
         if not self.is_chat:
-            value = {**head, "response": said, **({"thinking": thought} if thought else {})}
+            value |= {"response": said, **thinking}
         else:
-            message: dict[str, Any] = {"role": "assistant", "content": said}
-            message |= ({"thinking": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
-            value = {**head, "message": message}
+            made = {"tool_calls": calls} if calls else {}
+            value["message"] = {"role": "assistant", "content": said, **thinking, **made}
         return json.dumps({**value, "done": False, **more}, allow_nan=False).encode() + b"\n"
 
     def loaded(self) -> bytes:

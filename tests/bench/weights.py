@@ -264,7 +264,9 @@ def measure_decode(rounds: int, model: str) -> dict[str, Any]:
             with Serving(host, *flags, max_vram="3GB", SHOAL_INVITE=invite, OMP_NUM_THREADS="1") as hosting:
                 hosting.ready(300)
                 asker, peer = client_of(place.home), str(host.node_file()["peer_id"])
-                wait_until(lambda: all(block["holders"] for block in asker.get("/control/blocks")), "all blocks are held")
+                wait_until(
+                    lambda: all(block["holders"] for block in asker.get("/control/blocks")), "all blocks are held"
+                )
                 with _process("--pull", invite, peer) as (puller, line):
                     assert line == "joined", line
                     _step_ms(asker)

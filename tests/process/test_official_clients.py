@@ -153,7 +153,7 @@ def test_the_client_gets_calls_at_once_and_in_pieces(client: OpenAI) -> None:
 
 def run_agent(client: OpenAI, seed: int) -> int:
     """An agent with three tools, of which one fails now and then; returns how many calls it made."""
-    schemas = {
+    schemas: dict[str, dict[str, Any]] = {
         "add": {"a": {"enum": [1, 2, 3]}, "b": {"enum": [4, 5]}},
         "look_up": {"word": {"type": "string", "maxLength": 6}},
         "finish": {"answer": {"type": "string", "maxLength": 6}},
@@ -233,12 +233,13 @@ def test_the_client_continues_a_response(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "forecast", "parameters": FORECAST, "strict": True}]
     with client.responses.stream(model="home", input="weather?", tools=tools, tool_choice="required") as stream:
         kinds = {event.type for event in stream}
-        call: Any = stream.get_final_response().output[0]
+        made: list[Any] = [*stream.get_final_response().output]
+    call = made[0]
     assert {"response.created", "response.function_call_arguments.delta", "response.completed"} <= kinds
     assert (call.type, call.name) == ("function_call", "forecast")
     jsonschema_rs.validate(FORECAST, json.loads(call.arguments))
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"}]
-    after = client.responses.create(model="home", input=[*stream.get_final_response().output, *result], tools=tools)
+    after = client.responses.create(model="home", input=[*made, *result], tools=tools)
     assert after.output
     with pytest.raises(openai.NotFoundError, match="unknown response"):
         client.responses.create(model="home", input="x", previous_response_id="resp_none")
@@ -309,9 +310,13 @@ def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client:
     assert other.chat("home", messages, tools=[function("forecast", FORECAST)], options=options).done
     assert [model.model for model in other.list().models] == ["home"]
     assert "tools" in (other.show("home").capabilities or [])
-    for wrong, status in (({"model": "llama3"}, 404), ({"model": "home", "options": {"temperature": -1}}, 400)):
+    wrongs: list[tuple[dict[str, Any], int]] = [
+        ({"model": "llama3"}, 404),
+        ({"model": "home", "options": {"temperature": -1}}, 400),
+    ]
+    for wrong, status in wrongs:
         with pytest.raises(ollama.ResponseError) as caught:
-            other.chat(messages=messages, **wrong)  # type: ignore[call-overload]
+            other.chat(messages=messages, **wrong)
         assert caught.value.status_code == status
     bare = ollama.Client(host=url)
     with pytest.raises(ollama.ResponseError) as caught:
