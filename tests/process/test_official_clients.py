@@ -294,12 +294,21 @@ def test_anthropics_client_gets_messages_and_calls(swarm: list[Serving], client:
 def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client: OpenAI) -> None:
     place = swarm[2].place
     url, key = place.node_file()["api_url"], api_token(Home(place.home))
+    messages: Any = [{"role": "user", "content": "Once"}]
+    same = client.chat.completions.create(model="home", messages=messages, temperature=0, max_tokens=12)
+    with (
+        ollama.Client(host=url, headers={"authorization": f"Bearer {key}"}) as other,
+        ollama.Client(host=url) as bare,
+    ):
+        check_ollamas_client(place, other, bare, same.choices[0].message.content)
+
+
+def check_ollamas_client(place: Place, other: ollama.Client, bare: ollama.Client, same: str | None) -> None:
+    """Everything that Ollama's client can ask; `bare` sends no key."""
     messages = [{"role": "user", "content": "Once"}]
     options = {"temperature": 0, "num_predict": 12}
-    same = client.chat.completions.create(model="home", messages=messages, temperature=0, max_tokens=12)  # type: ignore[arg-type]
-    other = ollama.Client(host=url, headers={"authorization": f"Bearer {key}"})
     whole = other.chat("home", messages, options=options)
-    assert whole.message.content == same.choices[0].message.content
+    assert whole.message.content == same
     assert (whole.done, whole.done_reason, whole.eval_count) == (True, "length", 12)
     pieces = other.chat("home:latest", messages, options=options, stream=True)
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
@@ -318,7 +327,6 @@ def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client:
         with pytest.raises(ollama.ResponseError) as caught:
             other.chat(messages=messages, **wrong)
         assert caught.value.status_code == status
-    bare = ollama.Client(host=url)
     with pytest.raises(ollama.ResponseError) as caught:
         bare.list()
     assert caught.value.status_code == 401
