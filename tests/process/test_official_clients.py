@@ -191,6 +191,7 @@ def test_the_loop_of_an_agent_ends(client: OpenAI) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_the_loop_of_an_agent_ends_every_time(client: OpenAI) -> None:
     assert sum(run_agent(client, 100 * seed) for seed in range(20)) >= 20
 
