@@ -336,8 +336,7 @@ class _Blocks:
             yield from self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": part.text})
         else:
-            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
-            yield from self._begin(part.id, block)
+            yield from self._begin(part.id, {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
             if part.arguments:
                 yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
 

@@ -117,6 +117,11 @@ class OllamaChat(_GenerateBody):
     messages: list[OllamaMessage] = Field(default=[], max_length=1000)
     tools: list[ToolDefinition] | None = Field(default=None, max_length=MAX_TOOLS)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if it only asks for the model to be loaded, which a swarm's always is."""
+        return not self.messages
+
     @model_validator(mode="after")
     def _check_tools(self) -> OllamaChat:
         self.tool_use()
@@ -156,6 +161,11 @@ class OllamaGenerate(_GenerateBody):
     raw: bool | None = False
     suffix: str | None = None
     images: list[Any] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if it only asks for the model to be loaded, which a swarm's always is."""
+        return not self.prompt
 
     @model_validator(mode="after")
     def _check_fields(self) -> OllamaGenerate:
@@ -216,12 +226,12 @@ def routes(control: Control, version: str) -> APIRouter:
     @router.post("/chat", response_class=Response)
     async def chat(asked: OllamaChat) -> Response:
         """A reply to a conversation, in Ollama's form."""
-        return _answer(control, asked, asked.request(), is_chat=True)
+        return _answer(control, asked)
 
     @router.post("/generate", response_class=Response)
     async def generate(asked: OllamaGenerate) -> Response:
         """The continuation of a text, in Ollama's form."""
-        return _answer(control, asked, asked.request(), is_chat=False)
+        return _answer(control, asked)
 
     return router
 
@@ -237,21 +247,16 @@ def _about(snapshot: Snapshot) -> dict[str, Any]:
     return {"modified_at": at, "size": 0, "digest": snapshot.manifest or "", "details": details}
 
 
-def _answer(control: Control, asked: OllamaChat | OllamaGenerate, request: ReplyRequest, *, is_chat: bool) -> Response:
-    request = replace(request, adapter=_adapter(control.snapshot(), asked.model))
-    form = _Form(asked.model, is_chat)
+def _answer(control: Control, asked: OllamaChat | OllamaGenerate) -> Response:
+    request = replace(asked.request(), adapter=_adapter(control.snapshot(), asked.model))
+    form = _Form(asked.model, isinstance(asked, OllamaChat))
     headers = ignored_header(ignored_fields(asked))
-    if (isinstance(asked, OllamaChat) and not asked.messages) or (not is_chat and not request_text(asked)):
+    if asked.is_empty:
         return Response(form.loaded(), media_type="application/json", headers=headers)
     events = metered_reply(control, request)
     if asked.stream is False:
         return EventStream(_whole(events, form), "application/json", _failed, headers)
     return EventStream(_lines(events, form), "application/x-ndjson", _failed, headers)
-
-
-def request_text(asked: OllamaChat | OllamaGenerate) -> str:
-    """Return the text to continue; an empty one only asks for the model to be loaded."""
-    return asked.prompt if isinstance(asked, OllamaGenerate) else ""
 
 
 def _failed(error: Exception) -> Response:
@@ -267,14 +272,13 @@ class _Form:
 
     def piece(self, said: str, thought: str, calls: list[dict[str, Any]], **more: Any) -> bytes:
         """Return one line."""
-        at = datetime.now(UTC).isoformat()
-        head = {"model": self.model, "created_at": at}
+        thinking: dict[str, Any] = {"thinking": thought} if thought else {}
+        value: dict[str, Any] = {"model": self.model, "created_at": datetime.now(UTC).isoformat()}
         if not self.is_chat:
-            value = {**head, "response": said, **({"thinking": thought} if thought else {})}
+            value |= {"response": said, **thinking}
         else:
-            message: dict[str, Any] = {"role": "assistant", "content": said}
-            message |= ({"thinking": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
-            value = {**head, "message": message}
+            made = {"tool_calls": calls} if calls else {}
+            value["message"] = {"role": "assistant", "content": said, **thinking, **made}
         return json.dumps({**value, "done": False, **more}, allow_nan=False).encode() + b"\n"
 
     def loaded(self) -> bytes:

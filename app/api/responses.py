@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import trio
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.api.control import Control
@@ -114,11 +114,17 @@ class ResponseTool(FunctionDefinition):
     type: Literal["function"]
 
 
-def _only_functions(tools: Any) -> Any:
-    """Leave out tools of other kinds, which the model could not call."""
-    if not isinstance(tools, list):
-        return tools
-    return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type", "function") == "function"]
+class OtherTool(_Body):
+    """A tool of another kind, which the model cannot call here."""
+
+    type: str = Field(max_length=64)
+
+    @field_validator("type")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        if kind == "function":
+            raise PydanticCustomError("tool", "a function needs a name and, if it has any, its parameters")
+        return kind
 
 
 class NamedResponseTool(NamedFunction):
@@ -139,7 +145,7 @@ class ResponsesRequest(_Body):
     max_output_tokens: int | None = Field(default=None, ge=1, le=10**6)
     temperature: float | None = Field(default=1.0, ge=0, le=2)
     top_p: float | None = Field(default=1.0, gt=0, le=1)
-    tools: Annotated[list[ResponseTool], BeforeValidator(_only_functions)] = Field(default=[], max_length=MAX_TOOLS)
+    tools: list[ResponseTool | OtherTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedResponseTool | None = None
     parallel_tool_calls: bool | None = True
     text: TextOptions | None = None
@@ -162,10 +168,15 @@ class ResponsesRequest(_Body):
 
     def tool_use(self) -> ToolUse | None:
         """Return the tools and how they may be called; None if there is nothing to call."""
-        tools = [tool_of(one.name, one.description, one.parameters, strict=bool(one.strict)) for one in self.tools]
+        found = [tool for tool in self.tools if isinstance(tool, ResponseTool)]
+        tools = [tool_of(one.name, one.description, one.parameters, strict=bool(one.strict)) for one in found]
         choice = self.tool_choice or "auto"
         wanted = f"={choice.name}" if isinstance(choice, NamedResponseTool) else choice
         return tool_use(tools, wanted, parallel=self.parallel_tool_calls is not False)
+
+    def left_out(self) -> list[str]:
+        """Name the tools that the model cannot call."""
+        return [f"tools.{tool.type}" for tool in self.tools if isinstance(tool, OtherTool)]
 
     def constraint(self) -> Constraint | None:
         """Return the form that the reply's text must have."""
@@ -222,7 +233,7 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
         before = await _kept(store, asked.previous_response_id)
         request = replace(asked.request(before), adapter=adapter)
         answer = _Answer(control, store, asked, request, before)
-        headers = ignored_header(ignored_fields(asked))
+        headers = ignored_header([*ignored_fields(asked), *asked.left_out()])
         if asked.stream:
             return EventStream(answer.events(), "text/event-stream", response_to, headers)
         return EventStream(answer.whole(), "application/json", response_to, headers)

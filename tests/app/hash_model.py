@@ -40,6 +40,7 @@ class Token(NamedTuple):
     text: str
     finish_reason: str | None
     embedding: bytes
+    logprob: None = None
 
 
 FINITE = int.from_bytes(b"\xff\xff\xff\xbf" * WIDTH, "little")

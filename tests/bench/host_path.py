@@ -50,6 +50,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None
     embedding: bytes
+    logprob: None = None
 
 
 class NoBlocks:

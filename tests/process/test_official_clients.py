@@ -153,7 +153,7 @@ def test_the_client_gets_calls_at_once_and_in_pieces(client: OpenAI) -> None:
 
 def run_agent(client: OpenAI, seed: int) -> int:
     """An agent with three tools, of which one fails now and then; returns how many calls it made."""
-    schemas = {
+    schemas: dict[str, dict[str, Any]] = {
         "add": {"a": {"enum": [1, 2, 3]}, "b": {"enum": [4, 5]}},
         "look_up": {"word": {"type": "string", "maxLength": 6}},
         "finish": {"answer": {"type": "string", "maxLength": 6}},
@@ -191,6 +191,7 @@ def test_the_loop_of_an_agent_ends(client: OpenAI) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_the_loop_of_an_agent_ends_every_time(client: OpenAI) -> None:
     assert sum(run_agent(client, 100 * seed) for seed in range(20)) >= 20
 
@@ -233,12 +234,13 @@ def test_the_client_continues_a_response(client: OpenAI) -> None:
     tools: Any = [{"type": "function", "name": "forecast", "parameters": FORECAST, "strict": True}]
     with client.responses.stream(model="home", input="weather?", tools=tools, tool_choice="required") as stream:
         kinds = {event.type for event in stream}
-        call: Any = stream.get_final_response().output[0]
+        made: list[Any] = [*stream.get_final_response().output]
+    call = made[0]
     assert {"response.created", "response.function_call_arguments.delta", "response.completed"} <= kinds
     assert (call.type, call.name) == ("function_call", "forecast")
     jsonschema_rs.validate(FORECAST, json.loads(call.arguments))
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sun"}]
-    after = client.responses.create(model="home", input=[*stream.get_final_response().output, *result], tools=tools)
+    after = client.responses.create(model="home", input=[*made, *result], tools=tools)
     assert after.output
     with pytest.raises(openai.NotFoundError, match="unknown response"):
         client.responses.create(model="home", input="x", previous_response_id="resp_none")
@@ -293,12 +295,21 @@ def test_anthropics_client_gets_messages_and_calls(swarm: list[Serving], client:
 def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client: OpenAI) -> None:
     place = swarm[2].place
     url, key = place.node_file()["api_url"], api_token(Home(place.home))
+    messages: Any = [{"role": "user", "content": "Once"}]
+    same = client.chat.completions.create(model="home", messages=messages, temperature=0, max_tokens=12)
+    with (
+        ollama.Client(host=url, headers={"authorization": f"Bearer {key}"}) as other,
+        ollama.Client(host=url) as bare,
+    ):
+        check_ollamas_client(place, other, bare, same.choices[0].message.content)
+
+
+def check_ollamas_client(place: Place, other: ollama.Client, bare: ollama.Client, same: str | None) -> None:
+    """Everything that Ollama's client can ask; `bare` sends no key."""
     messages = [{"role": "user", "content": "Once"}]
     options = {"temperature": 0, "num_predict": 12}
-    same = client.chat.completions.create(model="home", messages=messages, temperature=0, max_tokens=12)  # type: ignore[arg-type]
-    other = ollama.Client(host=url, headers={"authorization": f"Bearer {key}"})
     whole = other.chat("home", messages, options=options)
-    assert whole.message.content == same.choices[0].message.content
+    assert whole.message.content == same
     assert (whole.done, whole.done_reason, whole.eval_count) == (True, "length", 12)
     pieces = other.chat("home:latest", messages, options=options, stream=True)
     assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
@@ -309,11 +320,14 @@ def test_ollamas_client_gets_chats_texts_and_calls(swarm: list[Serving], client:
     assert other.chat("home", messages, tools=[function("forecast", FORECAST)], options=options).done
     assert [model.model for model in other.list().models] == ["home"]
     assert "tools" in (other.show("home").capabilities or [])
-    for wrong, status in (({"model": "llama3"}, 404), ({"model": "home", "options": {"temperature": -1}}, 400)):
+    wrongs: list[tuple[dict[str, Any], int]] = [
+        ({"model": "llama3"}, 404),
+        ({"model": "home", "options": {"temperature": -1}}, 400),
+    ]
+    for wrong, status in wrongs:
         with pytest.raises(ollama.ResponseError) as caught:
-            other.chat(messages=messages, **wrong)  # type: ignore[call-overload]
+            other.chat(messages=messages, **wrong)
         assert caught.value.status_code == status
-    bare = ollama.Client(host=url)
     with pytest.raises(ollama.ResponseError) as caught:
         bare.list()
     assert caught.value.status_code == 401

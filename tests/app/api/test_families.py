@@ -231,7 +231,9 @@ async def test_a_response_continues_an_earlier_one() -> None:
             "tool_choice": {"type": "function", "name": "clock"},
             "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}},
         }
-        second = (await post(client, "/v1/responses", more)).json()
+        answer = await post(client, "/v1/responses", more)
+        assert answer.headers["x-shoal-ignored-fields"] == "tools.web_search"
+        second = answer.json()
         assert second["previous_response_id"] == first["id"]
         gone = await post(client, "/v1/responses", {**RESPOND, "previous_response_id": "resp_x"})
         assert (gone.status_code, gone.json()["error"]["param"]) == (404, "previous_response_id")
@@ -264,6 +266,7 @@ async def test_a_response_continues_an_earlier_one() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "a b"}]}, "input"),
         ({"background": True}, "background"),
+        ({"tools": [{"type": "function", "parameters": {}}]}, "tools"),
         ({"tool_choice": "required"}, "no tools"),
         ({"max_output_tokens": 2}, "context"),
     ],
