@@ -188,11 +188,11 @@ class TrainingStopped(AppError):
 
 
 class HopLost(Exception):
-    """A hop failed or does not answer: the epoch is over; `refused` if it should not be asked again."""
+    """A hop failed or does not answer; `refused` if it should not be asked again, `welcome` if soon."""
 
-    def __init__(self, peer: str, why: str, *, refused: bool = False) -> None:
+    def __init__(self, peer: str, why: str, *, refused: bool = False, welcome: bool = False) -> None:
         super().__init__(f"{peer}: {why}")
-        self.peer, self.refused = peer, refused
+        self.peer, self.refused, self.welcome = peer, refused, welcome
 
 
 RouteFinder = Callable[[frozenset[str]], Route]  # peers not to use -> a route; raises `NoRoute`
@@ -321,7 +321,7 @@ class SwarmTrainer:
         if lost.refused:
             self._refused.add(lost.peer)
             self._refusals[lost.peer] = str(lost)
-        else:
+        elif not lost.welcome:
             self._failed[lost.peer] = trio.current_time()
 
     async def _run_epoch(
@@ -452,6 +452,7 @@ class _Epoch:
             else:
                 self._links[index] = _Link(hop, PeerOutbox(stream, self._nursery))
                 self._nursery.start_soon(self._read, index, stream)
+        await self._close_unused()
         try:
             await self._begin(keeps=False)
         except HopLost as lost:
@@ -501,13 +502,8 @@ class _Epoch:
         while True:
             if not self.can_lose(lost.peer):
                 raise lost
-            index, link = next((i, link) for i, link in self._links.items() if link.hop.peer == lost.peer)
-            del self._links[index]
-            self._busy.pop(index, None)
-            await link.outbox.push(_control(plain(Kind.CLOSE, owner.run_id, self._epoch)))
-            with suppress(P2PError), trio.move_on_after(self._patience.quiet_s):
-                await link.outbox.stream.aclose()
             self._drop(lost)
+            await self._close_unused()
             owner.figures.epochs += 1
             self._epoch = owner.figures.epochs
             try:
@@ -515,6 +511,17 @@ class _Epoch:
                 return
             except HopLost as another:
                 lost = another
+
+    async def _close_unused(self) -> None:
+        """Close the streams to hops that are not in the plan any more: one that was lost, and those it alone led to."""
+        planned = {hop.peer for hop in self.hops}
+        for index, link in list(self._links.items()):
+            if link.hop.peer not in planned:
+                del self._links[index]
+                self._busy.pop(index, None)
+                await link.outbox.push(_control(plain(Kind.CLOSE, self._owner.run_id, self._epoch)))
+                with suppress(P2PError), trio.move_on_after(self._patience.quiet_s):
+                    await link.outbox.stream.aclose()
 
     def _drop(self, lost: HopLost) -> None:
         """Plan without a hop."""
@@ -1002,7 +1009,7 @@ class _Epoch:
             owner._most_holders = max(owner._most_holders, len(peers) + 1)
         else:
             owner.figures.left_out[left] = why
-        raise HopLost(left, why, refused=not third)
+        raise HopLost(left, why, refused=not third, welcome=third)
 
     async def _recompute(
         self, ways: Mapping[int, int], span: Span, witness: str, progress: StepProgress, batches: Sequence[Any]

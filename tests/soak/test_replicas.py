@@ -17,7 +17,7 @@ from app.training.audits import Caution
 from app.training.trainer import JobHooks, StepDone
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
-from tests.app.training.job_swarm import PATIENCE, UNHURRIED, Losses, batches_of, open_job_swarm
+from tests.app.training.job_swarm import PATIENCE, Losses, batches_of, open_job_swarm
 from tests.app.training.test_replicas import (
     ALL,
     ATTACKS,
@@ -140,9 +140,8 @@ async def test_of_two_that_differ_a_third_says_who_lied(source: ModelSource, tmp
     book = TrustBook(clock=lambda: 0.0)
     async with open_job_swarm(source, tmp_path, ALL, ALL, ALL) as swarm:
         swarm.poison("n0", ATTACKS["flipped"])
-        patience = replace(UNHURRIED, probe_s=1.0, quiet_s=5.0)  # who failed comes back after ten seconds
-        owner = owner_of(swarm, book, every=1, patience=patience, terms={"replicas": 2})
-        await owner.run(300, few, Losses(), JobHooks(lambda: bool(owner.figures.left_out)))
+        owner = owner_of(swarm, book, every=1, terms={"replicas": 2})
+        await owner.run(12, few, Losses(), JobHooks(lambda: bool(owner.figures.left_out)))
         assert set(owner.figures.left_out) == {"n0"}
         assert [book.standing(peer).trusted for peer in ("n0", "n1")] == [False, True]
 

@@ -73,6 +73,12 @@ def test_who_is_on_no_way_does_not_take_part() -> None:
     assert plan_ways(hops(a=(0, 8), b=(3, 5))) == plan_ways(hops(a=(0, 8)))
 
 
+def test_who_is_on_no_way_any_more_goes_with_the_one_that_was_lost() -> None:
+    plan = plan_ways(hops(a=(0, 4), b=(4, 8), c=(2, 6), d=(0, 8)))
+    assert {hop.peer for hop in plan.hops} == {"a", "b", "c", "d"}
+    assert plan.without("a").without("b").hops == hops(d=(0, 8))
+
+
 def test_a_way_around_a_peer_keeps_the_others() -> None:
     plan = plan_ways(hops(a1=(0, 4), a2=(0, 4), b1=(4, 8), b2=(4, 8)))
     way = plan.ways.index(hops(a1=(0, 4), b1=(4, 8)))
