@@ -148,10 +148,7 @@ def _over_swarm(arguments: argparse.Namespace) -> int:
 
 def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace) -> int:
     """Show a job of the node until it ends or pauses; Ctrl-C pauses it."""
-    from app.training.job_store import Progress
-
     job_id, asked = facts["job"], False
-    names = [field.name for field in dataclasses.fields(Progress)]
     view = _StepView(facts["steps"], facts["step"], facts["tokens"], facts["seconds"])
     shown = facts["step"]
     with view, _interrupts() as interrupted:
@@ -163,11 +160,11 @@ def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace
             facts = next(one for one in client.get("/control/jobs") if one["job"] == job_id)
             if facts["step"] != shown and facts["losses"]:
                 shown = facts["step"]
-                view.show(Progress(**{name: facts[name] for name in names}))
+                view.show(_progress_of(facts))
     if arguments.json:
         print_json(facts)
     elif facts["status"] == "finished":
-        loss = _losses(Progress(**{name: facts[name] for name in names}))
+        loss = _losses(_progress_of(facts))
         print(f"The adapter {facts['out']} is finished after {facts['step']} steps{loss}.")
         print(f'Use it with `shoal chat --adapter {facts["out"]} "…"`.')
     elif facts["status"] == "failed":
@@ -179,6 +176,13 @@ def _follow(client: Client, facts: dict[str, Any], arguments: argparse.Namespace
         print(f"Job {job_id} is paused after step {facts['step']} of {facts['steps']}.")
         print(f"`shoal jobs resume {job_id}` goes on, `shoal jobs stop {job_id}` ends it.")
     return {"finished": 0, "paused": 3}.get(facts["status"], 1)
+
+
+def _progress_of(facts: dict[str, Any]) -> Progress:
+    from app.training.job_store import Progress
+
+    names = ("status", "step", "tokens", "seconds", "losses", "validation")
+    return Progress(**{name: facts[name] for name in names})
 
 
 def _show_forecast(facts: dict[str, Any], *, as_json: bool) -> int:
