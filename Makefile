@@ -44,9 +44,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV_PYTHON) -m mypy
 
-# Half of the tests wait for other processes: two files at a time fill two cores.
+# Many tests wait for other processes or for a clock: three files at a time fill two cores.
 unit: $(STAMP)
-	$(VENV_PYTHON) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV_PYTHON) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP)
 	$(VENV_PYTHON) -m pytest -m soak --timeout 7200

@@ -145,7 +145,7 @@ def two_devices(source: ModelSource, blocks: tuple[int, ...], device: str = "cpu
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize("blocks", [(4, 4), (1, 7), (3, 2, 3)])
+@pytest.mark.parametrize("blocks", [pytest.param((4, 4), marks=pytest.mark.soak), (1, 7), (3, 2, 3)])
 def test_blocks_on_several_devices_write_the_tokens_of_one(tiny: ModelSource, blocks: tuple[int, ...]) -> None:
     one = load_blocks(tiny, 0, 8, two_devices(tiny, (8,)))
     several = load_blocks(tiny, 0, 8, two_devices(tiny, blocks))
@@ -239,7 +239,9 @@ def test_a_session_begins_with_tokens_of_another_on_all_devices(tiny: ModelSourc
 
 
 @pytest.mark.parametrize("blocks", [(8,), (4, 4), (2, 6)])
-@pytest.mark.parametrize("kept", [(0, 3), (0, 5), (5, 8), (2, 6)])
+@pytest.mark.parametrize(
+    "kept", [(5, 8), (2, 6), *(pytest.param(kept, marks=pytest.mark.soak) for kept in [(0, 3), (0, 5)])]
+)
 def test_blocks_are_given_back_and_sessions_over_the_others_go_on(
     tiny: ModelSource, blocks: tuple[int, ...], kept: tuple[int, int]
 ) -> None:

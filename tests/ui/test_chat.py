@@ -183,7 +183,7 @@ def test_a_system_prompt_belongs_to_its_conversation() -> None:
     driven(node, drive)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=str)
+@pytest.mark.parametrize("size", [(80, 24), pytest.param((120, 40), marks=pytest.mark.soak)], ids=str)
 def test_conversations_are_searched_renamed_and_forgotten(size: tuple[int, int]) -> None:
     node = ScriptedNode()
 

@@ -183,7 +183,9 @@ PROSPECTS = ProspectsView(
 )
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize(
+    "size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.soak)], ids=lambda size: f"{size[0]}x{size[1]}"
+)
 def test_the_dialogs_show_what_is_known(size: tuple[int, int]) -> None:
     gallery = Gallery(size)
 
