@@ -40,7 +40,7 @@ def _sessions(span: SpanRunner, lengths: list[int], counts: list[int]) -> list[S
         ("fused", "plain", [130]),  # one row, several programs a head
         ("fused", "plain", [3, 130, 64]),  # a padded batch of scattered pages
         pytest.param("fused", "plain", [1 + 5 * k for k in range(17)], marks=pytest.mark.soak),  # more than one tile
-        ("fused", "biases", [3]),
+        pytest.param("fused", "biases", [3], marks=pytest.mark.soak),
         ("fused", "biases", [3, 70]),
         ("fused", "qk_norm", [3]),
         ("fused", "window", [130]),

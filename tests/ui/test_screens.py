@@ -142,7 +142,9 @@ async def fill_screen(app: StillDashboard) -> None:
             await said.show_messages(SAID)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize(
+    "size", [SIZES[0], pytest.param(SIZES[1], marks=pytest.mark.soak)], ids=lambda size: f"{size[0]}x{size[1]}"
+)
 def test_every_screen_shows_every_state(size: tuple[int, int]) -> None:
     gallery = Gallery(size)
 
