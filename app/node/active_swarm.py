@@ -309,7 +309,9 @@ class ActiveSwarm:
             self.manifest, self.membership, self.joined = manifest, membership, True
             self.weights = ModelWeights(network, membership, manifest, context.manifests.cache, self._disk_room)
             await nursery.start(self.weights.run)
-            states = StateStore(network, context.home.training_folder, self.weights.sharing.is_member)
+            # One folder for each swarm: a store begins with an empty one, and another swarm may be visited meanwhile.
+            states_folder = context.home.training_folder / self.swarm.id[:16]
+            states = StateStore(network, states_folder, self.weights.sharing.is_member)
             states.serve()
             adapters = HomeAdapters(context.home, states, manifest.config, self.swarm.model_hash)
             nursery.start_soon(adapters.run)
@@ -341,12 +343,13 @@ class ActiveSwarm:
                 routes=partial(job_routes, network, usable, self._privacy, book=context.trust),
                 replicas=partial(job_replicas, network, usable, self._privacy, context.trust),
                 own_server=self._train_self,
-                is_slow=partial(is_slow, network, UsableMembers(membership)),
+                is_slow=partial(is_slow, network, usable),
             )
-            self.jobs = SwarmJobs(context.home, place)
-            nursery.start_soon(self.jobs.run)
-            self.trainings = TrainJobs(context.home, self._train_place(network, states))
-            nursery.start_soon(self.trainings.run)
+            if not context.is_visit:
+                self.jobs = SwarmJobs(context.home, place)
+                nursery.start_soon(self.jobs.run)
+                self.trainings = TrainJobs(context.home, self._train_place(network, states))
+                nursery.start_soon(self.trainings.run)
             await self.hosting_loop.run()
 
     def _train_place(self, network: Network, states: StateStore) -> TrainPlace:

@@ -38,3 +38,4 @@ class NodeContext:
     pause_control: PauseControl
     api: ApiHealth
     trust: TrustBook
+    is_visit: bool = False  # a visitor asks; it goes on with no job of this home

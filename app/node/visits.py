@@ -22,6 +22,7 @@ from app.core.errors import AppError
 from app.node.active_swarm import ActiveSwarm
 from app.node.context import NodeContext
 from app.node.network_owner import NetworkOwner
+from app.node.swarm_switcher import JOIN_PATIENCE_S
 from app.snapshot.views import VisitView
 from app.swarm.saved import SavedSwarm
 from p2p.identity import Identity, load_or_create
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 IDLE_S = 600.0
 LOOK_S = 60.0  # between two looks at how long nothing was asked
-JOIN_S = 15.0  # to join the other swarm before a question to it fails
 
 
 class Visits:
@@ -144,7 +144,7 @@ class _Visit:
         """Return what replies, once the swarm is joined; raises `AppError` or `P2PError` if it is not in time."""
         active = self._active
         assert active is not None
-        with trio.move_on_after(JOIN_S):
+        with trio.move_on_after(JOIN_PATIENCE_S):
             await active.settled.wait()
         if active.failure is not None:
             self.close()
@@ -162,6 +162,7 @@ def visitor_context(context: NodeContext, swarm: SavedSwarm) -> NodeContext:
         peers_file=context.home.visit_peers_file,
         config=lambda: visitor_config(context.config()),
         remember=context.remember_aside,
+        is_visit=True,
         note=lambda kind, text: context.note("visit", f"{swarm.name}: {text}"),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.api.client import client_of
+from app.config.home import Home
+from app.swarm.saved import load
 from tests.process.node_process import Place, Serving, wait_until
 
 FLAGS = ("--discovery=invite", "--blocks=0:8", "--device=cpu")
@@ -25,12 +27,18 @@ def test_a_node_asks_in_another_swarm_and_goes_on_hosting_in_its_own(tmp_path: P
         for node in (own, other, third):
             assert node.ready().startswith("ready serving")
         expected = here.facts("chat", *PROMPT)
+        pond = load(Home(here.home)).active
+        assert pond is not None
+        state = here.home / "training" / pond.id[:16] / "of-a-job"
+        state.parent.mkdir(parents=True, exist_ok=True)
+        state.write_bytes(b"kept")
         # An invite is enough, and the swarm is remembered by its name.
         river = public.shoal("invite").out.strip()
         visited = here.facts("chat", *PROMPT, "--swarm", river)
         assert visited["token_ids"] == expected["token_ids"]
         assert [hop["peer"] for hop in visited["route"]] == [public.node_file()["peer_id"]]
         assert here.facts("chat", *PROMPT, "--swarm", "river")["token_ids"] == expected["token_ids"]
+        assert state.read_bytes() == b"kept"  # a visit leaves what jobs keep
         status = here.facts("status")
         assert (status["state"], status["swarm"]) == ("serving", "pond")
         visit, swarms = status["visit"], here.facts("swarms")
