@@ -130,14 +130,11 @@ class SwarmEnds:
         """Return the tokens, their embeddings, and the probabilities of the rows that want them."""
         logits = self._ends.logits(hidden)
         tokens, embedded = self._ends.fetch(sample_rows(logits, requests))
-        return (
-            tokens,
-            embedded,
-            [
-                None if count is None else self._logprob(row, token, count)
-                for row, token, count in zip(logits, tokens, wanted or [None] * len(tokens), strict=True)
-            ],
-        )
+        logprobs = [
+            None if count is None else self._logprob(logits[row], tokens[row], count)
+            for row, count in enumerate(wanted or [None] * len(tokens))
+        ]
+        return tokens, embedded, logprobs
 
     def _logprob(self, logits: Tensor, token: int, count: int) -> TokenLogprob:
         """Return the log probability of a token by its logits (vocab,), and the `count` likeliest tokens."""

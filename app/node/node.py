@@ -495,7 +495,7 @@ class Node:
 
     async def trainings(self) -> list[dict[str, Any]]:
         """List the training jobs of this home, the newest first."""
-        return self._trainings().facts()
+        return await self._trainings().facts()
 
     async def found_training(self, wish: TrainWish) -> dict[str, Any]:
         """Found a training job in the active swarm and take part in it."""

@@ -146,9 +146,9 @@ class TrainJobs:
         await running.ended.wait()
         return self._store.facts(job)
 
-    def facts(self) -> list[dict[str, Any]]:
+    async def facts(self) -> list[dict[str, Any]]:
         """Return the figures of all training jobs of this home, the newest first."""
-        return [self._facts(job.record, job) for job in self._store.all()]
+        return [self._facts(job.record, job) for job in await trio.to_thread.run_sync(self._store.all)]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -166,8 +166,10 @@ class TrainJobs:
 
     async def _known(self) -> list[tuple[TrainingRecord, bytes, str]]:
         """Return the jobs that members take part in, with who does: (record, its signed bytes, peer)."""
-        found = [(job.record, job.raw, self._place.network.peer_id) for job in self._store.all()]
-        found = [one for one in found if one[0].swarm == self._place.swarm]
+        own = await trio.to_thread.run_sync(self._store.all)
+        found = [
+            (job.record, job.raw, self._place.network.peer_id) for job in own if job.record.swarm == self._place.swarm
+        ]
 
         async def ask(peer: str) -> None:
             try:
