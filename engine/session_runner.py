@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engine.device.probe import first_line
 from engine.errors import DeviceFull, NotFinite, SessionError, TrainingError
+from engine.model.cuda_graphs import UnderWay
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.model.span import BlockAdapter
 from engine.training.adapters import AdapterSettings, layout, weight_count
@@ -231,6 +232,20 @@ class SessionRunner:
                 raise DeviceFull(f"the device's memory is full: {first_line(error)}") from error
             raise
         return [outputs[index] for index in range(len(work))]
+
+    def launch(self, work: Sequence[StepInput]) -> UnderWay[list[StepResult]] | None:
+        """Start a step without waiting for it where the device can; None: nothing was started, use `step`.
+
+        Raises as `step` does. Until its result is taken, nothing but `is_done` may be called.
+        """
+        blocks = {(item.start, item.stop) for item in work}
+        if len(blocks) > 1 or any(item.session in self._adapters for item in work):
+            return None
+        taken = [SessionRows(self._lease(item.session), item.position, item.rows) for item in work]
+        rows = self._joined(list(work))
+        self._check_finite(rows, list(work))
+        started = self._span.launch(rows, taken, blocks.pop())
+        return None if started is None else started.then(lambda hidden: self._split(hidden, list(work)))
 
     def _lease(self, session: bytes) -> SessionLease:
         lease = self._leases.get(session)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import EngineError
 from engine.model.block import WeightOptions
-from engine.model.cuda_graphs import BATCHES
+from engine.model.cuda_graphs import BATCHES, UnderWay
 from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.sources.base import ModelSource
 from engine.text.output_form import TokenLogprob
@@ -96,21 +96,41 @@ class SwarmEnds:
 
         A reply gets one token, and one more for each guess that equals the token sampled in its place.
         """
+        hidden, requests = self._rows(choices), _requests(choices)
+        wanted = [choice.reply.logprobs for choice in choices for _ in range(_count(choice))]
+        return self._accept(choices, *self._sample(hidden, requests, wanted))
+
+    @torch.inference_mode()
+    def launch(self, choices: Sequence[TokenChoice]) -> UnderWay[list[list[Token]]] | None:
+        """Start what `choose` does without waiting for it.
+
+        None if it cannot: the head is on the CPU, or a reply wants more than tokens.
+        """
+        ends = self._ends
+        if ends.device.type != "cuda" or not all(choice.reply.is_plain for choice in choices):
+            return None
+        read = ends.fetch_later(sample_rows(ends.logits(self._rows(choices)), _requests(choices)))
+        return read.then(lambda found: self._accept(choices, *found, [None] * len(found[0])))
+
+    def _rows(self, choices: Sequence[TokenChoice]) -> Tensor:
+        """The hidden states to choose from: the last of each reply, and one for each guess after it."""
         dtype = torch.float32 if len({choice.dtype for choice in choices}) > 1 else None
-        counts = [1 + len(choice.guesses) for choice in choices]
-        rows = [
-            to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-count:]
-            for choice, count in zip(choices, counts, strict=True)
-        ]
-        hidden = torch.cat([row.to(dtype) if dtype else row for row in rows]) if len(rows) > 1 else rows[0]
-        requests = [request for choice in choices for request in choice.reply.requests(choice.guesses)]
-        wanted = [choice.reply.logprobs for choice, count in zip(choices, counts, strict=True) for _ in range(count)]
-        tokens, embedded, logprobs = self._sample(hidden, requests, wanted)
+        rows = [to_tensor([choice.hidden], choice.dtype, self.hidden_size)[-_count(choice) :] for choice in choices]
+        return torch.cat([row.to(dtype) if dtype else row for row in rows]) if len(rows) > 1 else rows[0]
+
+    def _accept(
+        self,
+        choices: Sequence[TokenChoice],
+        tokens: Sequence[int],
+        embedded: Tensor,
+        logprobs: Sequence[TokenLogprob | None],
+    ) -> list[list[Token]]:
+        """Append the sampled tokens to their replies, as far as the guesses before them were right."""
         data = bytes(to_bytes(embedded, self.dtype))
         size, first = len(data) // len(tokens), 0
         chosen = []
-        for choice, count in zip(choices, counts, strict=True):
-            writer: ReplyWriter = choice.reply
+        for choice in choices:
+            count, writer = _count(choice), choice.reply
             texts = writer.accept_run(tokens[first : first + count], choice.guesses)
             ends = [None] * (len(texts) - 1) + [writer.finish_reason]
             places = range(first, first + len(texts))
@@ -161,10 +181,10 @@ class SwarmEnds:
         Raises `EngineError` if the device has no room for it.
         """
         try:
-            self._ends.move(how)
+            self._ends = self._ends.moved(how)  # replaced, not changed: a pass may be under way
             self.warm_up()
         except torch.OutOfMemoryError as error:
-            self._ends.move(WeightOptions(torch.device("cpu"), torch.float32))
+            self._ends = self._ends.moved(WeightOptions(torch.device("cpu"), torch.float32))
             raise EngineError("the device has no room for the head") from error
 
     @property
@@ -195,6 +215,15 @@ class SwarmEnds:
         )
         distance = (a - b).norm(dim=1) / torch.minimum(a.norm(dim=1), b.norm(dim=1))
         return float(distance.mean()), float((a * b).sum() / (b * b).sum()) - 1
+
+
+def _count(choice: TokenChoice) -> int:
+    """Tokens that are sampled for a reply: the next, and one after each guess."""
+    return 1 + len(choice.guesses)
+
+
+def _requests(choices: Sequence[TokenChoice]) -> list[SampleRequest]:
+    return [request for choice in choices for request in choice.reply.requests(choice.guesses)]
 
 
 def load_swarm_ends(source: ModelSource, how: WeightOptions) -> SwarmEnds:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import trio
 
+from app.core.awake import may_stay_awake, result_of
 from app.core.compute import Device, ReplyEnds, TextPiece, TokenChoice
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
@@ -41,6 +42,7 @@ class HeadBatcher:
         self._added = Signal()  # a request came
         self._away: WeakSet[Any] = WeakSet()  # replies whose last token is on its way through the hops
         self._pass_s = Ewma(_SMOOTHING)
+        self._stays_awake = may_stay_awake()
 
     async def choose(self, choice: TokenChoice) -> Sequence[TextPiece]:
         """Return the next tokens of one reply, one and those after right guesses; raises whatever the ends raise."""
@@ -71,7 +73,7 @@ class HeadBatcher:
             requests, self._waiting = self._waiting, []
             begin = trio.current_time()
             with trio.CancelScope(shield=True):
-                chosen = await self._device.run(self._ends.choose, [request.choice for request in requests])
+                chosen = await self._choose([request.choice for request in requests])
             self._pass_s.add(trio.current_time() - begin)
             for request, pieces in zip(requests, chosen, strict=True):
                 request.pieces = pieces
@@ -85,6 +87,12 @@ class HeadBatcher:
             for request in requests:
                 request.woken.notify()
             self._wake_next()
+
+    async def _choose(self, choices: list[TokenChoice]) -> Sequence[Sequence[TextPiece]]:
+        started = self._ends.launch(choices) if self._stays_awake else None
+        if started is None:
+            return await self._device.run(self._ends.choose, choices)
+        return await result_of(started)
 
     async def _gather(self) -> None:
         """Wait until no request arrives for an eighth of a pass, all are here, or half a pass is over."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from app.core.awake import UnderWay
+
 T = TypeVar("T")
 
 
@@ -103,6 +105,12 @@ class BlockRunner(Protocol):
     def step(self, work: Sequence[StepWork]) -> Sequence[StepOutput]:
         """Run one step for all these sessions; raises `engine.errors.EngineError` and then advances none."""
 
+    def launch(self, work: Sequence[StepWork]) -> UnderWay[Sequence[StepOutput]] | None:
+        """Start a step without waiting for it where the device can; None: nothing was started, use `step`.
+
+        Raises as `step` does. Until its result is taken, nothing else of this runner may be called.
+        """
+
     def prepare(self) -> bool:
         """Make one kind of step faster before it is needed (CUDA: capture a graph); False if none is left."""
 
@@ -152,6 +160,12 @@ class ReplyEnds(Protocol):
         """Sample the next tokens of each of these replies, in one batch through the head.
 
         One token for each reply, and one more for each guess that equals the token sampled in its place.
+        """
+
+    def launch(self, choices: Sequence[TokenChoice]) -> UnderWay[Sequence[Sequence[TextPiece]]] | None:
+        """Start what `choose` does without waiting for it; None: nothing was started, use `choose`.
+
+        Until its result is taken, nothing else may be called for these replies.
         """
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:

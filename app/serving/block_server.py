@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import outcome
 import trio
 
+from app.core.awake import may_stay_awake, result_of
 from app.core.compute import BlockRunner, Device, StepOutput, StepWork
 from app.core.errors import RecordError
 from app.core.network import FrameStream, Network, Priority
@@ -235,6 +236,7 @@ log = logging.getLogger("shoal.sessions")
 DRAIN_S = 30.0
 SHRINK_S = 2.0  # other programs wait for the memory
 PREPARE_AFTER_S = 0.5  # without work for so long, the device prepares steps that are likely to come
+AWAKE_S = 0.02  # after a launched step: over fast links the next token comes sooner, over others it can wait
 IDLE_STREAM_S = 60.0  # a stream without sessions and frames for so long is closed, so that its link can be pruned
 _REMEMBERED_CLOSED = 4096
 _REMEMBERED_ASKERS = 4096
@@ -258,6 +260,9 @@ class ServerSettings:
     kept_bytes: int = 1 << 30  # host memory for outputs that may have to be sent again
     idle_s: float = 120.0  # a session whose asker is silent for so long is closed
     rest_s: float = 900.0  # the longest that a session may rest
+    stays_awake: bool = field(
+        default_factory=may_stay_awake
+    )  # use a core while a card writes tokens, instead of sleeping between its steps
 
 
 @dataclass(slots=True)
@@ -376,6 +381,8 @@ class BlockServer:
         self._unprepared = False  # a step ran since the runner last had nothing left to prepare
         self._preparing = False  # `_prepare_when_quiet` runs
         self._stepped_at = 0.0
+        self._awake_until = 0.0
+        self._awake = False  # `_stay_awake` runs
         self._work = Signal()  # the queue or `_between_steps` has something new
         self._left = Signal()  # a session has ended or rests
         self.device_full = Signal()  # a step failed because the device's memory is full
@@ -1049,7 +1056,7 @@ class BlockServer:
             self._nursery.start_soon(self._prepare_when_quiet)
         work = [self._step_work(item) for item in batch]
         try:
-            outputs = await self._device.run(self._runner.step, work)
+            outputs = await self._run_step(self._runner, work)
         except Exception as error:  # torch raises errors of every kind; they must cost no other session
             if not isinstance(error, EngineError):
                 log.exception("a device step failed")
@@ -1064,6 +1071,24 @@ class BlockServer:
         self._count(batch, started_at, now, sent_at)
         if not batch[0].urgent or self._counters.steps % _CHECK_KEPT_EVERY == 0:
             await self._evict_kept_outputs()
+
+    async def _run_step(self, runner: BlockRunner, work: list[StepWork]) -> Sequence[StepOutput]:
+        """Run a step in the device's thread or, where the device can, start it here and look until it is done."""
+        started = runner.launch(work) if self._settings.stays_awake else None
+        if started is None:
+            return await self._device.run(runner.step, work)
+        outputs = await result_of(started)
+        self._awake_until = trio.current_time() + AWAKE_S
+        if not self._awake and self._nursery is not None:
+            self._awake = True
+            self._nursery.start_soon(self._stay_awake)
+        return outputs
+
+    async def _stay_awake(self) -> None:
+        """Keep the event loop from sleeping until `AWAKE_S` after the last step: the next token is on its way."""
+        while trio.current_time() < self._awake_until:
+            await trio.lowlevel.checkpoint()
+        self._awake = False
 
     def _step_work(self, item: QueuedTokens) -> StepWork:
         turn = self._sessions[item.session].turn

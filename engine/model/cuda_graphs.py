@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +81,22 @@ class ShapeKey(NamedTuple):
     stop: int
 
 
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(frozen=True)
+class UnderWay(Generic[T]):
+    """A step that the device runs while its caller does something else."""
+
+    is_done: Callable[[], bool]  # takes microseconds
+    result: Callable[[], T]  # to be called once, as soon as `is_done` returns True
+
+    def then(self, convert: Callable[[T], U]) -> UnderWay[U]:
+        """The same step with its result converted."""
+        return UnderWay(self.is_done, lambda: convert(self.result()))
+
+
 Replay = Callable[[], None]  # runs a captured step from `StepBuffers.host_x` to `host_out`; does not wait for its end
 
 
@@ -98,6 +114,7 @@ class DecodeGraphs:
         self._pending: dict[ShapeKey, None] = {}
         self._memory: Any = None  # memory pool shared by all graphs
         self._stream: Any = None  # for captures; torch's own belongs to whichever card captured first
+        self._event: Any = None  # set by the device at the end of a launched step
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
         self.fused = triton_works() and _kernels_support(parts.config)
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
@@ -110,15 +127,8 @@ class DecodeGraphs:
     def step(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> Tensor:
         """Run tokens of each session through blocks `part` of the span: (N, hidden) -> (N, hidden) on the host."""
         places = row_places(segments)
-        used = len(places)
-        rows = next(size for size in BATCHES if size >= used)
-        pages = self._pages(max(len(lease.pages) for lease, _ in places))
-        key = ShapeKey(rows, pages, part.start, part.stop)
-        buffers = self._buffers_of(rows)
-        buffers.host_x[:used].copy_(hidden)
-        if used < rows:  # a padding row writes to the scratch page, which other rows read behind their mask
-            buffers.host_x[used:].zero_()
-        self._stage_positions(buffers, places)
+        key = self._key(places, part)
+        buffers = self._staged(key, hidden, places)
         replay = self._captured.get(key)
         if replay is not None:
             replay()
@@ -127,7 +137,35 @@ class DecodeGraphs:
                 self._pending[key] = None
             self._run(buffers, key)
         self._wait()
-        return buffers.host_out[:used].clone()
+        return buffers.host_out[: len(places)].clone()
+
+    def launch(self, hidden: Tensor, segments: Sequence[Segment], part: slice) -> UnderWay[Tensor] | None:
+        """Start a captured step without waiting; None if it is not captured. No other may start before its end."""
+        places = row_places(segments)
+        key = self._key(places, part)
+        replay = self._captured.get(key)
+        if replay is None:
+            return None
+        buffers = self._staged(key, hidden, places)
+        with on_device(self._parts.pool.device):
+            replay()
+            event = self._event = self._event or torch.cuda.Event()
+            event.record()
+        return UnderWay(event.query, lambda: buffers.host_out[: len(places)].clone())
+
+    def _key(self, places: Sequence[tuple[KVLease, int]], part: slice) -> ShapeKey:
+        rows = next(size for size in BATCHES if size >= len(places))
+        pages = self._pages(max(len(lease.pages) for lease, _ in places))
+        return ShapeKey(rows, pages, part.start, part.stop)
+
+    def _staged(self, key: ShapeKey, hidden: Tensor, places: Sequence[tuple[KVLease, int]]) -> StepBuffers:
+        """Write a step's input to the host's buffers."""
+        buffers, used = self._buffers_of(key.rows), len(places)
+        buffers.host_x[:used].copy_(hidden)
+        if used < key.rows:  # a padding row writes to the scratch page, which other rows read behind their mask
+            buffers.host_x[used:].zero_()
+        self._stage_positions(buffers, places)
+        return buffers
 
     def capture(self, part: slice) -> None:
         """Capture the steps of every batch size through these blocks: the shortest contexts, or all if fused."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.model.block import WeightOptions
+from engine.model.cuda_graphs import UnderWay
 from engine.model.linear import DenseLinear, packed
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource
 from engine.sources.tensors import load_part
@@ -41,23 +43,37 @@ class EmbeddingAndHead:
         embedded = F.embedding(tokens, self.embedding).to("cpu", non_blocking=True)
         return tokens.tolist(), embedded  # reading the ids waits for the copy before it
 
+    def fetch_later(self, tokens: Tensor) -> UnderWay[tuple[list[int], Tensor]]:
+        """Start what `fetch` does, without waiting for the device; only on CUDA."""
+        ids = tokens.to("cpu", non_blocking=True)  # to pinned memory, so that nothing waits
+        moved = None
+        if self.embedding.device.type != "cpu":
+            moved = F.embedding(tokens, self.embedding).to("cpu", non_blocking=True)
+        event: Any = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tokens.device))
+
+        def read() -> tuple[list[int], Tensor]:
+            return ids.tolist(), F.embedding(ids, self.embedding) if moved is None else moved
+
+        return UnderWay(event.query, read)
+
     @property
     def device(self) -> torch.device:
         """The device that computes the logits."""
         return self.output.weight.device
 
-    def move(self, how: WeightOptions) -> None:
-        """Move the matrices to another device; the embedding of an untied model stays on the CPU."""
+    def moved(self, how: WeightOptions) -> EmbeddingAndHead:
+        """Return the same ends on another device; the embedding of an untied model stays on the CPU."""
         tied = self.output.weight is self.embedding
         output = self.output.weight.to(how.device, how.dtype)
-        self.output = DenseLinear(output, packed=packed(output) if how.packed else None)
-        self.embedding = output if tied else self.embedding.to("cpu", how.dtype)
-        self.final_norm = self.final_norm.to(how.device, how.dtype)
+        linear = DenseLinear(output, packed=packed(output) if how.packed else None)
+        embedding = output if tied else self.embedding.to("cpu", how.dtype)
+        return EmbeddingAndHead(self.config, embedding, self.final_norm.to(how.device, how.dtype), linear)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn the last block's output (N, hidden) into float32 logits (N, vocab)."""
-        hidden = hidden.to(self.final_norm.device, self.final_norm.dtype)
+        hidden = hidden.to(self.final_norm.device, self.final_norm.dtype, non_blocking=True)
         normed = F.rms_norm(hidden, (self.config.hidden_size,), self.final_norm, self.config.norm_eps)
         return self.output(normed).float()
 

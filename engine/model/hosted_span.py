@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.errors import SessionError
 from engine.model.attention import Segment
+from engine.model.cuda_graphs import UnderWay
 from engine.model.kv_cache import KVLease, KVPool
 from engine.model.span import BlockAdapter, SpanOptions, SpanRunner
 from engine.sources.base import ModelSource
@@ -196,8 +197,7 @@ class HostedSpan:
 
     def _within(self, start: int, stop: int) -> list[tuple[SpanRunner, slice]]:
         """The parts that run blocks [start, stop), and which of their own blocks these are."""
-        if not self.start <= start < stop <= self.stop:
-            raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")
+        self._check_loaded(start, stop)
         return [
             (part, slice(max(start, part.start) - part.start, min(stop, part.stop) - part.start))
             for part in self.parts
@@ -217,8 +217,7 @@ class HostedSpan:
         `SpanRunner.step`.
         """
         start, stop = blocks or (self.start, self.stop)
-        if not self.start <= start < stop <= self.stop:
-            raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")
+        self._check_loaded(start, stop)
         advanced: list[Segment] = []
         try:
             for part in self.parts:
@@ -233,3 +232,26 @@ class HostedSpan:
         for rows in work:
             rows.lease.length = rows.start + rows.count
         return hidden
+
+    def launch(self, hidden: Tensor, work: Sequence[SessionRows], blocks: tuple[int, int]) -> UnderWay[Tensor] | None:
+        """Start a captured step on the one device that has the blocks, without waiting for it; None if there is none.
+
+        Sessions advance when its result is taken; until then nothing else may use the span. Raises as `step` does.
+        """
+        self._check_loaded(*blocks)
+        part = next(part for part in self.parts if blocks[0] < part.stop)
+        if part.stop < blocks[1]:
+            return None
+        segments = [Segment(rows.lease.parts[part.pool], rows.start, rows.count) for rows in work]
+        started = part.launch(hidden, segments, blocks)
+
+        def advance(output: Tensor) -> Tensor:
+            for rows, segment in zip(work, segments, strict=True):
+                rows.lease.length = segment.lease.length = segment.stop
+            return output
+
+        return None if started is None else started.then(advance)
+
+    def _check_loaded(self, start: int, stop: int) -> None:
+        if not self.start <= start < stop <= self.stop:
+            raise SessionError(f"blocks {start}:{stop} were asked for, but {self.start}:{self.stop} are loaded")

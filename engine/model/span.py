@@ -16,7 +16,7 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import DecodeGraphs, SpanParts
+from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
@@ -158,6 +158,17 @@ class SpanRunner:
         for segment in segments:
             segment.lease.length = segment.stop
         return x
+
+    @torch.inference_mode()
+    def launch(self, hidden: Tensor, segments: Sequence[Segment], blocks: tuple[int, int]) -> UnderWay[Tensor] | None:
+        """Start a step without waiting for it, if it is captured; the caller sets the leases' lengths at its end.
+
+        Raises as `step` does. None: nothing was started.
+        """
+        if self._graphs is None or not self._graphs.covers(segments):
+            return None
+        self._admit(hidden, segments)
+        return self._graphs.launch(hidden, segments, slice(blocks[0] - self.start, blocks[1] - self.start))
 
     def _admit(self, hidden: Tensor, segments: Sequence[Segment]) -> None:
         """Check the input of a step and reserve cache for it; raises before any session has changed its length."""

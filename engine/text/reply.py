@@ -107,6 +107,11 @@ class ReplyWriter:
         return text
 
     @property
+    def is_plain(self) -> bool:
+        """True if nothing but the sampled tokens is needed: no probabilities, and no grammar to compute masks for."""
+        return self.logprobs is None and self._grammar is None
+
+    @property
     def problem(self) -> ConstraintError | None:
         """The reason why the reply failed: its grammar became too complex."""
         return None if self._grammar is None else self._grammar.problem

@@ -111,7 +111,7 @@ def _draw(logits: Tensor, requests: Sequence[SampleRequest], head: int = HEAD) -
             for s, request in zip(settings, requests, strict=True)
         ],
         dtype=torch.float64,
-    ).to(logits.device)  # (N, 5), in one upload
+    ).to(logits.device, non_blocking=True)  # (N, 5), in one upload
     temperature, top_k, top_p, min_p, number = columns.split(1, dim=1)
     probabilities = torch.softmax(logits / temperature.float(), dim=-1)
     likeliest = _likeliest(probabilities, columns, head) if logits.device.type == "cpu" else None

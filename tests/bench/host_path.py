@@ -81,6 +81,9 @@ class NoBlocks:
     def prepare(self) -> bool:
         return False
 
+    def launch(self, work: Sequence[StepWork]) -> None:
+        return None
+
     def step(self, work: Sequence[StepWork]) -> list[Result]:
         return [Result(ROW * item.rows, "bf16") for item in work]
 
@@ -98,6 +101,9 @@ class NoEnds:
 
     def choose(self, choices: Sequence[TokenChoice]) -> list[list[Piece]]:
         return [[Piece(0, "x", None, ROW)] for _ in choices]
+
+    def launch(self, choices: Sequence[TokenChoice]) -> None:
+        return None
 
     def deviation(self, one: Sequence[Any], other: Sequence[Any]) -> tuple[float, float]:
         return 0.0, 0.0

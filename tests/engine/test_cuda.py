@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from app.core.compute import StepWork
+from app.core.compute import StepWork, TokenChoice
 from engine.benchmark import Throughput
 from engine.errors import DeviceFull
 from engine.hosting import Hosted
 from engine.model.attention import Segment
+from engine.model.block import WeightOptions
 from engine.model.hosted_span import HostedSpan, SessionRows
 from engine.model.span import SpanRunner
 from engine.session_runner import SessionRunner
+from engine.sources.opening import open_source
+from engine.swarm_ends import load_swarm_ends
+from engine.text.reply import ReplySettings
+from engine.text.sampler import Sampling
 from tests.engine.random_spans import CASES, random_span, small_config
 
 pytestmark = [
@@ -142,3 +148,53 @@ def test_a_step_without_memory_is_an_error_and_the_next_one_works() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(runner.step(work(2048))) == 1
+
+
+@pytest.mark.parametrize("sessions", [1, 3])
+def test_a_launched_step_gives_the_bytes_of_one_that_is_waited_for(sessions: int) -> None:
+    torch.manual_seed(0)
+    span = HostedSpan([random_span(WIDE, "cuda", torch.bfloat16)])
+    span.warm_up()
+    runner = SessionRunner(span)
+    names = [bytes([number]) * 16 for number in range(sessions)]
+
+    def work(position: int, rows: int, stop: int = 4) -> list[StepWork]:
+        generator = torch.Generator().manual_seed(position)
+        numbers = torch.randn(sessions, rows, WIDE.hidden_size, generator=generator).bfloat16()
+        data = [memoryview(own.view(torch.uint8).numpy()).cast("B") for own in numbers]
+        return [StepWork(name, 0, stop, position, rows, own, "bf16", "") for name, own in zip(names, data, strict=True)]
+
+    for name in names:
+        runner.open(name, 64)
+    runner.step(work(0, 20))
+    for position in range(20, 24):
+        expected = runner.step(work(position, 1))
+        for name in names:
+            runner.truncate(name, position)
+        started = runner.launch(work(position, 1))
+        assert started is not None
+        while not started.is_done():
+            pass
+        assert started.result() == expected
+    assert runner.launch(work(24, 1, stop=3)) is None, "this part of the span is not captured"
+    runner.step(work(24, 1))  # and nothing has changed
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_p=0.9, min_p=0.05, seed=3)])
+def test_a_launched_choice_gives_the_tokens_of_one_that_is_waited_for(sampling: Sampling, tmp_path: Path) -> None:
+    ends = load_swarm_ends(open_source("tiny-random", tmp_path), WeightOptions(torch.device("cuda"), torch.bfloat16))
+    prompts = [[1, 2, 3], [5, 6]]
+    settings = ReplySettings(sampling=sampling, max_tokens=20)
+    waited, launched = ([ends.begin(prompt, settings) for prompt in prompts] for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        numbers = torch.randn(2, ends.hidden_size, generator=generator).bfloat16()
+        rows = [memoryview(row.view(torch.uint8).numpy()).cast("B") for row in numbers]
+        expected = ends.choose([TokenChoice(*one, "bf16") for one in zip(waited, rows, strict=True)])
+        started = ends.launch([TokenChoice(*one, "bf16") for one in zip(launched, rows, strict=True)])
+        assert started is not None
+        while not started.is_done():
+            pass
+        assert started.result() == expected
+    picky = ends.begin([1], ReplySettings(sampling=sampling, logprobs=2))
+    assert ends.launch([TokenChoice(picky, rows[0], "bf16")]) is None
