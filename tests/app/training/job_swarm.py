@@ -95,11 +95,12 @@ class JobSwarm:
         stop: int,
         terms: TrainingTerms | None = None,
         network: Network | None = None,
+        device: CountingDevice | None = None,
     ) -> Node:
         """Start a node that trains these blocks, on the in-memory network unless another is given."""
         network = network or self.fabric.node(name)
         states = StateStore(network, self.folder / name, lambda peer: True)
-        device = CountingDevice()
+        device = device or CountingDevice()
         server = TrainingServer(network, device, states, lambda: terms or TrainingTerms())
         scope: trio.CancelScope = await self.nursery.start(_run, server)
         node = Node(name, Span(start, stop), server, device, states, [], scope)
