@@ -34,6 +34,7 @@ def job_view(job: Job, running: RunningJob | None = None) -> JobView:
             "rejected_why": dict(figures.rejected_why),
             "audits": figures.audits,
             "lost": tuple(figures.lost)[-SHOWN_LOST:],
+            "snapshots_s": figures.snapshots_s,
             "bytes_out": figures.bytes_out,
             "bytes_in": figures.bytes_in,
         }

@@ -169,6 +169,7 @@ class JobFigures:
     """Counters of a job, for its owner."""
 
     epochs: int = 0
+    snapshots_s: float = 0.0  # that all snapshots took
     micro_batches_again: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # hop -> frames that were not computed with
     rejected_why: dict[str, str] = field(default_factory=dict)  # hop -> the latest reason
@@ -391,6 +392,7 @@ class SwarmTrainer:
         await self._hooks.on_snapshot(self.snapshot)
         self._snapshot_at = trio.current_time()
         self._snapshot_s = self._snapshot_at - begun
+        self.figures.snapshots_s += self._snapshot_s
 
     async def _find_route(self) -> Route:
         """Return a route without hops that refused or failed; after a while those that failed are tried again."""

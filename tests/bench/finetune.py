@@ -273,6 +273,7 @@ def swarm(local: dict[str, float]) -> dict[str, float]:
         "swarm3_facts_known": known["facts"],
         "swarm3_facts_known_before": known[""],
         "swarm3_facts_s": seconds,
+        "snapshot_share": facts["snapshots_s"] / steps_s,
         "decode_vs_idle": median(busy) / idle if busy else math.nan,
         "bytes_per_token_per_link": _bytes_between_neighbours(facts) / rows,
         "bytes_per_token_per_link_bound": 1.05 * 2 * 576 * 4,
