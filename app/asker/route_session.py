@@ -22,7 +22,7 @@ import trio
 
 from app.asker.recovery import HopFailed, HopLoss, HopProgress, HopState, ResumePlan, cache_sources, plan_resume
 from app.core.errors import AppError, RecordError, reason_of
-from app.core.network import FrameStream, Network, Payload, Priority
+from app.core.network import FrameStream, Network, Priority
 from app.core.reasons import Reason, because
 from app.core.signal import Signal
 from app.core.smoothing import Ewma
@@ -42,6 +42,7 @@ from app.session.frame import (
     plain,
     row_bytes,
 )
+from app.session.loop_stream import LoopStream, each_message, loop_streams
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.session.wire import (
     ADAPTER_REFUSALS,
@@ -63,13 +64,12 @@ from app.session.wire import (
     encode_turn,
     hop_error_reason,
 )
-from p2p.errors import P2PError, QueueFull, StreamClosed
+from p2p.errors import P2PError
 from p2p.rate_limit import LogLimit, backoff_s
 
 log = logging.getLogger("shoal.asker")
 log.addFilter(LogLimit())  # hops can cause these lines
 
-LOOP_MESSAGES = 4096
 IDLE_LINK_S = 60.0  # a stream without sessions for so long is closed
 
 
@@ -95,11 +95,7 @@ class HopLink:
     async def read(self) -> None:
         """Pass each frame to the session that it names, until the stream ends."""
         try:
-            while True:
-                frame = decode(await self.outbox.stream.receive())
-                listener = self.listeners.get(frame.session)
-                if listener is not None:
-                    await listener.on_frame(self.peer, frame)
+            await each_message(self.outbox.stream, self._take)
         except RecordError as error:
             log.warning("%s sent a malformed frame, its stream is closed: %s", self.peer, error)
             await self.outbox.stream.reset()
@@ -109,6 +105,12 @@ class HopLink:
             self.outbox.broken = True
             for listener in list(self.listeners.values()):
                 listener.on_stream_end(self.peer)
+
+    async def _take(self, message: bytes) -> None:
+        frame = decode(message)
+        listener = self.listeners.get(frame.session)
+        if listener is not None:
+            await listener.on_frame(self.peer, frame)
 
 
 class HopLinks:
@@ -186,53 +188,6 @@ class HopLinks:
         finally:
             with trio.CancelScope(shield=True):
                 await stream.reset()
-
-
-class LoopStream:
-    """One end of a stream between the asker and the block server of the same node."""
-
-    def __init__(
-        self, peer: str, out: trio.MemorySendChannel[bytes], incoming: trio.MemoryReceiveChannel[bytes]
-    ) -> None:
-        self.peer = peer
-        self._out, self._in = out, incoming
-
-    async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
-        """Pass one message; raises `QueueFull` if the other end does not keep up."""
-        body = bytes(message) if isinstance(message, bytes | bytearray | memoryview) else b"".join(message)
-        try:
-            self._out.send_nowait(body)
-        except trio.WouldBlock:
-            raise QueueFull("this node's own block server does not keep up") from None
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise StreamClosed("this node's own block server has stopped") from None
-
-    async def wait_room(self, priority: Priority = Priority.DECODE) -> None:
-        """Let the other end run for a moment."""
-        await trio.sleep(0.001)
-
-    async def receive(self) -> bytes:
-        """Return the next message; raises `StreamClosed` at the end."""
-        try:
-            return await self._in.receive()
-        except (trio.EndOfChannel, trio.ClosedResourceError):
-            raise StreamClosed("this node's own block server has stopped") from None
-
-    async def aclose(self) -> None:
-        """Close this side."""
-        await self._out.aclose()
-
-    async def reset(self) -> None:
-        """Close both sides."""
-        await self._out.aclose()
-        await self._in.aclose()
-
-
-def loop_streams(peer: str) -> tuple[LoopStream, LoopStream]:
-    """Return the two ends of a stream from a node to itself."""
-    there_out, here_in = trio.open_memory_channel[bytes](LOOP_MESSAGES)
-    here_out, there_in = trio.open_memory_channel[bytes](LOOP_MESSAGES)
-    return LoopStream(peer, here_out, here_in), LoopStream(peer, there_out, there_in)
 
 
 @dataclass(frozen=True)

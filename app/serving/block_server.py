@@ -67,6 +67,7 @@ from app.session.frame import (
     header,
     plain,
 )
+from app.session.loop_stream import each_message
 from app.session.outbound import OutboundFrame, PeerOutbox, PeerOutboxes, Sendable
 from app.session.wire import (
     GIVES_CACHE,
@@ -513,17 +514,7 @@ class BlockServer:
     async def _read(self, attended: _InboundStream) -> None:
         stream, answers = attended.stream, attended.answers
         try:
-            while True:
-                frame = decode(await stream.receive())
-                attended.heard_at = now = trio.current_time()
-                action = None
-                if frame.kind == Kind.DATA:
-                    action = await self._on_data(frame, stream.peer)
-                else:
-                    await self._on_control(frame, stream.peer, answers)
-                delay_s = self._frame_limit.delay_s(stream.peer, now, frame_cost(frame.kind, action))
-                if delay_s:  # nothing is lost: what the peer sends meanwhile waits in the stream's window
-                    await trio.sleep(delay_s)
+            await each_message(stream, partial(self._take, attended))
         except RecordError as error:
             log.warning("%s sent a malformed frame, its stream is closed: %s", stream.peer, error)
             await stream.reset()
@@ -532,6 +523,18 @@ class BlockServer:
         finally:
             answers.broken = True
             self._do_between_steps(partial(self._end_sessions_of, answers))
+
+    async def _take(self, attended: _InboundStream, message: bytes) -> None:
+        frame, peer = decode(message), attended.stream.peer
+        attended.heard_at = now = trio.current_time()
+        action = None
+        if frame.kind == Kind.DATA:
+            action = await self._on_data(frame, peer)
+        else:
+            await self._on_control(frame, peer, attended.answers)
+        delay_s = self._frame_limit.delay_s(peer, now, frame_cost(frame.kind, action))
+        if delay_s:  # nothing is lost: what the peer sends meanwhile waits in the stream's window
+            await trio.sleep(delay_s)
 
     async def _on_data(self, frame: Frame, peer: str) -> FrameAction:
         """Queue hidden states, answer them from kept outputs, or refuse them; frames that fit no session are dropped.

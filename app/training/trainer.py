@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import trio
 
-from app.asker.route_session import loop_streams
 from app.core.compute import Device
 from app.core.errors import AppError, RecordError
 from app.core.network import FrameStream, Network, Priority
@@ -32,6 +31,7 @@ from app.core.span import Span
 from app.routing.route import Hop, Route
 from app.routing.trust import Verdict
 from app.session.frame import DTYPE_NAMES, Frame, HopError, decode_hop_error, new_session_id, plain, root_mean_square
+from app.session.loop_stream import loop_streams
 from app.session.outbound import OutboundFrame, PeerOutbox
 from app.training.audits import Answer, AuditLots, AuditVerdict, Caution, Suspect, judge
 from app.training.ledger import UsualSize
