@@ -89,6 +89,22 @@ class KeyRing:
 
 
 _meter: ContextVar[KeyMeter | None] = ContextVar("_meter", default=None)
+_owner: ContextVar[str] = ContextVar("_owner", default="")
+
+
+@contextmanager
+def owned_by(owner: str) -> Iterator[None]:
+    """Handle a request as one of the program that has this key, by its hash; empty for one without a key or token."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+
+
+def current_owner() -> str:
+    """Return whose request the present one is: what it keeps belongs to that program alone."""
+    return _owner.get()
 
 
 @contextmanager
