@@ -68,7 +68,9 @@ class WholeReply:
 
 def metered_reply(control: Control, request: ReplyRequest) -> Events:
     """Return the events of a reply, whose tokens count for the key of the present request."""
-    return metered(control.reply(request))
+    text = request.prompt if request.prompt is not None else [message.get("content") for message in request.messages]
+    chars = len(text) if isinstance(text, str) else sum(len(one) if isinstance(one, str) else 4 for one in text)
+    return metered(control.reply(request), chars)
 
 
 async def whole_reply(events: Events) -> WholeReply:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+import trio.testing
 
 from app.api.client import Client
 from app.api.keys import WINDOW_S, KeyMeter, KeyRing
@@ -117,6 +118,24 @@ async def deleted(client: Client, path: str, key: str) -> int:
     return await trio.to_thread.run_sync(
         lambda: httpx.delete(f"{client.url}{path}", headers=headers, verify=False).status_code
     )
+
+
+async def test_a_reply_that_is_broken_off_counts_its_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    _, key = add_key(file, "agent", 100, None)
+    ring, node = KeyRing(file), DoubleNode()
+    body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "wait" + " and" * 200}]}).encode()
+    async with running_api(node, ring) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        async with await trio.open_tcp_stream(host, int(port)) as stream:
+            await stream.send_all(head.encode() + body)
+            await node.begun.wait()
+        with trio.fail_after(10):
+            await node.freed.wait()
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        assert (await post(client, "/v1/chat/completions", CHAT, token=key)).status_code == 429
 
 
 def test_the_limit_of_a_minute_slides() -> None:
