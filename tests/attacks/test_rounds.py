@@ -12,9 +12,10 @@ import trio
 from trio.testing import MockClock
 
 from app.rounds import wire
-from app.rounds.island import MAX_PEERS, Island
+from app.rounds.island import MAX_PEERS, Island, hashed
 from app.rounds.log import make_entry
 from app.rounds.statements import (
+    ARRIVAL,
     MAX_ATTEMPTS,
     Arrival,
     MemberList,
@@ -26,6 +27,8 @@ from app.rounds.statements import (
     sign_share,
     signed,
 )
+from engine.island import LEAF
+from engine.training import codecs
 from engine.training.codecs import GROUP
 from p2p.errors import P2PError, RemoteError
 from tests.app.rounds.island_swarm import IslandSwarm, Node, members_of, open_islands
@@ -72,7 +75,7 @@ async def test_a_claim_of_too_many_tokens_costs_only_who_makes_it(tmp_path: Path
 
         async def own_claim(peer: str, raw: bytes) -> None:
             own = liar.island._own
-            await said(peer, own.arrival.raw if own is not None else raw)
+            await said(peer, own.arrival.raw if own is not None and ARRIVAL.encode() in raw[:40] else raw)
 
         liar.island._say = own_claim  # type: ignore[method-assign]
         await swarm.finished(0, 1, 2)
@@ -132,7 +135,7 @@ def largest(model: Any) -> None:
 
 def _largest(leaf: bytes) -> bytes:
     groups = -(-len(leaf) // (GROUP + 4))
-    scales = np.full(groups, np.nextafter(np.float32(2.0**70), np.float32(0)), dtype="<f4")
+    scales = np.full(groups, np.nextafter(np.float32(codecs._MOST), np.float32(0)), dtype="<f4")
     return scales.tobytes() + b"\x7f" * (len(leaf) - 4 * groups)
 
 
@@ -147,7 +150,7 @@ async def test_a_change_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path,
 # --- histories that nobody else made ----------------------------------------------------------------------------------
 
 
-def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...]) -> bytes:
+def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...], root: bytes = b"r" * 32) -> bytes:
     """An entry of the current round by islands that were not asked."""
     standing, record = island.standing, swarm.record
     people = [identity(number) for number in numbers]
@@ -155,9 +158,7 @@ def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...]) -> byt
         sign_arrival(one, Arrival(record.id, standing.round, standing.prev, 1, 1, bytes(32)), NOW_MS) for one in people
     ]
     found = sign_list(people[0], record.id, 0, arrivals, NOW_MS)
-    results = [
-        sign_result(one, Result(record.id, standing.round, found.hash, b"r" * 32, {}, {}), NOW_MS) for one in people
-    ]
+    results = [sign_result(one, Result(record.id, standing.round, found.hash, root, {}, {}), NOW_MS) for one in people]
     return make_entry(people[0], record, standing, found, results, every=5, present=standing.members, now_ms=NOW_MS).raw
 
 
@@ -179,9 +180,12 @@ async def test_one_member_alone_makes_no_round_while_others_are_there(
 ) -> None:
     async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
         await joined(swarm, 3)
-        honest = swarm.nodes[0].island
-        raw = made_up(swarm, honest, (2,))
-        network = swarm.fabric.nodes[swarm.nodes[2].name]
+        honest, liar = swarm.nodes[0].island, swarm.nodes[2]
+        await swarm.until(lambda: honest.head == liar.island.head and honest._own is None)
+        # a round in which nothing was learned, with all that others need to take it over
+        leaves = [codecs.encode(leaf, "int8") for leaf in liar.model._shared.values.mul(0).split(LEAF)]
+        raw = made_up(swarm, honest, (2,), hashed(liar.model.advance(leaves))[0])
+        network = swarm.fabric.nodes[liar.name]
         asked = []
 
         async def log_with_more(peer: str, body: bytes) -> Any:
@@ -190,8 +194,14 @@ async def test_one_member_alone_makes_no_round_while_others_are_there(
             entries = [*(entry.raw for entry in honest.log), raw]
             return wire.pack(entries[fields.integer("round", 0, 10**7) :])
 
-        swarm.nodes[2].scope.cancel()
+        async def merged(peer: str, body: bytes) -> Any:
+            fields = wire.fields_of(wire.read_request(body)[1], "merged")
+            first = fields.integer("first", 0, 10**7)
+            return wire.pack(leaves[first : first + fields.integer("count", 1, 10**7)])
+
+        liar.scope.cancel()
         network.serve(wire.LOG, log_with_more)
+        network.serve(wire.MERGED, merged)
         before = honest.standing.round
         hello = wire.request(swarm.record.id, {"round": before + 1, "head": "ab" * 32})
         await network.call(swarm.nodes[0].name, wire.HELLO, hello, timeout_s=5)
