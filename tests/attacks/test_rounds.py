@@ -17,6 +17,7 @@ from app.rounds.log import make_entry
 from app.rounds.statements import (
     ARRIVAL,
     MAX_ATTEMPTS,
+    RESULT,
     Arrival,
     MemberList,
     MergedShare,
@@ -412,6 +413,14 @@ async def test_an_accomplice_that_is_no_member_does_not_end_the_wait_for_results
         since = len(swarm.nodes[0].island.log) + 1
         stranger = swarm.fabric.node(identity(7).peer_id)
         done = trio.Event()
+        said = swarm.nodes[2].island._say
+
+        async def late(peer: str, raw: bytes) -> None:
+            if RESULT.encode() in raw[:40]:
+                await trio.sleep(1)
+            await said(peer, raw)
+
+        swarm.nodes[2].island._say = late  # type: ignore[method-assign]
 
         async def interfere() -> None:
             while not done.is_set():
