@@ -18,7 +18,7 @@ from engine.config import ModelConfig
 from engine.errors import TrainingError
 from engine.model.block import WeightOptions
 from engine.sources.layout import part_names
-from engine.training.codecs import GROUP, Codec, decode, encode
+from engine.training.codecs import GROUP, Codec, bounded, decode, encode
 from engine.training.full import FullModel
 from engine.training.local_trainer import MicroBatch, StepResult
 from engine.training.optimiser import AdamW, Muon, Schedule
@@ -108,7 +108,8 @@ class IslandModel:
         changes = torch.stack(
             [torch.cat([decode(leaf, size, codec) for leaf, size in zip(row, sizes, strict=True)]) for row in rows]
         )
-        whole = merged(changes, weights, clip=self.terms.robust)
+        # whoever sends the largest numbers that `decode` allows must not make this island fail
+        whole = bounded(merged(changes, weights, clip=self.terms.robust))
         return Merged([encode(leaf, codec) for leaf in whole.split(LEAF)], agreement(changes))
 
     def check(self, leaves: Sequence[bytes], first: int) -> None:

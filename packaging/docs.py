@@ -223,7 +223,7 @@ def _folder_lines(folder: Path, depth: int) -> Iterator[str]:
     package = folder / "__init__.py"
     yield _line(folder.name + "/", depth, summary(package) if package.exists() else "")
     for entry in sorted(folder.iterdir(), key=lambda entry: (entry.is_dir(), entry.name)):
-        if entry.is_dir() and any(entry.rglob("*.py")):
+        if entry.is_dir() and entry.name != "build" and any(entry.rglob("*.py")):
             yield from _folder_lines(entry, depth + 1)
         elif entry.suffix == ".py" and entry.name != "__init__.py":
             yield _line(entry.name, depth + 1, summary(entry))

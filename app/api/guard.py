@@ -19,8 +19,9 @@ import trio
 from starlette.exceptions import HTTPException
 
 from app.api import error_forms
-from app.api.keys import KeyRing, using
+from app.api.keys import KeyRing, owned_by, using
 from app.config.file import Config
+from app.config.keys import ApiKey
 from app.core.reasons import Reason, because
 
 Scope = MutableMapping[str, Any]
@@ -30,6 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY_BYTES = 2**20
+TOKEN_OWNER = "token"
 OPEN_PATHS = frozenset({"/", "/health", "/healthz"})
 REPLY_PREFIXES = (
     "/v1/",
@@ -89,6 +91,11 @@ class Guard:
         """Hand a request on; one with a key counts for it, and is refused if the key's limits are reached."""
         given = [key for key in _given(headers) if key and not hmac.compare_digest(key, self._token)]
         key = next(filter(None, map(self._keys.find, given)), None)
+        has_token = any(hmac.compare_digest(one, self._token) for one in _given(headers))
+        with owned_by(key.digest if key is not None else TOKEN_OWNER if has_token else ""):
+            await self._count(key, scope, receive, send)
+
+    async def _count(self, key: ApiKey | None, scope: Scope, receive: Receive, send: Send) -> None:
         if key is None or scope["method"] != "POST":
             await self._application(scope, receive, send)
             return

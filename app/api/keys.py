@@ -1,6 +1,7 @@
 """Keys of programs: which one a request has, and whether its limits allow one more.
 
-Tokens of the last minute count: those written as they come, those of the prompt at the end of the reply.
+Tokens of the last minute count: those written as they come, those of the prompt at the end of the reply. Of a reply
+that is broken off, the prompt counts by its length.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from app.config.keys import ApiKey, KeyFileError, digest_of, read_keys
 from app.core.reasons import Reason, because
 
 WINDOW_S = 60.0
+CHARS_PER_TOKEN = 4
 
 log = logging.getLogger("shoal.api")
 
@@ -89,6 +91,22 @@ class KeyRing:
 
 
 _meter: ContextVar[KeyMeter | None] = ContextVar("_meter", default=None)
+_owner: ContextVar[str] = ContextVar("_owner", default="")
+
+
+@contextmanager
+def owned_by(owner: str) -> Iterator[None]:
+    """Handle a request as one of the program that has this key, by its hash; empty for one without a key or token."""
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+
+
+def current_owner() -> str:
+    """Return whose request the present one is: what it keeps belongs to that program alone."""
+    return _owner.get()
 
 
 @contextmanager
@@ -103,17 +121,26 @@ def using(meter: KeyMeter) -> Iterator[None]:
         meter.active -= 1
 
 
-def metered(events: AsyncGenerator[ReplyEvent, None]) -> AsyncGenerator[ReplyEvent, None]:
+def metered(events: AsyncGenerator[ReplyEvent, None], prompt_chars: int) -> AsyncGenerator[ReplyEvent, None]:
     """Return a reply whose tokens count for the key of the present request, if it has one."""
     meter = _meter.get()
-    return events if meter is None else _counted(events, meter)
+    return events if meter is None else _counted(events, meter, prompt_chars)
 
 
-async def _counted(events: AsyncGenerator[ReplyEvent, None], meter: KeyMeter) -> AsyncGenerator[ReplyEvent, None]:
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, ReplyText):
-                meter.spend(1, trio.current_time())
-            elif isinstance(event, ReplyDone):
-                meter.spend(event.stats.prompt_tokens - event.stats.cached_tokens, trio.current_time())
-            yield event
+async def _counted(
+    events: AsyncGenerator[ReplyEvent, None], meter: KeyMeter, prompt_chars: int
+) -> AsyncGenerator[ReplyEvent, None]:
+    is_over = False
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ReplyText):
+                    meter.spend(1, trio.current_time())
+                elif isinstance(event, ReplyDone):
+                    is_over = True
+                    meter.spend(event.stats.prompt_tokens - event.stats.cached_tokens, trio.current_time())
+                yield event
+    except (GeneratorExit, trio.Cancelled):
+        if not is_over:
+            meter.spend(prompt_chars // CHARS_PER_TOKEN, trio.current_time())
+        raise

@@ -48,7 +48,11 @@ class OllamaOptions(_Body):
     min_p: float | None = Field(default=None, ge=0, le=1)
     repeat_penalty: float | None = Field(default=None, gt=0, le=10)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: list[Annotated[str, Field(min_length=1, max_length=1024)]] | str | None = Field(default=None)
+    stop: (
+        Annotated[list[Annotated[str, Field(max_length=1024)]], Field(max_length=16)]
+        | Annotated[str, Field(max_length=1024)]
+        | None
+    ) = None
 
 
 class OllamaFunctionCall(_Body):
@@ -94,7 +98,7 @@ class _GenerateBody(_Body):
     def settings(self) -> dict[str, Any]:
         """Return the fields of `ReplyRequest` that options state; Ollama's defaults for the others."""
         o = self.options or OllamaOptions()
-        stop = (o.stop,) if isinstance(o.stop, str) else tuple(o.stop or ())
+        stop = tuple(filter(None, (o.stop,) if isinstance(o.stop, str) else o.stop or ()))
         predict = o.num_predict if o.num_predict is not None and o.num_predict > 0 else None
         schema = {"type": "object"} if self.format == "json" else self.format or None
         return {

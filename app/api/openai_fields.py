@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -452,7 +452,7 @@ class TextCompletion(_CompletionBody):
     def request(self) -> ReplyRequest:
         """Convert to the node's own request."""
         prompt = self.prompt[0] if isinstance(self.prompt, list) and isinstance(self.prompt[0], str) else self.prompt
-        text = prompt if isinstance(prompt, str) else tuple(int(token_id) for token_id in prompt)
+        text = prompt if isinstance(prompt, str) else cast(tuple[int, ...], tuple(prompt))
         return ReplyRequest(prompt=text, **self.settings())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import trio
@@ -18,6 +19,7 @@ from engine.text.output_form import CallPiece, ReplyPart, SaidText, ThoughtText,
 
 Events = AsyncGenerator[ReplyEvent, None]
 IGNORED_HEADER = "x-shoal-ignored-fields"
+_MOST_IGNORED = 1000
 
 
 @dataclass
@@ -66,7 +68,9 @@ class WholeReply:
 
 def metered_reply(control: Control, request: ReplyRequest) -> Events:
     """Return the events of a reply, whose tokens count for the key of the present request."""
-    return metered(control.reply(request))
+    text = request.prompt if request.prompt is not None else [message.get("content") for message in request.messages]
+    chars = len(text) if isinstance(text, str) else sum(len(one) if isinstance(one, str) else 4 for one in text)
+    return metered(control.reply(request), chars)
 
 
 async def whole_reply(events: Events) -> WholeReply:
@@ -109,8 +113,8 @@ def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def ignored_fields(body: BaseModel) -> list[str]:
-    """Name the fields of a request that nothing reads, those of its parts as `messages.name`."""
-    return sorted(set(_unread(body, "")))
+    """Name the fields of a request that nothing reads, those of its parts as `messages.name`; some of very many."""
+    return sorted(set(islice(_unread(body, ""), _MOST_IGNORED)))
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:
@@ -124,6 +128,6 @@ def _unread(value: Any, path: str) -> Iterator[str]:
         yield from (f"{path}{name}" for name in value.model_extra or ())
         for name in type(value).model_fields:
             yield from _unread(getattr(value, name), f"{path}{name}.")
-    elif isinstance(value, list):
+    elif isinstance(value, list) and value and isinstance(value[0], BaseModel | list):  # not ids, which may be many
         for item in value:
             yield from _unread(item, path)

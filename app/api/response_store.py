@@ -1,6 +1,7 @@
 """Responses that a later one may continue (`previous_response_id`), kept for a day in SQLite.
 
-Each is kept with the whole conversation that it ends, so continuing it needs no other. A damaged file is replaced: its
+Each is kept with the whole conversation that it ends, so continuing it needs no other, and belongs to the key with
+which it was asked for: no other key can read, continue or remove it, nor push it out. A damaged file is replaced: its
 loss costs programs the continuation of their last responses, and they are told so.
 """
 
@@ -21,10 +22,12 @@ from p2p.platform import create_private
 log = logging.getLogger("shoal.api")
 
 KEPT_S = 24 * 3600.0
-MOST = 2000  # responses
+MOST = 2000  # responses of one owner
 MOST_BYTES = 4 << 20  # of one response with its conversation; a longer one is not kept
-_TABLE = """CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, at REAL NOT NULL, body TEXT NOT NULL, messages TEXT NOT NULL)"""
+MOST_OWNER_BYTES = 128 << 20  # of all responses of one owner
+_TABLE = """CREATE TABLE IF NOT EXISTS owned_responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, at REAL NOT NULL, size INTEGER NOT NULL, body TEXT NOT NULL,
+    messages TEXT NOT NULL)"""
 
 
 class KeptResponse(NamedTuple):
@@ -42,44 +45,54 @@ class ResponseStore:
         self._lock = threading.Lock()
         self._memory = None if file is not None else sqlite3.connect(":memory:", check_same_thread=False)
 
-    def add(self, response_id: str, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
+    def add(self, owner: str, response_id: str, body: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
         """Keep a response, and drop those that are too old or too many; a file that cannot be written is logged."""
         texts = json.dumps(body), json.dumps(list(messages))
-        if sum(map(len, texts)) > MOST_BYTES:
+        size = sum(map(len, texts))
+        if size > MOST_BYTES:
             return
         now = self._clock()
         try:
             with self._opened() as database:
-                database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?)", (response_id, now, *texts))
-                database.execute("DELETE FROM responses WHERE at < ?", (now - KEPT_S,))
-                newest = "SELECT id FROM responses ORDER BY at DESC LIMIT ?"
-                database.execute(f"DELETE FROM responses WHERE id NOT IN ({newest})", (MOST,))
+                values = (response_id, owner, now, size, *texts)
+                database.execute("INSERT OR REPLACE INTO owned_responses VALUES (?, ?, ?, ?, ?, ?)", values)
+                database.execute("DELETE FROM owned_responses WHERE at < ?", (now - KEPT_S,))
+                self._drop_oldest(database, owner)
         except sqlite3.OperationalError as error:  # locked, full disk, no permission
             log.warning("the response is not kept in %s: %s", self._file, error)
         except sqlite3.DatabaseError as error:
             self._replace(error)
 
-    def get(self, response_id: str) -> KeptResponse | None:
-        """Return a kept response; None if there is none of this id, or it is too old."""
+    def _drop_oldest(self, database: sqlite3.Connection, owner: str) -> None:
+        query = "SELECT id, size FROM owned_responses WHERE owner = ? ORDER BY at DESC"
+        kept = 0
+        for place, (response_id, size) in enumerate(database.execute(query, (owner,)).fetchall()):
+            kept += size
+            if place >= MOST or kept > MOST_OWNER_BYTES:
+                database.execute("DELETE FROM owned_responses WHERE id = ?", (response_id,))
+
+    def get(self, owner: str, response_id: str) -> KeptResponse | None:
+        """Return a kept response of an owner; None if there is none of this id, or it is too old."""
         if not response_id.isascii():
             return None
         oldest = self._clock() - KEPT_S
         try:
             with self._opened() as database:
-                query = "SELECT body, messages FROM responses WHERE id = ? AND at >= ?"
-                row = database.execute(query, (response_id, oldest)).fetchone()
+                query = "SELECT body, messages FROM owned_responses WHERE id = ? AND owner = ? AND at >= ?"
+                row = database.execute(query, (response_id, owner, oldest)).fetchone()
         except sqlite3.DatabaseError as error:
             self._replace(error)
             return None
         return None if row is None else KeptResponse(json.loads(row[0]), json.loads(row[1]))
 
-    def remove(self, response_id: str) -> bool:
-        """Forget a response; False if there is none of this id."""
+    def remove(self, owner: str, response_id: str) -> bool:
+        """Forget a response of an owner; False if there is none of this id."""
         if not response_id.isascii():
             return False
         try:
             with self._opened() as database:
-                return database.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
+                query = "DELETE FROM owned_responses WHERE id = ? AND owner = ?"
+                return database.execute(query, (response_id, owner)).rowcount > 0
         except sqlite3.DatabaseError as error:
             self._replace(error)
             return False
@@ -102,4 +115,5 @@ class ResponseStore:
                 create_private(self._file, b"")
             with closing(sqlite3.connect(self._file, timeout=5)) as database, database:
                 database.execute(_TABLE)
+                database.execute("DROP TABLE IF EXISTS responses")  # of older versions, without owners
                 yield database

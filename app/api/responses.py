@@ -22,6 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from pydantic_core import PydanticCustomError
 
 from app.api.control import Control
+from app.api.keys import current_owner
 from app.api.openai import adapter_of
 from app.api.openai_errors import OpenAIError, response_to, status_and_body
 from app.api.openai_fields import (
@@ -230,9 +231,10 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
     async def create(asked: ResponsesRequest) -> Response:
         """A reply to a conversation, as a response of items."""
         adapter = adapter_of(control.snapshot(), asked.model)
-        before = await _kept(store, asked.previous_response_id)
+        owner = current_owner()
+        before = await _kept(store, owner, asked.previous_response_id)
         request = replace(asked.request(before), adapter=adapter)
-        answer = _Answer(control, store, asked, request, before)
+        answer = _Answer(control, store, owner, asked, request, before)
         headers = ignored_header([*ignored_fields(asked), *asked.left_out()])
         if asked.stream:
             return EventStream(answer.events(), "text/event-stream", response_to, headers)
@@ -241,7 +243,7 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
     @router.get("/{response_id}")
     async def retrieve(response_id: str) -> JSONResponse:
         """A response of the last day."""
-        kept = await trio.to_thread.run_sync(store.get, response_id)
+        kept = await trio.to_thread.run_sync(store.get, current_owner(), response_id)
         if kept is None:
             raise _unknown(response_id)
         return JSONResponse(kept.body)
@@ -249,18 +251,18 @@ def routes(control: Control, store: ResponseStore) -> APIRouter:
     @router.delete("/{response_id}")
     async def delete(response_id: str) -> dict[str, Any]:
         """Forget a response."""
-        if not await trio.to_thread.run_sync(store.remove, response_id):
+        if not await trio.to_thread.run_sync(store.remove, current_owner(), response_id):
             raise _unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     return router
 
 
-async def _kept(store: ResponseStore, response_id: str | None) -> list[dict[str, Any]]:
+async def _kept(store: ResponseStore, owner: str, response_id: str | None) -> list[dict[str, Any]]:
     """Return the conversation that a response continues; raises `OpenAIError` if it is not kept."""
     if response_id is None:
         return []
-    kept = await trio.to_thread.run_sync(store.get, response_id)
+    kept = await trio.to_thread.run_sync(store.get, owner, response_id)
     if kept is None:
         raise _unknown(response_id, "previous_response_id")
     return kept.messages
@@ -277,6 +279,7 @@ class _Answer:
 
     control: Control
     store: ResponseStore
+    owner: str
     asked: ResponsesRequest
     request: ReplyRequest
     before: list[dict[str, Any]]
@@ -374,7 +377,7 @@ class _Answer:
         if calls and _status(reply) == "completed":
             said["tool_calls"] = calls
         messages = [*self.before, *conversation(self.asked.input), said]
-        await trio.to_thread.run_sync(partial(self.store.add, self.id, body, messages))
+        await trio.to_thread.run_sync(partial(self.store.add, self.owner, self.id, body, messages))
 
     def _event(self, name: str, value: dict[str, Any]) -> bytes:
         told = {"type": name, "sequence_number": self._number, **value}

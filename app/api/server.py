@@ -27,6 +27,9 @@ HOST = "127.0.0.1"
 # Seconds that open responses get to finish when the node stops; event streams end by themselves before that.
 GRACE_S = 2.0
 
+# Seconds that a connection may be open without a request: on a busy machine it comes late.
+IDLE_S = 30
+
 log = logging.getLogger("shoal.api")
 
 
@@ -86,6 +89,7 @@ async def serve(
     config = ServerConfig()
     config.bind = [f"fd://{sock.detach()}"]
     config.graceful_timeout = GRACE_S
+    config.keep_alive_timeout = IDLE_S
     config.include_server_header = False
     config.accesslog = None
     config.errorlog = logging.getLogger("shoal.api.server")

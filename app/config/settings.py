@@ -241,7 +241,11 @@ class Settings:
         "xpu, …; several are separated by commas.",
     )
     max_vram: int | None = _setting(
-        "size", None, "Most memory for hosting, KV cache included; 0 hosts nothing; unset: all free memory.", live=True
+        "size",
+        None,
+        "Most memory for hosting, KV cache included, and for an island of a training job; 0 hosts nothing; unset: all "
+        "free memory.",
+        live=True,
     )
     weights: Literal["auto", "own", "int8"] = _setting(
         "choice",

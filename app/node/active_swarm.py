@@ -363,6 +363,7 @@ class ActiveSwarm:
             members=lambda: [member.peer for member in self.members() if member.present],
             is_member=self.weights.sharing.is_member,
             cache=self._context.manifests.cache,
+            memory_limit=lambda: self.memory_limit_bytes,
         )
 
     async def _serve_self(self, stream: FrameStream) -> None:

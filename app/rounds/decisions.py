@@ -51,13 +51,24 @@ def to_leave_out(
 ) -> set[str]:
     """Return the members without whom a failed exchange is repeated; `accusations` are accuser -> accused.
 
-    One who accuses more than half of the others, and at least two, is taken to be the one at fault. Without
-    accusations it is whoever ended with another root than most, where no root (empty) is one as well.
+    One who accuses more than half of the others, and at least two, is taken to be the one at fault. Nobody can tell
+    whether the few who accuse somebody are right, so they go with the accused: a false accusation gains nothing.
+    Without accusations it is whoever ended with another root than most, where no root (empty) is one as well.
     """
-    known = {accuser: {one for one in accused if one in members} for accuser, accused in accusations.items()}
+    known = {
+        accuser: {one for one in accused if one in members}
+        for accuser, accused in accusations.items()
+        if accuser in members
+    }
     others = len(members) - 1
     faulty = {accuser for accuser, accused in known.items() if len(accused) >= 2 and 2 * len(accused) > others}
-    found = faulty | {one for accuser, accused in known.items() if accuser not in faulty for one in accused}
+    accusers: dict[str, set[str]] = {}
+    for accuser in known.keys() - faulty:
+        for one in known[accuser] - faulty:
+            accusers.setdefault(one, set()).add(accuser)
+    found = set(faulty)
+    for one, who in accusers.items():
+        found |= {one} if 2 * len(who) > others else {one, *who}
     if found or len(set(roots.values())) < 2:
         return found
     counts = Counter(roots.values())
@@ -72,13 +83,12 @@ class Measured(NamedTuple):
     agreement: float
 
 
-def measured(reports: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, Measured]:
-    """Join what the members that merged a share say of everybody's change: the median over the shares."""
-    peers = {peer for report in reports for peer in report}
+def measured(members: Iterable[str], reports: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, Measured]:
+    """Join what the members that merged a share say of each other's change: the median over the shares."""
     found = {}
-    for peer in peers:
-        pairs = [report[peer] for report in reports if peer in report]
-        found[peer] = Measured(median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))
+    for peer in members:
+        if pairs := [report[peer] for report in reports if peer in report]:
+            found[peer] = Measured(median(pair[0] for pair in pairs), median(pair[1] for pair in pairs))
     return found
 
 

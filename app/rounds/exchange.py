@@ -2,12 +2,14 @@
 
 Butterfly: two trips, and each share is seen from all members at once, which clipping needs. A change is checked against
 the hash that its arrival committed to, so nobody can send one thing to one member and another to the next, or copy.
+Merged leaves are checked against what their merger has signed: if members end with different states, whoever signed two
+versions of its share is known. That a share was merged rightly is not checked.
 Merging is computed by the device; who failed whom is said in the result and decided by the one who leads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,9 +22,10 @@ from app.core.signal import Signal
 from app.manifest.merkle import leaf_hash, root_of
 from app.rounds import wire
 from app.rounds.decisions import merge_weights, share_ranges
-from app.rounds.statements import Arrival, MemberList
+from app.rounds.statements import MAX_MEMBERS, Arrival, MemberList, MergedShare, read_share, sign_share
 from engine.errors import EngineError
 from p2p.errors import DeadlineExceeded, P2PError, PeerUnreachable, Refused, RemoteError
+from p2p.identity import Identity
 
 RETRY_S = 0.5
 UNREACHABLE_TRIES = 3
@@ -62,8 +65,10 @@ class ExchangeAttempt:
 
     members: MemberList
     merged: dict[int, bytes] = field(default_factory=dict)  # leaves by number
+    shares: dict[str, MergedShare] = field(default_factory=dict)  # by the member that signed it
     report: dict[str, tuple[float, float]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    is_superseded: bool = False  # the one who leads has made another list
     changed: Signal = field(default_factory=Signal)
     bytes_in: int = 0
 
@@ -77,8 +82,19 @@ class ExchangeAttempt:
 class Exchange:
     """Runs attempts for one island."""
 
-    def __init__(self, network: Network, device: Device, model: MergingModel, job: bytes) -> None:
-        self._network, self._device, self._model, self._job = network, device, model, job
+    def __init__(
+        self,
+        network: Network,
+        identity: Identity,
+        device: Device,
+        model: MergingModel,
+        job: bytes,
+        *,
+        wall_ms: Callable[[], int],
+        in_thread: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._network, self._identity, self._device, self._model = network, identity, device, model
+        self._job, self._wall_ms, self._in_thread = job, wall_ms, in_thread
 
     async def run(self, attempt: ExchangeAttempt, own: OwnChange, deadline: float) -> list[bytes]:
         """Return all merged leaves, the same bytes for all members; raises `ExchangeFailed`."""
@@ -95,25 +111,32 @@ class Exchange:
         await self._merge(attempt, rows, mine)
 
         async def collect(index: int) -> None:
-            leaves = await self._merged_by(members[index], attempt.members.hash, ranges[index], deadline, attempt)
+            share = await self._signed_by(members[index], attempt, deadline)
+            leaves = await self._merged_by(members[index], ranges[index], deadline, attempt)
+            if (await self._in_thread(hashes_of, leaves))[1] != share.root:
+                raise RecordError("its share is not the one that it signed")
+            attempt.shares[share.peer] = share
             attempt.merged.update(zip(ranges[index], leaves, strict=True))
 
         wanted = {peer: (collect, index) for index, peer in enumerate(members) if peer != me and ranges[index]}
         await self._all(attempt, wanted)
         return [attempt.merged[leaf] for leaf in range(self._model.leaves)]
 
-    async def merged_of(self, members: MemberList, deadline: float) -> list[bytes]:
-        """Return the merged leaves of a round that others have finished; raises `ExchangeFailed`."""
-        attempt = ExchangeAttempt(members)
-        givers = [peer for peer in members.members if peer != self._network.peer_id]
-        whole = range(self._model.leaves)
-        failed: dict[str, str] = {}
-        for peer in givers:
-            try:
-                return await self._merged_by(peer, members.hash, whole, deadline, attempt)
-            except (P2PError, RecordError, EngineError, ExchangeFailed) as error:
-                failed[peer] = str(error)
-        raise ExchangeFailed(failed)
+    async def merged_of(self, members: MemberList, giver: str, deadline: float) -> list[bytes]:
+        """Return the merged leaves of a round that others have finished; raises what asking one of them raises."""
+        return await self._merged_by(giver, range(self._model.leaves), deadline, ExchangeAttempt(members))
+
+    async def two_faced(self, attempt: ExchangeAttempt, peer: str, deadline: float) -> set[str]:
+        """Return the members that signed another share for this peer than for us; raises `P2PError` or `RecordError`.
+
+        Both shares are signed by them, so the peer cannot make this up.
+        """
+        theirs = await self._signed_shares(peer, attempt, deadline)
+        return {
+            share.peer
+            for share in theirs
+            if share.peer in attempt.shares and share.root != attempt.shares[share.peer].root
+        }
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -146,9 +169,12 @@ class Exchange:
             )
         except EngineError as error:
             raise attempt.fail({self._network.peer_id: str(error)}) from error
-        attempt.merged.update(zip(mine, found.leaves, strict=True))
         if mine:
+            _, root = await self._in_thread(hashes_of, found.leaves)
+            share = MergedShare(self._job, attempt.members.hash, root)
+            attempt.shares[self._network.peer_id] = sign_share(self._identity, share, self._wall_ms())
             attempt.report.update(zip(members, found.report, strict=True))
+        attempt.merged.update(zip(mine, found.leaves, strict=True))
         attempt.changed.notify()
 
     async def _change_of(
@@ -158,27 +184,42 @@ class Exchange:
         if not leaves:
             return []
         where = {"list": attempt.members.hash.hex()}
-        raw = await self._ask(arrival.peer, wire.HASHES, where, deadline)
+        raw = await self._ask(arrival.peer, wire.HASHES, where, deadline, attempt)
         hashes = wire.unpack_hashes(raw)
-        if len(hashes) != self._model.leaves or root_of(hashes) != arrival.change:
+        if len(hashes) != self._model.leaves or await self._in_thread(root_of, hashes) != arrival.change:
             raise RecordError("its change is not the one that it committed to")
         found: list[bytes] = []
         for first, count in wire.runs_of(leaves):
-            raw = await self._ask(arrival.peer, wire.SHARE, where | {"first": first, "count": count}, deadline)
+            raw = await self._ask(arrival.peer, wire.SHARE, where | {"first": first, "count": count}, deadline, attempt)
             attempt.bytes_in += len(raw)
             found += wire.unpack(raw, count)
-        if [leaf_hash(leaf) for leaf in found] != hashes[leaves.start : leaves.stop]:
+        if (
+            len(found) != len(leaves)
+            or (await self._in_thread(hashes_of, found))[0] != hashes[leaves.start : leaves.stop]
+        ):
             raise RecordError("its change is not the one that it committed to")
         await self._device.run_later(self._model.check, found, leaves.start)
         return found
 
-    async def _merged_by(
-        self, peer: str, list_hash: bytes, leaves: range, deadline: float, attempt: ExchangeAttempt
-    ) -> list[bytes]:
+    async def _signed_by(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> MergedShare:
+        """Return a member's word for the share that it merges, once it has; raises `RecordError` if it gives none."""
+        for share in await self._signed_shares(peer, attempt, deadline):
+            if share.peer == peer:
+                return share
+        raise RecordError("it does not sign the share that it merged")
+
+    async def _signed_shares(self, peer: str, attempt: ExchangeAttempt, deadline: float) -> list[MergedShare]:
+        raw = await self._ask(peer, wire.SIGNED, {"list": attempt.members.hash.hex()}, deadline, attempt)
+        shares = [read_share(one, self._wall_ms()) for one in wire.unpack(raw, MAX_MEMBERS)]
+        if any((share.job, share.list) != (self._job, attempt.members.hash) for share in shares):
+            raise RecordError("it sends what was signed for another list")
+        return shares
+
+    async def _merged_by(self, peer: str, leaves: range, deadline: float, attempt: ExchangeAttempt) -> list[bytes]:
         found: list[bytes] = []
         for first, count in wire.runs_of(leaves):
-            where = {"list": list_hash.hex(), "first": first, "count": count}
-            raw = await self._ask(peer, wire.MERGED, where, deadline)
+            where = {"list": attempt.members.hash.hex(), "first": first, "count": count}
+            raw = await self._ask(peer, wire.MERGED, where, deadline, attempt)
             attempt.bytes_in += len(raw)
             found += wire.unpack(raw, count)
         if len(found) != len(leaves):
@@ -186,10 +227,14 @@ class Exchange:
         await self._device.run_later(self._model.check, found, leaves.start)
         return found
 
-    async def _ask(self, peer: str, method: str, values: dict[str, Any], deadline: float) -> bytes:
+    async def _ask(
+        self, peer: str, method: str, values: dict[str, Any], deadline: float, attempt: ExchangeAttempt
+    ) -> bytes:
         """Ask until there is an answer or the deadline has come; raises the last error, or `ExchangeFailed`."""
         unreachable = 0
         while True:
+            if attempt.is_superseded:
+                raise ExchangeFailed({})
             try:
                 left = max(0.1, deadline - trio.current_time())
                 body = wire.request(self._job, values)
@@ -206,3 +251,9 @@ class Exchange:
                 if unreachable >= UNREACHABLE_TRIES or trio.current_time() >= deadline:
                     raise
             await trio.sleep(RETRY_S)
+
+
+def hashes_of(leaves: Sequence[bytes]) -> tuple[list[bytes], bytes]:
+    """Return the hashes of some leaves, and the root over them; a while for many of them: call it in a thread."""
+    hashes = [leaf_hash(leaf) for leaf in leaves]
+    return hashes, root_of(hashes)

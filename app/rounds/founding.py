@@ -10,11 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from app.core.canonical_json import decode_object
 from app.core.errors import AppError
 from app.core.units import format_size
 from app.manifest.importing import hash_source
@@ -76,14 +76,16 @@ class Founded:
     sequences: int
 
 
-def prepare(wish: TrainWish, *, swarm: str, founder: str, public: bool, cache: Path) -> Founded:
+def prepare(
+    wish: TrainWish, *, swarm: str, founder: str, public: bool, cache: Path, limit_bytes: int | None = None
+) -> Founded:
     """Check a wish and make a job of it; raises `AppError` or `EngineError`, one line for what is wrong."""
     _check(wish, public=public)
     source = open_shape(Path(wish.shape)) if wish.shape else open_source(wish.model or "starter", cache)
     config = source.config
     if wish.length > config.context_length:
         raise AppError(f"--length {wish.length} is more than the model's context of {config.context_length}")
-    budget, _, _ = plan_island(config, wish.length)
+    budget, _, _ = plan_island(config, wish.length, limit_bytes)
     texts, sequences = _texts(wish, source)
     vectors = drawn_model(config, wish.seed) if wish.shape else read_model(source)
     start, _ = hashed(first_states(config, vectors))
@@ -146,16 +148,22 @@ def _texts(wish: TrainWish, source: ModelSource) -> tuple[dict[str, bytes], int]
     return {"tokens": rows[kept].tobytes(), "held": sample.tobytes(), "tokenizer.json": spec}, int(kept.sum())
 
 
-def plan_island(config: ModelConfig, length: int) -> tuple[FullBudget, Device, torch.dtype]:
-    """Choose the device and divide its memory; raises `AppError` with the bytes wanted and offered."""
+def plan_island(
+    config: ModelConfig, length: int, limit_bytes: int | None = None
+) -> tuple[FullBudget, Device, torch.dtype]:
+    """Choose the device and divide its memory; raises `AppError` with the bytes wanted and offered.
+
+    `limit_bytes` is the setting `max_vram`, of which 0 concerns hosting alone.
+    """
     device = find_device(None, probe_devices())
     dtype = pick_dtype(device.id)
-    usable = allowance_on(device, None).usable_bytes
+    usable = allowance_on(device, limit_bytes or None).usable_bytes
     budget = plan_full(config, unquantised(dtype.itemsize), max(ROWS, length), usable)
     if budget.total_bytes > usable:
         raise AppError(
             f"training {budget.weights} weights takes {format_size(budget.total_bytes)}, but {device.id} has "
             f"{format_size(usable)} to spare: give a smaller model"
+            + (f", or raise max_vram, which is {format_size(limit_bytes)}" if limit_bytes else "")
         )
     return budget, device, dtype
 
@@ -165,10 +173,12 @@ def config_of(record: TrainingRecord) -> ModelConfig:
     return parse_config(record.shape, "the job's record", {})
 
 
-def make_model(record: TrainingRecord, vectors: dict[str, torch.Tensor] | None) -> tuple[IslandModel, str]:
+def make_model(
+    record: TrainingRecord, vectors: dict[str, torch.Tensor] | None, limit_bytes: int | None = None
+) -> tuple[IslandModel, str]:
     """Return the model of an island and its device; without vectors it starts as drawn from the seed."""
     config = config_of(record)
-    budget, device, dtype = plan_island(config, record.length)
+    budget, device, dtype = plan_island(config, record.length, limit_bytes)
     decay = record.weight_decay
     terms = IslandTerms(
         schedule=Schedule(record.rate, record.steps, record.warm_up),
@@ -189,11 +199,15 @@ class TokenText:
 
     def __init__(self, tokens: bytes, held: bytes, record: TrainingRecord) -> None:
         config = config_of(record)
-        self._rows, rows = (
-            np.frombuffer(data, dtype="<u4", count=len(data) // 4).reshape(-1, record.length) for data in (tokens, held)
-        )
+        if len(tokens) % (4 * record.length) or len(held) % (4 * record.length):
+            raise AppError(f"the text of the job is not made of sequences of {record.length} tokens")
+        self._rows, rows = (np.frombuffer(data, dtype="<u4").reshape(-1, record.length) for data in (tokens, held))
         if not len(self._rows) or max(int(self._rows.max()), int(rows.max(initial=0))) >= config.vocab_size:
             raise AppError("the text of the job has tokens that its model does not know")
+        if record.batch > len(self._rows):
+            raise AppError(
+                f"the text of the job has {len(self._rows)} sequences, fewer than the {record.batch} of a step"
+            )
         self.held: Sequence[Sequence[int]] = rows.tolist()
 
     @property
@@ -212,6 +226,18 @@ def export_files(record: TrainingRecord, states: list[bytes] | None, tokenizer: 
     config = config_of(record)
     if states is None:
         raise AppError(f"{record.name} has no finished round yet, so there is nothing to export")
-    spec: dict[str, Any] = json.loads(tokenizer)
     values, _ = unpacked(config, states)
-    return folder_files(config, divided(config, values), TokenizerSpec(**spec))
+    return folder_files(config, divided(config, values), tokenizer_of(tokenizer))
+
+
+def tokenizer_of(raw: bytes) -> TokenizerSpec:
+    """Return the tokenizer of a job, which its founder wrote; raises `RecordError` if it is none."""
+    fields = decode_object(raw, "the job's tokenizer", max_bytes=len(raw))
+    return TokenizerSpec(
+        tokenizer_json=fields.text("tokenizer_json", len(raw)),
+        chat_template=fields.optional_text("chat_template", len(raw)),
+        bos_token=fields.optional_text("bos_token", 256),
+        eos_token=fields.optional_text("eos_token", 256),
+        template_variables=dict(fields.inner("template_variables").values),
+        add_bos=fields.flag("add_bos", False),
+    )

@@ -5,16 +5,16 @@ file: make the steps (`_train`), commit to a change and say so (`_arrive`), wait
 exchange (`app.rounds.exchange`), send the result to the one who leads, and take over the round's entry (`_adopt`).
 Whoever comes first in the round's order leads; if it is silent, the next one does. An island that missed a round takes
 over its result, by the merged change or by the parts of the state. Requests of others are answered in between.
+Whatever others say, the worst is a lost round: they can neither end this island's part nor keep it from its steps.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import trio
 
@@ -23,17 +23,29 @@ from app.core.compute import Device
 from app.core.errors import AppError, RecordError
 from app.core.network import Network, Payload
 from app.core.signal import Signal
-from app.manifest.merkle import HASH_BYTES, leaf_hash, root_of
+from app.manifest.merkle import HASH_BYTES
 from app.rounds import wire
 from app.rounds.decisions import grace_s, leading_order, next_every, quorum, share_ranges, to_leave_out
-from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange
-from app.rounds.log import ENTRY, RoundEntry, Standing, beginning, follow, is_better, make_entry, read_entry, replay
+from app.rounds.exchange import Exchange, ExchangeAttempt, ExchangeFailed, MergingModel, OwnChange, hashes_of
+from app.rounds.log import (
+    ENTRY,
+    RoundEntry,
+    Standing,
+    beginning,
+    check_arrivals,
+    follow,
+    is_better,
+    make_entry,
+    read_entry,
+    replay,
+)
 from app.rounds.reading import positions_of, sequence_at
 from app.rounds.record import TrainingRecord
 from app.rounds.statements import (
     ARRIVAL,
     GENESIS,
     LIST,
+    MAX_ATTEMPTS,
     MAX_ROUNDS,
     RESULT,
     Arrival,
@@ -54,10 +66,15 @@ from p2p.errors import EnvelopeError, P2PError, RemoteError
 from p2p.identity import Identity
 
 log = logging.getLogger("shoal.rounds")
+T = TypeVar("T")
 
 KEPT_ATTEMPTS = 4  # whose merged leaves are kept for members that are late
 MAX_PARTS = 5000
 MAX_PEERS = 256
+_LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
+_LONGEST_DISREGARD = 7  # doublings
+_MISSED = 2  # rounds in a row, after which a member is expected only now and then
+_BRIEFLY_S = 0.5
 _SAID_TRIES = 4
 
 
@@ -100,6 +117,10 @@ class LeftOut(AppError):
     """This island takes no more part in a job: the others found its changes to be unlike theirs."""
 
     code = "left_out"
+
+
+class WentOn(AppError):
+    """An island whose history is the better one does not have the state after it any more."""
 
 
 @dataclass
@@ -147,22 +168,31 @@ class Island:
         wall_ms: Callable[[], int],
         timing: RoundTiming | None = None,
         settled: Callable[[list[RoundEntry], list[bytes]], Awaitable[None]] | None = None,
+        in_thread: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     ) -> None:
         """`found` names peers that may take part, `settled` is called with the log and the state after each round."""
         self.record, self.timing, self._settled = record, timing or RoundTiming(), settled
         self._network, self._identity, self._found, self._wall_ms = network, identity, found, wall_ms
         self._model, self._text, self._device, self._states = model, text, device, states
-        self._exchange = Exchange(network, device, model, record.id)
+        self._in_thread, self._verifying = in_thread, trio.Lock()
+        self._exchange = Exchange(network, identity, device, model, record.id, wall_ms=wall_ms, in_thread=in_thread)
         self.standing: Standing = beginning(record)
         self.log: list[RoundEntry] = []
         self.parts: list[StatePart] = []  # of the current state
         self.heard: dict[str, Heard] = {}
+        self._heads = {GENESIS}  # of all rounds in the log
+        self._sizes: list[int] = []  # of the parts of a state
+        self._disregarded: dict[str, tuple[int, float]] = {}  # peer -> how often its history was of no use, until when
+        self._strangers = (0, 0.0)  # the same for all who are not of the round
+        self._missed: dict[str, int] = {}  # peer -> rounds in a row in which it was expected and did not count
         self.figures = IslandFigures()
         self._arrivals: dict[str, Arrival] = {}  # of the current round
         self._arrived_at: dict[str, float] = {}
         self._lags_s: list[float] = []
         self._own: OwnChange | None = None
         self._lists: list[MemberList] = []  # of the current round that name this island
+        self._first_list_at: dict[str, float] = {}  # by its leader
+        self._tried: set[str] = set()  # members of exchanges of this round in which this island took part
         self._attempts: dict[bytes, ExchangeAttempt] = {}  # by the hash of the list
         self._results: dict[bytes, dict[str, Result]] = {}
         self._candidate: tuple[bytes, bytes, list[bytes]] | None = None  # hash of the list, root, states
@@ -211,21 +241,23 @@ class Island:
             self.standing = replay(self.record, entries)
             await self._device.run(self._model.load, states)
             self.log = list(entries)
+            self._heads |= {entry.hash for entry in entries}
         found = await self._device.run(self._model.states)
-        root, parts = hashed(found)
+        root, parts = await self._in_thread(hashed, found)
+        self._sizes = [part.size_bytes for part in parts]
         self._has_state = root == self.standing.root
         if self._has_state:
             await self._keep(found, parts)
 
     async def run(self) -> None:
-        """Take part until all steps are done or `leave` was called; raises `LeftOut` or `EngineError`."""
-        failure: AppError | EngineError | None = None
+        """Take part until all steps are done or `leave` was called; raises `LeftOut`, `EngineError` or `OSError`."""
+        failure: AppError | EngineError | OSError | None = None
         async with trio.open_nursery() as greeting:
             greeting.start_soon(self._greet)
             async with trio.open_nursery() as self._nursery:
                 try:
                     await self._live()
-                except (AppError, EngineError) as error:
+                except (AppError, EngineError, OSError) as error:
                     failure = error
                 # the last entry is still being told to the others
                 self._nursery.cancel_scope.deadline = trio.current_time() + self.timing.hello_s
@@ -250,7 +282,7 @@ class Island:
                 await self._train(standing)
                 trained = trio.current_time()
                 if self._own is not None:
-                    await self._round(standing)
+                    await self._guarded_round(standing)
                 self.figures.train_s += trained - began
                 if self.standing is not standing:
                     self._measure(standing, began, trained)
@@ -274,13 +306,22 @@ class Island:
     async def _arrive(self, standing: Standing, steps: int, tokens: int) -> None:
         """Commit to the change, and tell the others."""
         leaves = await self._device.run_later(self._model.change)
-        hashes = [leaf_hash(leaf) for leaf in leaves]
-        made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, root_of(hashes))
+        hashes, change = await self._in_thread(hashes_of, leaves)
+        made = Arrival(self.record.id, standing.round, standing.prev, steps, tokens, change)
         arrival = sign_arrival(self._identity, made, self._wall_ms())
         self._own = OwnChange(arrival, leaves, hashes)
         self._note_arrival(arrival)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
             self._nursery.start_soon(self._say, peer, arrival.raw)
+
+    async def _guarded_round(self, standing: Standing) -> None:
+        """Make a round; what others said and cannot be made a round of costs a pause, never this island's part."""
+        while self.standing is standing and not self._leaving:
+            try:
+                await self._round(standing)
+            except (RecordError, ExchangeFailed, P2PError) as error:
+                log.warning("round %s of %s begins again: %s", standing.round, self.record.name, error)
+                await trio.sleep(self.timing.hello_s)
 
     async def _round(self, standing: Standing) -> None:
         """Wait for a list, or make one, until the round has an entry that this island has taken over."""
@@ -336,20 +377,27 @@ class Island:
         await self._say(members.leader, result.raw)
 
     async def _lead(self, standing: Standing, attempt: int, done: set[bytes]) -> int:
-        """Make lists until a round counts or another island leads better; return the number of attempts so far."""
+        """Make lists until a round counts or another island leads better; return the number of attempts so far.
+
+        Who arrives after the first list waits for the next round: members that are not in the first one could not judge
+        whether somebody is left out of the second one with cause.
+        """
         out = set(self._failed_here)
+        arrived = self._arrivals.keys() & {*standing.members}
         while self.standing is standing and self._ahead is None and not self._leaving:
-            arrived = self._arrivals.keys() & {*standing.members}
-            order = [peer for peer in leading_order(self.record.id, standing.round, arrived) if peer not in out]
+            order = leading_order(self.record.id, standing.round, arrived - out)
             if not self._may_count(standing, order):
                 break
             arrivals = [self._arrivals[peer] for peer in order]
-            members = sign_list(self._identity, self.record.id, attempt, arrivals, self._wall_ms())
+            number = min(attempt, MAX_ATTEMPTS)
+            members = sign_list(self._identity, self.record.id, number, arrivals, self._wall_ms())
             done.add(members.hash)
             attempt += 1
-            for peer in order:
-                if peer != self.peer:
-                    self._nursery.start_soon(self._say, peer, members.raw)
+            if missing := await self._offer(members) - out - arrived:
+                arrived |= missing
+                continue
+            if self._ahead is not None:
+                break
             results = await self._gather(members, await self._exchanged(members))
             if self._ahead is not None or results is None:
                 break
@@ -360,13 +408,47 @@ class Island:
                 break
             self.figures.repeated += 1
             roots = {peer: result.root for peer, result in results.items()}
-            wrong = {*silent} or to_leave_out(order, accusations, roots)
+            wrong = {*silent} or await self._two_faced(members, roots) or to_leave_out(order, accusations, roots)
             if self.peer in wrong or not wrong:  # others cannot work with this island: let the next one lead
                 self._stands_down_until = trio.current_time() + self.timing.quorum_s
                 break
             out |= wrong
             log.info("round %s is repeated without %s", standing.round, ", ".join(sorted(out)))
         return attempt
+
+    async def _offer(self, members: MemberList) -> set[str]:
+        """Tell all members of a list; return those who arrived, as some of them know, and are not in it."""
+        unanswered = {*members.members} - {self.peer}
+        self._results[members.hash] = {}
+
+        async def offer(peer: str) -> None:
+            await self._say(peer, members.raw)
+            unanswered.discard(peer)
+            self._news.notify()
+
+        before = {*self._arrivals}
+        for peer in unanswered:
+            self._nursery.start_soon(offer, peer)
+        with trio.move_on_after(self.timing.grace_least_s):
+            await self._news.wait_for(lambda: not unanswered)
+        return self._arrivals.keys() - before
+
+    async def _two_faced(self, members: MemberList, roots: Mapping[str, bytes]) -> set[str]:
+        """Return the members that gave another share to those who ended with another state than to this island."""
+        attempt, own = self._attempts[members.hash], roots[self.peer]
+        others = [peer for peer, root in roots.items() if root and own and root != own]
+        found: set[str] = set()
+
+        async def compare(peer: str) -> None:
+            try:
+                found.update(await self._exchange.two_faced(attempt, peer, trio.current_time() + wire.WAIT_S))
+            except (P2PError, RecordError, ExchangeFailed) as error:
+                log.debug("%s does not show the shares of round %s: %s", peer, members.round, error)
+
+        async with trio.open_nursery() as nursery:
+            for peer in others:
+                nursery.start_soon(compare, peer)
+        return found
 
     def _may_count(self, standing: Standing, order: Sequence[str]) -> bool:
         """True if these members are a quorum, or the others were waited for long enough."""
@@ -379,22 +461,26 @@ class Island:
 
     async def _gather(self, members: MemberList, own: Result) -> dict[str, Result] | None:
         """Wait for the results of all members; those of silent ones are missing. None: another list is better."""
-        results = self._results.setdefault(members.hash, {})
+        results, expected = self._results[members.hash], {*members.members}
         results[self.peer] = own
         order = leading_order(self.record.id, members.round, members.members)
         with trio.move_on_after(self.timing.lead_s):
-            while len(results) < len(members.members) and self._ahead is None:
+            while not expected <= results.keys() and self._ahead is None:
                 before = {*order[: order.index(self.peer)]} - self._failed_here
                 if any(one.attempt >= members.attempt and one.leader in before for one in self._lists):
                     return None
                 await self._news.wait()
-        return {peer: result for peer, result in results.items() if peer in members.members}
+        return {peer: result for peer, result in results.items() if peer in expected}
 
     async def _count(self, standing: Standing, members: MemberList, results: dict[str, Result]) -> None:
         """Sign the entry of a round that all members ended alike, take it over and spread it."""
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
-        present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
+        present = {
+            peer
+            for peer in self.alive()
+            if (peer in standing.members or self.heard[peer].head == standing.prev) and self._is_invited(peer)
+        }
         exchange_s = figures.exchange_s if len(members.members) > 1 else 0.0
         step_s = figures.train_s / max(1, figures.steps)
         every = next_every(standing.every, step_s, exchange_s, least=record.least_every, most=record.most_every)
@@ -406,10 +492,16 @@ class Island:
         for peer in {*standing.members, *self.alive()} - {self.peer}:
             self._nursery.start_soon(self._say, peer, entry.raw)
 
+    def _is_invited(self, peer: str) -> bool:
+        """False in most rounds for somebody who is there, is expected and never counts: others would wait for it."""
+        missed = self._missed.get(peer, 0)
+        return missed < _MISSED or self.standing.round % 2 ** min(missed, _LONGEST_DISREGARD) == 0
+
     async def _exchanged(self, members: MemberList) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
         assert self._own is not None
         began = trio.current_time()
+        self._tried |= {*members.members}
         attempt = self._attempts[members.hash] = ExchangeAttempt(members)
         while len(self._attempts) > KEPT_ATTEMPTS:
             del self._attempts[next(iter(self._attempts))]
@@ -418,7 +510,7 @@ class Island:
         try:
             leaves = await self._exchange.run(attempt, self._own, began + self.timing.exchange_s)
             states = await self._device.run_later(self._model.advance, leaves)
-            root, _ = hashed(states)
+            root, _ = await self._in_thread(hashed, states)
             self._candidate = (members.hash, root, states)
         except ExchangeFailed as error:
             failed = error.failed
@@ -440,28 +532,51 @@ class Island:
             states = self._candidate[2]
         else:
             self._candidate = None
-            leaves = await self._exchange.merged_of(entry.list, trio.current_time() + self.timing.exchange_s)
-            states = await self._device.run_later(self._model.advance, leaves)
-            if hashed(states)[0] != entry.root:
-                raise RecordError(f"what was sent as the result of round {entry.round} is not that")
+            leaves, states = await self._result_of(entry)
             attempt = self._attempts[entry.list.hash] = ExchangeAttempt(entry.list)
             attempt.merged = dict(enumerate(leaves))
         await self._device.run_later(lambda: self._model.commit(counted=counted))
         await self._settle(standing, [*self.log, entry], states)
 
+    async def _result_of(self, entry: RoundEntry) -> tuple[list[bytes], list[bytes]]:
+        """Return the merged leaves of a round and the states after it, from the first member whose leaves fit."""
+        failed: dict[str, str] = {}
+        deadline = trio.current_time() + self.timing.exchange_s
+        for peer in entry.list.members:
+            if peer == self.peer:
+                continue
+            try:
+                leaves = await self._exchange.merged_of(entry.list, peer, deadline)
+                states: list[bytes] = await self._device.run_later(self._model.advance, leaves)
+                if (await self._in_thread(hashed, states))[0] == entry.root:
+                    return leaves, states
+                failed[peer] = f"what it sent as the result of round {entry.round} is not that"
+            except (P2PError, RecordError, EngineError, ExchangeFailed) as error:
+                failed[peer] = str(error)
+        raise ExchangeFailed(failed)
+
     async def _settle(self, standing: Standing, entries: list[RoundEntry], states: list[bytes]) -> None:
         """Let the job stand where a new state is, and forget what belongs to the round before."""
         lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
         self._lags_s = [*self._lags_s, *lags][-64:]
+        if len(entries) == len(self.log) + 1:
+            counted = {*entries[-1].list.members}
+            missed = {peer: self._missed.get(peer, 0) + 1 for peer in self.standing.members if peer not in counted}
+            self._missed = {peer: times for peer, times in self._missed.items() if peer not in counted} | missed
+        while len(self._missed) > MAX_PEERS:
+            del self._missed[next(iter(self._missed))]
         self.standing, self.log = standing, entries
+        self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
         self._arrived_at.clear()
         self._results.clear()
         self._lists.clear()
+        self._first_list_at.clear()
+        self._tried.clear()
         self._failed_here.clear()
         self._stands_down_until = 0.0
         self._own = self._candidate = self._ahead = None
-        await self._keep(states, hashed(states)[1])
+        await self._keep(states, (await self._in_thread(hashed, states))[1])
         if self._text.held:
             loss = await self._device.run_later(self._model.loss, self._text.held)
             self.figures.validation = [*self.figures.validation[-999:], (standing.step, loss)]
@@ -479,18 +594,39 @@ class Island:
         await self._states.forget(self.record.id[:16], [*before, *parts, *self.record.parts])
 
     def _behind(self) -> list[str]:
-        """Islands that are further, or that have another history."""
-        known = {GENESIS, *(entry.hash for entry in self.log)} if self._has_state else set()
-        alive = self.alive()
-        return [
+        """Islands that are further, or that have another history; those of the round come first."""
+        known = self._heads if self._has_state else set()
+        alive, now, members = self.alive(), trio.current_time(), self.standing.members
+        ahead = [peer for peer, one in self.heard.items() if one.head not in known and peer in alive]
+        useful = [
             peer
-            for peer, one in sorted(self.heard.items(), key=lambda item: -item[1].round)
-            if peer in alive and one.head not in known
+            for peer in ahead
+            if self._disregarded.get(peer, (0, 0.0))[1] <= now
+            and (peer in members or not self._has_state or self._strangers[1] <= now)
         ]
+        return sorted(useful, key=lambda peer: (peer not in members, -self.heard[peer].round))
+
+    def _disregard(self, peer: str, *, is_brief: bool = False) -> None:
+        """Do not look at the history of a peer for a while, longer each time, because it was of no use.
+
+        Nor at that of anybody else who is not of the round: new names cost nothing, and looking costs steps. Briefly
+        for one that made another round meanwhile, and while there are no steps to lose.
+        """
+        if is_brief:
+            self._disregarded[peer] = self._disregarded.get(peer, (0, 0.0))[0], trio.current_time() + _BRIEFLY_S
+            return
+        self._disregarded[peer] = self._longer(self._disregarded.get(peer, (0, 0.0))[0])
+        while len(self._disregarded) > MAX_PEERS:
+            del self._disregarded[next(iter(self._disregarded))]
+        if peer not in self.standing.members:
+            self._strangers = self._longer(self._strangers[0])
+
+    def _longer(self, times: int) -> tuple[int, float]:
+        return times + 1, trio.current_time() + self.timing.alive_s * 2 ** min(times, _LONGEST_DISREGARD)
 
     async def _catch_up(self) -> None:
         """Take over the round that is over, or all that another island has."""
-        entry, behind = self._ahead, self._behind()
+        entry, behind, made_it = self._ahead, self._behind(), list[str]()
         self._ahead = None
         try:
             if entry is not None and entry.round == self.standing.round:
@@ -498,35 +634,37 @@ class Island:
                 return
         except (RecordError, ExchangeFailed, EngineError, P2PError) as error:
             log.info("round %s could not be taken over: %s", self.standing.round, error)
-            behind = [*entry.list.members, *behind] if entry is not None else behind
-        for peer in dict.fromkeys(behind):
-            if peer == self.peer:
+            made_it = entry.list.members if entry is not None else []
+        for peer in dict.fromkeys([*made_it, *behind]):
+            if peer == self.peer or (peer not in made_it and peer not in self._behind()):
                 continue
             try:
                 if await self._take_over(peer):
+                    self._disregarded.pop(peer, None)
+                    self._strangers = (0, 0.0)
                     return
-                del self.heard[peer]  # its history is not better: do not look again until it says more
+                self._disregard(peer)
             except (RecordError, AppError, EngineError, P2PError, trio.TooSlowError) as error:
                 log.info("what %s has of %s could not be taken over: %s", peer, self.record.name, error)
-                self.heard.pop(peer, None)
+                self._disregard(peer, is_brief=isinstance(error, WentOn) or not self._has_state)
         await trio.lowlevel.checkpoint()
 
     async def _take_over(self, peer: str) -> bool:
         """Fetch another island's log and, if it is the better history, its state; False if ours is."""
-        theirs = await self._log_of(peer, self.standing.round)
-        if theirs and theirs[0].prev == self.standing.prev:
-            entries = [*self.log, *theirs]
-        else:
-            entries = await self._log_of(peer, 0)
-        if self._has_state and not is_better(self.log, entries):
-            return False
-        standing = replay(self.record, entries)
+        entries, standing = await self._log_of(peer)
+        if self._has_state:
+            goes_on = len(entries) > len(self.log) and entries[: len(self.log)] == self.log
+            if not (self._counts(entries[len(self.log)]) if goes_on else is_better(self.log, entries)):
+                return False
         if self._has_state and len(entries) == len(self.log) + 1 and entries[-1].prev == self.head:
             await self._adopt(entries[-1])
             return True
-        answer = await self._ask(peer, wire.PARTS, {"round": standing.round})
+        try:
+            answer = await self._ask(peer, wire.PARTS, {"round": standing.round})
+        except RemoteError as error:
+            raise WentOn(f"{peer} has made another round meanwhile: {error}") from error
         parts = parts_in(wire.fields_of(answer, "parts"))
-        if root_over(parts) != standing.root:
+        if root_over(parts) != standing.root or [part.size_bytes for part in parts] != self._sizes:
             raise RecordError(f"{peer} names other parts than those of round {standing.round}")
         holders = [peer, *(other for other in self.alive() if self.heard[other].head == standing.prev)]
         states = await self._states.fetch(self.record.id[:16], parts, list(dict.fromkeys(holders))[:8])
@@ -536,14 +674,25 @@ class Island:
         await self._settle(standing, entries, states)
         return True
 
-    async def _log_of(self, peer: str, first: int) -> list[RoundEntry]:
-        entries: list[RoundEntry] = []
+    async def _log_of(self, peer: str) -> tuple[list[RoundEntry], Standing]:
+        """Return another island's log and where the job stands after it; raises `RecordError` at the first wrong entry.
+
+        Every entry is checked as it comes, so that nobody can send more of them than members of the job have signed.
+        """
+        entries, standing, may_differ = list(self.log), self.standing, bool(self.log)
         while True:
-            answer = await self._ask(peer, wire.LOG, {"round": first + len(entries), "count": wire.RUN_ENTRIES})
-            found = [read_entry(raw, self._wall_ms()) for raw in wire.unpack(answer, wire.RUN_ENTRIES)]
-            entries += found
-            if len(found) < wire.RUN_ENTRIES or len(entries) > MAX_ROUNDS:
-                return entries
+            answer = await self._ask(peer, wire.LOG, {"round": len(entries), "count": wire.RUN_ENTRIES})
+            raws = wire.unpack(answer, wire.RUN_ENTRIES)
+            found = [await self._verified(read_entry, raw) for raw in raws]
+            if may_differ and (not found or found[0].prev != standing.prev):
+                entries, standing, may_differ = [], beginning(self.record), False  # another history: all of it
+                continue
+            may_differ = False
+            for entry in found:
+                standing = follow(self.record, standing, entry)
+                entries.append(entry)
+            if len(found) < wire.RUN_ENTRIES:
+                return entries, standing
 
     # --- others -------------------------------------------------------------------------------------------------------
 
@@ -552,18 +701,15 @@ class Island:
         while True:
             known = {*self.heard, *self.standing.members, *self._found()} - {self.peer}
             async with trio.open_nursery() as nursery:
-                for peer in sorted(known)[:MAX_PEERS]:
+                first = {*self.standing.members, *self.alive()}
+                for peer in sorted(known, key=lambda one: (one not in first, one))[:MAX_PEERS]:
                     nursery.start_soon(self._hello, peer)
             await trio.sleep(self.timing.hello_s)
 
     async def _hello(self, peer: str) -> None:
         try:
-            answer = await self._ask(peer, wire.HELLO, self._own_hello())
-            fields = wire.fields_of(answer, "hello")
-            self._note_hello(peer, fields)
-            for other in fields.texts("peers", MAX_PEERS, 128):
-                if other != self.peer and len(self.heard) < MAX_PEERS:
-                    self.heard.setdefault(other, Heard(-math.inf, 0, bytes(HASH_BYTES)))
+            answer = await self._ask(peer, wire.HELLO, self._own_hello(), timeout_s=self.timing.hello_s)
+            self._note_hello(peer, wire.fields_of(answer, "hello"))
         except (P2PError, RecordError):
             pass  # it is gone, or takes no part
 
@@ -572,7 +718,11 @@ class Island:
 
     def _note_hello(self, peer: str, fields: Fields) -> None:
         if peer not in self.heard and len(self.heard) >= MAX_PEERS:
-            return
+            replaceable = self.heard.keys() - {*self.standing.members}
+            oldest = min(replaceable or self.heard, key=lambda other: self.heard[other].at)
+            if peer not in self.standing.members and trio.current_time() - self.heard[oldest].at < self.timing.alive_s:
+                return
+            del self.heard[oldest]
         seen = Heard(trio.current_time(), fields.integer("round", 0, MAX_ROUNDS), fields.hex_bytes("head", HASH_BYTES))
         news = peer not in self.heard or (self.heard[peer].round, self.heard[peer].head) != (seen.round, seen.head)
         self.heard[peer] = seen
@@ -587,18 +737,38 @@ class Island:
                     peer, wire.SAY, self.record.id + raw, timeout_s=self.timing.lead_s / 2
                 )
                 if answer:
-                    self._note_entry(read_entry(answer, self._wall_ms()))
+                    await self._note_answer(answer)
                 return
             except (P2PError, RecordError) as error:
                 log.debug("%s was not told of round %s: %s", peer, self.standing.round, error)
             await trio.sleep(0.2 * 2**attempt)
 
-    async def _ask(self, peer: str, method: str, values: dict[str, Any]) -> bytes:
+    async def _verified(self, read: Callable[[bytes, int], T], raw: bytes) -> T:
+        """Read a statement with all its signatures, of which an entry has dozens: beside the loop, one at a time."""
+        async with self._verifying:
+            found: T = await self._in_thread(read, raw, self._wall_ms())
+            return found
+
+    async def _note_answer(self, raw: bytes) -> None:
+        """Take what a statement was answered with: the entry of its round, or an arrival that a list leaves out."""
+        if _domain(raw) != ARRIVAL:
+            self._note_entry(await self._verified(read_entry, raw))
+            return
+        arrival = read_arrival(raw, self._wall_ms())
+        if arrival.peer != self.peer:
+            self._note_arrival(arrival)
+
+    async def _ask(self, peer: str, method: str, values: dict[str, Any], timeout_s: float | None = None) -> bytes:
         return await self._network.call(
-            peer, method, wire.request(self.record.id, values), timeout_s=self.timing.lead_s
+            peer, method, wire.request(self.record.id, values), timeout_s=timeout_s or self.timing.lead_s
         )
 
     def _note_arrival(self, arrival: Arrival) -> None:
+        """Remember who has arrived in this round; raises `RecordError` for whom it has not to do with."""
+        standing = self.standing
+        if (arrival.job, arrival.round, arrival.prev) != (self.record.id, standing.round, standing.prev):
+            return
+        check_arrivals(self.record, standing, [arrival])
         if arrival.peer not in self._arrivals:
             self._arrivals[arrival.peer] = arrival
             self._arrived_at[arrival.peer] = trio.current_time()
@@ -611,10 +781,14 @@ class Island:
         """
         if entry.round == self.standing.round and self._ahead is None:
             follow(self.record, self.standing, entry)
-            expected, made = {*self.standing.members}, {*entry.list.members}
-            if len(made) >= quorum(len(expected)) or not (self.alive() & expected) - made:
+            if self._counts(entry):
                 self._ahead = entry
                 self._news.notify()
+
+    def _counts(self, entry: RoundEntry) -> bool:
+        """True for a round of a quorum, or if nobody else who was expected in it is there."""
+        expected, made = {*self.standing.members}, {*entry.list.members}
+        return len(made) >= quorum(len(expected)) or not (self.alive() & expected) - made
 
     def _is_late(self) -> bool:
         """True if most others have arrived, and the grace for the rest is over."""
@@ -639,11 +813,11 @@ class Island:
         if peer in self.standing.banned:
             raise RemoteError("this island was left out of the job", wire.WRONG)
         if method == wire.SAY:
-            return self._on_statement(peer, rest)
+            return await self._on_statement(peer, rest)
         fields = wire.fields_of(rest, method)
         if method == wire.HELLO:
             self._note_hello(peer, fields)
-            return canonical(self._own_hello() | {"peers": sorted(self.alive())[:MAX_PEERS]})
+            return canonical(self._own_hello())
         if method == wire.LOG:
             first = fields.integer("round", 0, MAX_ROUNDS)
             count = fields.integer("count", 1, wire.RUN_ENTRIES)
@@ -654,18 +828,15 @@ class Island:
             return canonical({"parts": [[part.root.hex(), part.size_bytes] for part in self.parts]})
         return await self._on_exchange(method, peer, fields)
 
-    def _on_statement(self, peer: str, raw: bytes) -> bytes:
-        try:
-            domain = parse(raw).domain
-        except EnvelopeError as error:
-            raise RecordError(str(error)) from error
+    async def _on_statement(self, peer: str, raw: bytes) -> bytes:
+        domain = _domain(raw)
         if domain == ENTRY:
-            self._note_entry(read_entry(raw, self._wall_ms()))
+            self._note_entry(await self._verified(read_entry, raw))
             return b""
         reader: Any = {ARRIVAL: read_arrival, LIST: read_list, RESULT: read_result}.get(domain)
         if reader is None:
             raise RecordError(f"the statement {domain!r} is not understood; update Shoal")
-        said: Arrival | MemberList | Result = reader(raw, self._wall_ms())
+        said: Arrival | MemberList | Result = await self._verified(reader, raw)
         signer = said.leader if isinstance(said, MemberList) else said.peer
         if said.job != self.record.id or signer != peer:
             raise RecordError("a statement of another job or another peer")
@@ -674,22 +845,38 @@ class Island:
         if said.round != self.standing.round:
             return b""
         if isinstance(said, Result):
-            if said.list in self._attempts or said.list in self._results:
-                self._results.setdefault(said.list, {})[peer] = said
+            if said.list in self._results and peer in self.standing.members:
+                self._results[said.list][peer] = said
                 self._news.notify()
         elif said.prev == self.standing.prev and isinstance(said, Arrival):
-            if peer in self.standing.members:
-                self._note_arrival(said)
+            self._note_arrival(said)
         elif isinstance(said, MemberList) and said.prev == self.standing.prev:
-            self._note_list(said)
+            return self._note_list(said)
         return b""
 
-    def _note_list(self, members: MemberList) -> None:
-        mine = self._own is not None and any(one.raw == self._own.arrival.raw for one in members.arrivals)
-        fits = {*members.members} <= {*self.standing.members}
-        if mine and fits and len(self._lists) < 2 * len(self.standing.members) + 8:
-            self._lists.append(members)
-            self._news.notify()
+    def _note_list(self, members: MemberList) -> bytes:
+        """Remember a list; return the arrival of somebody whom it leaves out without cause, if there is one."""
+        check_arrivals(self.record, self.standing, members.arrivals)
+        if self._own is None or all(one.raw != self._own.arrival.raw for one in members.arrivals):
+            return b""
+        before = [one for one in self._lists if one.leader == members.leader]
+        if len(before) >= len(self.standing.members) + _LISTS_MORE:
+            return b""
+        for attempt in self._attempts.values():
+            other = attempt.members
+            if (other.leader, other.round) == (members.leader, members.round) and other.attempt < members.attempt:
+                attempt.is_superseded = True
+        if missing := self._left_out_of(members):
+            return self._arrivals[missing].raw
+        self._lists.append(members)
+        self._news.notify()
+        return b""
+
+    def _left_out_of(self, members: MemberList) -> str | None:
+        """Somebody who arrived in time for a list and is not in it, though no exchange with it has failed here."""
+        in_time = self._first_list_at.setdefault(members.leader, trio.current_time()) - self.timing.grace_least_s / 2
+        known = (peer for peer, at in self._arrived_at.items() if at <= in_time)
+        return next((peer for peer in known if peer not in {*members.members, *self._tried, *self._failed_here}), None)
 
     async def _on_exchange(self, method: str, peer: str, fields: Fields) -> Payload:
         key = fields.hex_bytes("list", HASH_BYTES)
@@ -699,6 +886,11 @@ class Island:
         if attempt is None:
             raise RemoteError("this list is not known here", wire.NOT_YET)
         members = attempt.members.members
+        if method == wire.SIGNED:
+            if self.peer in members:
+                own_share = share_ranges(self._model.leaves, len(members))[members.index(self.peer)]
+                await self._merged(attempt, own_share[:1])
+            return wire.pack(share.raw for share in attempt.shares.values())
         first = 0 if method == wire.HASHES else fields.integer("first", 0, wire.MAX_LEAVES)
         count = 0 if method == wire.HASHES else fields.integer("count", 1, wire.RUN_LEAVES)
         if method == wire.MERGED:
@@ -736,7 +928,7 @@ class RoundServer:
 
     def serve(self) -> None:
         """Answer from now on."""
-        for method in (wire.HELLO, wire.SAY, wire.HASHES, wire.SHARE, wire.MERGED, wire.LOG, wire.PARTS):
+        for method in wire.OF_ISLANDS:
             self._network.serve(method, self._handler(method))
         self._network.serve(wire.JOBS, self._on_jobs)
 
@@ -756,6 +948,13 @@ class RoundServer:
 
     async def _on_jobs(self, peer: str, body: bytes) -> Payload:
         return wire.pack(list(self.records.values())[: wire.MAX_JOBS]) if self._is_member(peer) else b""
+
+
+def _domain(raw: bytes) -> str:
+    try:
+        return parse(raw).domain
+    except EnvelopeError as error:
+        raise RecordError(str(error)) from error
 
 
 def hashed(states: Sequence[bytes]) -> tuple[bytes, list[StatePart]]:

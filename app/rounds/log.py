@@ -30,6 +30,7 @@ from app.rounds.statements import (
     MAX_MEMBERS,
     MAX_ROUNDS,
     MAX_TOKENS,
+    Arrival,
     MemberList,
     Result,
     opened,
@@ -43,6 +44,7 @@ from app.rounds.statements import (
 from p2p.identity import PEER_ID_CHARS, Identity
 
 ENTRY = "shoal/round/entry"
+MAX_LEFT_OUT = MAX_MEMBERS  # that an entry can name
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,13 @@ def make_entry(
 ) -> RoundEntry:
     """Sign the entry of a round in which all members ended with the same root; `present` may take part in the next."""
     ordered = sorted(results, key=lambda result: members.members.index(result.peer))
-    doubts = doubted(measured([result.report for result in ordered]))
+    doubts = doubted(measured(members.members, [result.report for result in ordered]))
     left_out = _left_out(standing, doubts)
     step = standing.step + standing.every
-    peers = {*members.members, *present} - left_out.keys()
-    following = leading_order(record.id, standing.round + 1, peers)[:MAX_MEMBERS]
+    # those who took part first, then others who were expected, then newcomers
+    peers = dict.fromkeys((*members.members, *sorted({*present}, key=lambda peer: peer not in standing.members)))
+    chosen = [peer for peer in peers if peer not in left_out][:MAX_MEMBERS]
+    following = leading_order(record.id, standing.round + 1, chosen)
     values = {
         "job": record.id.hex(), "round": standing.round, "prev": standing.prev.hex(),
         "list": texts_of([members.raw]), "results": texts_of([result.raw for result in ordered]),
@@ -163,16 +167,12 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
         raise RecordError(f"{where} has the list of another round")
     if standing.step >= record.steps:
         raise RecordError(f"{where} comes after the last step of the job")
-    if banned := sorted(set(entry.list.members) & standing.banned.keys()):
-        raise RecordError(f"{where} counts {banned[0]}, who was left out")
-    for arrival in entry.list.arrivals:
-        if arrival.steps > standing.every or arrival.tokens > arrival.steps * record.batch * record.length:
-            raise RecordError(f"{where}: {arrival.peer} claims more tokens than it was to read")
+    check_arrivals(record, standing, entry.list.arrivals)
     if [result.peer for result in entry.results] != entry.list.members:
         raise RecordError(f"{where} lacks the result of a member")
     if any((one.list, one.root) != (entry.list.hash, entry.root) for one in entry.results):
         raise RecordError(f"{where}: its members did not end with the same state")
-    doubts = doubted(measured([result.report for result in entry.results]))
+    doubts = doubted(measured(entry.list.members, [result.report for result in entry.results]))
     left_out = _left_out(standing, doubts)
     if (dict(entry.doubted), dict(entry.left_out)) != (doubts, left_out):
         raise RecordError(f"{where} doubts or leaves out others than its reports say")
@@ -193,6 +193,18 @@ def follow(record: TrainingRecord, standing: Standing, entry: RoundEntry) -> Sta
     return Standing(
         entry.round + 1, entry.hash, entry.next, entry.every, step, start, tokens, entry.root, doubts_now, left_out
     )
+
+
+def check_arrivals(record: TrainingRecord, standing: Standing, arrivals: Iterable[Arrival]) -> None:
+    """Raise `RecordError` unless all who arrived take part in this round, and claim no more than they were to read."""
+    where = f"round {standing.round}"
+    for arrival in arrivals:
+        if arrival.peer in standing.banned:
+            raise RecordError(f"{where} counts {arrival.peer}, who was left out")
+        if arrival.peer not in standing.members:
+            raise RecordError(f"{where} counts {arrival.peer}, who was not to take part in it")
+        if arrival.steps > standing.every or arrival.tokens > arrival.steps * record.batch * record.length:
+            raise RecordError(f"{where}: {arrival.peer} claims more tokens than it was to read")
 
 
 def replay(record: TrainingRecord, entries: Iterable[RoundEntry]) -> Standing:
@@ -229,6 +241,7 @@ def is_better(mine: Sequence[RoundEntry], theirs: Sequence[RoundEntry]) -> bool:
 
 
 def _left_out(standing: Standing, doubts: Mapping[str, str]) -> dict[str, str]:
-    """Those left out before, and those whom this round's doubts add."""
-    again = left_out_after([*standing.doubts, doubts.keys()])
-    return {**standing.banned, **{peer: doubts[peer] for peer in sorted(again)}}
+    """Those left out before, as many as an entry has room for, and those whom this round's doubts add."""
+    added = sorted(left_out_after([*standing.doubts, doubts.keys()]))
+    before = [peer for peer in sorted(standing.banned) if peer not in added][: MAX_LEFT_OUT - len(added)]
+    return {**{peer: standing.banned[peer] for peer in before}, **{peer: doubts[peer] for peer in added}}

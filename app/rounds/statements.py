@@ -7,6 +7,9 @@ have `job` (the hash that names it) and `round` (from 0).
     shoal/round/list     attempt, prev, arrivals (envelopes in base64): who takes part, in the order of their shares
     shoal/round/result   list (its hash), root (of the state after the round; empty if the exchange failed), failed
                          (peer -> why), report (peer -> norm and agreement of its change, in the share merged here)
+    shoal/round/share    list (its hash), root (over the hashes of the leaves that the signer merged in that attempt)
+
+An entry of the log holds a list and all its results in one envelope, so arrivals and results that count are short.
 """
 
 from __future__ import annotations
@@ -21,13 +24,17 @@ from typing import Any
 from app.core.canonical_json import Fields, canonical, check_version, decode_object
 from app.core.errors import RecordError
 from app.manifest.merkle import HASH_BYTES
-from p2p.envelope import MAX_ENVELOPE_BYTES, NEVER, Envelope, Rule, open_envelope, seal
+from p2p.envelope import MAX_ENVELOPE_BYTES, MAX_PAYLOAD_BYTES, NEVER, Envelope, Rule, open_envelope, seal
 from p2p.errors import EnvelopeError
 from p2p.identity import PEER_ID_CHARS, Identity
 
 VERSION = 1
 ARRIVAL, LIST, RESULT = "shoal/round/arrival", "shoal/round/list", "shoal/round/result"
-MAX_MEMBERS = 32  # of one round
+SHARE = "shoal/round/share"
+MAX_MEMBERS = 16  # of one round
+MAX_ARRIVAL_BYTES = 384
+MAX_RESULT_BYTES = 16 * 1024  # of one that failed, with its reasons
+MAX_COUNTED_BYTES = 1700  # of one that can be part of an entry
 MAX_ATTEMPTS = 64
 MAX_ROUNDS = 10**7
 MAX_TOKENS = 2**50
@@ -86,6 +93,17 @@ class Result:
     raw: bytes = b""
 
 
+@dataclass(frozen=True)
+class MergedShare:
+    """A member's word for the leaves that it merged in an attempt: it cannot give others to somebody else."""
+
+    job: bytes
+    list: bytes
+    root: bytes
+    peer: str = ""
+    raw: bytes = b""
+
+
 def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
     """Return the arrival with its signed bytes."""
     values = {
@@ -97,7 +115,7 @@ def sign_arrival(identity: Identity, arrival: Arrival, now_ms: int) -> Arrival:
 
 def read_arrival(raw: bytes, now_ms: int) -> Arrival:
     """Verify and read an arrival; raises `RecordError`."""
-    envelope, fields = opened(raw, ARRIVAL, now_ms)
+    envelope, fields = opened(raw, ARRIVAL, now_ms, MAX_ARRIVAL_BYTES)
     return Arrival(
         job=fields.hex_bytes("job", HASH_BYTES),
         round=fields.integer("round", 0, MAX_ROUNDS),
@@ -152,8 +170,10 @@ def sign_result(identity: Identity, result: Result, now_ms: int) -> Result:
 
 def read_result(raw: bytes, now_ms: int) -> Result:
     """Verify and read a result; raises `RecordError`."""
-    envelope, fields = opened(raw, RESULT, now_ms)
+    envelope, fields = opened(raw, RESULT, now_ms, MAX_RESULT_BYTES)
     root = fields.text("root", 2 * HASH_BYTES)
+    if root and len(envelope.payload) > MAX_COUNTED_BYTES:
+        raise RecordError(f"a result of {len(envelope.payload)} bytes is too long to be part of a round's entry")
     report = {}
     for peer, pair in _by_peer(fields.inner("report")).items():
         numbers = Fields(fields.what, {"norm": pair[0], "agreement": pair[1]}) if _is_pair(pair) else fields
@@ -171,6 +191,19 @@ def read_result(raw: bytes, now_ms: int) -> Result:
     )
 
 
+def sign_share(identity: Identity, share: MergedShare, now_ms: int) -> MergedShare:
+    """Return the word for a merged share with its signed bytes."""
+    values = {"job": share.job.hex(), "list": share.list.hex(), "root": share.root.hex()}
+    return read_share(signed(identity, SHARE, values, now_ms), now_ms)
+
+
+def read_share(raw: bytes, now_ms: int) -> MergedShare:
+    """Verify and read a member's word for the share that it merged; raises `RecordError`."""
+    envelope, fields = opened(raw, SHARE, now_ms, MAX_ARRIVAL_BYTES)
+    job, found, root = (fields.hex_bytes(name, HASH_BYTES) for name in ("job", "list", "root"))
+    return MergedShare(job, found, root, envelope.peer, raw)
+
+
 # --- for all statements -----------------------------------------------------------------------------------------------
 
 
@@ -183,7 +216,7 @@ def signed(identity: Identity, domain: str, values: Mapping[str, Any], now_ms: i
         raise RecordError(f"{domain}: {error}") from error
 
 
-def opened(raw: bytes, domain: str, now_ms: int) -> tuple[Envelope, Fields]:
+def opened(raw: bytes, domain: str, now_ms: int, max_bytes: int = MAX_PAYLOAD_BYTES) -> tuple[Envelope, Fields]:
     """Verify a statement and return its fields; raises `RecordError`."""
 
     def read(envelope: Envelope) -> Fields:
@@ -192,7 +225,7 @@ def opened(raw: bytes, domain: str, now_ms: int) -> tuple[Envelope, Fields]:
         return fields
 
     try:
-        return open_envelope(raw, Rule(domain, read), now_ms=now_ms)
+        return open_envelope(raw, Rule(domain, read, max_bytes), now_ms=now_ms)
     except EnvelopeError as error:
         raise RecordError(f"{domain}: {error}") from error
 

@@ -61,6 +61,7 @@ class TrainPlace:
     members: Callable[[], Sequence[str]]  # other members of the swarm
     is_member: Callable[[str], bool]
     cache: Path
+    memory_limit: Callable[[], int | None]  # the user's
 
 
 @dataclass
@@ -159,7 +160,12 @@ class TrainJobs:
 
         def made() -> Founded:
             return prepare(
-                wish, swarm=place.swarm, founder=place.identity.peer_id, public=place.public, cache=place.cache
+                wish,
+                swarm=place.swarm,
+                founder=place.identity.peer_id,
+                public=place.public,
+                cache=place.cache,
+                limit_bytes=place.memory_limit(),
             )
 
         return await trio.to_thread.run_sync(made)
@@ -176,6 +182,7 @@ class TrainJobs:
                 answer = await self._place.network.call(peer, wire.JOBS, b"", timeout_s=ASK_S)
                 for raw in wire.unpack(answer, wire.MAX_JOBS):
                     found.append((require_record(raw, self._place.swarm), raw, peer))
+                    await trio.lowlevel.checkpoint()  # a record takes milliseconds to check
             except (P2PError, RecordError) as error:
                 log.debug("%s names no training jobs: %s", peer, error)
 
@@ -188,7 +195,7 @@ class TrainJobs:
         try:
             async with self._starting:
                 await self._begin(job, None)
-        except (AppError, EngineError) as error:
+        except (AppError, EngineError, OSError) as error:
             log.warning("training %s does not go on: %s", job.record.name, error)
             self._write(job, None, FAILED, str(error))
 
@@ -198,9 +205,9 @@ class TrainJobs:
 
         assert self._nursery is not None, "jobs need a running node"
         place, record = self._place, job.record
-        model, device = await trio.to_thread.run_sync(make_model, record, vectors)
         texts = [await trio.to_thread.run_sync((job.folder / name).read_bytes) for name in _TEXTS]
-        text = TokenText(texts[0], texts[1], record)
+        text = await trio.to_thread.run_sync(TokenText, texts[0], texts[1], record)
+        model, device = await trio.to_thread.run_sync(make_model, record, vectors, place.memory_limit())
         for data in texts:
             await place.states.keep(record.id[:16], data)
         island = Island(
@@ -210,7 +217,7 @@ class TrainJobs:
         )  # fmt: skip
         entries = await trio.to_thread.run_sync(self._store.log, job)
         states = await trio.to_thread.run_sync(self._store.states, job)
-        if states is not None and entries and hashed(states)[0] == entries[-1].root:
+        if states is not None and entries and (await trio.to_thread.run_sync(hashed, states))[0] == entries[-1].root:
             await island.begin(entries, states)
         else:
             await island.begin()
@@ -252,7 +259,10 @@ class TrainJobs:
 
     def _write(self, job: StoredTraining, island: Island | None, status: str, why: str = "") -> None:
         facts = self._store.facts(job) if island is None else _figures(island, status)
-        self._store.save_facts(job, {**facts, "status": status, "why": why})
+        try:
+            self._store.save_facts(job, {**facts, "status": status, "why": why})
+        except OSError as error:
+            log.warning("the figures of training %s cannot be written: %s", job.record.name, error)
 
 
 def _figures(island: Island, status: str) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """Requests between islands: calls whose body is the job's hash (32 bytes) and a JSON object or a signed statement.
 
     rounds.jobs    (no job)                    -> records of the jobs that this node takes part in (blobs)
-    rounds.hello   round, head, step           -> the same of the one asked, and `peers`: islands that it knows
-    rounds.say     a signed statement          -> empty, or the entry of its round where that is over already
+    rounds.hello   round, head                 -> the same of the one asked
+    rounds.say     a signed statement          -> empty, or the entry of its round where that is over already; for a
+                                                  list, the arrival of a member that it leaves out without cause
     rounds.hashes  list                        -> hashes of all leaves of the change that its arrival committed to
     rounds.share   list, first, count          -> leaves of the change (blobs), for the member that merges them
     rounds.merged  list, first, count          -> merged leaves (blobs), for everybody
+    rounds.signed  list                        -> what members signed for the shares that they merged (blobs): the one
+                                                  asked, and those whose shares it has taken
     rounds.log     round, count                -> entries from a round on (blobs)
     rounds.parts   round                       -> `parts`: root and bytes of each part's state after the round before
 
@@ -27,7 +30,8 @@ from app.manifest.merkle import HASH_BYTES
 
 JOBS, HELLO, SAY = "rounds.jobs", "rounds.hello", "rounds.say"
 HASHES, SHARE, MERGED = "rounds.hashes", "rounds.share", "rounds.merged"
-LOG, PARTS = "rounds.log", "rounds.parts"
+SIGNED, LOG, PARTS = "rounds.signed", "rounds.log", "rounds.parts"
+OF_ISLANDS = (HELLO, SAY, HASHES, SHARE, MERGED, SIGNED, LOG, PARTS)  # with a job, answered by its island
 NOT_YET, FAILED, UNKNOWN, WRONG = "not_yet", "failed", "unknown_job", "bad_request"
 
 WAIT_S = 5.0

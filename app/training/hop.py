@@ -69,7 +69,8 @@ log = logging.getLogger("shoal.training")
 
 IDLE_S = 180.0  # a job whose owner is silent for so long is ended
 MAX_PARKED = 4
-MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of one job
+MAX_KEPT_BYTES = 8 * 2**30  # of states on disk, of all jobs
+MAX_WAITING_BYTES = 2**28  # of frames that wait, of one job
 _REMEMBERED_ENDED = 1024
 
 
@@ -130,6 +131,7 @@ class HopJob:
     ordered: int  # the latest epoch that its owner has ordered; the ledger's once it is carried out
     blocks: JobBlocks | None = None
     waiting: deque[tuple[str, Frame]] = field(default_factory=deque)  # (sender, frame)
+    waiting_bytes: int = 0
     is_busy: bool = False
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     fetching: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -140,6 +142,28 @@ class HopJob:
     handed_over: bytes = b""  # sums of the last round
     sums: SumsBuffer | None = None  # those of all holders, on their way here
     sent: Counter[str] = field(default_factory=Counter)  # neighbour ("": the owner) -> bytes in this epoch
+
+    def put(self, sender: str, frame: Frame) -> None:
+        """Leave a frame to the job's task."""
+        self.waiting.append((sender, frame))
+        self.waiting_bytes += len(frame.body)
+        self.news.notify()
+
+    def take(self) -> tuple[str, Frame]:
+        """Return the sender and the frame that waited longest."""
+        sender, frame = self.waiting.popleft()
+        self.waiting_bytes -= len(frame.body)
+        return sender, frame
+
+    def drop_waiting(self) -> None:
+        """Forget the frames that wait."""
+        self.waiting.clear()
+        self.waiting_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of its states on disk."""
+        return sum(state.size_bytes for state in {state for states in self.kept.values() for state in states})
 
     @property
     def span(self) -> Span:
@@ -257,10 +281,11 @@ class TrainingServer:
             await self._reject(job, frame, _Rejected("more rows than were agreed", "shape"))
         elif len(job.waiting) > 2 * job.ledger.order.under_way + 8 + len(job.handed_over) // SLICE_BYTES:
             job.dropped["queue"] += 1
+        elif job.waiting_bytes + len(frame.body) > MAX_WAITING_BYTES:
+            job.dropped["queue"] += 1
         else:
             job.heard_at = trio.current_time()
-            job.waiting.append((peer, frame))
-            job.news.notify()
+            job.put(peer, frame)
 
     async def _on_open(self, frame: Frame, peer: str, answers: PeerOutbox) -> None:
         order = decode_open(frame)
@@ -282,10 +307,9 @@ class TrainingServer:
             self._working += 1
             self._nursery.start_soon(self._work, job)
         job.answers, job.heard_at, job.ordered = answers, now, frame.epoch
-        job.waiting.clear()
+        job.drop_waiting()
         job.fetching.cancel()
-        job.waiting.append((peer, frame))
-        job.news.notify()
+        job.put(peer, frame)
 
     def _refusal(self, order: JobOrder, owner: str, job: HopJob | None) -> HopError | None:
         terms = self._terms()
@@ -313,7 +337,7 @@ class TrainingServer:
                             continue  # it was asked how it is
                         break
                     job.is_busy = True
-                    await self._carry_out(job, *job.waiting.popleft())
+                    await self._carry_out(job, *job.take())
                     job.is_busy = False
         finally:
             self._end(job)
@@ -552,14 +576,16 @@ class TrainingServer:
     async def _note_kept(self, job: HopJob, version: int, parts: Sequence[StatePart], *, others: bool = True) -> None:
         """Keep these states of a version, and of the others only the latest, which may be the last that all have.
 
-        Raises `RecordError` if the job wants more kept than any may.
+        Raises `RecordError` if more would be kept than this node gives to jobs.
         """
         versions = {version, *sorted(job.kept.keys() - {version})[-1:]} if others else {version}
         job.kept = {kept: states for kept, states in job.kept.items() if kept in versions}
         job.kept[version] = [*job.kept.get(version, ()), *parts]
         wanted = [state for states in job.kept.values() for state in states]
-        if sum(state.size_bytes for state in set(wanted)) > MAX_KEPT_BYTES:
-            raise RecordError(f"a job may keep at most {MAX_KEPT_BYTES} bytes of states here")
+        elsewhere = sum(other.kept_bytes for other in self._jobs.values() if other is not job)
+        if job.kept_bytes + elsewhere > MAX_KEPT_BYTES:
+            job.kept.clear()
+            raise RecordError(f"jobs may keep at most {MAX_KEPT_BYTES} bytes of states here")
         await self._states.forget(job.run, keep=wanted)
 
     def _blocks(self, job: HopJob) -> JobBlocks:
@@ -581,7 +607,7 @@ class TrainingServer:
     def _park(self, job: HopJob) -> None:
         """Free a job's memory but keep its states: the owner may come back with another route, for `IDLE_S`."""
         job.blocks = None
-        job.waiting.clear()
+        job.drop_waiting()
         parked = [other for other in self._jobs.values() if other.answers.broken]
         for other in sorted(parked, key=lambda other: other.heard_at)[:-MAX_PARKED]:
             self._end(other)

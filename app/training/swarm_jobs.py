@@ -128,9 +128,9 @@ class SwarmJobs:
                 return
             except NoModelHere:
                 await trio.sleep(TAKE_UP_AGAIN_S)
-            except (AppError, EngineError) as error:
+            except (AppError, EngineError, OSError) as error:
                 log.warning("job %s does not go on: %s", job.record.id, error)
-                self._jobs.save_progress(job.record.id, replace(job.progress, status="failed", why=str(error)))
+                self._write(job.record.id, replace(job.progress, status="failed", why=str(error)))
                 return
 
     async def forecast(self, wish: TrainingWish) -> JobForecast:
@@ -284,7 +284,14 @@ class SwarmJobs:
         self._save(running)
 
     def _save(self, running: RunningJob) -> None:
-        self._jobs.save_progress(running.job.record.id, running.progress)
+        self._write(running.job.record.id, running.progress)
+
+    def _write(self, job_id: str, progress: Progress) -> None:
+        """Write how far a job is; a full disk must not end the node's other work."""
+        try:
+            self._jobs.save_progress(job_id, progress)
+        except OSError as error:
+            log.warning("the progress of job %s cannot be written: %s", job_id, error)
 
 
 class _Watch:

@@ -73,6 +73,8 @@ log = logging.getLogger("shoal.training")
 T = TypeVar("T")
 
 MAX_REJECTED = 3  # frames of one hop that must not be computed with, in one epoch
+MAX_QUEUED_BYTES = 2**26  # of one hop's frames that wait here; then its stream is not read
+_STATE_OVERHEAD_BYTES = 2**16
 MAX_FAILURES = 12  # epochs in a row without a step
 
 
@@ -430,6 +432,8 @@ class _Epoch:
         self.version = owner.snapshot.version
         self.differs = False  # holders of a block had different states at the last snapshot
         self._send, self._arrived = trio.open_memory_channel[tuple[int, Frame | HopLost]](math.inf)
+        self._queued: Counter[int] = Counter()  # hop -> bytes of its frames in that channel
+        self._taken = Signal()
         self._heard_at: dict[int, float] = {}
         self._heard = Signal()
         self._busy: dict[int, int] = {}  # hop -> micro-batches that wait or are computed there, as it said last
@@ -552,6 +556,7 @@ class _Epoch:
         peer = self._links[index].hop.peer
         try:
             while True:
+                await self._taken.wait_for(lambda: self._queued[index] < MAX_QUEUED_BYTES)
                 frame = decode(await stream.receive())
                 self._heard_at[index] = trio.current_time()
                 self._owner.figures.bytes_in += frame_bytes(frame)
@@ -563,6 +568,7 @@ class _Epoch:
                     if not frame.epoch:
                         self._send.send_nowait((index, HopLost(peer, "it has forgotten the job")))
                 elif frame.epoch == self._epoch:
+                    self._queued[index] += frame_bytes(frame)
                     self._send.send_nowait((index, frame))
         except RecordError as error:
             self._send.send_nowait((index, HopLost(peer, f"it sent what is not understood: {error}", refused=True)))
@@ -576,6 +582,9 @@ class _Epoch:
         while True:
             with trio.move_on_after(quiet_s):
                 index, found = await self._arrived.receive()
+                if isinstance(found, Frame):
+                    self._queued[index] -= frame_bytes(found)
+                    self._taken.notify()
                 if index not in self._links or (isinstance(found, Frame) and found.epoch != self._epoch):
                     continue  # of a hop that was left, or of the epoch before
                 if isinstance(found, HopLost):
@@ -583,7 +592,7 @@ class _Epoch:
                 self._pause_s.add(trio.current_time() - begun)
                 if found.kind != Kind.TROUBLE:
                     return index, found
-                if self._on_trouble(index, decode_hop_error(found)):
+                if self._on_trouble(index, self._checked(self._links[index], decode_hop_error, found)):
                     return None
                 continue
             await self._probe()
@@ -607,8 +616,8 @@ class _Epoch:
         if trouble.code == "input":
             direction, _, way = trouble.why.partition(" ")
             sender = self._neighbour(peer, int(way) if way.isdecimal() else 0, -1 if direction == "forward" else 1)
-            if sender is None:
-                raise TrainingStopped(f"{peer} refuses what this node sends: {trouble.text}")
+            if sender is None:  # this node's own numbers are checked before they are sent
+                raise HopLost(peer, f"it refuses what this node sends: {trouble.text}", refused=True)
             self._reject(sender, trouble.text)
             return True
         if trouble.code == "link":
@@ -1051,6 +1060,8 @@ class _Epoch:
             parts, _ = self._checked(link, decode_parts, frame)
             if len(parts) != len(link.hop.span):
                 raise HopLost(link.hop.peer, "it kept states of other blocks than its own", refused=True)
+            if any(part.size_bytes > self._most_state_bytes for part in parts):
+                raise HopLost(link.hop.peer, "it names states larger than those of the job's adapter", refused=True)
             kept[link.hop.peer] = parts
         starts = {hop.peer: hop.span.start for hop in self.hops}
         not_accused = owner._replicas.not_accused() | {owner._network.peer_id}
@@ -1077,6 +1088,11 @@ class _Epoch:
         await owner._states.forget(owner.states_run, keep=states)
         kept_by = tuple(link.hop.peer for link in others)
         return Snapshot(self.version, tuple(states), kept_by)
+
+    @property
+    def _most_state_bytes(self) -> int:
+        """Bytes of a block's adapter with both moments, which are as many numbers as its sums each, and a heading."""
+        return 3 * self._terms.sums_bytes + _STATE_OVERHEAD_BYTES
 
     async def _order_one(self, link: _Link, kind: Kind, message: bytes) -> None:
         """Send one hop an order and wait for its answer."""

@@ -500,8 +500,8 @@ def _numbers(fields: Fields, text: str) -> frozenset[int]:
         raw = b""
     if raw.hex() != text or len(raw) > MAX_MICRO_BATCHES // 8:
         fields.refuse("counted", f"a bitmap of at most {MAX_MICRO_BATCHES} bits in lower-case hex")
-    bits = int.from_bytes(raw, "little")
-    return frozenset(number for number in range(8 * len(raw)) if bits >> number & 1)
+    bits = f"{int.from_bytes(raw, 'little'):b}"
+    return frozenset(number for number, bit in enumerate(reversed(bits)) if bit == "1")
 
 
 def _number(fields: Fields, name: str, value: Any) -> float:

@@ -19,7 +19,7 @@ Codec = Literal["f32", "int8"]
 CODECS: tuple[Codec, ...] = ("f32", "int8")
 GROUP = 4096  # numbers that share a scale
 _LEAST = 2.0**-100  # a group whose largest number is below this is sent as zeros
-_MOST = 2.0**100
+_MOST = 2.0**70  # above all that training makes; the norm of a change of such numbers is a double without trouble
 _DROPPED_BITS = 0xFF  # of a scale's 24 significant bits
 
 
@@ -58,6 +58,11 @@ def decode(data: bytes | memoryview, count: int, codec: Codec) -> Tensor:
         raise TrainingError("a scale that was sent is not finite, negative or too large")
     numbers = np.frombuffer(data, dtype=np.int8, offset=4 * groups).astype(np.float32)
     return torch.from_numpy(numbers * np.repeat(scales, GROUP)[:count])
+
+
+def bounded(vector: Tensor) -> Tensor:
+    """Return a vector of finite numbers with those that `encode` would refuse made smaller."""
+    return vector.clamp(-_MOST / 2, _MOST / 2)
 
 
 def encoded_bytes(count: int, codec: Codec) -> int:

@@ -1,21 +1,37 @@
-"""Strangers at a node that trains: they cannot use, change or end the jobs of others."""
+"""Strangers at a node that trains cannot use, change or end the jobs of others; a hop cannot end its owner's job."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
-from app.core.network import FrameStream
+from app.core.network import FrameStream, Priority
 from app.core.span import Span
-from app.session.frame import decode_hop_error, new_session_id, plain
-from app.training.hop import TrainingTerms
-from app.training.wire import PROTOCOL, JobOrder, Kind, Pass, decode, encode_open, pass_header
+from app.session.frame import HopError, decode_hop_error, new_session_id, plain, with_json
+from app.session.outbound import OutboundFrame
+from app.training import hop, trainer
+from app.training.hop import HopJob, TrainingTerms
+from app.training.wire import (
+    PROTOCOL,
+    JobOrder,
+    Kind,
+    Pass,
+    StatePart,
+    decode,
+    encode_open,
+    encode_parts,
+    encode_trouble,
+    pass_header,
+)
 from engine.sources.base import ModelSource
 from engine.sources.tiny import open_tiny
 from p2p.errors import P2PError
-from tests.app.training.job_swarm import JobSwarm, open_job_swarm
+from tests.app.training.job_swarm import JobSwarm, Losses, batches_of, open_job_swarm, undisturbed
 
 ORDER = JobOrder(Span(0, 8), "", "", 4, 8.0, ("q", "v"), 0.0, 3, 0.0, 64, 2, "f32")
 
@@ -92,3 +108,117 @@ async def test_an_old_order_does_not_bring_a_closed_job_back(source: ModelSource
         assert decode(await owner.receive()).epoch == 0
         await node.server.no_jobs()
         assert len(node.blocks) == 1
+
+
+async def test_frames_that_wait_for_a_job_have_a_bound(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hop, "MAX_WAITING_BYTES", 1 << 20)
+    async with open_job_swarm(source, tmp_path, (0, 8)) as swarm:
+        owner, run = await opened(swarm, "owner")
+        server: Any = swarm.nodes["n0"].server
+        (job,) = server._jobs.values()
+        begun, goes_on = trio.Event(), trio.Event()
+
+        async def stuck(job: HopJob, sender: str, frame: Any) -> None:
+            begun.set()
+            await goes_on.wait()
+
+        server._tally = stuck
+        await owner.send(plain(Kind.TALLY, run, 1))
+        await begun.wait()
+        body = bytes(4 * 64 * 1024)  # few rows, very wide
+        head = pass_header(Kind.FORWARD, run, 1, Pass(0, 0, 0), dtype="f32", rows=1, width=65536, length=len(body))
+        for _ in range(8):
+            await owner.send(head + body)
+        await owner.send(plain(Kind.PROBE, run, 1))
+        await owner.receive()
+        assert job.waiting_bytes <= 1 << 20
+        assert job.dropped["queue"] == 4
+        goes_on.set()
+        await trio.testing.wait_all_tasks_blocked()
+        assert job.waiting_bytes == 0
+
+
+# --- a hop against the owner ------------------------------------------------------------------------------------------
+
+
+def instead_of(order: str, frames: Callable[[HopJob, Any], list[bytes]]) -> Callable[[Any], None]:
+    """Let a server answer an order with these frames."""
+
+    def change(server: Any) -> None:
+        async def answer(job: HopJob, sender: str, frame: Any) -> None:
+            for raw in frames(job, frame):
+                await job.answers.push(OutboundFrame((raw,), Priority.CONTROL))
+
+        setattr(server, order, answer)
+
+    return change
+
+
+def huge_states(job: HopJob, frame: Any) -> list[bytes]:
+    parts = [StatePart(bytes([block]) * 32, 2**33) for block in job.span.blocks()]
+    return [encode_parts(Kind.SNAPSHOT, job.run, frame.epoch, frame.position, parts)]
+
+
+HOSTILE = {
+    "an error that is none": instead_of(
+        "_tally", lambda job, frame: [with_json(Kind.TROUBLE, job.run, frame.epoch, 0, {"code": 7})]
+    ),
+    "a complaint about the owner": instead_of(
+        "_forward",
+        lambda job, frame: [encode_trouble(job.run, frame.epoch, 0, HopError("input", "I do not like it", "forward"))],
+    ),
+    "states of many gigabytes": instead_of("_snapshot", huge_states),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+async def test_a_hostile_hop_costs_the_owner_its_place_and_not_the_job(
+    source: ModelSource, tmp_path: Path, what: str
+) -> None:
+    wanted, _ = undisturbed(source, 3)
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        await swarm.train("spare", 0, 4)
+        HOSTILE[what](swarm.nodes["n0"].server)
+        losses, owner = Losses(), swarm.owner(every=1)
+        await owner.run(3, batches_of, losses)
+        losses.check(wanted)
+        assert any(why.startswith("n0") for why in owner.figures.lost)
+        assert {hop.peer for hop in owner.route} == {"spare", "n1"}
+
+
+async def test_a_hop_that_floods_its_owner_is_read_no_faster_than_it_is_used(
+    source: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 1 << 20
+    monkeypatch.setattr(trainer, "MAX_QUEUED_BYTES", most)
+    queued: list[int] = []
+    read = trainer._Epoch._next
+
+    async def watched(epoch: Any) -> Any:
+        queued.append(max(epoch._queued.values(), default=0))
+        return await read(epoch)
+
+    monkeypatch.setattr(trainer._Epoch, "_next", watched)
+
+    def flood(server: Any) -> None:
+        honest = server._tally
+
+        async def tally(job: HopJob, sender: str, frame: Any) -> None:
+            body = bytes(4 * 64 * 512)
+            head = pass_header(
+                Kind.EVALUATE, job.run, frame.epoch, Pass(0, 0, 0), dtype="f32", rows=512, width=64, length=len(body)
+            )
+            for _ in range(100):
+                await job.answers.push(OutboundFrame((head, body), Priority.CONTROL))
+            await honest(job, sender, frame)
+
+        server._tally = tally
+
+    async with open_job_swarm(source, tmp_path, (0, 4), (4, 8)) as swarm:
+        flood(swarm.nodes["n0"].server)
+        losses = Losses()
+        await swarm.owner().run(2, batches_of, losses)
+        losses.check(undisturbed(source, 2)[0])
+    assert 0 < max(queued) < most + (1 << 19)

@@ -166,7 +166,7 @@ def islands_loss(
         if counts is not None:
             counts["round_s"] = (time.perf_counter() - began) / len(names)
             counts["bytes"] = counts.get("bytes", 0) + 2 * sum(len(leaf) for leaf in changes_sent[0])
-        doubts.append(list(doubted(measured(reports))))
+        doubts.append(list(doubted(measured(names, reports))))
         if lie and leaves_out and liar in names and liar in left_out_after(doubts):
             names.remove(liar)
             if counts is not None:

@@ -23,10 +23,13 @@ from app.core.errors import AppError
 from app.core.network import FrameStream, Priority
 from app.core.span import Span
 from app.membership import Membership, resolve_swarm, wire
+from app.membership.link_probe import BURST
+from app.rounds import wire as rounds
 from app.session.frame import HopError, new_session_id, plain
 from app.session.wire import KEEP, PROTOCOL, EpochOrder, Kind, decode, encode_hop_error, encode_turn
 from app.swarm.names import SwarmName
 from app.swarm.records import Announcement, SwarmRecord, sign_announcement, sign_suspicion
+from app.training import wire as training
 from p2p.addresses import Address, parse_address
 from p2p.errors import P2PError
 from p2p.identity import Identity
@@ -160,6 +163,33 @@ async def _data(stream: FrameStream, id: bytes, epoch: int, position: int, rows:
     await stream.send(frame.encode(), Priority.PREFILL)
 
 
+async def odd_training(network: Libp2pNetwork, victim: Victim, record: SwarmRecord) -> None:
+    """Requests about training rounds and links that are worthless, and jobs that nobody agreed to."""
+    job = secrets.token_bytes(32)
+    bodies = (b"", job, job + b'{"round":0,"head":"' + b"ab" * 32 + b'"}', job + secrets.token_bytes(60_000))
+
+    async def ask(method: str, body: bytes) -> None:
+        with suppress(P2PError):
+            await network.call(victim.peer, method, body, timeout_s=3)
+
+    async with trio.open_nursery() as nursery:
+        for method in (*rounds.OF_ISLANDS, rounds.JOBS, BURST):
+            for body in bodies:
+                nursery.start_soon(ask, method, body)
+    stream, run = await network.open(victim.peer, training.PROTOCOL, timeout_s=5), new_session_id(network.peer_id)
+    order = training.JobOrder(victim.span, "", "", 8, 16.0, ("q", "v"), 0.0, 1, 0.0, 64, 4, "f32")
+    for epoch in range(1, 60):
+        await stream.send(training.encode_open(run, epoch, 0, order), Priority.CONTROL)
+        body = b"\xff" * (4 * WIDTH * 64)
+        heading = training.Pass(0, epoch % 4, 0)
+        head = training.pass_header(
+            training.Kind.FORWARD, run, epoch, heading, dtype="f32", rows=64, width=WIDTH, length=len(body)
+        )
+        await stream.send(head + body, Priority.BULK)
+        await trio.sleep(0.1)
+    await stream.send(secrets.token_bytes(64), Priority.CONTROL)
+
+
 STRANGERS: tuple[Attack, ...] = (
     flood_of_statements,
     forged_statements,
@@ -168,6 +198,7 @@ STRANGERS: tuple[Attack, ...] = (
     slow_reads,
     turn_storm,
     odd_frames,
+    odd_training,
 )
 
 

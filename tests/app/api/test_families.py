@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import trio
 
 from app.api.client import Client
-from app.api.response_store import KEPT_S, MOST_BYTES, ResponseStore
+from app.api.response_store import KEPT_S, MOST_BYTES, MOST_OWNER_BYTES, ResponseStore
 from app.asker.reply_service import ReplyRequest
 from app.config.file import Config
 from app.config.settings import Settings
@@ -282,23 +283,49 @@ def test_responses_are_kept_for_a_day_and_survive_a_damaged_file(tmp_path: Path)
     now = 1000.0
     file = tmp_path / "responses.db"
     store = ResponseStore(file, lambda: now)
-    store.add("old", {"id": "old"}, [{"role": "user"}])
+    store.add("me", "old", {"id": "old"}, [{"role": "user"}])
     assert file.stat().st_mode & 0o077 == 0
     now += KEPT_S / 2
-    store.add("new", {"id": "new"}, [])
-    store.add("huge", {"text": "x" * MOST_BYTES}, [])
-    kept = ResponseStore(file, lambda: now).get("old")
+    store.add("me", "new", {"id": "new"}, [])
+    store.add("me", "huge", {"text": "x" * MOST_BYTES}, [])
+    kept = ResponseStore(file, lambda: now).get("me", "old")
     assert kept is not None
     assert (kept.body, kept.messages) == ({"id": "old"}, [{"role": "user"}])
-    assert store.get("huge") is None
+    assert store.get("me", "huge") is None
     now += KEPT_S / 2 + 1
-    assert store.get("old") is None
-    assert store.get("new") is not None
+    assert store.get("me", "old") is None
+    assert store.get("me", "new") is not None
     file.write_bytes(b"no database " * 100)
-    assert store.get("new") is None
-    store.add("again", {}, [])
-    assert store.get("again") is not None
-    assert (store.remove("again"), store.remove("again")) == (True, False)
+    assert store.get("me", "new") is None
+    store.add("me", "again", {}, [])
+    assert store.get("me", "again") is not None
+    assert (store.remove("me", "again"), store.remove("me", "again")) == (True, False)
+
+
+def test_an_owner_does_not_fill_the_disk_nor_push_out_others(tmp_path: Path) -> None:
+    now = 1000.0
+    store = ResponseStore(tmp_path / "responses.db", lambda: now)
+    store.add("quiet", "first", {}, [])
+    many = MOST_OWNER_BYTES // MOST_BYTES + 3
+    for number in range(many):
+        now += 1
+        store.add("loud", f"r{number}", {"text": "x" * (MOST_BYTES - 100)}, [])
+    assert store.get("quiet", "first") is not None
+    assert store.get("loud", "r0") is None
+    assert store.get("loud", f"r{many - 1}") is not None
+    with sqlite3.connect(tmp_path / "responses.db") as database:
+        assert database.execute("SELECT SUM(size) FROM owned_responses").fetchone()[0] <= MOST_OWNER_BYTES + MOST_BYTES
+
+
+def test_responses_of_a_version_without_owners_are_dropped(tmp_path: Path) -> None:
+    file = tmp_path / "responses.db"
+    with sqlite3.connect(file) as database:
+        database.execute("CREATE TABLE responses (id TEXT PRIMARY KEY, at REAL, body TEXT, messages TEXT)")
+        database.execute("INSERT INTO responses VALUES ('old', 1, '{}', '[]')")
+    store = ResponseStore(file, lambda: 2.0)
+    assert store.get("me", "old") is None
+    store.add("me", "new", {}, [])
+    assert store.get("me", "new") is not None
 
 
 # --- Ollama's ---------------------------------------------------------------------------------------------------------
@@ -377,6 +404,8 @@ async def test_ollamas_facts_and_errors() -> None:
             ("/api/show", {}, 400),
             ("/api/chat", {**CHAT, "options": {"num_predict": 4}}, 429),
             ("/api/chat", {**CHAT, "options": {"temperature": -1}}, 400),
+            ("/api/chat", {**CHAT, "options": {"stop": ["x"] * 17}}, 400),
+            ("/api/chat", {**CHAT, "options": {"stop": "x" * 1025}}, 400),
             ("/api/chat", {**CHAT, "messages": [{"role": "user", "content": "", "images": ["x"]}]}, 400),
             ("/api/generate", {"model": "home", "prompt": "a", "suffix": "b"}, 400),
             ("/api/embed", {}, 404),

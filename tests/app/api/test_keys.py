@@ -9,13 +9,14 @@ from typing import Any
 import httpx
 import pytest
 import trio
+import trio.testing
 
 from app.api.client import Client
 from app.api.keys import WINDOW_S, KeyMeter, KeyRing
 from app.config.keys import ApiKey, KeyFileError, add_key, read_keys, revoke_key
 from app.core.errors import UsageError
 from tests.app.api.api_double import TOKEN, DoubleNode, running_api
-from tests.app.api.test_families import ASK
+from tests.app.api.test_families import ASK, RESPOND
 from tests.app.api.test_openai import CHAT, post
 
 
@@ -91,6 +92,50 @@ async def test_a_key_has_so_many_requests_at_once(tmp_path: Path) -> None:
             assert (refused.status_code, "under way" in refused.text) == (429, True)
             assert (await post(client, "/v1/chat/completions", CHAT)).status_code == 200
     assert ring.meter(made).active == 0
+
+
+async def test_a_response_of_one_key_is_no_other_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    _, mine = add_key(file, "mine", None, None)
+    _, other = add_key(file, "other", None, None)
+    asked = RESPOND
+    async with running_api(DoubleNode(), KeyRing(file)) as client:
+        for key, strangers in ((mine, (other, TOKEN)), (TOKEN, (mine, other))):
+            made = (await post(client, "/v1/responses", asked, token=key)).json()["id"]
+            path = f"/v1/responses/{made}"
+            for stranger in strangers:
+                assert await status(client, path, stranger) == 404
+                more = {**asked, "previous_response_id": made}
+                assert (await post(client, "/v1/responses", more, token=stranger)).status_code == 404
+                assert await deleted(client, path, stranger) == 404
+            assert await status(client, path, key) == 200
+            assert (await post(client, "/v1/responses", {**asked, "previous_response_id": made}, token=key)).is_success
+            assert await deleted(client, path, key) == 200
+
+
+async def deleted(client: Client, path: str, key: str) -> int:
+    headers = {"authorization": f"Bearer {key}"}
+    return await trio.to_thread.run_sync(
+        lambda: httpx.delete(f"{client.url}{path}", headers=headers, verify=False).status_code
+    )
+
+
+async def test_a_reply_that_is_broken_off_counts_its_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    _, key = add_key(file, "agent", 100, None)
+    ring, node = KeyRing(file), DoubleNode()
+    body = json.dumps({**CHAT, "messages": [{"role": "user", "content": "wait" + " and" * 200}]}).encode()
+    async with running_api(node, ring) as client:
+        host, port = client.url.removeprefix("http://").split(":")
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        async with await trio.open_tcp_stream(host, int(port)) as stream:
+            await stream.send_all(head.encode() + body)
+            await node.begun.wait()
+        with trio.fail_after(10):
+            await node.freed.wait()
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        assert (await post(client, "/v1/chat/completions", CHAT, token=key)).status_code == 429
 
 
 def test_the_limit_of_a_minute_slides() -> None:

@@ -110,7 +110,7 @@ class IslandSwarm:
         server = RoundServer(network, lambda peer: True)
         island = Island(
             network, who, record, model, Text(record.length), device, states, found=self.peers,
-            wall_ms=lambda: int(wall_clock() * 1000), timing=TIMING,
+            wall_ms=lambda: int(wall_clock() * 1000), timing=TIMING, in_thread=in_place,
         )  # fmt: skip
         server.islands[record.id] = island
         server.records[record.id] = self.raw

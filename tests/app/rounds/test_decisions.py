@@ -101,7 +101,10 @@ def test_shares_cover_all_leaves(leaves: int, members: int) -> None:
         ({"a": ["d"], "b": ["d"], "c": ["d"]}, {"d"}),
         ({"a": ["b", "c", "d"]}, {"a"}),  # who hears nobody is cut off itself
         ({"a": ["b", "c", "d"], "b": ["a"]}, {"a"}),
-        ({"a": ["b"]}, {"b"}),
+        ({"a": ["b"]}, {"a", "b"}),  # nobody can tell which of the two is at fault
+        ({"a": ["d"], "b": ["d"]}, {"d"}),
+        ({"a": ["a"]}, {"a"}),  # it could not merge its share
+        ({"stranger": ["a"]}, set()),
         ({"a": ["stranger"]}, set()),
     ],
 )
@@ -131,7 +134,15 @@ def test_without_accusations_the_minority_is_left_out(roots: str, wanted: str) -
 def test_reports_are_joined_by_their_median() -> None:
     honest = {"a": (1.0, 0.5), "b": (2.0, 0.6)}
     lie = {"a": (900.0, -1.0), "b": (2.0, 0.6)}
-    assert measured([honest, honest, lie]) == {"a": Measured(1.0, 0.5), "b": Measured(2.0, 0.6)}
+    assert measured("ab", [honest, honest, lie]) == {"a": Measured(1.0, 0.5), "b": Measured(2.0, 0.6)}
+
+
+def test_reports_on_peers_that_took_no_part_do_not_count() -> None:
+    honest = {"a": (1.0, 0.5), "b": (1.1, 0.6), "c": (0.9, 0.5)}
+    ghosts = {f"ghost{number}": (1e9, 1.0) for number in range(9)}
+    figures = measured("abc", [honest, honest, {**honest, **ghosts}])
+    assert figures.keys() == {"a", "b", "c"}
+    assert doubted(figures) == {}
 
 
 @pytest.mark.parametrize(

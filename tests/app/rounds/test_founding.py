@@ -12,7 +12,16 @@ import pytest
 from app.config.home import Home
 from app.core.errors import AppError, RecordError
 from app.rounds import founding
-from app.rounds.founding import TokenText, TrainWish, config_of, export_files, make_model, plan_island, prepare
+from app.rounds.founding import (
+    TokenText,
+    TrainWish,
+    config_of,
+    export_files,
+    make_model,
+    plan_island,
+    prepare,
+    tokenizer_of,
+)
 from app.rounds.island import hashed
 from app.rounds.record import read_training, sign_training
 from app.rounds.train_store import TrainStore, one_of
@@ -96,6 +105,25 @@ def test_a_state_that_fits_nowhere_names_the_bytes() -> None:
         plan_island(large, 16)
 
 
+def test_the_limit_on_memory_holds_for_an_island_too(wish: TrainWish, tmp_path: Path) -> None:
+    budget, _, _ = plan_island(CONFIG, 16)
+    with pytest.raises(AppError, match=r"raise max_vram, which is .*B"):
+        plan_island(CONFIG, 16, 4 * budget.weights)
+    plan_island(CONFIG, 16, 0)  # hosts nothing, but may train
+    with pytest.raises(AppError, match="max_vram"):
+        prepare(
+            wish, swarm="s" * 32, founder=FOUNDER.peer_id, public=True, cache=tmp_path,
+            limit_bytes=4 * budget.weights,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("text", [b"\1\0\0\0" * 17, b"\1\0\0", b"", b"\1\0\0\0" * 16])
+def test_a_text_that_does_not_fit_its_record_is_refused(wish: TrainWish, tmp_path: Path, text: bytes) -> None:
+    made = prepared(wish, tmp_path)
+    with pytest.raises(AppError, match="the text of the job"):
+        TokenText(text, made.texts["held"], made.record)
+
+
 def test_a_shape_that_no_family_has_is_refused(wish: TrainWish, tmp_path: Path) -> None:
     Path(str(wish.shape)).write_text(json.dumps(config_values(CONFIG) | {"architectures": ["MambaForCausalLM"]}))
     with pytest.raises(EngineError, match="MambaForCausalLM"):
@@ -144,6 +172,12 @@ def test_a_stored_job_is_found_and_exported(wish: TrainWish, tmp_path: Path) -> 
     (job.folder / "log").write_bytes(b"\0\0\0\4abcd")
     with pytest.raises(RecordError):
         store.log(job)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{}", b'{"tokenizer_json": 5}', b'{"tokenizer_json": "", "more": 1}'])
+def test_a_tokenizer_that_is_none_is_refused(raw: bytes) -> None:
+    with pytest.raises(RecordError, match="tokenizer"):
+        tokenizer_of(raw)
 
 
 def test_two_jobs_of_one_name_are_told_apart_by_their_hashes() -> None:

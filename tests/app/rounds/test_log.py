@@ -12,9 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.core.errors import RecordError
-from app.rounds.log import ENTRY, RoundEntry, beginning, follow, is_better, make_entry, read_entry, replay
+from app.rounds.log import ENTRY, MAX_LEFT_OUT, RoundEntry, beginning, follow, is_better, make_entry, read_entry, replay
 from app.rounds.record import DOMAIN, read_training, sign_training
 from app.rounds.statements import (
+    ARRIVAL,
+    MAX_ARRIVAL_BYTES,
+    MAX_COUNTED_BYTES,
+    MAX_MEMBERS,
+    RESULT,
     Result,
     read_arrival,
     read_list,
@@ -24,6 +29,7 @@ from app.rounds.statements import (
     signed,
 )
 from p2p.envelope import NEVER, parse, seal
+from p2p.identity import PEER_ID_CHARS, Identity
 from tests.app.rounds.statements import (
     BY_PEER,
     NOW_MS,
@@ -35,14 +41,15 @@ from tests.app.rounds.statements import (
     result,
     round_of,
 )
+from tests.app.swarms import identity
 
 START = beginning(RECORD)
 
 
-def changed(raw: bytes, domain: str, who: int = 0, **values: Any) -> bytes:
+def changed(raw: bytes, domain: str, who: Identity = PEOPLE[0], **values: Any) -> bytes:
     """The statement with other values, signed again."""
     payload = json.loads(parse(raw).payload) | values
-    return signed(PEOPLE[who], domain, payload, NOW_MS)
+    return signed(who, domain, payload, NOW_MS)
 
 
 def test_a_record_is_signed_and_named_by_its_content() -> None:
@@ -165,7 +172,7 @@ WRONG: dict[str, Callable[[RoundEntry], dict[str, Any]]] = {
 def test_an_entry_that_does_not_follow_is_refused(what: str) -> None:
     entries = history(2)
     standing = replay(RECORD, entries[:1])
-    leader = PEOPLE.index(BY_PEER[entries[1].list.leader])
+    leader = BY_PEER[entries[1].list.leader]
     raw = changed(entries[1].raw, ENTRY, leader, **WRONG[what](entries[1]))
     with pytest.raises(RecordError):
         follow(RECORD, standing, read_entry(raw, NOW_MS))
@@ -176,7 +183,7 @@ def test_an_entry_is_signed_by_who_led() -> None:
     entries = history(2)
     other = next(one for one in PEOPLE if one.peer_id != entries[1].list.leader)
     with pytest.raises(RecordError, match="led it"):
-        read_entry(changed(entries[1].raw, ENTRY, PEOPLE.index(other)), NOW_MS)
+        read_entry(changed(entries[1].raw, ENTRY, other), NOW_MS)
 
 
 def test_claims_beyond_the_assigned_data_are_refused() -> None:
@@ -187,6 +194,80 @@ def test_claims_beyond_the_assigned_data_are_refused() -> None:
         round_of(standing, PEOPLE[:2], tokens=most + 1)
     with pytest.raises(RecordError, match="more tokens"):
         round_of(standing, PEOPLE[:2], steps=standing.every + 1)
+
+
+def test_a_round_counts_only_those_who_were_to_take_part_in_it() -> None:
+    standing = replay(RECORD, history(1, PEOPLE[:3]))
+    with pytest.raises(RecordError, match="was not to take part"):
+        round_of(standing, [PEOPLE[0], PEOPLE[4]])
+    with pytest.raises(RecordError, match="was not to take part"):
+        round_of(standing, PEOPLE[3:5])  # strangers alone, as many as a quorum
+
+
+def crowd(count: int) -> list[Identity]:
+    """Identities of many islands."""
+    people = [identity(number) for number in range(count)]
+    BY_PEER.update({one.peer_id: one for one in people})
+    return people
+
+
+def test_the_largest_round_fits_into_its_entry() -> None:
+    people = crowd(MAX_MEMBERS)
+    _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in people])
+    left_out = {"x" * PEER_ID_CHARS: "its change has the norm 1.23e+10, the median is 1.23e+10"}
+    standing = replace(
+        standing, left_out={peer[:-1] + str(at): why for at in range(9) for peer, why in left_out.items()}
+    )
+    found = members(standing, people, tokens=2**40)
+    report = {peer: (1.23456e-12, -0.123456) for peer in found.members}
+    results = [result(BY_PEER[peer], found, b"r" * 32, report) for peer in found.members]
+    fullest = max(len(parse(one.raw).payload) for one in results)
+    padded = [
+        changed(one.raw, RESULT, BY_PEER[one.peer], more="x" * (MAX_COUNTED_BYTES - fullest - 10)) for one in results
+    ]
+    entry = make_entry(
+        BY_PEER[found.leader], RECORD, standing, found, [read_result(raw, NOW_MS) for raw in padded], every=10,
+        present=(), now_ms=NOW_MS,
+    )  # fmt: skip
+    assert len(entry.list.members) == MAX_MEMBERS
+
+
+def test_a_result_too_long_for_an_entry_is_refused() -> None:
+    found = members(START, PEOPLE[:1])
+    raw = result(PEOPLE[0], found, b"r" * 32, {}).raw
+    with pytest.raises(RecordError, match="too long"):
+        read_result(changed(raw, RESULT, more="x" * MAX_COUNTED_BYTES), NOW_MS)
+    with pytest.raises(RecordError, match="too large"):
+        read_arrival(changed(found.arrivals[0].raw, ARRIVAL, more="x" * MAX_ARRIVAL_BYTES), NOW_MS)
+
+
+def test_a_round_with_more_newcomers_than_places_keeps_those_who_took_part() -> None:
+    people = crowd(2 * MAX_MEMBERS)
+    _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in PEOPLE[:3]])
+    entry, after = round_of(standing, PEOPLE[:2], present=[one.peer_id for one in people])
+    assert len(after.members) == MAX_MEMBERS
+    assert {one.peer_id for one in PEOPLE[:3]} <= {*after.members}  # the third one was late
+    assert {one.peer_id for one in PEOPLE[:2]} == {*entry.list.members}
+
+
+def test_members_left_out_of_a_long_job_fit_into_its_entries() -> None:
+    _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in PEOPLE[:4]])
+    many = {f"peer{number:02}": "why" for number in range(MAX_LEFT_OUT)}
+    standing = replace(standing, left_out=many, doubts=((PEOPLE[3].peer_id,),))
+    _, after = round_of(standing, PEOPLE[:4], liar=PEOPLE[3].peer_id)
+    assert len(after.banned) == MAX_LEFT_OUT
+    assert PEOPLE[3].peer_id in after.banned
+
+
+def test_reports_on_made_up_peers_frame_nobody() -> None:
+    _, standing = round_of(START, PEOPLE[:1], present=[one.peer_id for one in PEOPLE[:3]])
+    found = members(standing, PEOPLE[:3])
+    honest = {peer: (1.0, 0.5) for peer in found.members}
+    ghosts = {f"ghost{number}": (1e9, 1.0) for number in range(12)}
+    root = b"r" * 32
+    results = [result(BY_PEER[peer], found, root, honest | (ghosts if at else {})) for at, peer in enumerate(honest)]
+    entry = make_entry(BY_PEER[found.leader], RECORD, standing, found, results, every=10, present=(), now_ms=NOW_MS)
+    assert not entry.doubted
 
 
 def test_members_with_different_roots_make_no_round() -> None:
@@ -201,14 +282,14 @@ def test_members_with_different_roots_make_no_round() -> None:
 def test_of_two_histories_the_one_with_more_known_tokens_goes_on() -> None:
     common = history(1, PEOPLE[:4])
     standing = replay(RECORD, common)
-    few, after = round_of(standing, PEOPLE[:1], tokens=600)
+    few, after = round_of(standing, PEOPLE[:1], tokens=600, present=[PEOPLE[4].peer_id])
     more, _ = round_of(standing, PEOPLE[1:3])
     assert is_better([*common, few], [*common, more])
     assert not is_better([*common, more], [*common, few])
     # a long history of one member, or of strangers who came after the split, does not count before a quorum's
     longer = [*common, few]
     for people in (PEOPLE[:1], [PEOPLE[0], PEOPLE[4]]):
-        entry, after = round_of(after, people, tokens=600)
+        entry, after = round_of(after, people, tokens=600, present=[PEOPLE[4].peer_id])
         longer.append(entry)
     assert is_better(longer, [*common, more])
     assert not is_better([*common, more], longer)

@@ -1,0 +1,478 @@
+"""What one hostile member can do to a training job in rounds: it loses its own place, the others go on and agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+from trio.testing import MockClock
+
+from app.rounds import wire
+from app.rounds.island import MAX_PEERS, Island, hashed
+from app.rounds.log import make_entry
+from app.rounds.statements import (
+    ARRIVAL,
+    MAX_ATTEMPTS,
+    RESULT,
+    Arrival,
+    MemberList,
+    MergedShare,
+    Result,
+    sign_arrival,
+    sign_list,
+    sign_result,
+    sign_share,
+    signed,
+)
+from engine.island import LEAF
+from engine.training import codecs
+from engine.training.codecs import GROUP
+from p2p.errors import P2PError, RemoteError
+from tests.app.rounds.island_swarm import IslandSwarm, Node, members_of, open_islands
+from tests.app.swarms import identity
+
+NOW_MS = 1_800_000_000_000
+
+
+@pytest.fixture
+def patient_clock() -> MockClock:
+    """A clock that jumps once nothing has happened for a while, because downloads are written by threads."""
+    return MockClock(autojump_threshold=0.01)
+
+
+async def joined(swarm: IslandSwarm, count: int) -> None:
+    """Wait until so many islands take part."""
+    await swarm.until(lambda: len(swarm.nodes[0].island.standing.members) == count)
+
+
+def took_part(swarm: IslandSwarm, name: str) -> list[int]:
+    """Rounds in which an island's change counted."""
+    return [entry.round for entry in swarm.nodes[0].island.log if name in entry.list.members]
+
+
+# --- statements that cannot become a round ----------------------------------------------------------------------------
+
+
+async def test_a_claim_of_too_many_tokens_costs_only_who_makes_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3)
+        honest = liar.island._note_arrival
+
+        def believed(arrival: Arrival) -> None:
+            if arrival.peer != liar.name:
+                honest(arrival)
+                return
+            claimed = Arrival(arrival.job, arrival.round, arrival.prev, arrival.steps, 2**50, arrival.change)
+            liar.island._own.arrival = sign_arrival(identity(3), claimed, NOW_MS)  # type: ignore[union-attr]
+            liar.island._arrivals[liar.name] = liar.island._own.arrival  # type: ignore[union-attr]
+            liar.island._arrived_at[liar.name] = trio.current_time()
+
+        liar.island._note_arrival = believed  # type: ignore[method-assign]
+        said = liar.island._say
+
+        async def own_claim(peer: str, raw: bytes) -> None:
+            own = liar.island._own
+            await said(peer, own.arrival.raw if own is not None and ARRIVAL.encode() in raw[:40] else raw)
+
+        liar.island._say = own_claim  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
+        assert took_part(swarm, liar.name) == []
+
+
+async def test_a_list_of_the_last_attempt_ends_nobodys_part(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=15) as swarm:
+        liar = swarm.add(3)
+
+        async def lead(standing: Any, attempt: int, done: set[bytes]) -> int:
+            arrivals = list(liar.island._arrivals.values())
+            found = sign_list(identity(3), swarm.record.id, MAX_ATTEMPTS, arrivals, NOW_MS + attempt)
+            done.add(found.hash)
+            for peer in found.members:
+                if peer != liar.name:
+                    await liar.island._say(peer, found.raw)
+            await trio.sleep(5)  # more of them help it no further
+            return attempt + 1
+
+        liar.island._lead = lead  # type: ignore[method-assign]
+        liar.island._lead_at = lambda *args, **more: 0.0  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
+
+
+async def test_a_result_with_padding_costs_only_who_sends_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3)
+        exchanged = liar.island._exchanged
+
+        async def padded(members: MemberList) -> Result:
+            made = await exchanged(members)
+            values = {
+                "job": made.job.hex(), "round": made.round, "list": made.list.hex(), "root": made.root.hex(),
+                "failed": {}, "report": {}, "more": "x" * 60_000,
+            }  # fmt: skip
+            raw = signed(identity(3), "shoal/round/result", values, NOW_MS)
+            return Result(made.job, made.round, made.list, made.root, {}, {}, liar.name, raw)
+
+        liar.island._exchanged = padded  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
+        assert took_part(swarm, liar.name) == []
+
+
+def largest(model: Any) -> None:
+    """Let an island send the largest numbers that the format can hold."""
+    honest = model.change
+
+    def lie() -> list[bytes]:
+        return [_largest(leaf) for leaf in honest()]
+
+    model.change = lie
+
+
+def _largest(leaf: bytes) -> bytes:
+    groups = -(-len(leaf) // (GROUP + 4))
+    scales = np.full(groups, np.nextafter(np.float32(codecs._MOST), np.float32(0)), dtype="<f4")
+    return scales.tobytes() + b"\x7f" * (len(leaf) - 4 * groups)
+
+
+async def test_a_change_of_the_largest_numbers_ends_nobodys_part(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3, change=largest)
+        await swarm.finished(0, 1, 2)
+        assert not any(node.failure for node in swarm.nodes.values() if node is not liar)
+        assert len(took_part(swarm, liar.name)) <= 3
+
+
+# --- histories that nobody else made ----------------------------------------------------------------------------------
+
+
+def made_up(swarm: IslandSwarm, island: Island, numbers: tuple[int, ...], root: bytes = b"r" * 32) -> bytes:
+    """An entry of the current round by islands that were not asked."""
+    standing, record = island.standing, swarm.record
+    people = [identity(number) for number in numbers]
+    arrivals = [
+        sign_arrival(one, Arrival(record.id, standing.round, standing.prev, 1, 1, bytes(32)), NOW_MS) for one in people
+    ]
+    found = sign_list(people[0], record.id, 0, arrivals, NOW_MS)
+    results = [sign_result(one, Result(record.id, standing.round, found.hash, root, {}, {}), NOW_MS) for one in people]
+    return make_entry(people[0], record, standing, found, results, every=5, present=standing.members, now_ms=NOW_MS).raw
+
+
+async def test_strangers_make_no_round(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        await joined(swarm, 3)
+        stranger = swarm.fabric.node(identity(7).peer_id)
+        for number in (0, 1, 2):
+            node = swarm.nodes[number]
+            raw = made_up(swarm, node.island, (5, 6, 7))
+            with pytest.raises(RemoteError) as caught:
+                await stranger.call(node.name, wire.SAY, swarm.record.id + raw, timeout_s=10)
+            assert caught.value.code == wire.WRONG
+        await swarm.finished(0, 1, 2)
+
+
+async def test_one_member_alone_makes_no_round_while_others_are_there(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        await joined(swarm, 3)
+        honest, liar = swarm.nodes[0].island, swarm.nodes[2]
+        await swarm.until(lambda: honest.head == liar.island.head and honest._own is None)
+        # a round in which nothing was learned, with all that others need to take it over
+        leaves = [codecs.encode(leaf, "int8") for leaf in liar.model._shared.values.mul(0).split(LEAF)]
+        raw = made_up(swarm, honest, (2,), hashed(liar.model.advance(leaves))[0])
+        network = swarm.fabric.nodes[liar.name]
+        asked = []
+
+        async def log_with_more(peer: str, body: bytes) -> Any:
+            asked.append(peer)
+            fields = wire.fields_of(wire.read_request(body)[1], "log")
+            entries = [*(entry.raw for entry in honest.log), raw]
+            return wire.pack(entries[fields.integer("round", 0, 10**7) :])
+
+        async def merged(peer: str, body: bytes) -> Any:
+            fields = wire.fields_of(wire.read_request(body)[1], "merged")
+            first = fields.integer("first", 0, 10**7)
+            return wire.pack(leaves[first : first + fields.integer("count", 1, 10**7)])
+
+        liar.scope.cancel()
+        network.serve(wire.LOG, log_with_more)
+        network.serve(wire.MERGED, merged)
+        before = honest.standing.round
+        hello = wire.request(swarm.record.id, {"round": before + 1, "head": "ab" * 32})
+        await network.call(swarm.nodes[0].name, wire.HELLO, hello, timeout_s=5)
+        await swarm.until(lambda: bool(asked) and honest.standing.round > before)
+        assert honest.log[before].raw != raw
+        await swarm.finished(0, 1)
+
+
+async def test_a_log_without_end_is_given_up_at_its_first_wrong_entry(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=60) as swarm:
+        await joined(swarm, 2)
+        stranger = swarm.fabric.node(identity(7).peer_id)
+        asked: list[int] = []
+        raw = made_up(swarm, swarm.nodes[0].island, (7,))
+
+        async def endless(peer: str, body: bytes) -> Any:
+            asked.append(len(body))
+            return wire.pack([raw] * wire.RUN_ENTRIES)
+
+        stranger.serve(wire.LOG, endless)
+        hello = wire.request(swarm.record.id, {"round": 10**6, "head": "ab" * 32})
+        await stranger.call(swarm.nodes[0].name, wire.HELLO, hello, timeout_s=5)
+        await swarm.finished(0, 1)
+        assert 1 <= len(asked) <= 4
+
+
+@pytest.mark.soak
+async def test_a_history_that_is_never_shown_holds_nobody_up(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=100) as swarm:
+        await joined(swarm, 3)
+        stranger = swarm.fabric.node(identity(7).peer_id)
+
+        async def silent(peer: str, body: bytes) -> Any:
+            await trio.sleep_forever()
+
+        stranger.serve(wire.LOG, silent)
+        done = trio.Event()
+
+        async def boast() -> None:
+            number = 0
+            while not done.is_set():
+                number += 1
+                hello = wire.request(swarm.record.id, {"round": 10**6, "head": f"{number:064x}"})
+                for node in swarm.nodes.values():
+                    with trio.move_on_after(1):
+                        try:
+                            await stranger.call(node.name, wire.HELLO, hello, timeout_s=1)
+                        except P2PError:
+                            pass
+                await trio.sleep(0.5)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(boast)
+            began = trio.current_time()
+            await swarm.finished(0, 1, 2)
+            done.set()
+        assert trio.current_time() - began < 90  # 19 rounds of half a second, and some vain looks of four seconds
+
+
+@pytest.mark.soak
+async def test_many_hellos_do_not_push_out_a_member(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, steps=60) as swarm:
+        island = swarm.nodes[0].island
+        fields = wire.fields_of(b'{"round":0,"head":"' + b"00" * 32 + b'"}', "hello")
+        await swarm.until(lambda: island.standing.round >= 1)
+        for number in range(2 * MAX_PEERS):
+            island._note_hello(f"ghost{number}", fields)
+        assert len(island.heard) <= MAX_PEERS
+        swarm.add(1)
+        await joined(swarm, 2)
+        await swarm.finished(0, 1)
+
+
+async def test_wrong_sizes_of_a_state_do_not_keep_a_newcomer_out(tmp_path: Path, patient_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=150) as swarm:
+        await joined(swarm, 3)
+        for number in (1, 2):
+            network = swarm.fabric.nodes[swarm.nodes[number].name]
+            island = swarm.nodes[number].island
+
+            async def parts(peer: str, body: bytes, island: Island = island) -> bytes:
+                from app.core.canonical_json import canonical
+
+                return canonical({"parts": [[part.root.hex(), part.size_bytes + 1] for part in island.parts]})
+
+            network.serve(wire.PARTS, parts)
+        late = swarm.add(4, has_model=False)
+        await swarm.until(lambda: late.name in swarm.nodes[0].island.standing.members)
+        await swarm.until(lambda: late.island.figures.steps > 0)
+        assert late.failure is None
+
+
+# --- framing ----------------------------------------------------------------------------------------------------------
+
+
+async def test_who_merges_one_thing_for_one_member_and_another_for_the_next_is_found(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2) as swarm:
+        liar = swarm.add(3)
+        victim = swarm.nodes[1].name
+        answered = liar.island._on_exchange
+
+        async def two_faced(method: str, peer: str, fields: Any) -> Any:
+            answer: Any = await answered(method, peer, fields)
+            attempt = liar.island._attempts[fields.hex_bytes("list", 32)]
+            if peer != victim or len(attempt.members.members) < 3:
+                return answer
+            if method == wire.MERGED:
+                leaves = wire.unpack(b"".join(answer), wire.RUN_LEAVES)
+                return wire.pack([bytes(len(leaf)) for leaf in leaves])
+            if method == wire.SIGNED:
+                from app.rounds.exchange import hashes_of
+
+                own = [bytes(len(attempt.merged[leaf])) for leaf in own_share(liar, attempt.members)]
+                share = MergedShare(swarm.record.id, attempt.members.hash, hashes_of(own)[1])
+                return wire.pack([sign_share(identity(3), share, NOW_MS).raw])
+            return answer
+
+        liar.island._on_exchange = two_faced  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2)
+        log = swarm.nodes[0].island.log
+        assert all(victim in entry.list.members for entry in log if len(entry.list.members) > 1)
+        assert all(liar.name not in entry.list.members for entry in log if entry.list.leader != liar.name)
+        assert any(node.island.figures.repeated for node in swarm.nodes.values())
+
+
+def own_share(node: Node, members: MemberList) -> range:
+    """The leaves that an island merges."""
+    from app.rounds.decisions import share_ranges
+
+    return share_ranges(node.model.leaves, len(members.members))[members.members.index(node.name)]
+
+
+def deaf_to(victim: str, island: Island) -> None:
+    """Let an island lead without one who has arrived, whoever says so."""
+    honest: Callable[[Arrival], None] = island._note_arrival
+
+    def note(arrival: Arrival) -> None:
+        if arrival.peer != victim:
+            honest(arrival)
+
+    island._note_arrival = note  # type: ignore[method-assign]
+
+
+async def test_a_leader_leaves_nobody_out_who_was_heard(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=50) as swarm:
+        liar = swarm.add(3)
+        await joined(swarm, 4)
+        deaf_to(swarm.nodes[1].name, liar.island)
+        since = len(swarm.nodes[0].island.log) + 1
+        await swarm.finished(0, 1, 2, within_s=1500)
+        log = swarm.nodes[0].island.log
+        assert any(entry.round >= since for entry in log)
+        assert all(swarm.nodes[1].name in entry.list.members for entry in log if entry.round >= since)
+
+
+@pytest.mark.soak
+async def test_a_leader_that_missed_an_arrival_is_told_of_it(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=50) as swarm:
+        await joined(swarm, 3)
+        deaf = swarm.nodes[0].island
+        statement = deaf._on_statement
+
+        async def lost(peer: str, raw: bytes) -> bytes:
+            """Arrivals of one island never reach another one directly."""
+            return (
+                b""
+                if peer == swarm.nodes[1].name and b"shoal/round/arrival" in raw[:40]
+                else await statement(peer, raw)
+            )
+
+        deaf._on_statement = lost  # type: ignore[method-assign]
+        since = len(deaf.log) + 1
+        await swarm.finished(0, 1, 2, within_s=1500)
+        led = [entry for entry in deaf.log if entry.round >= since and entry.list.leader == swarm.nodes[0].name]
+        assert led
+        assert members_of(deaf.log)[since:] == [3] * len(deaf.log[since:])
+
+
+async def test_a_false_accusation_costs_the_accuser_its_place(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, 3) as swarm:
+        liar = swarm.add(4)
+        victim = swarm.nodes[1].name
+        exchanged = liar.island._exchanged
+
+        async def accusing(members: MemberList) -> Result:
+            made = await exchanged(members)
+            if victim not in members.members:
+                return made
+            false = Result(made.job, made.round, made.list, b"", {victim: "it is silent"}, made.report)
+            return sign_result(identity(4), false, NOW_MS)
+
+        liar.island._exchanged = accusing  # type: ignore[method-assign]
+        await swarm.finished(0, 1, 2, 3)
+        log = swarm.nodes[0].island.log
+        assert all(liar.name not in entry.list.members for entry in log if victim not in entry.list.members)
+
+
+@pytest.mark.soak
+async def test_an_accomplice_that_is_no_member_does_not_end_the_wait_for_results(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, 2, steps=60) as swarm:
+        await joined(swarm, 3)
+        since = len(swarm.nodes[0].island.log) + 1
+        stranger = swarm.fabric.node(identity(7).peer_id)
+        done = trio.Event()
+        said = swarm.nodes[2].island._say
+
+        async def late(peer: str, raw: bytes) -> None:
+            if RESULT.encode() in raw[:40]:
+                await trio.sleep(1)
+            await said(peer, raw)
+
+        swarm.nodes[2].island._say = late  # type: ignore[method-assign]
+
+        async def interfere() -> None:
+            while not done.is_set():
+                for node in swarm.nodes.values():
+                    for found in list(node.island._results):
+                        forged = Result(swarm.record.id, node.island.standing.round, found, b"x" * 32, {}, {})
+                        raw = sign_result(identity(7), forged, NOW_MS).raw
+                        await stranger.call(node.name, wire.SAY, swarm.record.id + raw, timeout_s=5)
+                await trio.sleep(0.05)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(interfere)
+            await swarm.finished(0, 1, 2)
+            done.set()
+        assert {*members_of(swarm.nodes[0].island.log)[since:]} == {3}
+
+
+@pytest.mark.soak
+async def test_who_is_there_and_never_counts_is_not_waited_for_for_ever(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    async with open_islands(tmp_path, 0, 1, steps=150) as swarm:
+        await joined(swarm, 2)
+        ghosts = [swarm.fabric.node(identity(number).peer_id) for number in (4, 5, 6, 7)]
+        done = trio.Event()
+
+        async def greet() -> None:
+            while not done.is_set():
+                island = swarm.nodes[0].island
+                hello = wire.request(swarm.record.id, {"round": island.standing.round, "head": island.head.hex()})
+                for ghost in ghosts:
+                    for number in (0, 1):
+                        await ghost.call(swarm.nodes[number].name, wire.HELLO, hello, timeout_s=5)
+                await trio.sleep(0.2)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(greet)
+            began = trio.current_time()
+            await swarm.finished(0, 1, within_s=2000)
+            done.set()
+        assert trio.current_time() - began < 200  # 29 rounds; waiting for a quorum takes 20 s each time
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_ends_an_island_with_its_own_error(tmp_path: Path, autojump_clock: MockClock) -> None:
+    async with open_islands(tmp_path, 0) as swarm:
+
+        async def full(entries: Any, states: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        swarm.nodes[0].island._settled = full
+        await swarm.until(lambda: swarm.nodes[0].failure is not None)
+        assert isinstance(swarm.nodes[0].failure, OSError)  # and no group of exceptions, which would end the node
