@@ -19,7 +19,7 @@ import trio
 from p2p.addresses import Address, Scope, parse_address, parse_known, same_lan
 from p2p.channel.compatibility import check_libp2p
 from p2p.channel.upgrade import channel_of
-from p2p.dht import directory as dht
+from p2p.dht import streams as kad
 from p2p.dht.directory import Directory
 from p2p.dht.host_view import LiveHostView
 from p2p.discovery.known_peers import KnownPeers
@@ -95,7 +95,7 @@ class Libp2pNetwork:
         self._board = Switchboard(self._open_lane, limits=config.limits, bandwidth=self.bandwidth)
         self._board.is_lan = self._is_lan
         self._board.on_misbehaved = self._on_misbehaved
-        self._heartbeat = Heartbeat(self._hello, self._on_hello, config.heartbeat_s)
+        self._heartbeat = Heartbeat(self._hello, self._on_hello, self._on_other, config.heartbeat_s)
         self._directory: Directory | None = None
         self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay)
         self.traversal.say_hello = self._heartbeat.say_hello
@@ -116,8 +116,10 @@ class Libp2pNetwork:
         self.host.accompany(self._heartbeat.accompany)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
-            self._directory = Directory(self.peer_id, self._ask, LiveHostView(self.host), is_valid_value)
-            self._board.serve(dht.METHOD, self._directory.handle)
+            view = LiveHostView(self.host, self._heartbeat.is_linked)
+            self._directory = Directory(self.peer_id, partial(kad.ask, self.host, kad.PROTOCOL), view, is_valid_value)
+            requests = kad.RequestServer(self._directory.handle, partial(self._on_misbehaved, why="directory requests"))
+            self.host.handle(kad.PROTOCOL, requests.serve)
 
     # --- the methods of `app.core.network.Network` --------------------------------------------------------------------
 
@@ -289,9 +291,6 @@ class Libp2pNetwork:
         _prioritised(lane, stream)
         await self._board.attend(stream.peer, lane, stream)
 
-    async def _ask(self, peer: str, body: bytes, timeout_s: float) -> bytes:
-        return await self._board.call(peer, dht.METHOD, body, timeout_s=timeout_s)
-
     async def _ask_reach(self, peer: str, body: bytes, timeout_s: float) -> bytes:
         return await self._board.call(peer, reachability.METHOD, body, timeout_s=timeout_s)
 
@@ -331,6 +330,11 @@ class Libp2pNetwork:
         self.traversal.heard(connection, hello)
         if self._directory is not None:
             self._directory.saw(connection.peer)
+
+    def _on_other(self, peer: str) -> None:
+        """Give a libp2p node that is not a Shoal node a place in the directory, if it answers there."""
+        if self._directory is not None:
+            self._directory.meet(peer)
 
     async def _prune(self) -> None:
         """Every `PRUNE_S` seconds, close idle links if there are too many."""

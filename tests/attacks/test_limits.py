@@ -27,6 +27,7 @@ from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
 from p2p.dht import store
+from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.host import heartbeat
@@ -107,6 +108,10 @@ ROWS: dict[str, tuple[float, ...]] = {
         store.MAX_VALUE_RECORDS,
         dht_wire.MAX_VALUE_BYTES / KIB,
         dht_wire.MAX_VALUES,
+        dht_wire.MAX_REQUEST_BYTES / KIB,
+        dht_wire.MAX_ANSWER_BYTES / KIB,
+        kad.BURST_REQUESTS,
+        kad.REQUESTS_PER_S,
     ),
     "members known": (
         TABLE.members,
