@@ -30,6 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 from libp2p.kad_dht.pb.kademlia_pb2 import Message as ProtobufMessage
@@ -138,7 +139,7 @@ def key_of_value(path: bytes) -> bytes | None:
 
 
 def _add_contact(entries: object, contact: Contact) -> None:
-    addresses = [address_bytes(address.of(None)) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
+    addresses = [_encoded(address) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
     entries.add(id=peer_id_bytes(contact.peer), addrs=addresses)  # type: ignore[attr-defined]
 
 
@@ -154,12 +155,21 @@ def _contacts(entries: Iterable[ProtobufMessage.Peer]) -> tuple[Contact, ...]:
 
 
 def _addresses(encoded: Iterable[bytes], peer: str) -> tuple[Address, ...]:
-    found: dict[Address, None] = {}
-    for data in encoded:
-        try:
-            address = address_from_bytes(bytes(data))
-        except BadAddress:
-            continue
-        if address.peer in (None, peer) and address.scope is not Scope.UNUSABLE and address.port:
-            found[address.of(peer)] = None
-    return tuple(found)[:MAX_ADDRESSES_PER_PEER]
+    decoded = (_decoded(data, peer) for data in encoded)
+    return tuple(dict.fromkeys(address for address in decoded if address is not None))[:MAX_ADDRESSES_PER_PEER]
+
+
+# The same few peers and addresses are in most answers, so both directions are cached.
+@lru_cache(maxsize=8192)
+def _encoded(address: Address) -> bytes:
+    return address_bytes(address.of(None))
+
+
+@lru_cache(maxsize=8192)
+def _decoded(data: bytes, peer: str) -> Address | None:
+    try:
+        address = address_from_bytes(data)
+    except BadAddress:
+        return None
+    is_usable = address.peer in (None, peer) and address.scope is not Scope.UNUSABLE and address.port
+    return address.of(peer) if is_usable else None

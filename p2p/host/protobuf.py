@@ -6,7 +6,6 @@ The messages themselves are protobuf classes of py-libp2p; each protocol says ho
 from __future__ import annotations
 
 import ipaddress
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -79,7 +78,6 @@ def varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-@lru_cache(maxsize=4096)
 def address_bytes(address: Address) -> bytes:
     """Encode an address in libp2p's binary form; raises `BadAddress` if it names a peer that is not a peer id."""
     encoded = bytearray(varint(_HOST_CODES[address.kind]))
@@ -98,7 +96,6 @@ def address_bytes(address: Address) -> bytes:
     return bytes(encoded)
 
 
-@lru_cache(maxsize=4096)
 def address_from_bytes(data: bytes) -> Address:
     """Decode an address from libp2p's binary form; raises `BadAddress` for any that this node cannot dial."""
     if len(data) > MAX_ADDRESS_CHARS:

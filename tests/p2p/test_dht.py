@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import pytest
 import trio
@@ -15,7 +16,7 @@ from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
 from p2p.dht import directory as dht
 from p2p.dht import store as dht_store
 from p2p.dht.directory import Directory
-from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_position
+from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_position, position
 from p2p.dht.store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
     MAX_ANSWER_BYTES,
@@ -415,3 +416,45 @@ def test_one_network_drives_out_one_value_a_minute() -> None:
     assert store.put(KEY, peer_named(20), b"lie", now=1, network="one liar's")
     assert not store.put(KEY, peer_named(21), b"another lie", now=2, network="one liar's")
     assert store.put(KEY, peer_named(21), b"another lie", now=62, network="one liar's")
+
+
+@pytest.mark.parametrize("trick", ["invent", "nothing", "flood"])
+async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
+    trick: str, autojump_clock: trio.abc.Clock
+) -> None:
+    """Liars invent peers next to the key that do not exist, know nobody, or answer with as much as they may."""
+    world = World()
+    await world.mesh(36)
+    rng = random.Random(7)
+    liars = {node for node in rng.sample(sorted(world.nodes), 12) if node not in (peer_named(1), peer_named(8))}
+
+    invented = [Contact(peer_id_of(rng.randbytes(32)), (PLACE,)) for _ in range(600)]
+    world.frozen.update(contact.peer for contact in invented)  # their addresses lead to silence
+
+    @lru_cache
+    def next_to(key: bytes) -> list[Contact]:
+        return sorted(invented, key=lambda contact: peer_position(contact.peer) ^ position(key))[:200]
+
+    def lie(request: Message) -> Message:
+        if trick == "nothing":
+            return Message(request.op, request.key)
+        near = tuple(rng.sample(next_to(request.key), BUCKET_SIZE))
+        many = tuple(rng.sample(invented, MAX_PROVIDERS)) if trick == "flood" else ()
+        return Message(request.op, request.key, near, many)
+
+    async def answer_falsely(peer: str, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return lie(decode(body)).encode()
+
+    for liar in liars:
+        world.nodes[liar].handle = answer_falsely  # type: ignore[method-assign]
+    honest = [node for name, node in world.nodes.items() if name not in liars]
+    found = 0
+    for number, key in enumerate(rng.randbytes(32) for _ in range(10)):
+        provider, asker = honest[number], honest[-number - 1]
+        await provider.provide(key)
+        started_at = trio.current_time()
+        names = await asker.find_providers(key, timeout_s=3)
+        assert trio.current_time() - started_at <= 3.1
+        found += provider._own_peer in names[:MAX_PROVIDERS]
+    assert found == 10
