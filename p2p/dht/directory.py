@@ -160,8 +160,18 @@ class Directory:
         self._own_keys[key] = now
         return await self._publish(self._provision(key))
 
-    async def find_providers(self, key: bytes, *, timeout_s: float, enough: int = 32) -> list[str]:
-        """Return the providers of `key` found within `timeout_s`, those that most nodes named first."""
+    async def find_providers(
+        self,
+        key: bytes,
+        *,
+        timeout_s: float,
+        enough: int = 32,
+        tell: Callable[[Contact], None] = lambda contact: None,
+    ) -> list[str]:
+        """Return the providers of `key` found within `timeout_s`, those that most nodes named first.
+
+        `tell` is called with each at once when a node names it.
+        """
         _check_key(key)
         named: Counter[str] = Counter()  # provider -> nodes that named it
         sources = 0
@@ -172,6 +182,7 @@ class Directory:
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
                     self._host.learn(contact)
+                    tell(contact)
                     named[contact.peer] += 1
 
         path = provider_key(key)
@@ -217,6 +228,12 @@ class Directory:
 
         await self._look_up(Op.GET_VALUE, path, timeout_s, collect, lambda: holders.total() >= STORE_ON)
         return [value for value, _ in holders.most_common()]
+
+    async def greet(self, peer: str) -> bool:
+        """Ask `peer` for nodes near this one, and add it to the routing table; False if it does not answer."""
+        return (
+            await self._query(peer, Message(Op.FIND_NODE, peer_id_bytes(self._own_peer)), QUERY_TIMEOUT_S) is not None
+        )
 
     async def refresh(self, timeout_s: float = 10.0) -> None:
         """Fill the routing table by looking up this node's own key and a random one."""
@@ -303,14 +320,13 @@ class Directory:
         return Message(Op.ADD_PROVIDER, provider_key(key), providers=(own,))
 
     async def _meet_newcomers(self) -> None:
-        own = Message(Op.FIND_NODE, peer_id_bytes(self._own_peer))
         while True:
             await self._newcomer_waits.wait()
             self._newcomer_waits = trio.Event()
             while self._newcomers:
                 peer = next(iter(self._newcomers))
                 if peer not in self.table:
-                    await self._query(peer, own, QUERY_TIMEOUT_S)
+                    await self.greet(peer)
                 del self._newcomers[peer]
 
     async def _republish(self) -> None:

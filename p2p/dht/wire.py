@@ -83,7 +83,7 @@ class Message:
 
     def encode(self) -> bytes:
         """Return the message's bytes; a record is marked as received now, which other implementations require."""
-        message = ProtobufMessage(type=int(self.op), key=self.key)
+        message = ProtobufMessage(type=self.op.name, key=self.key)
         if self.value is not None:
             message.record.key, message.record.value = self.key, self.value
             message.record.timeReceived = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ class PortMapper:
             return
         try:
             if mapping.method == "UPnP" and self._upnp is not None:
-                await trio.to_thread.run_sync(self._upnp.remove, mapping.port, abandon_on_cancel=True)
+                remove = partial(trio.to_thread.run_sync, abandon_on_cancel=True)  # type: ignore[call-arg]
+                await remove(self._upnp.remove, mapping.port)
             elif self._control is not None:
                 await self._control.map(mapping.port, lifetime_s=0)
         except MappingRefused as error:

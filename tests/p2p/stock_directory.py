@@ -1,8 +1,8 @@
 """Directory nodes of py-libp2p's own KadDHT for the tests: `python -m tests.p2p.stock_directory PROTOCOL COUNT [IP]`.
 
-They know each other. Prints their addresses, then answers one JSON line on stdin, an order to the first of them, with
-one JSON line on stdout. Nothing of `p2p` is imported here. py-libp2p has its protocol as a constant, which is replaced
-before anything reads it.
+They know each other; in the public directory the first one has an RSA key, as its entry points do. Prints their
+addresses, then answers one JSON line on stdin, an order to the first of them, with one JSON line on stdout. Nothing of
+`p2p` is imported here. py-libp2p has its protocol as a constant, which is replaced before anything reads it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 import libp2p.kad_dht.common as common
 import trio
 from libp2p import new_host
+from libp2p.crypto.ed25519 import create_new_key_pair as ed25519_keys
+from libp2p.crypto.keys import KeyPair
+from libp2p.crypto.rsa import create_new_key_pair as rsa_keys
 from libp2p.custom_types import TProtocol
 from libp2p.kad_dht import kad_dht, peer_routing, provider_store, value_store
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
@@ -35,9 +38,9 @@ class AnyValue(Validator):
         return 0
 
 
-async def start(stack: AsyncExitStack, ip: str) -> tuple[Any, KadDHT]:
+async def start(stack: AsyncExitStack, ip: str, keys: KeyPair) -> tuple[Any, KadDHT]:
     """A host and its directory node, which run until `stack` is closed."""
-    host = new_host()
+    host = new_host(key_pair=keys)
     await stack.enter_async_context(host.run([Multiaddr(f"/ip4/{ip}/tcp/0")]))
     dht = KadDHT(host, DHTMode.SERVER)
     dht.register_validator("shoal", AnyValue())
@@ -77,7 +80,9 @@ async def obey(host: Any, dht: KadDHT, order: dict[str, str]) -> dict[str, Any]:
 async def main(count: int, ip: str) -> None:
     """Run the nodes, and obey stdin."""
     async with AsyncExitStack() as stack:
-        nodes = [await start(stack, ip) for _ in range(count)]
+        has_rsa = common.PROTOCOL_ID == "/ipfs/kad/1.0.0"
+        keys = [rsa_keys() if number == 0 and has_rsa else ed25519_keys() for number in range(count)]
+        nodes = [await start(stack, ip, pair) for pair in keys]
         addresses = [str(host.get_addrs()[0]) for host, _ in nodes]
         for number, (host, dht) in enumerate(nodes):
             for address in addresses[:number] + addresses[number + 1 :]:

@@ -22,8 +22,11 @@ Promise.withResolvers ??= function () {
 
 const [protocol, count, ip = '127.0.0.1'] = process.argv.slice(2)
 
-const makeNode = () => createLibp2p({
-  addresses: { listen: [`/ip4/${ip}/tcp/0`] },
+// js-libp2p tells nobody of a public address that it was not told to announce.
+const addresses = (port) => ({ listen: [`/ip4/${ip}/tcp/${port}`], announce: port > 0 ? [`/ip4/${ip}/tcp/${port}`] : [] })
+
+const makeNode = (_, number) => createLibp2p({
+  addresses: addresses(ip === '127.0.0.1' ? 0 : 4001 + number),
   transports: [tcp()],
   connectionEncrypters: [noise()],
   streamMuxers: [yamux()],
