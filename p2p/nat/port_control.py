@@ -38,8 +38,6 @@ T = TypeVar("T")
 class MappingRefused(P2PError):
     """The router does not forward the port, or does not answer; forward it in the router's settings instead."""
 
-    reason_code = "port_mapping"
-
 
 class OnlyNatPmp(MappingRefused):
     """The router knows no PCP, but NAT-PMP."""
