@@ -32,7 +32,7 @@ def internet() -> Iterator[Namespaces]:
         yield networks
 
 
-@pytest.mark.parametrize("kind", ["js", "py"])
+@pytest.mark.parametrize("kind", ["js", pytest.param("py", marks=pytest.mark.soak)])
 async def test_two_nodes_meet_by_name_through_foreign_nodes_alone(
     kind: str, internet: Namespaces, record_property: Callable[[str, object], None]
 ) -> None:
