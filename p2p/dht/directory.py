@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -46,6 +46,7 @@ _PROBES_PER_ROUND = 8
 _MIN_SOURCES = 3  # nodes that must have named providers before a search ends early
 _SMALL_TABLE = 4  # up to this many known peers, each new one triggers a refresh
 _REFRESH_GAP_S = 5.0
+_MAX_MET = 1024
 _MAX_NEWCOMERS = 64  # peers that wait to be asked whether they answer requests
 
 log = logging.getLogger("shoal.p2p.dht")
@@ -85,6 +86,7 @@ class Directory:
         self._refresh_wanted = trio.Event()
         self._newcomers: dict[str, None] = {}
         self._newcomer_waits = trio.Event()
+        self._met_at: OrderedDict[str, float] = OrderedDict()  # peers that were asked if they answer
         self._own_keys: dict[bytes, float] = {}
         self._own_values: dict[bytes, tuple[bytes, float]] = {}
 
@@ -136,10 +138,20 @@ class Directory:
             raise Refused(f"there is no room for another value of {peer}")
 
     def meet(self, peer: str) -> None:
-        """Ask `peer` soon if it answers requests; only then it is added to the routing table and told to others."""
-        if peer not in self.table and len(self._newcomers) < _MAX_NEWCOMERS:
+        """Ask `peer` soon if it answers requests; only then it is added to the routing table and told to others.
+
+        One that did not answer is asked again after `REFRESH_S` at the earliest: it may be a client only.
+        """
+        now = trio.current_time()
+        if peer in self.table or now - self._met_at.get(peer, -REFRESH_S) < REFRESH_S:
+            return
+        if len(self._newcomers) < _MAX_NEWCOMERS:
             self._newcomers[peer] = None
             self._newcomer_waits.set()
+            self._met_at[peer] = now
+            self._met_at.move_to_end(peer)
+            if len(self._met_at) > _MAX_MET:
+                self._met_at.popitem(last=False)
 
     def saw(self, peer: str) -> None:
         """Record that `peer` takes part in the directory and is alive."""

@@ -259,6 +259,11 @@ async def test_a_peer_that_asks_is_known_to_others_only_if_it_answers_too(autoju
     with trio.move_on_after(5):
         await node.maintain(probe)
     assert node.table.peers() == [peer_named(2)]  # the third does not answer
+    asked = world.asked
+    with trio.move_on_after(5):
+        await node.handle(peer_named(3), Message(Op.FIND_NODE, b"any").encode())
+        await node.maintain(probe)
+    assert world.asked == asked  # and is not asked again so soon
 
 
 async def test_a_ping_is_answered_and_a_request_without_a_key_is_not(autojump_clock: trio.abc.Clock) -> None:
