@@ -19,6 +19,8 @@ MAX_ADDRESSES_PER_PEER = 16
 _HOST_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,64}")
 _DNS_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_DNSADDR = re.compile(r"/dnsaddr/(\w(?:[\w.-]{0,238}\w)?)(?:/p2p/(\w+))?", re.ASCII)
+PUBLIC_ENTRIES = ("/dnsaddr/bootstrap.libp2p.io",)  # of the public libp2p directory
 _CARRIER_GRADE_NAT = ipaddress.ip_network("100.64.0.0/10")
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -140,6 +142,21 @@ def parse_address(text: str) -> Address:
         case ["p2p", relay, "p2p-circuit", "p2p", peer]:
             return direct.of(_peer(relay, text)).through(_peer(peer, text))
     raise BadAddress(f"{text!r}: after the port only /p2p/PEER or /p2p/RELAY/p2p-circuit/p2p/PEER may follow")
+
+
+def parse_dnsaddr(text: str) -> tuple[str, str | None] | None:
+    """Return the DNS name and the peer id, if any, in `/dnsaddr/NAME[/p2p/PEER]`; None for any other text."""
+    found = _DNSADDR.fullmatch(text)
+    if found is None or (found[2] is not None and not is_peer_id(found[2])):
+        return None
+    return found[1], found[2]
+
+
+def check_entry(text: str) -> str:
+    """Return `text` if it is a `/dnsaddr/…` or an address with a peer id; raises `BadAddress` otherwise."""
+    if parse_dnsaddr(text) is None and parse_address(text).peer is None:
+        raise BadAddress(f"{text!r} has no peer id; append /p2p/PEER")
+    return text
 
 
 def parse_known(texts: Iterable[str], peer: str | None = None, limit: int = MAX_ADDRESSES_PER_PEER) -> list[Address]:

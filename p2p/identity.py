@@ -32,6 +32,7 @@ _VERSION = 1
 _MAX_FILE_BYTES = 4096
 # Multihash: identity (0x00), 36 bytes; message: type (field 1) = Ed25519 (1), data (field 2) of 32 bytes.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
+_MAX_PEER_ID_BYTES = 44  # libp2p puts public keys of up to 42 bytes into the id itself
 _ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _DIGITS = {letter: value for value, letter in enumerate(_ALPHABET)}
 # 2**15 x 8 x 128 bytes = 32 MiB and about a tenth of a second: slow to guess passphrases, fast enough to use.
@@ -43,31 +44,65 @@ _MAX_SCRYPT_N = 2**18  # 256 MiB: the most memory that an export file may make t
 def peer_id_of(public_key: bytes) -> str:
     """Return the peer id (`12D3Koo…`) of an Ed25519 public key."""
     assert len(public_key) == KEY_BYTES
-    number = int.from_bytes(_PEER_ID_PREFIX + public_key)
-    letters = []
-    while number:
-        number, digit = divmod(number, 58)
-        letters.append(_ALPHABET[digit])
-    letters.append(_ALPHABET[0])  # base58 writes each leading zero byte as one "1": there is exactly one
-    return "".join(reversed(letters))
+    return _base58(_PEER_ID_PREFIX + public_key)
 
 
 def public_key_of(peer_id: str) -> bytes:
     """Return the Ed25519 public key inside a peer id; raises `IdentityError` for any other text."""
     if len(peer_id) != PEER_ID_CHARS:
         raise IdentityError(f"{peer_id[:64]!r} is not the peer id of an Ed25519 key")
-    number = 0
-    for letter in peer_id:
-        if letter not in _DIGITS:
-            raise IdentityError(f"{peer_id!r} is not a peer id: {letter!r} is not a base58 letter")
-        number = number * 58 + _DIGITS[letter]
-    if number >> 8 * (len(_PEER_ID_PREFIX) + KEY_BYTES):
-        raise IdentityError(f"{peer_id!r} is not the peer id of an Ed25519 key")
-    raw = number.to_bytes(len(_PEER_ID_PREFIX) + KEY_BYTES)
+    raw = _from_base58(peer_id)
     # The comparison rejects any other spelling of the same number.
-    if not raw.startswith(_PEER_ID_PREFIX) or peer_id_of(raw[-KEY_BYTES:]) != peer_id:
+    if (
+        len(raw) != len(_PEER_ID_PREFIX) + KEY_BYTES
+        or not raw.startswith(_PEER_ID_PREFIX)
+        or peer_id_of(raw[-KEY_BYTES:]) != peer_id
+    ):
         raise IdentityError(f"{peer_id!r} is not the peer id of an Ed25519 key")
     return raw[-KEY_BYTES:]
+
+
+@lru_cache(maxsize=8192)
+def peer_id_bytes(peer_id: str) -> bytes:
+    """Return a peer id of any kind of key in binary, a multihash; raises `IdentityError` for any other text."""
+    raw = _from_base58(peer_id[: 2 * _MAX_PEER_ID_BYTES])
+    _check_multihash(raw)
+    return raw
+
+
+@lru_cache(maxsize=8192)
+def peer_id_from_bytes(raw: bytes) -> str:
+    """Return the text of a binary peer id; raises `IdentityError` if it is not a multihash of a public key."""
+    _check_multihash(raw)
+    return _base58(raw)
+
+
+def _check_multihash(raw: bytes) -> None:
+    """Accept an identity multihash of a short public key, or the SHA-256 of a long one."""
+    short = 34 <= len(raw) <= _MAX_PEER_ID_BYTES and raw[0] == 0x00 and raw[1] == len(raw) - 2
+    hashed = len(raw) == 34 and raw[:2] == b"\x12\x20"
+    if not short and not hashed:
+        raise IdentityError(f"{raw[:48].hex()!r} is not a binary peer id")
+
+
+def _base58(raw: bytes) -> str:
+    number, letters = int.from_bytes(raw), []
+    while number:
+        number, digit = divmod(number, 58)
+        letters.append(_ALPHABET[digit])
+    # base58 writes each leading zero byte as one "1"
+    letters.append(_ALPHABET[0] * (len(raw) - len(raw.lstrip(b"\0"))))
+    return "".join(reversed(letters))
+
+
+def _from_base58(text: str) -> bytes:
+    number = 0
+    for letter in text:
+        if letter not in _DIGITS:
+            raise IdentityError(f"{text!r} is not a peer id: {letter!r} is not a base58 letter")
+        number = number * 58 + _DIGITS[letter]
+    zeros = len(text) - len(text.lstrip(_ALPHABET[0]))
+    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8)
 
 
 def is_signed(public_key: bytes, data: bytes, signature: bytes) -> bool:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from p2p.addresses import Address, Scope, parse_address, parse_known, same_lan
+from p2p.addresses import PUBLIC_ENTRIES, Address, Scope, parse_address, parse_known, same_lan
 from p2p.channel.compatibility import check_libp2p
 from p2p.channel.upgrade import channel_of
-from p2p.dht import directory as dht
+from p2p.dht import streams as kad
 from p2p.dht.directory import Directory
 from p2p.dht.host_view import LiveHostView
+from p2p.dht.public_directory import PublicDirectory
 from p2p.discovery.known_peers import KnownPeers
 from p2p.discovery.mdns import LocalNetwork
 from p2p.discovery.seeker import MEANS, Means, Seeker
@@ -65,8 +66,10 @@ class NetworkConfig:
     advertise: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()  # multiaddrs with a peer id, redialled for ever
     discovery: frozenset[Means] = frozenset(MEANS)
+    public_entries: tuple[str, ...] = PUBLIC_ENTRIES  # of the public directory; see `p2p.dnsaddr`
     remember_at: Path | None = None
     secret: bytes | None = field(default=None, repr=False)
+    map_port: bool = False  # ask the router to forward the listening port, unless `advertise` is given
     relay: bool | None = None  # relay connections for others; None: if others can dial this node
     deny: tuple[str, ...] = ()
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
@@ -95,9 +98,13 @@ class Libp2pNetwork:
         self._board = Switchboard(self._open_lane, limits=config.limits, bandwidth=self.bandwidth)
         self._board.is_lan = self._is_lan
         self._board.on_misbehaved = self._on_misbehaved
-        self._heartbeat = Heartbeat(self._hello, self._on_hello, config.heartbeat_s)
+        self._heartbeat = Heartbeat(self._hello, self._on_hello, self._on_other, config.heartbeat_s)
         self._directory: Directory | None = None
-        self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay)
+        self.public: PublicDirectory | None = None  # while it is used
+        self._public_scope = trio.CancelScope()
+        self._identity = identity
+        map_port = config.map_port and not config.advertise
+        self.traversal = Traversal(self.host, self._ask_reach, self._start, relay=config.relay, map_port=map_port)
         self.traversal.say_hello = self._heartbeat.say_hello
         self.traversal.renew_link = self._board.renew
         self._standard_protocols = StandardProtocols(self.host, identity)
@@ -116,8 +123,10 @@ class Libp2pNetwork:
         self.host.accompany(self._heartbeat.accompany)
         self._board.serve(reachability.METHOD, self.traversal.reachability.handle)
         if "dht" in self._config.discovery:
-            self._directory = Directory(self.peer_id, self._ask, LiveHostView(self.host), is_valid_value)
-            self._board.serve(dht.METHOD, self._directory.handle)
+            view = LiveHostView(self.host, self._heartbeat.is_linked)
+            self._directory = Directory(self.peer_id, partial(kad.ask, self.host, kad.PROTOCOL), view, is_valid_value)
+            requests = kad.RequestServer(self._directory.handle, partial(self._on_misbehaved, why="directory requests"))
+            self.host.handle(kad.PROTOCOL, requests.serve)
 
     # --- the methods of `app.core.network.Network` --------------------------------------------------------------------
 
@@ -143,15 +152,26 @@ class Libp2pNetwork:
         self._board.accept(protocol, handler)
 
     async def provide(self, key: bytes) -> None:
-        """Publish this node as a provider of `key` in the directory; republished for ninety minutes."""
+        """Publish this node as a provider of `key` in the directories; republished for ninety minutes."""
+        if self.public is not None:
+            self.public.provide(key)
         if self._directory is not None:
             await self._directory.provide(key)
 
     async def find_providers(self, key: bytes, *, timeout_s: float) -> Sequence[str]:
         """Return peers that provide `key`; their addresses are kept for dialling."""
-        if self._directory is None:
-            return []
-        return await self._directory.find_providers(key, timeout_s=timeout_s)
+        found: dict[str, None] = {}
+
+        async def look_up(directory: Directory | PublicDirectory) -> None:
+            found.update(dict.fromkeys(await directory.find_providers(key, timeout_s=timeout_s)))
+            if found and directory is self._directory:
+                nursery.cancel_scope.cancel()  # the look-up in the public directory goes on, for later calls
+
+        async with trio.open_nursery() as nursery:
+            for directory in (self._directory, self.public):
+                if directory is not None:
+                    nursery.start_soon(look_up, directory)
+        return list(found)
 
     async def put_value(self, key: bytes, value: bytes) -> None:
         """Store a small value in the directory."""
@@ -207,9 +227,23 @@ class Libp2pNetwork:
         """Call `listener` with each peer whose last link broke or was closed by the peer; returns the unsubscriber."""
         return self._board.on_link_lost(listener)
 
+    @property
+    def is_private(self) -> bool:
+        """True if only nodes with the swarm's secret can connect."""
+        return self._config.secret is not None
+
     def allow_relaying(self, allowed: bool) -> None:
         """Allow or forbid this node to relay connections for others; it needs to be dialable to do so."""
         self.traversal.allow_relaying(allowed)
+
+    def use_public(self, wanted: bool) -> None:
+        """Take part in the public directory from now on, or leave it; needs a running network."""
+        if wanted and self.public is None and self._nursery is not None:
+            self.public, self._public_scope = self._public_directory(), trio.CancelScope()
+            self._nursery.start_soon(self._run_public, self.public, self._public_scope)
+        elif not wanted and self.public is not None:
+            self._public_scope.cancel()
+            self.public = None
 
     @property
     def reachability(self) -> Reachability:
@@ -244,7 +278,10 @@ class Libp2pNetwork:
             self._stopped.set()
 
     async def stop(self) -> None:
-        """Say goodbye to every peer and end `run`; takes at most a second, even if peers do not respond."""
+        """Say goodbye to every peer and end `run`; takes at most a second, even if peers do not respond.
+
+        If the router has to be told to close a port, it takes up to two seconds more.
+        """
         if self._scope is not None:
             await self._memory.save()  # before `goodbye` closes the connections, which are part of what is saved
             await self.host.goodbye()
@@ -274,9 +311,23 @@ class Libp2pNetwork:
             nursery.start_soon(supervise, "mDNS", local.run)
         if self._directory is not None:
             nursery.start_soon(supervise, "the directory", partial(self._directory.maintain, self._probe))
+        self.use_public("public" in means)
         nursery.start_soon(supervise, "discovery", self._seeker.run)
         nursery.start_soon(self.traversal.run)
         nursery.start_soon(supervise, "pruning", self._prune)
+
+    async def _run_public(self, public: PublicDirectory, scope: trio.CancelScope) -> None:
+        with scope:
+            await supervise("the public directory", public.run)
+
+    def _public_directory(self) -> PublicDirectory:
+        def learn(peer: str, addresses: Sequence[Address]) -> None:
+            self._book.add(peer, addresses, trio.current_time())
+
+        config = self._config
+        return PublicDirectory(
+            self._identity, config.public_entries, lambda: self.host.addresses, learn, deny=config.deny
+        )
 
     # --- callbacks and helpers ----------------------------------------------------------------------------------------
 
@@ -288,9 +339,6 @@ class Libp2pNetwork:
     async def _attend(self, lane: str, stream: Stream) -> None:
         _prioritised(lane, stream)
         await self._board.attend(stream.peer, lane, stream)
-
-    async def _ask(self, peer: str, body: bytes, timeout_s: float) -> bytes:
-        return await self._board.call(peer, dht.METHOD, body, timeout_s=timeout_s)
 
     async def _ask_reach(self, peer: str, body: bytes, timeout_s: float) -> bytes:
         return await self._board.call(peer, reachability.METHOD, body, timeout_s=timeout_s)
@@ -331,6 +379,11 @@ class Libp2pNetwork:
         self.traversal.heard(connection, hello)
         if self._directory is not None:
             self._directory.saw(connection.peer)
+
+    def _on_other(self, peer: str) -> None:
+        """Give a libp2p node that is not a Shoal node a place in the directory, if it answers there."""
+        if self._directory is not None:
+            self._directory.meet(peer)
 
     async def _prune(self) -> None:
         """Every `PRUNE_S` seconds, close idle links if there are too many."""

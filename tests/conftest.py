@@ -35,3 +35,4 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     """A test that forgets to name a home folder must not find, or touch, the person's."""
     home: Path = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("SHOAL_HOME", str(home))
+    monkeypatch.setenv("SHOAL_MAP_PORT", "false")  # nor ask anything of the router of this network

@@ -260,6 +260,8 @@ def why(app: NodeApp) -> None:
             label = RULES.get(rule.code, one_line(rule.label))
             facts.append((f"pause: {label}", _rule(rule.enabled, rule.available, rule.text)))
         facts += [("reach", known.network.reach), ("links", str(known.network.links))]
+        router = known.network.mapping or one_line(known.network.mapping_problem)
+        facts += [("router", router)] if router else []
         facts += [("address", address) for address in known.listen_addrs[:6]]
         facts += [("node", f"{known.version} · process {known.pid} · {known.api_url}"), ("peer id", known.peer_id)]
     app.push_screen(Facts("why", facts, copied=known.peer_id if known is not None else ""))

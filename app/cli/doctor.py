@@ -28,6 +28,8 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the model to size the devices for, the memory limit to assume, and the bug report."""
     parser.add_argument("--model", metavar="MODEL", help="show how many blocks of MODEL fit (default: each cached one)")
     parser.add_argument("--max-vram", metavar="SIZE", type=size_argument, help="assume this memory limit, like 6GB")
+    words = "show only how others reach this machine: router, NAT, relays, IPv6, public directory"
+    parser.add_argument("--network", action="store_true", help=words)
     words = "write a zip for a bug report: checks, state, devices, settings without secrets, end of the log"
     parser.add_argument("--bundle", metavar="FILE", type=Path, help=words)
 
@@ -36,7 +38,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Print each check as it is made, or all of them as JSON; exit status 1 if one failed."""
     devices: list[Device] = []
     checks: list[Check] = []
-    for check in examine(arguments, devices):
+    for check in examine_reach(arguments.home) if arguments.network else examine(arguments, devices):
         checks.append(check)
         if not arguments.json:
             print_check(check)
@@ -161,6 +163,24 @@ def examine_network(folder: Path) -> Iterator[Check]:
     ports = [parse_address(text).port for text in settings.listen]
     now_ms = time.time_ns() // 10**6
     yield from resting_checks(ports, settings.api_port, now_ms=now_ms, last_said_ms=read_sequence(home))
+
+
+def examine_reach(folder: Path) -> Iterator[Check]:
+    """Yield how others reach this machine, according to the running node; without one, what needs no node."""
+    from app.api.client import running_client
+    from app.core.errors import AppError
+    from app.snapshot.codec import snapshot_from
+    from app.system.doctor import Check, network_checks
+
+    try:
+        client = running_client(folder)
+        if client is not None:
+            yield from network_checks(snapshot_from(client.get("/control/snapshot")))
+            return
+    except AppError as error:
+        yield Check("network", "fail", str(error), "fix this first, then run `shoal doctor --network` again")
+        return
+    yield from examine_network(folder)
 
 
 def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:

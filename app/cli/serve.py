@@ -34,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", metavar="ADDR", action="append", help="like /ip4/0.0.0.0/tcp/7464 (repeatable)")
     words = "announce this address instead of the detected ones (repeatable)"
     parser.add_argument("--advertise", metavar="MULTIADDR", action="append", help=words)
-    parser.add_argument("--discovery", metavar="MEANS", help="any of mdns,dht,invite,remembered, separated by commas")
+    parser.add_argument(
+        "--discovery", metavar="MEANS", help="any of mdns,dht,invite,remembered,public, separated by commas"
+    )
     parser.add_argument("--peer", metavar="MULTIADDR", action="append", help="connect to this peer (repeatable)")
     parser.add_argument("--api-port", metavar="P", type=int, help="the control API's port; 0 means any free one")
     parser.add_argument("--log-level", choices=LOG_LEVELS, help="level of the log file and stderr")

@@ -17,7 +17,7 @@ from app.config.timetable import parse_schedule
 from app.core.errors import BadValue, UsageError
 from app.core.span import Span
 from app.core.units import parse_size
-from p2p.addresses import is_peer_id, parse_address
+from p2p.addresses import PUBLIC_ENTRIES, check_entry, is_peer_id, parse_address
 from p2p.errors import P2PError
 
 Kind = Literal[
@@ -30,6 +30,7 @@ Kind = Literal[
     "choice",
     "choices",
     "addresses",
+    "entries",
     "denials",
     "programs",
     "peers",
@@ -38,8 +39,8 @@ Kind = Literal[
 ]
 Value = str | int | bool | tuple[str, ...] | None
 
-DISCOVERY = ("mdns", "dht", "invite", "remembered")
-LISTS = ("choices", "addresses", "denials", "programs", "peers", "origins")
+DISCOVERY = ("mdns", "dht", "invite", "remembered")  # by default; `public` has to be chosen
+LISTS = ("choices", "addresses", "entries", "denials", "programs", "peers", "origins")
 _MAX_ITEMS = 256
 _MAX_CHARS = 512
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
@@ -119,6 +120,8 @@ class Setting:
             raise ValueError(f"{item!r} is not one of {', '.join(self.options)}")
         if self.kind == "addresses":
             return str(parse_address(item))
+        if self.kind == "entries":
+            return check_entry(item)
         if self.kind == "programs":
             return program_name(item)
         if self.kind == "origins":
@@ -142,6 +145,7 @@ class Setting:
             "choice": f"one of {', '.join(self.options)}",
             "choices": f"some of {', '.join(self.options)}",
             "addresses": "addresses like /ip4/192.0.2.1/tcp/7464",
+            "entries": "addresses like /dnsaddr/example.org or /ip4/192.0.2.1/tcp/4001/p2p/PEER",
             "peers": "peer ids, as `shoal peers` shows them",
             "denials": "peer ids and networks like 192.0.2.0/24",
             "origins": "addresses of web pages like http://localhost:3000",
@@ -187,9 +191,24 @@ class Settings:
     advertise: tuple[str, ...] = _setting(
         "addresses", (), "Addresses to announce instead of the detected ones; turns mDNS off."
     )
-    discovery: tuple[str, ...] = _setting("choices", DISCOVERY, "Ways to find swarms and members.", options=DISCOVERY)
+    discovery: tuple[str, ...] = _setting(
+        "choices",
+        DISCOVERY,
+        "Ways to find swarms and members; public adds the public libp2p directory, whose nodes then see this one's "
+        "address and the hashes it looks for.",
+        options=(*DISCOVERY, "public"),
+    )
+    public_entries: tuple[str, ...] = _setting(
+        "entries", PUBLIC_ENTRIES, "Entry points of the public directory, if discovery includes public."
+    )
+    public_private: bool = _setting(
+        "flag", False, "Use the public directory for private swarms too, if discovery includes public."
+    )
     peers: tuple[str, ...] = _setting("addresses", (), "Peers to connect to at start, each ending in /p2p/ and its id.")
     deny: tuple[str, ...] = _setting("denials", (), "Peers and networks that are refused and never dialled.", live=True)
+    map_port: bool = _setting(
+        "flag", True, "Ask the router to forward the listening port to this node (PCP, NAT-PMP, UPnP)."
+    )
     relay: bool = _setting(
         "flag",
         True,

@@ -24,7 +24,7 @@ from app.joining.admission import ask_admission
 from app.joining.network_setup import named_peers, network_config
 from app.joining.wrong_secret import SecretCheck
 from app.membership import GuardedNetwork, resolve_swarm, value_check, wire
-from app.membership.swarm_search import FoundSwarm
+from app.membership.swarm_search import FIND_TIMEOUT_S, PUBLIC_TIMEOUT_S, FoundSwarm
 from app.swarm import invitations
 from app.swarm.names import SwarmName
 from app.swarm.records import SWARM_DOMAIN, read_record
@@ -34,7 +34,7 @@ from p2p.errors import EnvelopeError, HandshakeError, P2PError, WrongSecret
 from p2p.identity import load_or_create
 from p2p.network import Libp2pNetwork
 
-ROUNDS = 2  # of up to 5 s each; the second only if the first linked no peer at all
+ROUNDS = 2  # of up to 5 s each, 20 s with the public directory; the second only if the first linked no peer at all
 ASK_TIMEOUT_S = 2.0
 ADMIT_PATIENCE_S = 8.0  # for the issuer of an invite
 ADMIT_AGAIN_S = 0.5
@@ -56,7 +56,8 @@ async def resolve_name(
     Raises `UnknownSwarm`, `NameConflict`, `WrongSecret`, or `AppError` if the swarm is private.
     """
     named = named_peers(config, None)
-    found = await _unless_refused(network, named, refusals_to, lambda: _ask(network, wanted, named, None))
+    timeout_s = _timeout_s(config)
+    found = await _unless_refused(network, named, refusals_to, lambda: _ask(network, wanted, named, None, timeout_s))
     record = found.record
     if record.private:
         words = f"{record} is a private swarm: ask a member for an invite (`shoal invite`)"
@@ -76,9 +77,13 @@ async def require_member(network: Network, config: Config, swarm: SavedSwarm, re
     Raises `WrongSecret`, or `NoMember` that says who was tried.
     """
     named = named_peers(config, swarm)
-    wanted = SwarmName(swarm.name, swarm.model_hash)
+    wanted, timeout_s = SwarmName(swarm.name, swarm.model_hash), _timeout_s(config)
+
+    async def ask() -> FoundSwarm:
+        return await _ask(network, wanted, named, swarm.secret, timeout_s)
+
     try:
-        found = await _unless_refused(network, named, refusals_to, lambda: _ask(network, wanted, named, swarm.secret))
+        found = await _unless_refused(network, named, refusals_to, ask)
         tried = tuple(dict.fromkeys((*named, *found.peers)))
         if await _any_is_member(network, found.peers, swarm.id):
             return
@@ -172,10 +177,16 @@ async def _unless_refused(
     return answer[0]
 
 
-async def _ask(network: Network, wanted: SwarmName, named: dict[str, list[str]], secret: bytes | None) -> FoundSwarm:
+def _timeout_s(config: Config) -> float:
+    return PUBLIC_TIMEOUT_S if "public" in config.settings.discovery else FIND_TIMEOUT_S
+
+
+async def _ask(
+    network: Network, wanted: SwarmName, named: dict[str, list[str]], secret: bytes | None, timeout_s: float
+) -> FoundSwarm:
     for turn in range(ROUNDS):
         try:
-            return await resolve_swarm(network, wanted, via=named, secret=secret)
+            return await resolve_swarm(network, wanted, via=named, secret=secret, timeout_s=timeout_s)
         except UnknownSwarm:
             if turn == ROUNDS - 1 or network.links():
                 raise
@@ -229,7 +240,8 @@ async def _aside(
         listeners.append(listener)
         return nullcontext()
 
-    settings = replace(network_config(home.peers_file, config, swarm), listen=("/ip4/0.0.0.0/tcp/0",))
+    aside = network_config(home.peers_file, config, swarm)
+    settings = replace(aside, listen=("/ip4/0.0.0.0/tcp/0",), map_port=False)
     network = Libp2pNetwork(
         load_or_create(home.key_file),
         settings,

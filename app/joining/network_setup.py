@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal, cast
@@ -12,13 +13,13 @@ from typing import Literal, cast
 from app.config.file import Config
 from app.courtesy.rules import limits_at
 from app.courtesy.watch import local_now
-from app.snapshot.views import NetworkView
+from app.snapshot.views import NetworkView, PublicView
 from app.swarm.saved import SavedSwarm
 from p2p.addresses import parse_address
 from p2p.host.admission import DenyList
 from p2p.network import Libp2pNetwork, NetworkConfig
 
-Means = Literal["mdns", "dht", "invite", "remembered"]
+Means = Literal["mdns", "dht", "invite", "remembered", "public"]
 MAX_STRANGERS = 16
 
 
@@ -33,16 +34,25 @@ def network_config(
     settings = config.settings
     listen = settings.listen if config.explicit("listen") else ()
     discovery = frozenset(cast(tuple[Means, ...], settings.discovery))
+    if not uses_public(config, private=swarm is not None and swarm.secret is not None):
+        discovery -= {"public"}
     return NetworkConfig(
         listen=tuple(bound) or listen,
         advertise=settings.advertise,
         peers=settings.peers,
         discovery=discovery,
+        public_entries=settings.public_entries,
         remember_at=peers_file,
         secret=swarm.secret if swarm is not None else None,
+        map_port=settings.map_port,
         relay=None if settings.relay else False,
         deny=settings.deny,
     )
+
+
+def uses_public(config: Config, *, private: bool) -> bool:
+    """True if a swarm is to be looked up in the public directory; a private one only if the user said so."""
+    return "public" in config.settings.discovery and (not private or config.settings.public_private)
 
 
 def named_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]]:
@@ -59,8 +69,9 @@ def named_peers(config: Config, swarm: SavedSwarm | None) -> dict[str, list[str]
 
 
 async def apply_live(network: Libp2pNetwork, config: Config) -> None:
-    """Apply the settings that can change at run time: bandwidth limits, relaying, and denied peers."""
+    """Apply the settings that can change at run time: public directory, bandwidth, relaying, and denied peers."""
     settings = config.settings
+    network.use_public(uses_public(config, private=network.is_private))
     network.bandwidth.set_limits(*limits_at(settings, local_now()))
     network.allow_relaying(settings.relay)
     denied = network.host.admission.deny = DenyList.parse(settings.deny)
@@ -74,7 +85,8 @@ def network_view(network: Libp2pNetwork | None, config: Config, members: Collect
     """Return the view of a node's network; linked peers that are not in `members` are listed as strangers."""
     if network is None:
         return NetworkView(discovery=config.settings.discovery)
-    reach = network.reachability
+    reach, public, mapper = network.reachability, network.public, network.traversal.mapper
+    mapping = None if mapper is None else mapper.mapping
     return NetworkView(
         advertised=tuple(network.addresses()),
         reach=str(reach.state),
@@ -82,5 +94,9 @@ def network_view(network: Libp2pNetwork | None, config: Config, members: Collect
         relaying=network.relay.enabled,
         links=len(network.links()),
         discovery=config.settings.discovery,
+        mapping="" if mapping is None else f"{mapping.method} {mapping.ip}:{mapping.port}",
+        mapping_problem="" if mapper is None else mapper.problem,
+        relays=tuple(network.traversal.client.places),
+        public=None if public is None else PublicView(**dataclasses.asdict(public.status)),
         strangers=tuple(link.peer for link in network.links() if link.peer not in members)[:MAX_STRANGERS],
     )

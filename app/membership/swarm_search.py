@@ -29,6 +29,7 @@ from p2p.errors import EnvelopeError, P2PError
 log = logging.getLogger("shoal.membership")
 
 FIND_TIMEOUT_S = 5.0  # for the whole search
+PUBLIC_TIMEOUT_S = 20.0  # for a search that includes the public directory
 ASK_TIMEOUT_S = 2.0
 MANIFEST_TIMEOUT_S = 30.0
 QUIET_S = 1.5  # from the first answer to a bare name until the search ends
@@ -56,6 +57,7 @@ class _Search:
     wanted: SwarmName
     secret: bytes | None
     wall_clock: Callable[[], float]
+    look_up_s: float = ASK_TIMEOUT_S  # for providers of one key
     records: dict[str, list[SwarmRecord]] = field(default_factory=dict)  # by the peer that sent them
     members: dict[str, dict[str, None]] = field(default_factory=dict)  # swarm id -> peers
     asked: set[str] = field(default_factory=set)
@@ -110,7 +112,7 @@ class _Search:
 
     async def ask_rendezvous(self, nursery: trio.Nursery, key: bytes) -> None:
         """Ask the DHT for providers of a rendezvous key, and then those."""
-        found = await self.network.find_providers(key, timeout_s=ASK_TIMEOUT_S)
+        found = await self.network.find_providers(key, timeout_s=self.look_up_s)
         self.start(nursery, found)
 
     def take(self, peer: str, statements: list[bytes]) -> None:
@@ -137,13 +139,15 @@ async def resolve_swarm(
     via: Iterable[str] = (),
     secret: bytes | None = None,
     wall_clock: Callable[[], float] = time.time,
+    timeout_s: float = FIND_TIMEOUT_S,
 ) -> FoundSwarm:
-    """Return the swarm that a name means, by asking linked peers, `via` and the DHT for at most `FIND_TIMEOUT_S`.
+    """Return the swarm that a name means, by asking linked peers, `via` and the DHT for at most `timeout_s`.
 
     Raises `NameConflict` if several swarms match and `UnknownSwarm` if nobody knows one.
     """
-    search, via = _Search(network, wanted, secret, wall_clock), tuple(via)
-    with trio.move_on_after(FIND_TIMEOUT_S):
+    look_up_s = max(ASK_TIMEOUT_S, timeout_s - FIND_TIMEOUT_S)
+    search, via = _Search(network, wanted, secret, wall_clock, look_up_s), tuple(via)
+    with trio.move_on_after(timeout_s):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_ask_around, search, nursery, via)
             await search.answered.wait()

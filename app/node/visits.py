@@ -168,9 +168,9 @@ def visitor_context(context: NodeContext, swarm: SavedSwarm) -> NodeContext:
 
 
 def visitor_config(config: Config) -> Config:
-    """Return the settings of a visitor: it hosts nothing and listens on any free port."""
+    """Return the settings of a visitor: it hosts nothing, listens on any free port, and asks nothing of the router."""
     listen = tuple(re.sub(r"/tcp/\d+", "/tcp/0", address) for address in config.settings.listen)
-    return config.with_flags({"max_vram": 0, "listen": listen})
+    return config.with_flags({"max_vram": 0, "listen": listen, "map_port": False})
 
 
 def _identity(context: NodeContext, swarm: SavedSwarm) -> Identity:

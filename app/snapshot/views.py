@@ -65,6 +65,17 @@ class VisitView:
 
 
 @dataclass(frozen=True)
+class PublicView:
+    """This node in the public libp2p directory."""
+
+    nodes: int = 0  # directory nodes that it knows
+    connections: int = 0
+    published: int = 0  # keys under which it can be found
+    look_ups: int = 0
+    bytes_used: int = 0  # in all, sent and received
+
+
+@dataclass(frozen=True)
 class NetworkView:
     """This node's addresses, reachability and connections."""
 
@@ -74,6 +85,10 @@ class NetworkView:
     relaying: bool = False
     links: int = 0
     discovery: tuple[str, ...] = ()
+    mapping: str = ""  # the protocol, external address and port that a router forwards to this node
+    mapping_problem: str = ""  # why there is none; empty too if none is wanted
+    relays: tuple[str, ...] = ()  # at which this node has a reservation
+    public: PublicView | None = None  # unless it is not used
     strangers: tuple[str, ...] = ()  # a few connected peers that are not members, or not yet
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from app.core.units import format_size
-from app.snapshot.views import PeerView, RuleView, Snapshot
+from app.snapshot.views import NetworkView, PeerView, RuleView, Snapshot
 from engine.budget import Precision, fit, unquantised
 from engine.config import ModelConfig
+from p2p.addresses import Scope, parse_known
 
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
     from engine.device.probe import Device
@@ -202,6 +203,72 @@ def check_nat(reach: str, *, relayed: bool, relaying: bool) -> Check:
     return Check("nat", "skip", "not known yet: no peer on the internet is connected that could test it")
 
 
+def check_mapping(network: NetworkView) -> Check:
+    """Report if the router forwards the listening port, and what to do if not."""
+    if network.mapping:
+        return Check("port mapping", "ok", f"the router forwards a port to this node: {network.mapping}")
+    if network.reach == "verified":
+        return Check("port mapping", "ok", "none is needed: peers on the internet can dial in")
+    if not network.mapping_problem:
+        return Check("port mapping", "skip", "off: see the settings map_port, advertise and listen")
+    mend = "turn on UPnP or NAT-PMP in the router, or forward the listening port there by hand"
+    return Check("port mapping", "warn", network.mapping_problem, mend)
+
+
+def check_relays(network: NetworkView) -> Check:
+    """Report the relays through which this node can be reached."""
+    if network.relays:
+        shown = ", ".join(peer[-8:] for peer in network.relays)
+        return Check("relays", "ok", f"reachable through {len(network.relays)}: {shown}")
+    if network.reach == "unverified":
+        return Check("relays", "warn", "no relay is known", "let a member with a public address join, or map a port")
+    return Check(
+        "relays", "skip", "none is needed" if network.reach == "verified" else "not known yet if one is needed"
+    )
+
+
+def check_ipv6(network: NetworkView) -> Check:
+    """Report if this machine has a public IPv6 address, which needs no NAT."""
+    addresses = parse_known(network.advertised)
+    ours = [address for address in addresses if address.kind == "ip6" and address.scope is Scope.PUBLIC]
+    if not ours:
+        return Check("ipv6", "skip", "this machine has no public IPv6 address")
+    if any(address.kind == "ip6" for address in parse_known(network.verified)):
+        return Check("ipv6", "ok", f"peers can dial {ours[0].host}")
+    mend = "allow incoming TCP connections to the listening port in the router's IPv6 firewall"
+    return Check("ipv6", "warn", f"no peer has dialled {ours[0].host} yet", mend)
+
+
+def check_public(network: NetworkView) -> Check:
+    """Report this node's part in the public directory."""
+    public = network.public
+    if public is None:
+        mend = "`shoal config set discovery mdns,dht,invite,remembered,public` lets others find swarms by name alone"
+        return Check("public directory", "skip", "off, or not used for this swarm", mend)
+    used = f"{public.connections} connections, {public.look_ups} look-ups, {public.bytes_used / 1e6:.1f} MB so far"
+    if public.published:
+        return Check("public directory", "ok", f"found there under {public.published} keys; {used}")
+    if not public.nodes:
+        mend = "check this machine's DNS and internet connection, or set other public_entries"
+        return Check("public directory", "warn", f"no node of it answers; {used}", mend)
+    mend = "map a port, or let a relay's member join: only addresses that anybody can dial are published"
+    return Check("public directory", "warn", f"not published, as this node has no public address; {used}", mend)
+
+
+def network_checks(snapshot: Snapshot) -> Iterator[Check]:
+    """Yield the picture of how others reach this machine: addresses, router, NAT, relays, IPv6, public directory."""
+    network = snapshot.network
+    relayed = any("/p2p-circuit" in address for address in network.advertised)
+    yield check_listening(snapshot.listen_addrs)
+    yield check_addresses(network.advertised, network.verified, network.reach)
+    yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)
+    yield check_mapping(network)
+    yield check_relays(network)
+    yield check_ipv6(network)
+    yield check_public(network)
+    yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
+
+
 def check_clock(now_ms: int, last_said_ms: int, heard_ms: Sequence[int]) -> Check:
     """Compare the clock with those of other members and with the last run of this node.
 
@@ -265,6 +332,7 @@ def running_checks(snapshot: Snapshot, *, now_ms: int, last_said_ms: int, heard_
     yield check_listening(snapshot.listen_addrs)
     yield check_addresses(network.advertised, network.verified, network.reach)
     yield check_nat(network.reach, relayed=relayed, relaying=network.relaying)
+    yield check_mapping(network)
     yield check_clock(now_ms, last_said_ms, heard_ms)
     yield check_peers(network.links, len(snapshot.peers), snapshot.swarm, network.discovery)
     yield from (check_peer(peer) for peer in snapshot.peers[:MAX_PEERS])

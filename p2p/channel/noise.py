@@ -78,6 +78,12 @@ def security_options(
     return {AESGCM_ID: fast, NOISE_ID: plain, PSK_ID: private}
 
 
+def public_options(keypair: KeyPair) -> Mapping[TProtocol, ISecureTransport]:
+    """Return the handshake for nodes of the public libp2p network, some of which have RSA keys."""
+    noise_key = create_new_key_pair().private_key
+    return {NOISE_ID: NoiseTransport(keypair, noise_key, b"Noise_XX_25519_ChaChaPoly_SHA256", accepts_rsa=True)}
+
+
 def handshake_error(error: BaseException | None) -> HandshakeError | None:
     """Return the `HandshakeError` among the causes of a libp2p error, or None if there is none."""
     while error is not None and not isinstance(error, HandshakeError):
@@ -100,7 +106,9 @@ class NoiseTransport(ISecureTransport):
         *,
         psk: bytes | None = None,
         on_failure: OnFailure | None = None,
+        accepts_rsa: bool = False,
     ) -> None:
+        self._accepts_rsa = accepts_rsa
         self.local_peer = ID.from_pubkey(keypair.public_key)
         self.local_key = keypair.private_key
         self.noise_name = noise_name
@@ -139,7 +147,7 @@ class NoiseTransport(ISecureTransport):
         raise failure from cause
 
     async def _shake_hands(self, pipe: SocketPipe, expected: ID | None) -> NoiseSession:
-        handshake = Handshake(pipe, self.noise_name, self._noise_key, self.psk)
+        handshake = Handshake(pipe, self.noise_name, self._noise_key, self.psk, self._accepts_rsa)
         if expected is not None:
             await handshake.initiate(self._payload, expected)
         else:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from cryptography.hazmat.primitives.serialization import load_der_public_key
 from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.crypto.pb import crypto_pb2
 from libp2p.crypto.x25519 import X25519PublicKey
 from libp2p.peer.id import ID
 from libp2p.security.noise.messages import NoiseHandshakePayload, verify_handshake_payload_sig
@@ -24,6 +27,9 @@ _REFUSAL: Final = bytes(TAG_BYTES)  # sent in place of the confirming record; no
 # libp2p's protobuf message of an Ed25519 public key: the key type, then 32 bytes.
 _ED25519_PREFIX: Final = bytes.fromhex("08011220")
 _ED25519_BYTES: Final = len(_ED25519_PREFIX) + 32
+_RSA_PREFIX: Final = bytes.fromhex("080012")
+_MAX_RSA_BYTES: Final = 600  # of the message of a key of 4096 bits
+_RSA_BITS: Final = (2048, 4096)
 
 
 class Handshake:
@@ -33,9 +39,12 @@ class Handshake:
     sent after its last handshake message.
     """
 
-    def __init__(self, pipe: SocketPipe, noise_name: bytes, noise_key: PrivateKey, psk: bytes | None) -> None:
+    def __init__(
+        self, pipe: SocketPipe, noise_name: bytes, noise_key: PrivateKey, psk: bytes | None, accepts_rsa: bool = False
+    ) -> None:
         self._pipe = pipe
         self._psk = psk
+        self._accepts_rsa = accepts_rsa
         self.early = b""
         # `noiseprotocol` is untyped; its objects stay inside this class.
         self._noise: Any = NoiseConnection.from_name(noise_name)
@@ -123,7 +132,9 @@ class Handshake:
         try:
             identity = noise_pb2.NoiseHandshakePayload.FromString(payload).identity_key
             # Before libp2p parses it: an "RSA key" of a few kilobytes can occupy its parser for 15 seconds.
-            if len(identity) != _ED25519_BYTES or not identity.startswith(_ED25519_PREFIX):
+            if self._accepts_rsa and identity.startswith(_RSA_PREFIX):
+                _check_rsa(identity)
+            elif len(identity) != _ED25519_BYTES or not identity.startswith(_ED25519_PREFIX):
                 raise HandshakeError("its identity is not an Ed25519 key")
             parsed = NoiseHandshakePayload.deserialize(payload)
             signed = verify_handshake_payload_sig(parsed, static)
@@ -155,3 +166,17 @@ class Handshake:
             self.early += await self._pipe.receive(MAX_MESSAGE_BYTES)
         taken, self.early = self.early[:size], self.early[size:]
         return taken
+
+
+def _check_rsa(identity: bytes) -> None:
+    """Check the size of an RSA key with a parser that bounds its own work, before libp2p's; raises `HandshakeError`."""
+    if len(identity) > _MAX_RSA_BYTES:
+        raise HandshakeError("its RSA key is too long")
+    try:
+        key = load_der_public_key(crypto_pb2.PublicKey.FromString(identity).data)
+    except Exception as error:  # protobuf and DER parsers raise many types
+        raise HandshakeError("its RSA key cannot be read") from error
+    if not isinstance(key, RSAPublicKey) or not _RSA_BITS[0] <= key.key_size <= _RSA_BITS[1]:
+        raise HandshakeError(f"its RSA key does not have {_RSA_BITS[0]} to {_RSA_BITS[1]} bits")
+    if key.public_numbers().e.bit_length() > 32:
+        raise HandshakeError("its RSA key has an unusual exponent")

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from libp2p.abc import ISecureTransport
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.keys import KeyPair
+from libp2p.custom_types import TProtocol
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 
 from p2p.channel import multistream
-from p2p.channel.noise import OnFailure, security_options
+from p2p.channel.noise import OnFailure, public_options, security_options
 from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_flow import UnreadBytes
 from p2p.errors import HandshakeError, P2PError, StreamClosed
@@ -77,7 +79,15 @@ def libp2p_keys(identity: Identity) -> KeyPair:
 
 def channel_of(identity: Identity, *, secret: bytes | None = None, on_failure: OnFailure | None = None) -> Channel:
     """Return a node's channel: Noise and yamux; with a `secret` only the private handshake, and yamux."""
-    offers = security_options(libp2p_keys(identity), secret=secret, on_failure=on_failure)
+    return _channel(security_options(libp2p_keys(identity), secret=secret, on_failure=on_failure))
+
+
+def public_channel_of(identity: Identity) -> Channel:
+    """Return a node's channel to nodes of the public libp2p network: libp2p's own Noise, and yamux."""
+    return _channel(public_options(libp2p_keys(identity)))
+
+
+def _channel(offers: Mapping[TProtocol, ISecureTransport]) -> Channel:
     muxer = partial(YamuxConnection, unread=UnreadBytes())
     return Channel({str(name): transport for name, transport in offers.items()}, {str(YAMUX): muxer})
 

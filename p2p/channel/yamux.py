@@ -230,6 +230,8 @@ class YamuxConnection(IMuxedConn):
         try:
             while self._ending is None:
                 for frame in parser.feed(await self._session.receive()):
+                    if self._ending is not None:  # another task closed the connection while these bytes arrived
+                        return
                     self._on_frame(frame)
                     handled += 1
                     if handled % _FRAMES_PER_TURN == 0:

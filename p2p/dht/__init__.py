@@ -1,6 +1,6 @@
-"""Kademlia among Shoal nodes: provider records and small values, kept by the nodes nearest to the key.
+"""libp2p's Kademlia: provider records and small values, kept by the nodes nearest to the key; and its public directory.
 
-It holds the routing table, the iterative look-up, the stores and the message format. Messages travel as calls of method
-`kad`, which `p2p.network` sends and serves; connections and addresses belong to `p2p.host`. Keys and values are opaque
-bytes here: the caller passes in the check of a value's validity.
+It holds the routing table, the iterative look-up, the stores, the message format and the streams that carry messages;
+connections and addresses belong to `p2p.host`. Keys and values are opaque bytes here: the caller passes in the check of
+a value's validity. `public_directory` is a client of the directory that other libp2p programs run.
 """

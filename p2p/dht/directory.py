@@ -1,16 +1,16 @@
 """One node of the Kademlia directory: answers other nodes' requests, looks keys up, publishes and republishes.
 
-The algorithm is Kademlia's (buckets of 20, look-ups that halve the distance); `p2p.dht.wire` defines the messages. It
-replaces py-libp2p's implementation, whose look-ups answer from a day-old cache, wait 20 s for frozen peers and accept
-no more providers for a key than the first 20. This module does not know libp2p: the caller passes in the function that
-sends a request to a peer.
+The algorithm is Kademlia's (buckets of 20, look-ups that halve the distance); `p2p.dht.wire` defines the messages,
+which other libp2p implementations speak too. It is used instead of py-libp2p's implementation, whose look-ups answer
+from a day-old cache, wait 20 s for frozen peers and accept no more providers for a key than the first 20. This module
+knows no streams: the caller passes in the function that sends a request to a peer.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -18,12 +18,23 @@ import trio
 
 from p2p.addresses import Address, Scope
 from p2p.dht.lookup import lookup
-from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_key, position
+from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, position
 from p2p.dht.store import PROVIDER_TTL_S, ProviderStore, ValueStore
-from p2p.dht.wire import KEY_BYTES, MAX_VALUE_BYTES, Answer, Contact, Op, Request, decode_answer, decode_request
-from p2p.errors import P2PError, Refused
+from p2p.dht.wire import (
+    KEY_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_VALUE_BYTES,
+    Contact,
+    Message,
+    Op,
+    decode,
+    key_of_value,
+    provider_key,
+    value_key,
+)
+from p2p.errors import P2PError, ProtocolError, Refused
+from p2p.identity import peer_id_bytes
 
-METHOD = "kad"
 QUERY_TIMEOUT_S = 2.0
 STORE_TIMEOUT_S = 3.0
 STORE_ON = 8
@@ -35,20 +46,24 @@ _PROBES_PER_ROUND = 8
 _MIN_SOURCES = 3  # nodes that must have named providers before a search ends early
 _SMALL_TABLE = 4  # up to this many known peers, each new one triggers a refresh
 _REFRESH_GAP_S = 5.0
+_MAX_MET = 1024
+_MAX_NEWCOMERS = 64  # peers that wait to be asked whether they answer requests
 
 log = logging.getLogger("shoal.p2p.dht")
 
-Ask = Callable[[str, bytes, float], Awaitable[bytes]]  # (peer, request, timeout_s) -> answer; raises P2PError
+# (peer, request, timeout_s) -> answer, or None if the peer ended the stream without one; raises P2PError
+Ask = Callable[[str, Message, float], Awaitable[bytes | None]]
 Probe = Callable[[str], Awaitable[bool]]
 
 
 class HostView(Protocol):
-    """The host as the directory sees it: addresses, and which peers are connected."""
+    """The host as the directory sees it: addresses, and which peers are connected or known to answer requests."""
 
     def addresses(self) -> Sequence[Address]: ...
     def addresses_of(self, peer: str) -> Sequence[Address]: ...
     def learn(self, contact: Contact) -> None: ...
     def is_connected(self, peer: str) -> bool: ...
+    def is_server(self, peer: str) -> bool: ...
 
 
 class Directory:
@@ -69,33 +84,74 @@ class Directory:
         self._host = host_view
         self._is_valid = is_valid
         self._refresh_wanted = trio.Event()
+        self._newcomers: dict[str, None] = {}
+        self._newcomer_waits = trio.Event()
+        self._met_at: OrderedDict[str, float] = OrderedDict()  # peers that were asked if they answer
         self._own_keys: dict[bytes, float] = {}
         self._own_values: dict[bytes, tuple[bytes, float]] = {}
 
     # --- requests of other nodes -------------------------------------------------------------------------------------
 
     async def handle(self, peer: str, body: bytes) -> bytes:
-        """Answer one request of `peer`; raises `ProtocolError` if it is malformed."""
+        """Answer one request of `peer`; raises `ProtocolError` if it is malformed, `Refused` if nothing was stored."""
         now = trio.current_time()
-        request = decode_request(body)
-        self.saw(peer)
+        request = decode(body, MAX_REQUEST_BYTES)
+        if not request.key and request.op is not Op.PING:
+            raise ProtocolError(f"{peer} sent a directory request without a key")
+        if self._host.is_server(peer):
+            self.saw(peer)
+        else:
+            self.meet(peer)
         match request.op:
-            case Op.PROVIDE:
-                addresses = request.addresses or tuple(self._host.addresses_of(peer))
-                contact = Contact(peer, addresses)
-                return Answer(stored=self.providers.add(request.key, contact, now, self._host.is_connected)).encode()
-            case Op.STORE:
-                stored = self._is_valid(request.key, request.value)
-                stored = stored and self.values.put(
-                    request.key, peer, request.value, now, _network_of(self._host.addresses_of(peer)) or ""
-                )
-                return Answer(stored=stored).encode()
+            case Op.PING:
+                return Message(Op.PING).encode()
+            case Op.ADD_PROVIDER:
+                self._add_provider(peer, request, now)
+                return Message(Op.ADD_PROVIDER, request.key).encode()
+            case Op.PUT_VALUE:
+                self._put_value(peer, request, now)
+                return body
         nearest = self.table.closest(position(request.key), BUCKET_SIZE, without=[peer])
-        return Answer(
+        values = self.values.get(request.key, now) if request.op is Op.GET_VALUE else []
+        return Message(
+            request.op,
+            request.key,
             tuple(Contact(name, tuple(self._host.addresses_of(name))[:4]) for name in nearest),
-            tuple(self._providers(request.key, now)) if request.op is Op.PROVIDERS else (),
-            tuple(self.values.get(request.key, now)) if request.op is Op.VALUES else (),
+            tuple(self._providers(request.key, now)) if request.op is Op.GET_PROVIDERS else (),
+            random.choice(values) if values else None,
         ).encode()
+
+    def _add_provider(self, peer: str, request: Message, now: float) -> None:
+        said = next((contact.addresses for contact in request.providers if contact.peer == peer), None)
+        if said is None:
+            raise Refused(f"{peer} named another peer as a provider")
+        contact = Contact(peer, said or tuple(self._host.addresses_of(peer)))
+        if not self.providers.add(request.key, contact, now, self._host.is_connected):
+            raise Refused(f"{peer} provides too many keys")
+
+    def _put_value(self, peer: str, request: Message, now: float) -> None:
+        key = key_of_value(request.key)
+        if key is None or request.value is None or not self._is_valid(key, request.value):
+            raise Refused(f"{peer} sent a value that is not valid under its key")
+        network = _network_of(self._host.addresses_of(peer)) or ""
+        if not self.values.put(request.key, peer, request.value, now, network):
+            raise Refused(f"there is no room for another value of {peer}")
+
+    def meet(self, peer: str) -> None:
+        """Ask `peer` soon if it answers requests; only then it is added to the routing table and told to others.
+
+        One that did not answer is asked again after `REFRESH_S` at the earliest: it may be a client only.
+        """
+        now = trio.current_time()
+        if peer in self.table or now - self._met_at.get(peer, -REFRESH_S) < REFRESH_S:
+            return
+        if len(self._newcomers) < _MAX_NEWCOMERS:
+            self._newcomers[peer] = None
+            self._newcomer_waits.set()
+            self._met_at[peer] = now
+            self._met_at.move_to_end(peer)
+            if len(self._met_at) > _MAX_MET:
+                self._met_at.popitem(last=False)
 
     def saw(self, peer: str) -> None:
         """Record that `peer` takes part in the directory and is alive."""
@@ -114,26 +170,38 @@ class Directory:
         if key not in self._own_keys and len(self._own_keys) >= MAX_OWN_KEYS:
             self._own_keys.pop(min(self._own_keys, key=self._own_keys.__getitem__))
         self._own_keys[key] = now
-        return await self._publish(Request(Op.PROVIDE, key, tuple(self._host.addresses())))
+        return await self._publish(self._provision(key))
 
-    async def find_providers(self, key: bytes, *, timeout_s: float, enough: int = 32) -> list[str]:
-        """Return the providers of `key` found within `timeout_s`, those that most nodes named first."""
+    async def find_providers(
+        self,
+        key: bytes,
+        *,
+        timeout_s: float,
+        enough: int = 32,
+        tell: Callable[[Contact], None] = lambda contact: None,
+    ) -> list[str]:
+        """Return the providers of `key` found within `timeout_s`, those that most nodes named first.
+
+        `tell` is called with each at once when a node names it.
+        """
         _check_key(key)
         named: Counter[str] = Counter()  # provider -> nodes that named it
         sources = 0
 
-        def collect(answer: Answer) -> None:
+        def collect(answer: Message) -> None:
             nonlocal sources
             sources += bool(answer.providers)
             for contact in answer.providers:
                 if contact.peer != self._own_peer:
                     self._host.learn(contact)
+                    tell(contact)
                     named[contact.peer] += 1
 
-        collect(Answer(providers=tuple(self._providers(key, trio.current_time()))))
+        path = provider_key(key)
+        collect(Message(Op.GET_PROVIDERS, path, providers=tuple(self._providers(path, trio.current_time()))))
         # A single node can invent any number of peers, so it must not end the search or decide the order by itself.
         await self._look_up(
-            Op.PROVIDERS, key, timeout_s, collect, lambda: len(named) >= enough and sources >= _MIN_SOURCES
+            Op.GET_PROVIDERS, path, timeout_s, collect, lambda: len(named) >= enough and sources >= _MIN_SOURCES
         )
         return [peer for peer, _ in named.most_common()]
 
@@ -141,11 +209,11 @@ class Directory:
         """Look `peer` up and pass the addresses that other nodes know of it to the host."""
         found = False
 
-        def collect(answer: Answer) -> None:
+        def collect(answer: Message) -> None:
             nonlocal found
-            found = found or any(contact.peer == peer and contact.addresses for contact in answer.peers)
+            found = found or any(contact.peer == peer and contact.addresses for contact in answer.closer)
 
-        await self._look_up(Op.PEERS, peer_key(peer), timeout_s, collect, lambda: found)
+        await self._look_up(Op.FIND_NODE, peer_id_bytes(peer), timeout_s, collect, lambda: found)
 
     async def put_value(self, key: bytes, value: bytes) -> int:
         """Store `value` under `key` here and at the nodes nearest to it; return how many of them stored it.
@@ -157,30 +225,39 @@ class Directory:
             raise Refused(f"a directory value has at most {MAX_VALUE_BYTES} bytes, this one has {len(value)}")
         now = trio.current_time()
         self._own_values[key] = (value, now)
-        self.values.put(key, self._own_peer, value, now)
-        return await self._publish(Request(Op.STORE, key, value=value))
+        self.values.put(value_key(key), self._own_peer, value, now)
+        return await self._publish(Message(Op.PUT_VALUE, value_key(key), value=value))
 
     async def get_values(self, key: bytes, *, timeout_s: float) -> list[bytes]:
         """Return the valid values found under `key`, those that most nodes hold first; it always asks other nodes."""
         _check_key(key)
-        holders: Counter[bytes] = Counter(self.values.get(key, trio.current_time()))
+        path = value_key(key)
+        holders: Counter[bytes] = Counter(self.values.get(path, trio.current_time()))
 
-        def collect(answer: Answer) -> None:
-            holders.update(value for value in set(answer.values) if self._is_valid(key, value))
+        def collect(answer: Message) -> None:
+            if answer.value is not None and self._is_valid(key, answer.value):
+                holders[answer.value] += 1
 
-        await self._look_up(Op.VALUES, key, timeout_s, collect, lambda: holders.total() >= STORE_ON)
+        await self._look_up(Op.GET_VALUE, path, timeout_s, collect, lambda: holders.total() >= STORE_ON)
         return [value for value, _ in holders.most_common()]
+
+    async def greet(self, peer: str) -> bool:
+        """Ask `peer` for nodes near this one, and add it to the routing table; False if it does not answer."""
+        return (
+            await self._query(peer, Message(Op.FIND_NODE, peer_id_bytes(self._own_peer)), QUERY_TIMEOUT_S) is not None
+        )
 
     async def refresh(self, timeout_s: float = 10.0) -> None:
         """Fill the routing table by looking up this node's own key and a random one."""
-        for key in (peer_key(self._own_peer), random.randbytes(KEY_BYTES)):
-            await self._look_up(Op.PEERS, key, timeout_s)
+        for key in (peer_id_bytes(self._own_peer), random.randbytes(KEY_BYTES)):
+            await self._look_up(Op.FIND_NODE, key, timeout_s)
 
     async def maintain(self, probe: Probe) -> None:
         """Republish own records, refresh the routing table and drop dead providers, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._republish)
             nursery.start_soon(self._probe, probe)
+            nursery.start_soon(self._meet_newcomers)
             while True:
                 with trio.move_on_after(REFRESH_S * random.uniform(0.8, 1.2)):
                     await self._refresh_wanted.wait()
@@ -199,45 +276,70 @@ class Directory:
         op: Op,
         key: bytes,
         timeout_s: float,
-        collect: Callable[[Answer], None] = lambda answer: None,
+        collect: Callable[[Message], None] = lambda answer: None,
         is_enough: Callable[[], bool] = lambda: False,
     ) -> list[str]:
-        body = Request(op, key).encode()
+        request = Message(op, key)
 
         async def ask(peer: str) -> list[str] | None:
-            answer = await self._query(peer, body, QUERY_TIMEOUT_S)
+            answer = await self._query(peer, request, QUERY_TIMEOUT_S)
             if answer is None:
                 return None
-            for contact in answer.peers:
+            for contact in answer.closer:
                 self._host.learn(contact)
-            collect(answer)
-            return [contact.peer for contact in answer.peers if contact.peer != self._own_peer]
+            if answer.key in (b"", key):
+                collect(answer)
+            return [contact.peer for contact in answer.closer if contact.peer != self._own_peer]
 
         return await lookup(position(key), self.table.closest(position(key)), ask, timeout_s, is_enough)
 
-    async def _query(self, peer: str, body: bytes, timeout_s: float) -> Answer | None:
+    async def _query(self, peer: str, request: Message, timeout_s: float) -> Message | None:
         try:
-            answer = decode_answer(await self._ask(peer, body, timeout_s))
+            answer = await self._ask(peer, request, timeout_s)
+            if answer is None:
+                raise ProtocolError(f"{peer} gave no answer")
+            message = decode(answer)
         except P2PError as error:
             log.debug("directory query to %s failed: %s", peer, error)
             self.table.failed(peer)
             return None
         self.saw(peer)
-        return answer
+        return message
 
-    async def _publish(self, request: Request) -> int:
-        nearest = await self._look_up(Op.PEERS, request.key, 2 * STORE_TIMEOUT_S)
-        kept = 0
+    async def _publish(self, request: Message) -> int:
+        """Send a record to the nodes nearest to its key; return how many took it."""
+        nearest = await self._look_up(Op.FIND_NODE, request.key, 2 * STORE_TIMEOUT_S)
+        taken = 0
 
         async def store(peer: str) -> None:
-            nonlocal kept
-            answer = await self._query(peer, request.encode(), STORE_TIMEOUT_S)
-            kept += answer is not None and answer.stored
+            nonlocal taken
+            try:
+                answer = await self._ask(peer, request, STORE_TIMEOUT_S)
+            except P2PError as error:
+                log.debug("%s did not store a record: %s", peer, error)
+                self.table.failed(peer)
+                return
+            # Other implementations of libp2p do not answer an ADD_PROVIDER.
+            taken += answer is not None or request.op is Op.ADD_PROVIDER
 
         async with trio.open_nursery() as nursery:
             for peer in nearest[:STORE_ON]:
                 nursery.start_soon(store, peer)
-        return kept
+        return taken
+
+    def _provision(self, key: bytes) -> Message:
+        own = Contact(self._own_peer, tuple(self._host.addresses()))
+        return Message(Op.ADD_PROVIDER, provider_key(key), providers=(own,))
+
+    async def _meet_newcomers(self) -> None:
+        while True:
+            await self._newcomer_waits.wait()
+            self._newcomer_waits = trio.Event()
+            while self._newcomers:
+                peer = next(iter(self._newcomers))
+                if peer not in self.table:
+                    await self.greet(peer)
+                del self._newcomers[peer]
 
     async def _republish(self) -> None:
         while True:
@@ -246,9 +348,9 @@ class Directory:
             self._own_keys = {k: at for k, at in self._own_keys.items() if now - at < PROVIDER_TTL_S}
             self._own_values = {k: v for k, v in self._own_values.items() if now - v[1] < PROVIDER_TTL_S}
             for key in list(self._own_keys):
-                await self._publish(Request(Op.PROVIDE, key, tuple(self._host.addresses())))
+                await self._publish(self._provision(key))
             for key, (value, _) in list(self._own_values.items()):
-                await self._publish(Request(Op.STORE, key, value=value))
+                await self._publish(Message(Op.PUT_VALUE, value_key(key), value=value))
 
     async def _probe(self, probe: Probe) -> None:
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -14,8 +14,9 @@ from p2p.host.host import Host
 class LiveHostView:
     """Implements `p2p.dht.directory.HostView` with a `Host` and its address book."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, is_shoal: Callable[[str], bool]) -> None:
         self._host = host
+        self._is_shoal = is_shoal
 
     def addresses(self) -> Sequence[Address]:
         """Return the addresses at which this node can be dialled."""
@@ -32,3 +33,7 @@ class LiveHostView:
     def is_connected(self, peer: str) -> bool:
         """True if a connection to `peer` is open."""
         return self._host.connection(peer) is not None
+
+    def is_server(self, peer: str) -> bool:
+        """True if `peer` is a connected Shoal node: those answer requests, other libp2p nodes may not."""
+        return self._is_shoal(peer)

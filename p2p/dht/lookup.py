@@ -5,6 +5,7 @@ It knows distances and concurrency only; the caller passes in the function that 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
@@ -16,6 +17,8 @@ SLOW_S = 0.4  # after this, a pending query no longer occupies one of the PARALL
 MAX_IN_FLIGHT = 24
 MAX_CANDIDATES = 256
 _ENOUGH_ANSWERS = 8  # once this many of the nearest answered, slow peers are not waited for
+
+_VAIN = 2  # named peers that did not answer, more than those that did, after which a node's others are asked last
 
 AskPeer = Callable[[str], Awaitable[list[str] | None]]
 
@@ -32,6 +35,9 @@ async def lookup(
     `ask` returns the peers that the queried peer named, or None if it did not answer. The look-up ends when the 20
     nearest candidates have answered or failed, when `is_enough()` is true, or after `timeout_s`. A peer that is slower
     than `SLOW_S` frees its parallel slot, and is not waited for once `_ENOUGH_ANSWERS` of the nearest have answered.
+
+    A node that lies can invent peers nearer than any honest one. So every candidate counts against the node that named
+    it first when it is silent, and the candidates of a node that named several silent ones are asked last.
     """
     state = _Lookup(target, start, ask, is_enough)
     with trio.move_on_after(timeout_s):
@@ -46,10 +52,11 @@ class _Lookup:
         self._target = target
         self._ask = ask
         self._is_enough = is_enough
-        self._candidates = dict.fromkeys(start)
+        self._candidates: dict[str, str | None] = dict.fromkeys(start)  # -> the peer that named it first
         self._asked: set[str] = set()
         self._failed: set[str] = set()
         self._slow: set[str] = set()
+        self._doubted: set[str] = set()
         self._slots_used = 0
         self._in_flight = 0
         self._changed = trio.Event()
@@ -76,10 +83,26 @@ class _Lookup:
 
     def _nearest(self) -> list[str]:
         candidates = (peer for peer in self._candidates if peer not in self._failed)
-        return sorted(candidates, key=self.distance)[:BUCKET_SIZE]
+        return sorted(candidates, key=lambda peer: (self._is_doubtful(peer), self.distance(peer)))[:BUCKET_SIZE]
+
+    def _is_doubtful(self, peer: str) -> bool:
+        """True if `peer` has not answered, and the node that named it named several others that are silent."""
+        return peer not in self.answered and self._candidates[peer] in self._doubted
+
+    def _judge(self) -> None:
+        """Find the nodes that named more silent peers than such that answered, by `_VAIN` or more."""
+        balance = Counter(self._candidates[peer] for peer in self._failed | self._slow)
+        balance.subtract(self._candidates[peer] for peer in self.answered)
+        self._doubted = {source for source, vain in balance.items() if source is not None and vain >= _VAIN}
 
     def _next(self) -> str | None:
-        return next((peer for peer in self._nearest() if peer not in self._asked), None)
+        self._judge()
+        unasked = (peer for peer in self._nearest() if peer not in self._asked)
+        peer = next(unasked, None)
+        return None if peer is None or (self._has_enough() and self._is_doubtful(peer)) else peer
+
+    def _has_enough(self) -> bool:
+        return len(self.answered) >= _ENOUGH_ANSWERS
 
     def _worth_waiting(self) -> bool:
         """True if a query that is still pending is worth waiting for."""
@@ -87,6 +110,7 @@ class _Lookup:
         missing = [peer for peer in nearest if peer not in self.answered]
         if len(nearest) - len(missing) < _ENOUGH_ANSWERS:
             return bool(missing)
+        missing = [peer for peer in missing if not self._is_doubtful(peer)]
         return any(peer not in self._slow for peer in missing)
 
     async def _query(self, peer: str) -> None:
@@ -99,12 +123,22 @@ class _Lookup:
         self._in_flight -= 1
         if named is None:
             self._failed.add(peer)
+            self._slow.discard(peer)
         else:
             self.answered.add(peer)
+            self._slow.discard(peer)
             for name in named:
-                if len(self._candidates) < MAX_CANDIDATES:
-                    self._candidates.setdefault(name)
+                self._add(name, peer)
         self._changed.set()
+
+    def _add(self, peer: str, source: str) -> None:
+        """Take a candidate that `source` named; if there are too many, the worst one that was not asked is dropped."""
+        if peer in self._candidates:
+            return
+        self._candidates[peer] = source
+        if len(self._candidates) > MAX_CANDIDATES:
+            unasked = [name for name in self._candidates if name not in self._asked]
+            del self._candidates[max(unasked, key=lambda name: (self._is_doubtful(name), self.distance(name)))]
 
     def free_slot(self, peer: str, *, slow: bool) -> None:
         self._slots_used -= 1

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from p2p.errors import IdentityError
-from p2p.identity import public_key_of
+from p2p.identity import peer_id_bytes
 
 BUCKET_SIZE = 20
 MAX_REPLACEMENTS = 20
@@ -23,18 +22,9 @@ def position(name: bytes) -> int:
     return int.from_bytes(hashlib.sha256(name).digest())
 
 
-@lru_cache(maxsize=8192)
-def peer_key(peer: str) -> bytes:
-    """Return the key of a peer: its public key, or the hash of an id that contains none."""
-    try:
-        return public_key_of(peer)
-    except IdentityError:
-        return hashlib.sha256(peer.encode()).digest()
-
-
 def peer_position(peer: str) -> int:
-    """Return the position of a peer in the key space."""
-    return position(peer_key(peer))
+    """Return the position of a peer in the key space: that of its binary peer id; raises `IdentityError`."""
+    return position(peer_id_bytes(peer))
 
 
 @dataclass

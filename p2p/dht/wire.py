@@ -1,41 +1,66 @@
-"""The directory's messages as bytes: JSON, version 1, at most 192 KiB. No sockets, no tables.
+"""The directory's messages as bytes: libp2p's Kademlia protobuf, which js-libp2p, py-libp2p and others speak as well.
 
-A request is `{"version": 1, "op": …, "key": 64 hex digits, …}`. The ops `peers`, `providers` and `values` are look-ups;
-`provide` (with `addresses`) records the sender as a provider of the key; `store` (with `value`, base64 of at most
-16 KiB) stores a value. An answer is `{"version": 1, "stored": …, "peers": […], "providers": […], "values": […]}` with
-at most 20 peers, 32 providers and 4 values; a peer or provider is `{"id": …, "addresses": […]}`. `stored` is the
-outcome of `provide` and `store`.
+The protocol is `/shoal/kad/1.0.0`; `/ipfs/kad/1.0.0`, of which Shoal is a client only, has the same messages. A stream
+carries requests and answers in turn, each a varint length and one `Message`. A request has at most 64 KiB here, an
+answer at most 256 KiB.
+
+| field | type | meaning |
+|---|---|---|
+| 1 `type` | enum | 0 PUT_VALUE, 1 GET_VALUE, 2 ADD_PROVIDER, 3 GET_PROVIDERS, 4 FIND_NODE, 5 PING |
+| 2 `key` | bytes, 1 to 128 | the multihash of a CID, the path of a value, or a peer id in binary; not in every answer |
+| 3 `record` | message | PUT_VALUE and answers to GET_VALUE: 1 `key`, 2 `value` of at most 16 KiB, 5 `timeReceived` |
+| 8 `closerPeers` | messages | answers: up to 20 peers near the key: 1 `id`, 2 `addrs` (binary multiaddrs) |
+| 9 `providerPeers` | messages | ADD_PROVIDER: the sender; answers to GET_PROVIDERS: up to 32 providers |
+
+Other fields are ignored. A key's position is the SHA-256 of its bytes, a peer's that of its binary peer id, and the
+distance of two positions is their XOR. Shoal's keys have 32 bytes: as a provider's key such a key is the SHA-256 digest
+of a multihash (`0x12 0x20` and the key), as a value's key the path `/shoal/` and the key in
+base64url, 50 bytes together, since py-libp2p looks nothing longer up.
+
+A node records a provider only if it is the sender itself, and repeats `type` and `key` as an answer; other
+implementations answer an ADD_PROVIDER with the end of the stream. PUT_VALUE is answered with the same message. A
+request that is refused is answered with a reset of the stream. A node with several values under one key answers with
+one of them, chosen at random, so that those who ask several nodes learn of all. No sockets, no tables.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-import json
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import IntEnum
+from functools import lru_cache
 
-from p2p.addresses import Address, is_peer_id, parse_known
-from p2p.errors import ProtocolError
+from google.protobuf.message import DecodeError
+from libp2p.kad_dht.pb.kademlia_pb2 import Message as ProtobufMessage
 
-VERSION = 1
+from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address, BadAddress, Scope
+from p2p.errors import IdentityError, ProtocolError
+from p2p.host.protobuf import address_bytes, address_from_bytes
+from p2p.identity import peer_id_bytes, peer_id_from_bytes
+
 KEY_BYTES = 32
+MAX_KEY_BYTES = 128
 MAX_VALUE_BYTES = 16 * 1024
 MAX_VALUES = 4
 MAX_PEERS = 20
 MAX_PROVIDERS = 32
-MAX_MESSAGE_BYTES = 192 * 1024
+MAX_REQUEST_BYTES = 64 * 1024
+MAX_ANSWER_BYTES = 256 * 1024
+_SHA256 = b"\x12\x20"
+_VALUE_PREFIX = b"/shoal/"
 
 
-class Op(StrEnum):
-    """Operations that a directory node answers."""
+class Op(IntEnum):
+    """The types of messages."""
 
-    PEERS = "peers"
-    PROVIDERS = "providers"
-    VALUES = "values"
-    PROVIDE = "provide"
-    STORE = "store"
+    PUT_VALUE = 0
+    GET_VALUE = 1
+    ADD_PROVIDER = 2
+    GET_PROVIDERS = 3
+    FIND_NODE = 4
+    PING = 5
 
 
 @dataclass(frozen=True)
@@ -47,110 +72,104 @@ class Contact:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A look-up, or a record to store; `addresses` belong to PROVIDE and `value` to STORE."""
+class Message:
+    """A request, or the answer to one."""
 
     op: Op
-    key: bytes
-    addresses: tuple[Address, ...] = ()
-    value: bytes = b""
-
-    def encode(self) -> bytes:
-        """Return the request's JSON."""
-        fields: dict[str, Any] = {"version": VERSION, "op": self.op, "key": self.key.hex()}
-        if self.op is Op.PROVIDE:
-            fields["addresses"] = [str(address) for address in self.addresses]
-        if self.op is Op.STORE:
-            fields["value"] = base64.b64encode(self.value).decode()
-        return _dump(fields)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer of a directory node to any request."""
-
-    peers: tuple[Contact, ...] = ()
+    key: bytes = b""
+    closer: tuple[Contact, ...] = ()
     providers: tuple[Contact, ...] = ()
-    values: tuple[bytes, ...] = field(default=())
-    stored: bool = False
+    value: bytes | None = None
 
     def encode(self) -> bytes:
-        """Return the answer's JSON."""
-        fields: dict[str, Any] = {"version": VERSION, "stored": self.stored}
-        for name, contacts in (("peers", self.peers), ("providers", self.providers)):
-            fields[name] = [{"id": c.peer, "addresses": [str(address) for address in c.addresses]} for c in contacts]
-        fields["values"] = [base64.b64encode(value).decode() for value in self.values]
-        return _dump(fields)
+        """Return the message's bytes; a record is marked as received now, which other implementations require."""
+        message = ProtobufMessage(type=self.op.name, key=self.key)
+        if self.value is not None:
+            message.record.key, message.record.value = self.key, self.value
+            message.record.timeReceived = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        for contact in self.closer:
+            _add_contact(message.closerPeers, contact)
+        for contact in self.providers:
+            _add_contact(message.providerPeers, contact)
+        return bytes(message.SerializeToString())
 
 
-def decode_request(body: bytes) -> Request:
-    """Parse a request; raises `ProtocolError` if it is malformed."""
-    fields = _load(body)
+def decode(body: bytes, at_most: int = MAX_ANSWER_BYTES) -> Message:
+    """Parse a message, dropping malformed contacts and addresses; raises `ProtocolError` if the rest is malformed."""
+    if len(body) > at_most:
+        raise ProtocolError(f"a directory message has {len(body)} bytes; at most {at_most} are accepted")
+    message = ProtobufMessage()
     try:
-        op, key = Op(fields["op"]), bytes.fromhex(fields["key"])
-    except (ValueError, KeyError, TypeError):
-        raise ProtocolError("a directory request has no known op or no key") from None
-    if len(key) != KEY_BYTES:
-        raise ProtocolError(f"a directory key has {len(key)} bytes instead of {KEY_BYTES}")
-    value = _value(fields.get("value")) if op is Op.STORE else b""
-    addresses = tuple(parse_known(_texts(fields.get("addresses", [])))) if op is Op.PROVIDE else ()
-    return Request(op, key, addresses, value)
+        message.ParseFromString(body)
+        op = Op(message.type)
+    except (DecodeError, ValueError):
+        raise ProtocolError("a directory message is malformed, or of an unknown type") from None
+    if len(message.key) > MAX_KEY_BYTES:
+        raise ProtocolError(f"a directory key has {len(message.key)} bytes; at most {MAX_KEY_BYTES} are accepted")
+    value = None
+    if op in (Op.PUT_VALUE, Op.GET_VALUE) and message.HasField("record"):
+        value = bytes(message.record.value)
+        if message.key and message.record.key != message.key:
+            raise ProtocolError("a directory record belongs to another key than its message")
+        if len(value) > MAX_VALUE_BYTES:
+            raise ProtocolError(f"a directory value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
+    closer = _contacts(message.closerPeers[:MAX_PEERS])
+    return Message(op, bytes(message.key), closer, _contacts(message.providerPeers[:MAX_PROVIDERS]), value)
 
 
-def decode_answer(body: bytes) -> Answer:
-    """Parse an answer, dropping malformed contacts; raises `ProtocolError` if the rest is malformed."""
-    fields = _load(body)
-    values = fields.get("values", [])
-    if not isinstance(values, list):
-        raise ProtocolError("the values in a directory answer are not a list")
-    return Answer(
-        _contacts(fields.get("peers", []), MAX_PEERS),
-        _contacts(fields.get("providers", []), MAX_PROVIDERS),
-        tuple(_value(value) for value in values[:MAX_VALUES]),
-        fields.get("stored") is True,
-    )
+def provider_key(key: bytes) -> bytes:
+    """Return the multihash under which providers of a 32-byte key are recorded."""
+    assert len(key) == KEY_BYTES
+    return _SHA256 + key
 
 
-def _contacts(entries: Any, limit: int) -> tuple[Contact, ...]:
-    if not isinstance(entries, list):
-        raise ProtocolError("the peers in a directory answer are not a list")
+def value_key(key: bytes) -> bytes:
+    """Return the path under which values of a 32-byte key are stored."""
+    assert len(key) == KEY_BYTES
+    return _VALUE_PREFIX + base64.urlsafe_b64encode(key).rstrip(b"=")
+
+
+def key_of_value(path: bytes) -> bytes | None:
+    """Return the 32-byte key in a value's path; None for any other path, whose values nobody here can check."""
+    try:
+        key = base64.urlsafe_b64decode(path.removeprefix(_VALUE_PREFIX) + b"=")
+    except ValueError:
+        return None
+    return key if len(key) == KEY_BYTES and value_key(key) == path else None
+
+
+def _add_contact(entries: object, contact: Contact) -> None:
+    addresses = [_encoded(address) for address in contact.addresses[:MAX_ADDRESSES_PER_PEER]]
+    entries.add(id=peer_id_bytes(contact.peer), addrs=addresses)  # type: ignore[attr-defined]
+
+
+def _contacts(entries: Iterable[ProtobufMessage.Peer]) -> tuple[Contact, ...]:
     found: dict[str, Contact] = {}
-    for entry in entries[:limit]:
-        peer = entry.get("id") if isinstance(entry, dict) else None
-        if isinstance(peer, str) and is_peer_id(peer):
-            found[peer] = Contact(peer, tuple(parse_known(_texts(entry.get("addresses", [])), peer)))
+    for entry in entries:
+        try:
+            peer = peer_id_from_bytes(bytes(entry.id))
+        except IdentityError:
+            continue
+        found[peer] = Contact(peer, _addresses(entry.addrs[: 4 * MAX_ADDRESSES_PER_PEER], peer))
     return tuple(found.values())
 
 
-def _texts(entries: Any) -> list[str]:
-    if not isinstance(entries, list):
-        raise ProtocolError("the addresses in a directory message are not a list")
-    return [entry for entry in entries[:64] if isinstance(entry, str)]
+def _addresses(encoded: Iterable[bytes], peer: str) -> tuple[Address, ...]:
+    decoded = (_decoded(data, peer) for data in encoded)
+    return tuple(dict.fromkeys(address for address in decoded if address is not None))[:MAX_ADDRESSES_PER_PEER]
 
 
-def _value(text: Any) -> bytes:
-    if not isinstance(text, str) or len(text) > MAX_VALUE_BYTES * 4 // 3 + 4:
-        raise ProtocolError(f"a directory value is not base64 of at most {MAX_VALUE_BYTES} bytes")
+# The same few peers and addresses are in most answers, so both directions are cached.
+@lru_cache(maxsize=8192)
+def _encoded(address: Address) -> bytes:
+    return address_bytes(address.of(None))
+
+
+@lru_cache(maxsize=8192)
+def _decoded(data: bytes, peer: str) -> Address | None:
     try:
-        value = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise ProtocolError("a directory value is not base64") from None
-    if len(value) > MAX_VALUE_BYTES:
-        raise ProtocolError(f"a directory value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are accepted")
-    return value
-
-
-def _load(body: bytes) -> dict[str, Any]:
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a directory message has {len(body)} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
-    try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ProtocolError("a directory message is not JSON") from None
-    if not isinstance(fields, dict) or fields.get("version") != VERSION:
-        raise ProtocolError("a directory message has an unknown version")
-    return fields
-
-
-def _dump(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
+        address = address_from_bytes(data)
+    except BadAddress:
+        return None
+    is_usable = address.peer in (None, peer) and address.scope is not Scope.UNUSABLE and address.port
+    return address.of(peer) if is_usable else None

@@ -16,8 +16,8 @@ import trio
 from p2p.addresses import Address
 from p2p.rate_limit import backoff_s
 
-Means = Literal["mdns", "dht", "invite", "remembered"]
-MEANS: tuple[Means, ...] = ("mdns", "dht", "invite", "remembered")
+Means = Literal["mdns", "dht", "invite", "remembered", "public"]
+MEANS: tuple[Means, ...] = ("mdns", "dht", "invite", "remembered")  # by default: the public directory only if chosen
 ENOUGH_PEERS = 8  # connected peers above which only sticky ones are dialled
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0

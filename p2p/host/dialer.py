@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import trio
 
-from p2p.addresses import Address, Scope, same_lan
+from p2p.addresses import Address, Scope, same_lan, scope_of
 from p2p.errors import P2PError, PeerUnreachable
 
 STAGGER_S = 0.15
@@ -28,16 +28,19 @@ Result = TypeVar("Result")
 def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list[Address]:
     """Return the usable addresses in dialling order: loopback, own LAN, other private networks, public, relayed.
 
-    Within each of these groups the given order is kept. Loopback comes first only if the peer seems to run on this
-    machine (it has one of our IPs, or no other address); otherwise it comes after the public addresses. At most
-    `MAX_ATTEMPTS` addresses are returned.
+    Among the public ones IPv6 comes first if this machine has a public IPv6 address, since it needs no NAT, and last if
+    it has none. Otherwise the given order is kept within each of these groups. Loopback comes first only if the peer
+    seems to run on this machine (it has one of our IPs, or no other address); otherwise it comes after the public
+    addresses. At most `MAX_ATTEMPTS` addresses are returned.
     """
     usable = [address for address in dict.fromkeys(addresses) if address.scope is not Scope.UNUSABLE and address.port]
     own_ips = {own.ip for own in interfaces}
     elsewhere = [address for address in usable if address.scope in (Scope.LAN, Scope.PUBLIC)]
     on_this_machine = not elsewhere or any(address.ip in own_ips for address in elsewhere)
 
-    def rank(address: Address) -> int:
+    has_ipv6 = any(own.version == 6 and scope_of(own.ip) is Scope.PUBLIC for own in interfaces)
+
+    def rank(address: Address) -> float:
         ip = address.ip
         match address.scope:
             case Scope.LOOPBACK:
@@ -45,7 +48,7 @@ def order(addresses: Iterable[Address], interfaces: Sequence[Interface]) -> list
             case Scope.LAN:
                 return 1 if ip is not None and same_lan(ip, interfaces) else 2
             case Scope.PUBLIC:
-                return 3
+                return 3 if ip is None or ip.version == 4 else 2.5 if has_ipv6 else 3.5
         return 5
 
     return sorted(usable, key=rank)[:MAX_ATTEMPTS]

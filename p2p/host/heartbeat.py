@@ -81,7 +81,7 @@ class Hello:
 
 
 class Heartbeat:
-    """Runs the heartbeat of every connection.
+    """Runs the heartbeat of every connection; calls `on_other` for each peer that was dialled and speaks none.
 
     Register `accompany` as a companion and `accepted` as the handler of `PROTOCOL` with a host.
     """
@@ -90,10 +90,12 @@ class Heartbeat:
         self,
         hello: Callable[[Connection], Hello],
         on_hello: Callable[[Connection, Hello], None],
+        on_other: Callable[[str], None] = lambda peer: None,
         period_s: float = PERIOD_S,
     ) -> None:
         self._hello = hello
         self._on_hello = on_hello
+        self._on_other = on_other
         self._period_s = period_s
         self._silence_s = SILENCE_S * period_s / PERIOD_S
         self._linked: dict[Connection, Stream] = {}
@@ -110,6 +112,8 @@ class Heartbeat:
                     connection.peer,
                     error,
                 )
+                if connection.is_open:
+                    self._on_other(connection.peer)
                 return
             await self._run(stream, pinging=True)
         else:
@@ -122,6 +126,10 @@ class Heartbeat:
         if stream.connection.initiated or stream.connection in self._linked:
             raise ProtocolError(f"{stream.peer} opened a second link stream")
         await self._run(stream, pinging=False)
+
+    def is_linked(self, peer: str) -> bool:
+        """True if a connection to `peer` has a heartbeat, which only Shoal nodes have."""
+        return any(connection.peer == peer for connection in self._linked)
 
     async def say_hello(self) -> None:
         """Send a new HELLO to every peer, because this node's addresses or its relay offer changed."""

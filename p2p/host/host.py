@@ -51,6 +51,7 @@ class HostConfig:
     advertise: tuple[str, ...] = ()
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     deny: tuple[str, ...] = ()
+    listens: bool = True  # False: it only dials
 
 
 class Host:
@@ -63,9 +64,11 @@ class Host:
         self.channel = channel
         self.relay_dial: RelayDial | None = None
         self.confirmed: list[Address] = []  # public addresses at which peers reached this node by dialling back
+        self.mapped: list[Address] = []  # public addresses whose port a router forwards to this node
         self.extra_addresses: list[Address] = []  # addresses through relays
         self._explicit = [parse_address(text).of(identity.peer_id) for text in config.advertise]
         self._listen = [parse_address(text) for text in config.listen]
+        self._listens = config.listens
         self._handlers: dict[str, StreamHandler] = {}
         self._companions: list[Companion] = []
         self._connections: dict[str, list[Connection]] = {}
@@ -81,7 +84,7 @@ class Host:
         """Addresses to advertise, each with this node's peer id; a wildcard is expanded to the addresses it covers."""
         listening = [address.of(self.peer_id) for address in self._listening]
         own = advertised(listening, sockopts.own_ips(), self._explicit)
-        return list(dict.fromkeys([*own, *self.confirmed, *self.extra_addresses]))
+        return list(dict.fromkeys([*own, *self.confirmed, *self.mapped, *self.extra_addresses]))
 
     @property
     def listening(self) -> list[Address]:
@@ -179,7 +182,9 @@ class Host:
                     if not started:
                         started = True
                         task_status.started()
-                    await trio.serve_listeners(self._accept, current)
+                    if current:
+                        await trio.serve_listeners(self._accept, current)
+                    await trio.sleep_forever()  # a host that only dials
             finally:
                 self._nursery = None
                 for listener in current:
@@ -195,7 +200,7 @@ class Host:
                 nursery.start_soon(connection.close, "this node stops")
 
     async def _open_listeners(self) -> list[trio.SocketListener]:
-        listeners = await open_listeners(self._listening or self._listen)
+        listeners = await open_listeners(self._listening or self._listen) if self._listens else []
         self._listening = [address_of(*listener.socket.getsockname()[:2]) for listener in listeners]
         return listeners
 

@@ -1,17 +1,26 @@
-"""Protobuf messages of libp2p's own protocols on a stream: a varint length, then the message, at most 8192 bytes."""
+"""Messages of libp2p's own protocols on a stream: a varint length, then the bytes; and libp2p's binary addresses.
+
+The messages themselves are protobuf classes of py-libp2p; each protocol says how long one may be.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
-from multiaddr import Multiaddr
 
-from p2p.addresses import Address, BadAddress, parse_address
-from p2p.channel.multistream import NegotiationStream, read_exactly
-from p2p.errors import ProtocolError
+from p2p.addresses import MAX_ADDRESS_CHARS, Address, BadAddress, parse_address
+from p2p.channel.multistream import NegotiationStream, read_exactly, read_some
+from p2p.errors import IdentityError, ProtocolError, StreamClosed
+from p2p.identity import peer_id_bytes, peer_id_from_bytes
 
 MAX_MESSAGE_BYTES = 8192
+_MAX_VARINT_BYTES = 4
+_HOST_CODES = {"ip4": 4, "ip6": 41, "dns": 53, "dns4": 54, "dns6": 55}
+_HOST_KINDS = {code: kind for kind, code in _HOST_CODES.items()}
+_TCP, _CIRCUIT, _P2P = 6, 290, 421
+_IP_BYTES = {"ip4": 4, "ip6": 16}
 
 M = TypeVar("M", bound=Message)
 
@@ -20,36 +29,128 @@ async def send_message(stream: Any, message: Message) -> None:
     """Write one message with its length; it must not exceed `MAX_MESSAGE_BYTES`."""
     body = message.SerializeToString()
     assert len(body) <= MAX_MESSAGE_BYTES
-    prefix = bytes([len(body)]) if len(body) < 128 else bytes([len(body) & 127 | 128, len(body) >> 7])
-    await stream.write(prefix + body)
+    await send_bytes(stream, body)
 
 
 async def receive_message(stream: NegotiationStream, kind: type[M]) -> M:
     """Read one message; raises `ProtocolError` if it is too long or not of this kind."""
-    length = (await read_exactly(stream, 1))[0]
-    if length >= 128:
-        length = (length & 127) | (await read_exactly(stream, 1))[0] << 7
-    if length > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"a message has {length} bytes; at most {MAX_MESSAGE_BYTES} are accepted")
+    body = await receive_bytes(stream, MAX_MESSAGE_BYTES)
+    if body is None:
+        raise StreamClosed(f"the stream ended without a {kind.__name__}")
     message = kind()
     try:
-        message.ParseFromString(await read_exactly(stream, length))
+        message.ParseFromString(body)
     except DecodeError:
         raise ProtocolError(f"a message is not a valid {kind.__name__}") from None
     return message
 
 
+async def send_bytes(stream: Any, body: bytes) -> None:
+    """Write the length of `body` and `body`."""
+    await stream.write(varint(len(body)) + body)
+
+
+async def receive_bytes(stream: NegotiationStream, at_most: int) -> bytes | None:
+    """Read a length and as many bytes; None if the stream has ended. Raises `ProtocolError` if there are too many."""
+    length = shift = 0
+    while True:
+        byte = await read_some(stream, 1) if shift == 0 else await read_exactly(stream, 1)
+        if not byte:
+            return None
+        length |= (byte[0] & 127) << shift
+        if byte[0] < 128:
+            break
+        shift += 7
+        if shift >= 7 * _MAX_VARINT_BYTES:
+            raise ProtocolError("a message announces more bytes than any may have")
+    if length > at_most:
+        raise ProtocolError(f"a message has {length} bytes; at most {at_most} are accepted")
+    return await read_exactly(stream, length)
+
+
+def varint(value: int) -> bytes:
+    """Encode a number as protobuf does: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
 def address_bytes(address: Address) -> bytes:
-    """Encode an address in libp2p's binary form."""
-    return bytes(Multiaddr(str(address)).to_bytes())
+    """Encode an address in libp2p's binary form; raises `BadAddress` if it names a peer that is not a peer id."""
+    encoded = bytearray(varint(_HOST_CODES[address.kind]))
+    if address.kind in _IP_BYTES:
+        encoded += ipaddress.ip_address(address.host).packed
+    else:
+        encoded += _prefixed(address.host.encode())
+    encoded += varint(_TCP) + address.port.to_bytes(2)
+    try:
+        if address.relay is not None:
+            encoded += varint(_P2P) + _prefixed(peer_id_bytes(address.relay)) + varint(_CIRCUIT)
+        if address.peer is not None:
+            encoded += varint(_P2P) + _prefixed(peer_id_bytes(address.peer))
+    except IdentityError as error:
+        raise BadAddress(f"{address}: {error}") from None
+    return bytes(encoded)
 
 
 def address_from_bytes(data: bytes) -> Address:
-    """Decode an address from libp2p's binary form; raises `BadAddress`."""
-    try:
-        return parse_address(str(Multiaddr(data[:512])))
-    except BadAddress:
-        raise
-    except Exception as error:
-        # multiaddr passes on any exception of its codecs.
-        raise BadAddress(f"a binary address is malformed ({type(error).__name__})") from None
+    """Decode an address from libp2p's binary form; raises `BadAddress` for any that this node cannot dial."""
+    if len(data) > MAX_ADDRESS_CHARS:
+        raise BadAddress(f"a binary address of {len(data)} bytes is too long")
+    parts = _Parts(data)
+    text = ""
+    while parts:
+        text += parts.next()
+    return parse_address(text)
+
+
+def _prefixed(data: bytes) -> bytes:
+    return varint(len(data)) + data
+
+
+class _Parts:
+    """Reads the parts of a binary address one by one, each as text."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def __bool__(self) -> bool:
+        return self._at < len(self._data)
+
+    def next(self) -> str:
+        code = self._varint()
+        if code == _TCP:
+            return f"/tcp/{int.from_bytes(self._take(2))}"
+        if code == _CIRCUIT:
+            return "/p2p-circuit"
+        if code == _P2P:
+            try:
+                return f"/p2p/{peer_id_from_bytes(self._take(self._varint()))}"
+            except IdentityError as error:
+                raise BadAddress(f"a binary address has a bad part: {error}") from None
+        kind = _HOST_KINDS.get(code)
+        if kind is None:
+            raise BadAddress(f"a binary address has a part of the unsupported kind {code}")
+        if kind in _IP_BYTES:
+            return f"/{kind}/{ipaddress.ip_address(self._take(_IP_BYTES[kind]))}"
+        return f"/{kind}/{self._take(self._varint()).decode('ascii', 'replace')}"
+
+    def _varint(self) -> int:
+        value = 0
+        for shift in range(0, 7 * _MAX_VARINT_BYTES, 7):
+            byte = self._take(1)[0]
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise BadAddress("a binary address has a number that is too long")
+
+    def _take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._data):
+            raise BadAddress("a binary address ends too early")
+        taken, self._at = self._data[self._at : end], end
+        return taken

@@ -76,6 +76,10 @@ class Reachability:
         if self.state is not Reach.VERIFIED and peer in self._helpers():
             self._probe_wanted.set()
 
+    def probe_soon(self) -> None:
+        """Probe at once: this node has a new address."""
+        self._probe_wanted.set()
+
     def seen_at(self) -> list[Address]:
         """Return the public addresses for hole punching, the most often reported first.
 

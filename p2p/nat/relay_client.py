@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId, Status, StopMessage
 
-from p2p.addresses import Address, Scope
+from p2p.addresses import Address, Scope, network_of
 from p2p.channel import raw as rawio
 from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.connection import Connection, Stream
@@ -24,7 +25,7 @@ from p2p.host.host import Host
 from p2p.host.protobuf import receive_message, send_message
 from p2p.nat.relay_server import HOP, STOP
 
-PLACES = 2  # reservations that a node holds at a time
+PLACES = 3  # reservations that a node holds at a time, at relays of different networks if it can
 MAX_CIRCUITS_A_RELAY = 32  # so that one relay cannot use up all connections of this node
 _ASK_TIMEOUT_S = 8.0
 _CHECK_S = 5.0
@@ -64,6 +65,12 @@ class CircuitBytes:
     def get_remote_address(self) -> tuple[str, int] | None:
         """Return None: a circuit has no address of its own."""
         return None
+
+
+def best_relay(candidates: Iterable[str], whereabouts: Callable[[str], tuple[str, float]], used: Iterable[str]) -> str:
+    """Return the relay to reserve a place at: one of a network without a place yet, of those the nearest."""
+    taken = {whereabouts(relay)[0] for relay in used}
+    return min(candidates, key=lambda relay: (whereabouts(relay)[0] in taken, whereabouts(relay)[1], random.random()))
 
 
 class RelayClient:
@@ -187,7 +194,14 @@ class RelayClient:
             if relay not in self._places and self._refused_until.get(relay, 0) <= now and self._host.connection(relay)
         ]
         if candidates:
-            await self._reserve(random.choice(candidates))
+            await self._reserve(best_relay(candidates, self._whereabouts, self._places))
+
+    def _whereabouts(self, relay: str) -> tuple[str, float]:
+        """Return the network of a relay and the round trip to it in seconds, infinity if it is not measured yet."""
+        address, connection = self._offering.get(relay), self._host.connection(relay)
+        network = "" if address is None or address.ip is None else network_of(address.ip)
+        rtt_s = None if connection is None else connection.rtt_s
+        return network, math.inf if rtt_s is None else rtt_s
 
     async def _reserve(self, relay: str) -> None:
         try:

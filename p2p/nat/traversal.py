@@ -1,4 +1,4 @@
-"""Combines the NAT modules of one host: the reachability probe, relay server, relay client and hole puncher.
+"""Combines the NAT modules of one host: port mapping, the reachability probe, both sides of relaying, hole punching.
 
 A node that the probe verifies relays for others (unless configured otherwise); one that is not reachable uses relays.
 After a successful hole punch the relayed connection is closed.
@@ -10,10 +10,12 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from p2p.addresses import Address, Scope
 from p2p.host.connection import Connection
 from p2p.host.heartbeat import Hello
 from p2p.host.host import Host
 from p2p.nat.hole_punching import HolePuncher
+from p2p.nat.port_mapping import PortMapper
 from p2p.nat.reachability import Call, Reach, Reachability
 from p2p.nat.relay_client import RelayClient
 from p2p.nat.relay_server import RelayServer
@@ -27,7 +29,7 @@ Start = Callable[..., None]  # start a task: (function, *arguments)
 class Traversal:
     """Owns the NAT modules of one host and passes their results on to the host and to each other."""
 
-    def __init__(self, host: Host, call: Call, start: Start, *, relay: bool | None) -> None:
+    def __init__(self, host: Host, call: Call, start: Start, *, relay: bool | None, map_port: bool = False) -> None:
         self._host = host
         self._start = start
         self._relay_setting = relay  # None: relay if verified as reachable
@@ -36,6 +38,8 @@ class Traversal:
         self.reachability = Reachability(host, call, self._on_reach_changed)
         self.server = RelayServer(host)
         self.client = RelayClient(host, self._on_addresses_changed)
+        self.mapper: PortMapper | None = None  # while `run` runs, if a port is to be mapped
+        self._map_port = map_port
         self._puncher = HolePuncher(host, self.reachability.seen_at, self._on_direct)
         host.accompany(self._puncher.accompany)
         if relay:
@@ -70,10 +74,30 @@ class Traversal:
         return self.server.served | self.client.relays
 
     async def run(self) -> None:
-        """Run the reachability probe and the relay client, until cancelled."""
+        """Run the port mapping, the reachability probe and the relay client, until cancelled."""
+        port = self._port_to_map()
         async with trio.open_nursery() as nursery:
+            if port is not None:
+                self.mapper = PortMapper(port, self._on_mapped)
+                nursery.start_soon(supervise, "the port mapping", self.mapper.run)
             nursery.start_soon(supervise, "the reachability probe", self.reachability.run)
             nursery.start_soon(supervise, "the relay client", self.client.run)
+
+    def _port_to_map(self) -> int | None:
+        """Return the port on which machines of the LAN reach this node; None if there is none or it is not wanted."""
+        open_to_lan = [
+            address.port
+            for address in self._host.listening
+            if address.ip is not None
+            and address.ip.version == 4
+            and (address.ip.is_unspecified or address.scope is Scope.LAN)
+        ]
+        return open_to_lan[0] if open_to_lan and self._map_port else None
+
+    def _on_mapped(self, address: Address | None) -> None:
+        self._host.mapped = [] if address is None else [address.of(self._host.peer_id)]
+        self.reachability.probe_soon()
+        self._on_addresses_changed()
 
     def _on_reach_changed(self) -> None:
         state = self.reachability.state

@@ -26,7 +26,8 @@ from app.weights import chunk_server
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
 from p2p.channel import yamux_flow, yamux_table
-from p2p.dht import store
+from p2p.dht import public_directory, store
+from p2p.dht import streams as kad
 from p2p.dht import wire as dht_wire
 from p2p.discovery.known_peers import MAX_REMEMBERED, MAX_UNREACHED
 from p2p.host import heartbeat
@@ -107,6 +108,21 @@ ROWS: dict[str, tuple[float, ...]] = {
         store.MAX_VALUE_RECORDS,
         dht_wire.MAX_VALUE_BYTES / KIB,
         dht_wire.MAX_VALUES,
+        dht_wire.MAX_REQUEST_BYTES / KIB,
+        dht_wire.MAX_ANSWER_BYTES / KIB,
+        kad.BURST_REQUESTS,
+        kad.REQUESTS_PER_S,
+    ),
+    "public directory": (
+        public_directory.LOOK_UPS_BURST,
+        1 / public_directory.LOOK_UPS_PER_S / 60,
+        public_directory.LOOK_UP_S,
+        public_directory.MAX_CONNECTIONS,
+        public_directory.KEPT_CONNECTIONS,
+        public_directory.BYTES_PER_DAY / MIB,
+        public_directory.BYTES_BURST / MIB,
+        public_directory.PUBLISHING_BYTES / MIB,
+        public_directory.MAX_KEYS,
     ),
     "members known": (
         TABLE.members,

@@ -1,7 +1,8 @@
 """A node for tests, in a process of its own: says its peer id and addresses, then answers lines of commands.
 
-`echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `kinds`, `addresses`, `reach`, `learn PEER ADDRESS`, `cpu`; the
-end of input stops it. `--netns` moves it into a network namespace first.
+`echo PEER TEXT`, `provide HEX`, `find HEX`, `links`, `kinds`, `addresses`, `reach`, `learn PEER ADDRESS`, `cpu`,
+`mapping`, `public`, `found NAME` (a swarm), `join NAME`; the end of input stops it. `--netns` moves it into a network
+namespace first.
 """
 
 from __future__ import annotations
@@ -11,11 +12,17 @@ import ctypes
 import logging
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import trio
 
+from app.core.errors import AppError
+from app.membership import Membership, QueryService, resolve_swarm
+from app.membership.swarm_search import PUBLIC_TIMEOUT_S
+from app.swarm.names import SwarmName
+from app.swarm.records import SwarmRecord, sign_record
 from p2p.discovery.seeker import MEANS
 from p2p.errors import P2PError
 from p2p.identity import Identity, load_or_create
@@ -27,7 +34,34 @@ async def echo(peer: str, body: bytes) -> bytes:
     return body
 
 
-async def answer(network: Libp2pNetwork, words: list[str]) -> str:
+class Swarms:
+    """The swarms of the node: founded or joined by their names alone."""
+
+    def __init__(self, network: Libp2pNetwork, identity: Identity, nursery: trio.Nursery) -> None:
+        self._network, self._identity, self._nursery = network, identity, nursery
+        self._service = QueryService(network, self)
+
+    def load(self, model_hash: str) -> None:
+        """No manifest: the models are of no interest here."""
+
+    async def found(self, name: str) -> None:
+        await self._take_part(sign_record(self._identity, name, "1a2b3c4d" * 8, now_ms=int(time.time() * 1000)))
+
+    async def join(self, name: str) -> list[str]:
+        found = await resolve_swarm(self._network, SwarmName(name), timeout_s=PUBLIC_TIMEOUT_S)
+        swarm = await self._take_part(found.record, found.peers)
+        await swarm.joined()
+        return [member.peer for member in swarm.members()]
+
+    async def _take_part(self, record: SwarmRecord, peers: Sequence[str] = ()) -> Membership:
+        swarm = Membership(self._network, self._identity, record, n_blocks=4)
+        swarm.join_via(peers)
+        self._service.take_part(swarm)
+        await self._nursery.start(swarm.run)
+        return swarm
+
+
+async def answer(network: Libp2pNetwork, swarms: Swarms, words: list[str]) -> str:
     try:
         match words:
             case ["echo", peer, text]:
@@ -48,9 +82,19 @@ async def answer(network: Libp2pNetwork, words: list[str]) -> str:
                 return " ".join(network.addresses())
             case ["reach"]:
                 return f"{network.traversal.reachability.state} relay={network.traversal.server.enabled}"
+            case ["mapping"] if (mapper := network.traversal.mapper) is not None:
+                mapping = mapper.mapping
+                return mapper.problem if mapping is None else f"{mapping.method} {mapping.ip}:{mapping.port}"
+            case ["public"] if network.public is not None:
+                return str(network.public.status)
+            case ["found", name]:
+                await swarms.found(name)
+                return "founded"
+            case ["join", name]:
+                return " ".join(await swarms.join(name))
             case ["cpu"]:
                 return str(time.process_time())
-    except P2PError as error:
+    except (P2PError, AppError) as error:
         return f"failed: {error}"
     return "unknown command"
 
@@ -60,7 +104,9 @@ async def main(arguments: argparse.Namespace, lines: trio.SocketStream) -> None:
         listen=tuple(arguments.listen or LOOPBACK),
         advertise=tuple(arguments.advertise),
         peers=tuple(arguments.peer),
-        discovery=frozenset(name for name in MEANS if name in arguments.discovery.split(",")),
+        discovery=frozenset(name for name in (*MEANS, "public") if name in arguments.discovery.split(",")),
+        map_port=arguments.map_port,
+        public_entries=tuple(arguments.public_entry),
         remember_at=arguments.home / "peers.json" if arguments.home else None,
         secret=arguments.secret.encode() if arguments.secret else None,
         connections=GENEROUS,
@@ -71,13 +117,15 @@ async def main(arguments: argparse.Namespace, lines: trio.SocketStream) -> None:
     if arguments.unread:
         muxer: Any = network.host.channel.muxers["/yamux/1.0.0"]
         muxer.keywords["unread"].limit = arguments.unread
-    async with network.running():
+    async with network.running(), trio.open_nursery() as nursery:
+        swarms = Swarms(network, identity, nursery)
         await lines.send_all(" ".join([network.peer_id, *network.addresses()]).encode() + b"\n")
         pending = b""
         async for chunk in lines:
             *whole, pending = (pending + chunk).split(b"\n")
             for line in whole:
-                await lines.send_all((await answer(network, line.decode().split())).encode() + b"\n")
+                await lines.send_all((await answer(network, swarms, line.decode().split())).encode() + b"\n")
+        nursery.cancel_scope.cancel()
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -86,9 +134,11 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--advertise", action="append", default=[])
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--discovery", default="")
+    parser.add_argument("--public-entry", action="append", default=[])
     parser.add_argument("--home", type=Path)
     parser.add_argument("--secret")
     parser.add_argument("--netns", type=Path)
+    parser.add_argument("--map-port", action="store_true")
     parser.add_argument("--log", action="store_true")
     parser.add_argument("--unread", type=int)
     return parser.parse_args(words)

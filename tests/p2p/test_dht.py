@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2p.addresses import Address
+from p2p.addresses import MAX_ADDRESSES_PER_PEER, Address
 from p2p.dht import directory as dht
 from p2p.dht import store as dht_store
 from p2p.dht.directory import Directory
-from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_position
+from p2p.dht.routing_table import BUCKET_SIZE, RoutingTable, peer_position, position
 from p2p.dht.store import MAX_KEYS_PER_PROVIDER, MAX_PROVIDERS_PER_KEY, PROVIDER_TTL_S, ProviderStore, ValueStore
 from p2p.dht.wire import (
+    MAX_ANSWER_BYTES,
+    MAX_KEY_BYTES,
     MAX_PROVIDERS,
     MAX_VALUE_BYTES,
     MAX_VALUES,
-    Answer,
     Contact,
+    Message,
     Op,
-    Request,
-    decode_answer,
-    decode_request,
+    decode,
+    key_of_value,
+    provider_key,
+    value_key,
 )
 from p2p.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, Refused
-from p2p.identity import peer_id_of
+from p2p.host.protobuf import address_bytes, varint
+from p2p.identity import peer_id_bytes, peer_id_of
 
 KEY = bytes(range(32))
 PLACE = Address("ip4", "10.0.0.1", 7464)
@@ -37,6 +42,11 @@ PLACE = Address("ip4", "10.0.0.1", 7464)
 
 def peer_named(number: int) -> str:
     return peer_id_of(number.to_bytes(32))
+
+
+def providing(key: bytes, peer: str) -> bytes:
+    """The request in which `peer` says that it provides `key`."""
+    return Message(Op.ADD_PROVIDER, provider_key(key), providers=(Contact(peer, (PLACE,)),)).encode()
 
 
 class World:
@@ -47,13 +57,14 @@ class World:
         self.frozen: set[str] = set()
         self.dead: set[str] = set()
         self.connected: set[str] = set()
+        self.clients: set[str] = set()  # which only ask
         self.asked = 0
         self.latency_s = latency_s
 
     def add(self, number: int, is_valid: Callable[[bytes, bytes], bool] = lambda key, value: True) -> Directory:
         name = peer_named(number)
 
-        async def ask(peer: str, body: bytes, timeout_s: float) -> bytes:
+        async def ask(peer: str, request: Message, timeout_s: float) -> bytes | None:
             self.asked += 1
             if peer in self.frozen:
                 await trio.sleep(timeout_s)
@@ -61,7 +72,10 @@ class World:
             await trio.sleep(self.latency_s)
             if peer in self.dead or peer not in self.nodes:
                 raise PeerUnreachable("dead")
-            return await self.nodes[peer].handle(name, body)
+            try:
+                return await self.nodes[peer].handle(name, request.encode())
+            except Refused:
+                return None
 
         self.nodes[name] = Directory(name, ask, Surroundings(self, name), is_valid)
         return self.nodes[name]
@@ -90,6 +104,9 @@ class Surroundings:
 
     def is_connected(self, peer: str) -> bool:
         return peer in self._world.connected
+
+    def is_server(self, peer: str) -> bool:
+        return peer not in self._world.clients
 
 
 async def test_a_provider_is_found_through_the_nodes_in_between(autojump_clock: trio.abc.Clock) -> None:
@@ -168,7 +185,7 @@ async def test_a_thousand_dead_providers_do_not_lock_a_key(autojump_clock: trio.
     assert len(keepers) == dht.STORE_ON
     for number in range(10_000, 11_000):
         for node in keepers:
-            await node.handle(peer_named(number), Request(Op.PROVIDE, KEY, (PLACE,)).encode())
+            await node.handle(peer_named(number), providing(KEY, peer_named(number)))
     assert all(len(node.providers) <= MAX_PROVIDERS_PER_KEY for node in nodes)
     world.dead.update(peer_named(number) for number in range(10_000, 11_000))
     # The member is asked for while it is connected to its directory nodes …
@@ -183,7 +200,7 @@ async def test_dead_providers_are_dropped_by_probing(autojump_clock: trio.abc.Cl
     world = World()
     node = world.add(1)
     for number in range(2, 34):
-        await node.handle(peer_named(number), Request(Op.PROVIDE, KEY, (PLACE,)).encode())
+        await node.handle(peer_named(number), providing(KEY, peer_named(number)))
     living = {peer_named(5), peer_named(9)}
 
     async def probe(peer: str) -> bool:
@@ -191,7 +208,9 @@ async def test_dead_providers_are_dropped_by_probing(autojump_clock: trio.abc.Cl
 
     with trio.move_on_after(10 * dht.PROBE_S):
         await node.maintain(probe)
-    assert {contact.peer for contact in node.providers.get(KEY, trio.current_time(), lambda _: False)} == living
+    assert {
+        contact.peer for contact in node.providers.get(provider_key(KEY), trio.current_time(), lambda _: False)
+    } == living
 
 
 async def test_a_value_is_read_from_the_network_not_from_memory(autojump_clock: trio.abc.Clock) -> None:
@@ -221,10 +240,38 @@ async def test_an_invalid_value_is_neither_kept_nor_believed(autojump_clock: tri
 
 async def test_nobody_provides_for_somebody_else(autojump_clock: trio.abc.Clock) -> None:
     node = World().add(1)
-    forged = json.loads(Request(Op.PROVIDE, KEY, (PLACE.of(peer_named(7)),)).encode()) | {"peer": peer_named(7)}
-    await node.handle(peer_named(2), json.dumps(forged).encode())
-    found = node.providers.get(KEY, trio.current_time(), lambda _: False)
-    assert [contact.peer for contact in found] == [peer_named(2)]
+    with pytest.raises(Refused, match="another peer"):
+        await node.handle(peer_named(2), providing(KEY, peer_named(7)))
+    assert not len(node.providers)
+
+
+async def test_a_peer_that_asks_is_known_to_others_only_if_it_answers_too(autojump_clock: trio.abc.Clock) -> None:
+    world = World()
+    node, _ = world.add(1), world.add(2)
+    world.clients.update({peer_named(2), peer_named(3)})  # not Shoal nodes, so nothing is known of them yet
+    for asker in (2, 3):
+        await node.handle(peer_named(asker), Message(Op.FIND_NODE, b"any").encode())
+    assert len(node.table) == 0
+
+    async def probe(_: str) -> bool:
+        return True
+
+    with trio.move_on_after(5):
+        await node.maintain(probe)
+    assert node.table.peers() == [peer_named(2)]  # the third does not answer
+    asked = world.asked
+    with trio.move_on_after(5):
+        await node.handle(peer_named(3), Message(Op.FIND_NODE, b"any").encode())
+        await node.maintain(probe)
+    assert world.asked == asked  # and is not asked again so soon
+
+
+async def test_a_ping_is_answered_and_a_request_without_a_key_is_not(autojump_clock: trio.abc.Clock) -> None:
+    node = World().add(1)
+    assert decode(await node.handle(peer_named(2), Message(Op.PING).encode())) == Message(Op.PING)
+    for op in set(Op) - {Op.PING}:
+        with pytest.raises(ProtocolError, match="without a key"):
+            await node.handle(peer_named(2), Message(op).encode())
 
 
 async def test_providing_goes_on_by_itself(autojump_clock: trio.abc.Clock) -> None:
@@ -277,38 +324,79 @@ def test_the_answer_holds_the_connected_the_fresh_and_some_of_the_rest() -> None
 
 @given(st.binary(max_size=400))
 def test_arbitrary_bytes_raise_one_error(body: bytes) -> None:
-    for decode in (decode_request, decode_answer):
-        try:
-            decode(body)
-        except ProtocolError:
-            pass
+    try:
+        decode(body)
+    except ProtocolError:
+        pass
+
+
+def field(number: int, body: bytes) -> bytes:
+    """A protobuf field of bytes."""
+    return varint(number << 3 | 2) + varint(len(body)) + body
 
 
 @given(
-    st.dictionaries(
-        st.sampled_from(["version", "op", "key", "value", "addresses", "peers", "providers", "values", "id"]),
-        st.recursive(
-            st.one_of(st.none(), st.integers(), st.text(max_size=20), st.sampled_from(["peers", "store", "00" * 32])),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["id", "addresses"]), inner),
-            max_leaves=6,
+    st.integers(min_value=0, max_value=9),
+    st.lists(
+        st.tuples(
+            st.sampled_from([2, 3, 8, 9, 10, 15]),
+            st.one_of(
+                st.binary(max_size=60),
+                st.builds(
+                    lambda peer, places: field(1, peer) + b"".join(field(2, place) for place in places),
+                    st.one_of(st.binary(max_size=40), st.just(peer_id_bytes(peer_named(1)))),
+                    st.lists(st.one_of(st.binary(max_size=30), st.just(address_bytes(PLACE))), max_size=40),
+                ),
+            ),
         ),
-    )
+        max_size=40,
+    ),
 )
-def test_arbitrary_fields_raise_one_error(fields: dict[str, object]) -> None:
-    body = json.dumps({"version": 1} | fields).encode()
-    for decode in (decode_request, decode_answer):
-        try:
-            decode(body)
-        except ProtocolError:
-            pass
+def test_arbitrary_fields_raise_one_error_or_stay_within_the_bounds(op: int, fields: list[tuple[int, bytes]]) -> None:
+    body = b"\x08" + varint(op) + b"".join(field(number, content) for number, content in fields)
+    try:
+        message = decode(body)
+    except ProtocolError:
+        return
+    assert len(message.closer) <= BUCKET_SIZE
+    assert len(message.providers) <= MAX_PROVIDERS
+    assert len(message.key) <= MAX_KEY_BYTES
+    for contact in (*message.closer, *message.providers):
+        assert len(contact.addresses) <= MAX_ADDRESSES_PER_PEER
+    assert decode(message.encode()) == message
+
+
+def test_what_is_too_long_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="262144"):
+        decode(bytes(MAX_ANSWER_BYTES + 1))
+    with pytest.raises(ProtocolError, match="16384"):
+        decode(Message(Op.PUT_VALUE, KEY, value=bytes(MAX_VALUE_BYTES + 1)).encode())
+    with pytest.raises(ProtocolError, match="128"):
+        decode(Message(Op.FIND_NODE, bytes(MAX_KEY_BYTES + 1)).encode())
 
 
 def test_messages_come_back_as_they_were() -> None:
     contact = Contact(peer_named(1), (PLACE.of(peer_named(1)),))
-    answer = Answer((contact,), (contact, Contact(peer_named(2))), (b"value",), True)
-    assert decode_answer(answer.encode()) == answer
-    for request in (Request(Op.PROVIDE, KEY, (PLACE,)), Request(Op.STORE, KEY, value=b"x"), Request(Op.PEERS, KEY)):
-        assert decode_request(request.encode()) == request
+    for message in (
+        Message(Op.GET_PROVIDERS, KEY, (contact,), (contact, Contact(peer_named(2)))),
+        Message(Op.GET_VALUE, KEY, (contact,), value=b"value"),
+        Message(Op.PUT_VALUE, KEY, value=b""),
+        Message(Op.PING),
+    ):
+        assert decode(message.encode()) == message
+
+
+def test_the_key_space_and_the_bytes_are_libp2ps() -> None:
+    peer = "12D3KooWB9LpKjTLqCjBvUQ1nmZvKYbXEkVg1qFAvDTnhWBhRVsB"
+    raw = peer_id_bytes(peer)
+    assert raw.hex().startswith("002408011220")
+    assert peer_position(peer) == int.from_bytes(hashlib.sha256(raw).digest())
+    assert Message(Op.FIND_NODE, raw).encode() == b"\x08\x04\x12\x26" + raw
+    assert provider_key(KEY) == b"\x12\x20" + KEY
+    assert value_key(KEY) == b"/shoal/AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
+    assert key_of_value(value_key(KEY)) == KEY
+    for other in (b"/shoal/" + KEY, b"/pk/" + value_key(KEY)[7:], value_key(KEY) + b"=", b"", b"/shoal/00"):
+        assert key_of_value(other) is None
 
 
 def test_a_full_key_keeps_what_many_networks_publish_and_locks_nobody_out() -> None:
@@ -333,3 +421,45 @@ def test_one_network_drives_out_one_value_a_minute() -> None:
     assert store.put(KEY, peer_named(20), b"lie", now=1, network="one liar's")
     assert not store.put(KEY, peer_named(21), b"another lie", now=2, network="one liar's")
     assert store.put(KEY, peer_named(21), b"another lie", now=62, network="one liar's")
+
+
+@pytest.mark.parametrize("trick", ["invent", "nothing", "flood"])
+async def test_a_third_of_the_nodes_lie_and_a_provider_is_found_all_the_same(
+    trick: str, autojump_clock: trio.abc.Clock
+) -> None:
+    """Liars invent peers next to the key that do not exist, know nobody, or answer with as much as they may."""
+    world = World()
+    await world.mesh(36)
+    rng = random.Random(7)
+    liars = {node for node in rng.sample(sorted(world.nodes), 12) if node not in (peer_named(1), peer_named(8))}
+
+    invented = [Contact(peer_id_of(rng.randbytes(32)), (PLACE,)) for _ in range(600)]
+    world.frozen.update(contact.peer for contact in invented)  # their addresses lead to silence
+
+    @lru_cache
+    def next_to(key: bytes) -> list[Contact]:
+        return sorted(invented, key=lambda contact: peer_position(contact.peer) ^ position(key))[:200]
+
+    def lie(request: Message) -> Message:
+        if trick == "nothing":
+            return Message(request.op, request.key)
+        near = tuple(rng.sample(next_to(request.key), BUCKET_SIZE))
+        many = tuple(rng.sample(invented, MAX_PROVIDERS)) if trick == "flood" else ()
+        return Message(request.op, request.key, near, many)
+
+    async def answer_falsely(peer: str, body: bytes) -> bytes:
+        await trio.lowlevel.checkpoint()
+        return lie(decode(body)).encode()
+
+    for liar in liars:
+        world.nodes[liar].handle = answer_falsely  # type: ignore[method-assign]
+    honest = [node for name, node in world.nodes.items() if name not in liars]
+    found = 0
+    for number, key in enumerate(rng.randbytes(32) for _ in range(10)):
+        provider, asker = honest[number], honest[-number - 1]
+        await provider.provide(key)
+        started_at = trio.current_time()
+        names = await asker.find_providers(key, timeout_s=3)
+        assert trio.current_time() - started_at <= 3.1
+        found += provider._own_peer in names[:MAX_PROVIDERS]
+    assert found == 10

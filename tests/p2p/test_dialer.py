@@ -36,6 +36,14 @@ def test_loopback_first_where_the_peer_is_on_this_machine() -> None:
     assert hosts(order(at("relay", "127.0.0.1"), HERE)) == ["127.0.0.1", "relay"]
 
 
+def test_ipv6_comes_first_where_both_have_it_and_last_where_this_machine_has_none() -> None:
+    both = [*at("8.8.8.8", "192.168.1.77"), parse_address("/ip6/2a00::1/tcp/1"), parse_address("/dns4/a.org/tcp/1")]
+    with_ipv6 = [*HERE, ipaddress.ip_interface("2a00::5/64")]
+    only_local = [*HERE, ipaddress.ip_interface("fe80::1/64"), ipaddress.ip_interface("fd00::1/64")]
+    assert hosts(order(both, with_ipv6)) == ["192.168.1.77", "2a00::1", "8.8.8.8", "a.org"]
+    assert hosts(order(both, only_local)) == ["192.168.1.77", "8.8.8.8", "a.org", "2a00::1"]
+
+
 def test_what_cannot_be_dialled_is_left_out_and_repeats_too() -> None:
     assert hosts(order([*at("8.8.8.8", "8.8.8.8", "0.0.0.0"), Address("ip4", "1.1.1.1", 0)], HERE)) == ["8.8.8.8"]
     assert len(order([Address("ip4", "8.8.8.8", port) for port in range(1, 100)], HERE)) == dialer.MAX_ATTEMPTS

@@ -12,9 +12,11 @@ from libp2p.io.exceptions import ConnectionClosedError
 from p2p.channel.noise_session import NoiseSession
 from p2p.channel.yamux_stream import YamuxStream
 from p2p.channel.yamux_wire import ACK, DATA, FIN, SYN, WINDOW_UPDATE, pack_header
-from p2p.dht import directory as dht
+from p2p.dht import streams as kad
+from p2p.dht.wire import Message, Op
 from p2p.errors import P2PError
 from p2p.host import heartbeat, identify
+from p2p.host.protobuf import varint
 from p2p.link.frames import WHOLE, Frame, Kind, encode
 from p2p.link.switchboard import BULK_LANE, LIVE_LANE
 from p2p.nat import reachability
@@ -22,7 +24,7 @@ from tests.p2p.channels import Hostile
 from tests.p2p.hostile import MIB, Victim, connection_to, open_lane, open_protocol, raw_session, under_attack, until_cut
 from tests.p2p.nodes import until
 
-PROTOCOLS = (LIVE_LANE, BULK_LANE, heartbeat.PROTOCOL, identify.IDENTIFY, identify.PING, "/libp2p/dcutr")
+PROTOCOLS = (LIVE_LANE, BULK_LANE, heartbeat.PROTOCOL, identify.IDENTIFY, identify.PING, "/libp2p/dcutr", kad.PROTOCOL)
 TINY_FRAMES = 200_000
 PING_PLEASE = b"\x13/multistream/1.0.0\n\x11/ipfs/ping/1.0.0\n"
 
@@ -68,18 +70,34 @@ async def knock(victim: Victim, garbage: bytes) -> None:
     await trio.aclose_forcefully(socket)
 
 
-@pytest.mark.parametrize("method", [dht.METHOD, reachability.METHOD])
-async def test_malformed_calls_are_refused_and_their_sender_is_dropped(method: str) -> None:
+async def test_malformed_calls_are_refused_and_their_sender_is_dropped() -> None:
     """Memory: 16 MiB."""
-    bodies = (b"{", b"[" * 50_000, b'{"version":1,"op":"peers","key":"zz"}', b'{"version": 1' + b"0" * 5000 + b"}")
+    bodies = (b"{", b"[" * 50_000, b'{"version":1,"address":7}', b'{"version": 1' + b"0" * 5000 + b"}")
     async with under_attack(grows_by=16 * MIB) as victim, connection_to(victim) as connection:
         lane = await open_lane(connection)
         with trio.fail_after(20), contextlib.suppress(P2PError):
             for id in range(1, 100_000, 2):
-                await lane.write(request(id, method, bodies[id // 2 % len(bodies)]))
+                await lane.write(request(id, reachability.METHOD, bodies[id // 2 % len(bodies)]))
             pytest.fail("it was never dropped")
         with trio.fail_after(5):
             await connection.event_closed.wait()
+
+
+async def test_floods_of_directory_requests_end_with_the_connection() -> None:
+    """Memory: 16 MiB; one attacker sends what cannot be read, the other what costs most to answer."""
+    malformed = b"\x02\xff\xff"
+    dear = Message(Op.GET_PROVIDERS, os.urandom(34)).encode()
+    async with under_attack(grows_by=16 * MIB) as victim:
+        for flood in (malformed, varint(len(dear)) + dear):
+            async with connection_to(victim) as connection:
+                with trio.fail_after(20), contextlib.suppress(P2PError):
+                    for _ in range(100_000):
+                        stream = await open_protocol(connection, kad.PROTOCOL)
+                        await stream.write(flood)
+                        await stream.reset()
+                    pytest.fail("it was never dropped")
+                with trio.fail_after(5):
+                    await connection.event_closed.wait()
 
 
 async def test_tiny_frames_about_nothing() -> None:

@@ -21,7 +21,7 @@ from p2p.channel.yamux import YamuxConnection
 from p2p.channel.yamux_flow import UnreadBytes, WindowBudget
 from p2p.channel.yamux_wire import SYN, WINDOW_UPDATE, pack_header
 from p2p.dht.directory import Directory
-from p2p.dht.wire import Answer, Contact
+from p2p.dht.wire import Contact, Message, Op
 from p2p.discovery.known_peers import MAX_UNREACHED, KnownPeer, load_peers, merge, save_peers
 from p2p.discovery.seeker import Seeker
 from p2p.errors import HandshakeError, ProtocolError
@@ -203,17 +203,20 @@ class Alone:
     def is_connected(self, peer: str) -> bool:
         return False
 
+    def is_server(self, peer: str) -> bool:
+        return True
+
 
 async def test_one_liar_cannot_hide_a_provider_behind_dead_ones(autojump_clock: trio.abc.Clock) -> None:
     """It answers at once with a full list of the dead; the honest nodes answer later, with the one that lives."""
     liar, honest, living = peer(1), [peer(n) for n in range(2, 8)], peer(99)
     dead = tuple(Contact(peer(1000 + n), (PLACE,)) for n in range(32))
 
-    async def ask(name: str, body: bytes, timeout_s: float) -> bytes:
+    async def ask(name: str, request: Message, timeout_s: float) -> bytes:
         if name == liar:
-            return Answer(providers=dead).encode()
+            return Message(Op.GET_PROVIDERS, providers=dead).encode()
         await trio.sleep(0.3)
-        return Answer(providers=(Contact(living, (PLACE,)),)).encode()
+        return Message(Op.GET_PROVIDERS, providers=(Contact(living, (PLACE,)),)).encode()
 
     directory = Directory(Identity.generate().peer_id, ask, Alone())  # type: ignore[arg-type]
     for name in (liar, *honest):

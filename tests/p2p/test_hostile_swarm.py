@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -29,15 +29,15 @@ from app.swarm.records import (
 from p2p.addresses import parse_address
 from p2p.channel import multistream
 from p2p.channel import raw as rawio
-from p2p.dht import directory as dht
-from p2p.dht.wire import Op, Request
+from p2p.dht import streams as kad
+from p2p.dht.wire import Contact, Message, Op, provider_key
 from p2p.envelope import CLOCK_TOLERANCE_MS
 from p2p.errors import HandshakeError, P2PError
+from p2p.host.protobuf import receive_bytes, send_bytes
 from p2p.identity import Identity
-from p2p.link.frames import WHOLE, Frame, Kind, encode
 from p2p.network import Libp2pNetwork
 from tests.p2p.channels import close_sockets, socket_pair, transport
-from tests.p2p.hostile import MIB, Victim, connection_to, open_lane, under_attack
+from tests.p2p.hostile import MIB, Victim, connection_to, open_protocol, under_attack
 from tests.p2p.nodes import make_network, until
 
 __all__ = ["close_sockets"]
@@ -267,7 +267,7 @@ async def provide_and_go(victim: Victim, count: int) -> None:
     for _ in range(count):
         identity = Identity.generate()
         async with connection_to(victim, identity) as connection:
-            lane = await open_lane(connection)
-            body = replace(Request(Op.PROVIDE, KEY), addresses=(place,)).encode()
-            await lane.write(encode(Frame(Kind.REQUEST, WHOLE, 1, len(body), 5000, dht.METHOD, body)))
-            await lane.read_exactly(8 + 20)
+            stream = await open_protocol(connection, kad.PROTOCOL)
+            provider = Contact(identity.peer_id, (place,))
+            await send_bytes(stream, Message(Op.ADD_PROVIDER, provider_key(KEY), providers=(provider,)).encode())
+            assert await receive_bytes(stream, MIB)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import pytest
 import trio
 from libp2p import new_host
@@ -25,13 +20,12 @@ from multiaddr import Multiaddr
 from p2p.channel.noise import AESGCM_ID, NOISE_ID, security_options
 from p2p.channel.yamux import YamuxConnection
 from tests.p2p.channels import install_yamux
+from tests.p2p.foreign_directory import INSTALL_S, js_folder
 from tests.p2p.stock_peer import ECHO, answer, echo
 
-JS = Path(__file__).parent / "interop_js"
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = [1, 12, 65_519, 256 * KIB, MIB + 1]
 MANY = [1000 + number for number in range(24)]
-INSTALL_S = 100
 
 
 class Peer:
@@ -65,34 +59,10 @@ def stock_peer() -> Iterator[Peer]:
 
 @pytest.fixture(scope="module")
 def js_peer() -> Iterator[Peer]:
-    node = shutil.which("node")
-    if node is None or shutil.which("npm") is None:
-        pytest.skip("node and npm are not installed")
-    peer = Peer([node, "peer.mjs"], cwd=_js_folder())
+    folder = js_folder()
+    peer = Peer(["node", "peer.mjs"], cwd=folder)
     yield peer
     peer.stop()
-
-
-def _js_folder() -> Path:
-    """js-libp2p, installed once per version outside the repository."""
-    manifest, script = (JS / "package.json").read_bytes(), (JS / "peer.mjs").read_bytes()
-    cache = Path(os.environ.get("SHOAL_TEST_CACHE", platformdirs.user_cache_dir("shoal-tests")))
-    folder = cache / f"js-{hashlib.sha256(manifest).hexdigest()[:12]}"
-    if not (folder / "node_modules").is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=cache))
-        (building / "package.json").write_bytes(manifest)
-        command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--no-package-lock"]
-        try:
-            subprocess.run(command, cwd=building, check=True, capture_output=True, timeout=INSTALL_S)
-        except (subprocess.SubprocessError, OSError) as error:
-            shutil.rmtree(building, ignore_errors=True)
-            pytest.skip(f"js-libp2p cannot be installed: {error}")
-        with contextlib.suppress(OSError):  # another run was faster
-            building.rename(folder)
-        shutil.rmtree(building, ignore_errors=True)
-    (folder / "peer.mjs").write_bytes(script)
-    return folder
 
 
 @contextlib.asynccontextmanager

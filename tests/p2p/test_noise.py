@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,20 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.rsa import create_new_key_pair as rsa_keys
 from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 
-from p2p.channel.noise import AESGCM_ID, HANDSHAKE_DEADLINE_S, NOISE_ID, PSK_ID, handshake_error, security_options
+from p2p.channel.noise import (
+    AESGCM_ID,
+    HANDSHAKE_DEADLINE_S,
+    NOISE_ID,
+    PSK_ID,
+    handshake_error,
+    public_options,
+    security_options,
+)
 from p2p.channel.noise_handshake import MAX_MESSAGE_BYTES
 from p2p.channel.noise_records import MAX_PLAIN_BYTES, Opener, Sealer
 from p2p.errors import HandshakeError, ProtocolError, WrongSecret
@@ -251,3 +261,28 @@ def test_the_cause_is_found_under_libp2ps_wrapping() -> None:
     wrapped.__cause__ = cause
     assert handshake_error(wrapped) is cause
     assert handshake_error(RuntimeError("else")) is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "is_public", "refusal"),
+    [(2048, True, None), (2048, False, "not an Ed25519 key"), (1024, True, "2048 to 4096 bits")],
+)
+async def test_rsa_keys_are_for_the_public_directory_alone(bits: int, is_public: bool, refusal: str | None) -> None:
+    theirs, ours = rsa_keys(bits), create_new_key_pair()
+    peer = ID.from_pubkey(theirs.public_key)
+    dialler: Any = public_options(ours)[NOISE_ID] if is_public else transport(ours)
+    raw = socket_pair()
+    outcome: list[str | None] = []
+
+    async def dial() -> None:
+        try:
+            session = await dialler.secure_outbound(raw[0], peer)
+            outcome.append(None if session.get_remote_peer() == peer else "another peer")
+        except HandshakeError as error:
+            outcome.append(str(error))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(dial)
+        with contextlib.suppress(HandshakeError):
+            await transport(theirs).secure_inbound(raw[1])
+    assert outcome == [None] if refusal is None else refusal in str(outcome[0])

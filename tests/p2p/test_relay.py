@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +15,7 @@ from p2p.errors import P2PError, PeerUnreachable, ProtocolError, Refused
 from p2p.host.protobuf import address_bytes, address_from_bytes, receive_message, send_message
 from p2p.nat.hole_punching import PROTOCOL as DCUTR
 from p2p.nat.reachability import Reach, Reachability
-from p2p.nat.relay_client import RelayClient
+from p2p.nat.relay_client import RelayClient, best_relay
 from p2p.nat.relay_server import HOP, STOP, RelayLimits, RelayServer
 from p2p.network import Libp2pNetwork
 from tests.p2p.network_contract import echo
@@ -221,3 +222,11 @@ async def test_the_puncher_knocks_on_no_private_door() -> None:
     message = HolePunch(type=HolePunch.CONNECT, ObsAddrs=[address_bytes(place) for place in places] + [b"junk"])
     assert [str(address) for address in _addresses(message)] == ["/ip4/8.8.8.8/tcp/1"]
     await trio.lowlevel.checkpoint()
+
+
+def test_places_are_taken_at_near_relays_of_different_networks() -> None:
+    where = {"near": ("net1", 0.01), "nearer": ("net1", 0.005), "far": ("net2", 0.2), "unknown": ("net3", math.inf)}
+    taken: list[str] = []
+    for _ in range(4):
+        taken.append(best_relay([relay for relay in where if relay not in taken], where.__getitem__, taken))
+    assert taken == ["nearer", "far", "unknown", "near"]

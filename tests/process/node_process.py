@@ -48,7 +48,8 @@ class Place:
     def environment(self, more: Mapping[str, str] = {}) -> dict[str, str]:
         """No variable of the person's own reaches a test."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-        return {**kept, "SHOAL_HOME": str(self.home), "SHOAL_CACHE": str(self.cache), **more}
+        own = {"SHOAL_HOME": str(self.home), "SHOAL_CACHE": str(self.cache), "SHOAL_MAP_PORT": "false"}
+        return {**kept, **own, **more}
 
     def shoal(self, *arguments: str, text: str = "", patience_s: float = PATIENCE_S, **variables: str) -> Answer:
         """Run a command to its end."""

@@ -247,7 +247,7 @@ def test_a_chosen_port_that_is_taken_fails(flag: str, words: str, folder: Path) 
     [
         (["--join", "shoal:nonsense"], 2, "the invite is mistyped"),
         (["--join", "not a name"], 2, "is not a swarm's name"),
-        (["--discovery", "carrier-pigeon"], 2, "is not one of mdns, dht, invite, remembered"),
+        (["--discovery", "carrier-pigeon"], 2, "is not one of mdns, dht, invite, remembered, public"),
         (["--listen", "here"], 2, "the setting listen cannot be"),
         (["--api-port", "70000"], 2, "0 to 65535"),
         (["--blocks", "9:3"], 2, "the setting blocks cannot be '9:3'"),

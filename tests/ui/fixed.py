@@ -142,7 +142,7 @@ HEALTHY = Snapshot(
     sessions=3,
     tokens_per_s=43.0,
     version="0.1.0",
-    network=NetworkView(reach="verified", links=13),
+    network=NetworkView(reach="verified", links=13, mapping="UPnP 203.0.113.7:7464"),
     peers=PEERS,
     swarms=(SwarmView("reading-club", MANIFEST, "reading-club#1a2b3c4d", active=True),),
     model="Llama-3.1-70B",

@@ -259,6 +259,25 @@ def test_a_swarm_found_meanwhile_takes_no_other_choices_key() -> None:
     driven(node, drive)
 
 
+def test_the_first_run_asks_before_it_uses_the_public_directory() -> None:
+    node = ScriptedNode()
+    node.config["discovery"] = ["mdns", "dht"]
+
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.take(EMPTY)
+        first = FirstRun(app.store)
+        await app.push_screen(first)
+        await until(app, pilot, lambda: "Begin with the small starter model" in text_of_screen(app))
+        await until(app, pilot, lambda: first.state.public is False)
+        await pilot.press("enter", "up")
+        assert "public libp2p directory" in text_of_screen(app)
+        await pilot.press("space", "enter")
+        await until(app, pilot, lambda: first.state.step == 2)
+        assert node.config["discovery"] == "mdns,dht,public"
+
+    driven(node, drive)
+
+
 def test_a_node_that_cannot_look_around_still_begins() -> None:
     node = ScriptedNode()
     node.prospects = AppError("the device is broken")

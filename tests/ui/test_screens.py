@@ -235,6 +235,7 @@ async def look_at_first_run(app: StillDashboard, pilot: Pilot[None], gallery: Ga
     first = FirstRun(app.store)
     await app.push_screen(first)
     first.state.pauses = {"pause_busy": False, "pause_on_battery": True}
+    first.state.public = False
     for step in range(3):
         first.state.step, first.state.target, first.state.trouble = step, "birds#5e6f7a8b", ""
         if step == 0:

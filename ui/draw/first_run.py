@@ -46,6 +46,7 @@ class FirstState:
     typed: str = ""
     memory_bytes: int | None = None  # None: as much as is free
     pauses: dict[str, bool] = field(default_factory=dict)
+    public: bool | None = None  # look for swarms in the public directory; None until the settings have arrived
     cursor: int = 0
     problem: str = ""
     busy: str = ""
@@ -197,6 +198,11 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
         mark = ("▸", "b mine") if state.cursor == index else (" ", "")
         box = ("■", "success") if state.pauses[name] else ("□", "dim")
         rows.append(row(" ", mark, " pause if " if index == 1 else " " * 10, box, f" {words}"))
+    if state.public is not None:
+        mark = ("▸", "b mine") if state.cursor == len(shown) + 1 else (" ", "")
+        box = ("■", "success") if state.public else ("□", "dim")
+        rows.append(row(" ", mark, " be found ", box, " from anywhere, through the public libp2p directory"))
+        rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
     rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
     rows[-1] += row(("   ↑ ↓ and space change · later under 5 settings", "dim"))
     return rows

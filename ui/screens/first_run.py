@@ -82,6 +82,7 @@ class FirstRun(Dialog[None]):
     def _configured(self, answer: Any) -> None:
         config = {entry["name"]: entry["value"] for entry in answer}
         self.state.pauses = pauses_from(config)
+        self.state.public = "public" in config["discovery"] if "discovery" in config else None
         self.state.memory_bytes = config.get("max_vram")
         self._configured_memory = self.state.memory_bytes is not None
         self._propose_memory()
@@ -179,6 +180,7 @@ class FirstRun(Dialog[None]):
     def _memory_key(self, event: events.Key) -> bool:
         state = self.state
         toggles = [name for name, _, _, _ in PAUSES if name in state.pauses]
+        toggles += ["public"] if state.public is not None else []
         if event.key == "q":
             self.app.exit()
         elif event.key in ("up", "down", "tab"):
@@ -187,7 +189,10 @@ class FirstRun(Dialog[None]):
             self._change_memory(-STEP_BYTES if event.key == "left" else STEP_BYTES)
         elif event.key == "space" and state.cursor:
             name = toggles[state.cursor - 1]
-            state.pauses[name] = not state.pauses[name]
+            if name == "public":
+                state.public = not state.public
+            else:
+                state.pauses[name] = not state.pauses[name]
         else:
             return False
         return True
@@ -249,13 +254,16 @@ class FirstRun(Dialog[None]):
         verb = "creating" if state.create is not None else "joining"
         state.busy, state.problem = f"{verb} {state.where}", ""
         changes = {name: on if state.pauses[name] else off for name, _, on, off in PAUSES if name in state.pauses}
-        memory, target, create = state.memory_bytes, state.target, state.create
+        memory, target, create, public = state.memory_bytes, state.target, state.create, state.public
 
         def work(client: Client) -> Any:
             kept = {entry["name"]: entry["value"] for entry in client.get("/control/config")}
             for name, value in changes.items():
                 if bool(kept.get(name)) != (value not in ("0", "false")):
                     client.set_config(name, value)
+            means = [name for name in kept.get("discovery", ()) if name != "public"] + ["public"] * bool(public)
+            if public is not None and set(means) != set(kept["discovery"]):
+                client.set_config("discovery", ",".join(means))
             if memory != kept.get("max_vram"):
                 client.set_config("max_vram", None if memory is None else str(memory))
             if create is not None:

@@ -18,8 +18,8 @@ from app.swarm.records import SwarmRecord, sign_record
 from app.swarm.rendezvous import SHARDS, keys_to_provide, record_key, rendezvous_key
 from app.weights.manifest_store import ManifestStore
 from p2p.addresses import Address
-from p2p.dht.directory import METHOD, Directory
-from p2p.dht.wire import Contact
+from p2p.dht.directory import Directory
+from p2p.dht.wire import Contact, Message, provider_key
 from p2p.errors import Refused
 from p2p.identity import Identity
 from p2p.memory.fabric import MemoryNode
@@ -223,18 +223,21 @@ class Surroundings:
     def is_connected(self, peer: str) -> bool:
         return False  # nobody helps by knowing who is alive
 
+    def is_server(self, peer: str) -> bool:
+        return True
+
 
 def with_directory(node: MemoryNode) -> Directory:
     """Give a node the real directory in the place of the simulated one."""
 
-    async def ask(peer: str, body: bytes, timeout_s: float) -> bytes:
-        return await node.call(peer, METHOD, body, timeout_s=timeout_s)
+    async def ask(peer: str, request: Message, timeout_s: float) -> bytes:
+        return await node.call(peer, "kad", request.encode(), timeout_s=timeout_s)
 
     async def provide(key: bytes) -> None:
         await directory.provide(key)
 
     directory = Directory(node.peer_id, ask, Surroundings(node))
-    node.serve(METHOD, directory.handle)
+    node.serve("kad", directory.handle)
     node.provide = provide  # type: ignore[method-assign]
     node.find_providers = directory.find_providers  # type: ignore[method-assign]
     return directory
@@ -264,7 +267,7 @@ async def test_a_thousand_dead_providers_do_not_hide_the_living(autojump_clock: 
         for number, peer in enumerate(dead):  # now, fresher than all the living
             for directory in directories:
                 for key in keys[number % SHARDS :: SHARDS]:
-                    directory.providers.add(key, Contact(peer, (PLACE.of(peer),)), trio.current_time())
+                    directory.providers.add(provider_key(key), Contact(peer, (PLACE.of(peer),)), trio.current_time())
         joiner = add(50, others[:1])
         took_s = await sim.until(lambda: len(joiner.swarm.table.present()) == 5, 5.0)
         assert took_s <= 5.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,17 @@ import pytest
 from app.cli.doctor import examine_network
 from app.config.home import Home, write_sequence
 from app.core.reasons import because
-from app.snapshot.views import NetworkView, PeerView, Snapshot
-from app.system.doctor import check_addresses, check_clock, check_nat, check_peer, check_peers, is_free, running_checks
+from app.snapshot.views import NetworkView, PeerView, PublicView, Snapshot
+from app.system.doctor import (
+    check_addresses,
+    check_clock,
+    check_nat,
+    check_peer,
+    check_peers,
+    is_free,
+    network_checks,
+    running_checks,
+)
 
 NOW_MS = 1_800_000_000_000
 
@@ -73,8 +83,54 @@ def test_a_running_node_has_every_line() -> None:
         peers=(PeerView("a"),),
     )
     checks = list(running_checks(snapshot, now_ms=NOW_MS, last_said_ms=0, heard_ms=[]))
-    assert [check.name for check in checks] == ["state", "listen", "addresses", "nat", "clock", "peers", "peer a"]
-    assert {check.name for check in checks if check.status != "ok"} == {"nat"}  # which is not known yet
+    assert [check.name for check in checks] == [
+        "state",
+        "listen",
+        "addresses",
+        "nat",
+        "port mapping",
+        "clock",
+        "peers",
+        "peer a",
+    ]
+    assert {check.name for check in checks if check.status != "ok"} == {"nat", "port mapping"}  # not known yet, and off
+
+
+HOME = NetworkView(reach="unverified")
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (
+            replace(HOME, mapping="UPnP 5.5.5.5:7464", relays=("12D3abcdefgh",)),
+            {"port mapping": "ok", "relays": "ok", "ipv6": "skip", "public directory": "skip"},
+        ),
+        (
+            replace(HOME, mapping_problem="no router answers", public=PublicView(nodes=9)),
+            {"port mapping": "warn", "relays": "warn", "ipv6": "skip", "public directory": "warn"},
+        ),
+        (
+            replace(HOME, advertised=("/ip6/2a00::1/tcp/1",), public=PublicView()),
+            {"port mapping": "skip", "relays": "warn", "ipv6": "warn", "public directory": "warn"},
+        ),
+        (
+            NetworkView(
+                reach="verified",
+                advertised=("/ip6/2a00::1/tcp/1",),
+                verified=("/ip6/2a00::1/tcp/1",),
+                public=PublicView(nodes=9, published=2),
+            ),
+            {"port mapping": "ok", "relays": "skip", "ipv6": "ok", "public directory": "ok"},
+        ),
+    ],
+)
+def test_the_picture_of_how_others_reach_this_machine(network: NetworkView, expected: dict[str, str]) -> None:
+    snapshot = Snapshot("12D3", "client", "", "", listen_addrs=("/ip4/0.0.0.0/tcp/1",), network=network)
+    checks = list(network_checks(snapshot))
+    assert [check.name for check in checks] == ["listen", "addresses", "nat", *expected, "peers"]
+    assert {check.name: check.status for check in checks if check.name in expected} == expected
+    assert all(check.mend for check in checks if check.status == "warn")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""Keeps this node's listening port open in the router: PCP or NAT-PMP (`p2p.nat.port_control`), else UPnP IGD.
+
+The mapping is renewed at half of its lifetime, made again when this machine moves to another network, and removed on
+exit. UPnP is spoken by the library miniupnpc in a thread. What the router says is an address to try: peers test it by
+dialling back (`p2p.nat.reachability`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from p2p import sockets
+from p2p.addresses import Address, Scope, scope_of
+from p2p.nat.port_control import LIFETIME_S, Mapping, MappingRefused, PortControl
+from p2p.rate_limit import backoff_s
+
+DESCRIPTION = "Shoal"
+_FIRST_RETRY_S = 20.0  # after a refusal, doubled each time up to
+_LONGEST_RETRY_S = 600.0
+_CHECK_S = 10.0  # for a change of the network
+_UPNP_WAIT_MS = 2000
+_REMOVE_S = 2.0
+_PORTS_TRIED = 4  # external ports, in case another machine has the first
+_MIN_LIFETIME_S = 120
+
+log = logging.getLogger("shoal.p2p.ports")
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way out of this network: the gateway and this machine's address towards it."""
+
+    gateway: str
+    own_ip: str
+
+
+class UpnpRouter:
+    """A router that speaks UPnP IGD; every method blocks, so call them in a thread."""
+
+    def __init__(self, own_ip: str) -> None:
+        import miniupnpc
+
+        self._igd: Any = miniupnpc.UPnP(multicastif=own_ip, discoverdelay=_UPNP_WAIT_MS)
+
+    def find(self) -> None:
+        """Look for a router on the LAN; raises `MappingRefused`."""
+        try:
+            self._igd.discover()
+            self._igd.selectigd()
+        except Exception as error:
+            raise MappingRefused("no router answers, neither by PCP and NAT-PMP nor by UPnP") from error
+
+    def map(self, port: int, external_port: int, lifetime_s: int) -> Mapping:
+        """Forward `external_port` to `port` of this machine; raises `MappingRefused`."""
+        try:
+            self._igd.addportmapping(external_port, "TCP", self._igd.lanaddr, port, DESCRIPTION, "", lifetime_s)
+            return Mapping("UPnP", str(self._igd.externalipaddress()), external_port, lifetime_s)
+        except Exception as error:
+            raise MappingRefused(f"the router refuses to forward port {external_port}: {error}") from error
+
+    def remove(self, external_port: int) -> None:
+        """Remove the mapping of a port; raises `MappingRefused`."""
+        try:
+            self._igd.deleteportmapping(external_port, "TCP")
+        except Exception as error:
+            raise MappingRefused(f"the router does not remove port {external_port}: {error}") from error
+
+
+class PortMapper:
+    """Keeps one port mapped while `run` runs; calls `changed` with its public address, or None when it is lost."""
+
+    def __init__(
+        self, port: int, changed: Callable[[Address | None], None], route: Callable[[], Route | None] | None = None
+    ) -> None:
+        self._port = port
+        self._changed = changed
+        self._route = route or route_out
+        self._control: PortControl | None = None
+        self._upnp: UpnpRouter | None = None
+        self._failures = 0
+        self.mapping: Mapping | None = None
+        self.problem = "the router has not been asked yet"
+
+    async def run(self) -> None:
+        """Map the port, renew it and follow changes of the network, until cancelled; then remove the mapping."""
+        try:
+            while True:
+                own_ips = set(sockets.own_ips())
+                pause_s = await self._map_along(await trio.to_thread.run_sync(self._route))
+                with trio.move_on_after(pause_s):
+                    # No event reports that the machine moved to another network, so its addresses are polled.
+                    while set(sockets.own_ips()) == own_ips:  # noqa: ASYNC110
+                        await trio.sleep(_CHECK_S)
+        finally:
+            with trio.CancelScope(deadline=trio.current_time() + _REMOVE_S, shield=True):
+                await self._remove()
+
+    async def _map_along(self, route: Route | None) -> float:
+        """Make or renew the mapping and return the seconds after which to do it again."""
+        try:
+            if route is None:
+                raise MappingRefused("this machine is in no network with a router")
+            mapping = await self._map(route)
+            if scope_of(ipaddress.ip_address(mapping.ip)) is not Scope.PUBLIC:
+                raise MappingRefused(f"the router forwards the port, but is behind a NAT itself ({mapping.ip})")
+        except MappingRefused as error:
+            log.info("the port %d is not mapped: %s", self._port, error)
+            self._set(None, str(error))
+            self._failures += 1
+            return backoff_s(_FIRST_RETRY_S, self._failures, _LONGEST_RETRY_S)
+        if self.mapping is None or (mapping.ip, mapping.port) != (self.mapping.ip, self.mapping.port):
+            log.info("%s: the router forwards %s port %d to this node", mapping.method, mapping.ip, mapping.port)
+        self._set(mapping, "")
+        self._failures = 0
+        return max(mapping.lifetime_s, _MIN_LIFETIME_S) / 2
+
+    def _set(self, mapping: Mapping | None, problem: str) -> None:
+        before = None if self.mapping is None else (self.mapping.ip, self.mapping.port)
+        self.mapping, self.problem = mapping, problem
+        if before != (None if mapping is None else (mapping.ip, mapping.port)):
+            self._changed(None if mapping is None else _address(mapping))
+
+    async def _map(self, route: Route) -> Mapping:
+        wanted = self._port if self.mapping is None else self.mapping.port
+        if self._control is None or (self._control.gateway, self._control.own_ip) != (route.gateway, route.own_ip):
+            self._control, self._upnp = PortControl(route.gateway, route.own_ip, self._port), None
+        if self._upnp is None:
+            try:
+                return await self._control.map(wanted)
+            except MappingRefused as error:
+                log.debug("%s", error)
+        return await trio.to_thread.run_sync(self._map_by_upnp, route.own_ip, wanted)
+
+    def _map_by_upnp(self, own_ip: str, wanted: int) -> Mapping:
+        if self._upnp is None:
+            try:
+                router = UpnpRouter(own_ip)
+            except ImportError:
+                raise MappingRefused("no router answers by PCP or NAT-PMP, and miniupnpc is not installed") from None
+            router.find()
+            self._upnp = router
+        failure = MappingRefused("the router forwards no port")
+        for port in range(wanted, min(wanted + _PORTS_TRIED, 65536)):
+            for lifetime_s in (LIFETIME_S, 0):  # some routers know permanent mappings only
+                try:
+                    mapping = self._upnp.map(self._port, port, lifetime_s)
+                    return mapping if lifetime_s else Mapping(mapping.method, mapping.ip, mapping.port, LIFETIME_S)
+                except MappingRefused as error:
+                    failure = error
+        self._upnp = None  # it may be another router next time
+        raise failure
+
+    async def _remove(self) -> None:
+        mapping, self.mapping = self.mapping, None
+        if mapping is None:
+            return
+        try:
+            if mapping.method == "UPnP" and self._upnp is not None:
+                remove = partial(trio.to_thread.run_sync, abandon_on_cancel=True)  # type: ignore[call-arg]
+                await remove(self._upnp.remove, mapping.port)
+            elif self._control is not None:
+                await self._control.map(mapping.port, lifetime_s=0)
+        except MappingRefused as error:
+            log.info("the mapping of port %d stays until it expires: %s", mapping.port, error)
+
+
+def _address(mapping: Mapping) -> Address:
+    ip = ipaddress.ip_address(mapping.ip)
+    return Address(f"ip{ip.version}", str(ip), mapping.port)
+
+
+def route_out() -> Route | None:
+    """Return the default IPv4 route of this machine; None if there is none, or the machine has a public address.
+
+    May run a command of the system and block for a moment: call it in a thread.
+    """
+    gateway = _linux_gateway() if sys.platform == "linux" else _netstat_gateway()
+    if gateway is None:
+        return None
+    for own in sockets.own_interfaces():
+        if own.version == 4 and ipaddress.ip_address(gateway) in own.network and scope_of(own.ip) is Scope.LAN:
+            return Route(gateway, str(own.ip))
+    return None
+
+
+def _linux_gateway() -> str | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+            _, destination, gateway, *_ = line.split()
+            if destination == "00000000" and gateway != "00000000":
+                return str(ipaddress.IPv4Address(bytes.fromhex(gateway)[::-1]))
+    return None
+
+
+def _netstat_gateway() -> str | None:
+    """Read the gateway from `netstat -rn`, which macOS, the BSDs and Windows have."""
+    program = shutil.which("netstat")
+    if program is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run([program, "-rn"], capture_output=True, text=True, timeout=5, check=False).stdout
+        return parse_netstat(said)
+    return None
+
+
+def parse_netstat(said: str) -> str | None:
+    """Return the gateway of the default IPv4 route in the output of `netstat -rn`."""
+    for line in said.splitlines():
+        words = line.split()
+        after = words[1:] if words[:1] == ["default"] else words[2:] if words[:2] == ["0.0.0.0", "0.0.0.0"] else []
+        with contextlib.suppress(ValueError, IndexError):
+            return str(ipaddress.IPv4Address(after[0]))
+    return None
