@@ -18,6 +18,7 @@ from engine.model.attention import Plans, Segment, StepPlan, attend_cached, writ
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
+from engine.model.onnx_block import BlockGraphs, RowTurns, graphs_of
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
 from engine.sources.device_reader import DeviceReader
@@ -44,6 +45,8 @@ class SpanRunner:
         self.start = start
         self.options = options
         self.blocks = list(blocks)
+        self._cpu_graphs: dict[int, BlockGraphs] = {}  # by the block's index
+        self._add_cpu_graphs(blocks)
         room = max(len(blocks), options.room)
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
@@ -68,7 +71,14 @@ class SpanRunner:
     def grow(self, source: ModelSource) -> None:
         """Load one more block after the last; open sessions continue with the blocks that they use."""
         assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
-        self.blocks += _load_blocks(source, range(self.stop, self.stop + 1), self.options)
+        new = list(_load_blocks(source, range(self.stop, self.stop + 1), self.options))
+        self._add_cpu_graphs(new)
+        self.blocks += new
+
+    def _add_cpu_graphs(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            if (graphs := graphs_of(block, self.config)) is not None:
+                self._cpu_graphs[block.index] = graphs
 
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.
@@ -81,6 +91,7 @@ class SpanRunner:
         part = slice(start - self.start, stop - self.start)
         self._graphs = None  # its captured steps hold the old blocks
         self.blocks = self.blocks[part]
+        self._cpu_graphs = {index: own for index, own in self._cpu_graphs.items() if start <= index < stop}
         self.pool.keep(part)
         self.start = start
         if kind_of(self.options.device).captures_steps:
@@ -118,8 +129,9 @@ class SpanRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all loaded weights."""
-        return sum(block.nbytes for block in self.blocks)
+        """Bytes of all loaded weights, with the copies that a CPU's products are computed with."""
+        copies = sum(graphs.nbytes for graphs in self._cpu_graphs.values())
+        return sum(block.nbytes for block in self.blocks) + copies
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease cache for a new session.
@@ -177,10 +189,19 @@ class SpanRunner:
     def _run(self, x: Tensor, segments: list[Segment], part: slice, adapter: BlockAdapter | None = None) -> Tensor:
         plan = StepPlan(segments, self.options.device, self.options.dtype)
         rope = self._rope.at(plan.positions)
+        turns = None
+        if self._cpu_graphs and adapter is None:
+            numbers = torch.arange(x.shape[0])[:, None]
+            turns = RowTurns(*(each.contiguous() for each in self._rope.turns(plan.positions)), numbers)
         for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
             plans = plan.for_window(self.config.window_of(block.index))
+            attend = _cached(cache, plan, plans)
+            graphs = self._cpu_graphs.get(block.index)
+            if graphs is not None and turns is not None:
+                x = graphs.forward(x, turns, attend)
+                continue
             multiply = None if adapter is None else adapter(block)
-            x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans), multiply)
+            x = block_forward(block, self.config, x, rope, attend, multiply)
         return x
 
 

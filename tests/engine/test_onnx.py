@@ -1,0 +1,125 @@
+"""Blocks of 4 and 8 bits on the CPU by ONNX Runtime, beside the same blocks by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.model import onnx_graph
+from engine.model.attention import Segment
+from engine.model.block import Quantisation
+from engine.model.linear import DenseLinear, GridLinear, Linear
+from engine.model.span import SpanRunner
+from tests.engine.random_spans import random_span, small_config
+from tests.engine.test_grid import COLUMNS, random_grid
+
+pytest.importorskip("onnxruntime", reason="ONNX Runtime, the optional package for 4-bit blocks on a CPU, is not here")
+
+WIDE = {"hidden_size": 96, "intermediate_size": 160}  # whole groups, an odd number of them
+CONFIGS = {
+    "plain": small_config(**WIDE),
+    "biases": small_config(**WIDE, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qk_norm": small_config(**WIDE, family="qwen3", qk_norm=True),
+    "window": small_config(**WIDE, family="mistral", sliding_window=40),
+}
+# The runtime rounds the rows to 8 bits in groups of 32 (16 for Q6_K): 0.4 % of a random row's length.
+ROUNDING = 0.012
+
+
+@pytest.fixture(params=[1, 10**6], ids=["in float32", "rounded"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Both ways to multiply, whichever this machine would choose."""
+    rows: int = request.param
+    for module in ("onnx_graph", "onnx_block"):
+        monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda: rows)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_product_is_the_dense_one_but_for_rounded_rows(kind: str, rows: int, way: int) -> None:
+    torch.manual_seed(0)
+    linear = GridLinear(random_grid(kind), torch.randn(24))
+    x, residual = torch.randn(rows, COLUMNS), torch.randn(rows, 24)
+    expected = residual + torch.nn.functional.linear(x, linear.grid.dense(torch.float32), linear.bias)
+    off = (linear(x, residual) - expected).norm() / expected.norm()
+    assert off <= (ROUNDING if way > rows else 1e-5)
+
+
+def _spans(case: str) -> tuple[SpanRunner, SpanRunner]:
+    """The same blocks of 4 bits, run by graphs, and by torch with the numbers that the grids mean."""
+    spans = []
+    for by_graphs in (True, False):
+        torch.manual_seed(0)
+        span = random_span(CONFIGS[case], quantisation="int4")
+        assert len(span._cpu_graphs) == 2
+        if not by_graphs:
+            span._cpu_graphs.clear()
+            for block in span.blocks:
+                block.qkv, block.o = _dense(block.qkv), _dense(block.o)
+                block.gate_up, block.down = _dense(block.gate_up), _dense(block.down)
+        spans.append(span)
+    return spans[0], spans[1]
+
+
+def _dense(linear: Linear) -> DenseLinear:
+    assert isinstance(linear, GridLinear)
+    return DenseLinear(linear.grid.dense(torch.float32), linear.bias)
+
+
+@pytest.mark.parametrize("case", sorted(CONFIGS))
+def test_a_block_computes_what_torch_computes(case: str, way: int) -> None:
+    ours, plain = _spans(case)
+    lengths = [3, 70]
+    results = []
+    for span in (ours, plain):
+        torch.manual_seed(1)
+        leases = [span.open(length + 4) for length in lengths]
+        outs = [
+            span.step(torch.randn(length, 96), [Segment(lease, 0, length)])
+            for lease, length in zip(leases, lengths, strict=True)
+        ]
+        for _ in range(2):  # sessions of unlike lengths in one step
+            segments = [Segment(lease, lease.length, 1) for lease in leases]
+            outs.append(span.step(torch.randn(2, 96), segments))
+        outs.append(span.step(torch.randn(1, 96), [Segment(leases[0], leases[0].length, 1)], (1, 2)))  # a part of it
+        results.append(torch.cat(outs))
+    off = (results[0] - results[1]).norm() / results[1].norm()
+    assert off <= (0.03 if way > 70 else 1e-5)
+
+
+def test_blocks_that_go_take_their_graphs_along() -> None:
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    whole = span.weight_bytes
+    span.keep(1, 2)
+    assert list(span._cpu_graphs) == [1]
+    assert span.weight_bytes == whole // 2
+
+
+@pytest.mark.parametrize("quantisation", ["none", "int8", "stored"])
+def test_other_blocks_have_no_graphs(quantisation: Quantisation) -> None:
+    assert not random_span(CONFIGS["plain"], quantisation=quantisation)._cpu_graphs
+
+
+def test_without_the_runtime_torch_computes_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _spans("plain")[1]
+    torch.manual_seed(0)
+    monkeypatch.setattr("engine.model.onnx_block.runtime", lambda: None)
+    monkeypatch.setattr("engine.model.linear.runtime", lambda: None)
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    assert not span._cpu_graphs
+    x = torch.randn(2, 96)
+    found, expected = (each.step(x, [Segment(each.open(4), 0, 2)]) for each in (span, plain))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_runtime_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel for this machine")
+
+    monkeypatch.setattr(onnx_graph, "product_graph", fails)
+    onnx_graph.grids_pay.cache_clear()
+    try:
+        assert not onnx_graph.grids_pay()
+    finally:
+        onnx_graph.grids_pay.cache_clear()
