@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
+from engine.device.kinds import kind_of
 from engine.model.linear import DenseLinear, GridLinear, Int8Linear, Linear, packed
 from engine.model.rope import rotate
 from engine.sources.grid import QUANTISED_GROUP, Grid, join, quantise
@@ -54,11 +55,15 @@ class Block:
         return linear(x, residual)
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The block's products."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
         """Bytes that all weights take in memory."""
         norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
-        linears = (self.qkv, self.o, self.gate_up, self.down)
-        return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in linears)
+        return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in self.linears)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
                 made.fill(sum(sizes[:index]), weight)
             return made
         if how.quantisation in ("int4", "stored") and (grids := _grids(reader, roles, how)):
-            return GridLinear(join(grids), bias)
+            grid = join(grids)
+            return GridLinear(grid.in_words() if kind_of(how.device).captures_steps else grid, bias)
         weight = torch.empty(sum(sizes), columns, device=how.device, dtype=how.dtype)
         pending.update(zip(roles, weight.split(sizes), strict=True))
         return DenseLinear(weight, bias)
@@ -132,7 +138,7 @@ def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
     )
     reader.read(pending)
     if how.packed:
-        for each in (block.qkv, block.o, block.gate_up, block.down):
+        for each in block.linears:
             if isinstance(each, DenseLinear):
                 each.packed = packed(each.weight)
     return block

@@ -204,6 +204,7 @@ class GridLinear:
 
     grid: Grid
     bias: Tensor | None = None
+    convert: Callable[[Grid, torch.dtype], Tensor] = Grid.dense  # a kernel for it may be faster than torch's operations
     _product: GridProduct | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, *, training: bool = False) -> Tensor:
@@ -212,7 +213,7 @@ class GridLinear:
             self._product = self._product or GridProduct(self.grid, self.bias)
             out = self._product(x)
         else:
-            out = torch.cat([F.linear(x, rows.dense(x.dtype)) for rows in self._slices()], dim=1)
+            out = torch.cat([F.linear(x, self.convert(rows, x.dtype)) for rows in self._slices()], dim=1)
             out = out if self.bias is None else out + self.bias
         return out if residual is None else residual + out
 
@@ -220,7 +221,7 @@ class GridLinear:
         """Return the gradient of the rows x for that of the product, (N, out) -> (N, in)."""
         dx = gradient.new_zeros(gradient.shape[0], self.grid.shape[1])
         for rows, own in zip(self._slices(), gradient.split(CONVERTED_ROWS, dim=1), strict=True):
-            dx.addmm_(own, rows.dense(gradient.dtype))
+            dx.addmm_(own, self.convert(rows, gradient.dtype))
         return dx
 
     def _slices(self) -> list[Grid]:

@@ -64,8 +64,7 @@ class BlockGraphs:
 
 def graphs_of(block: Block, config: ModelConfig) -> BlockGraphs | None:
     """Return the graphs of a block; None unless all its matrices are grids on the CPU and ONNX Runtime is there."""
-    linears = (block.qkv, block.o, block.gate_up, block.down)
-    if block.attn_norm.device.type != "cpu" or not all(isinstance(each, GridLinear) for each in linears):
+    if block.attn_norm.device.type != "cpu" or not all(isinstance(each, GridLinear) for each in block.linears):
         return None
     return None if runtime() is None else BlockGraphs(block, config)
 

@@ -16,8 +16,9 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import DecodeGraphs, SpanParts
+from engine.model.cuda_graphs import DecodeGraphs, SpanParts, triton_works
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
+from engine.model.linear import GridLinear
 from engine.model.onnx_block import BlockGraphs, RowTurns, graphs_of
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
@@ -46,7 +47,7 @@ class SpanRunner:
         self.options = options
         self.blocks = list(blocks)
         self._cpu_graphs: dict[int, BlockGraphs] = {}  # by the block's index
-        self._add_cpu_graphs(blocks)
+        self._prepare(blocks)
         room = max(len(blocks), options.room)
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
@@ -72,13 +73,19 @@ class SpanRunner:
         """Load one more block after the last; open sessions continue with the blocks that they use."""
         assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
         new = list(_load_blocks(source, range(self.stop, self.stop + 1), self.options))
-        self._add_cpu_graphs(new)
+        self._prepare(new)
         self.blocks += new
 
-    def _add_cpu_graphs(self, blocks: Sequence[Block]) -> None:
+    def _prepare(self, blocks: Sequence[Block]) -> None:
+        """Compile what new blocks with weights in a grid are computed with."""
         for block in blocks:
             if (graphs := graphs_of(block, self.config)) is not None:
                 self._cpu_graphs[block.index] = graphs
+            for linear in block.linears:
+                if isinstance(linear, GridLinear) and linear.grid.by_words and triton_works():
+                    from engine.model.triton_kernels import dense_grid  # imports Triton, which a CPU does without
+
+                    linear.convert = dense_grid
 
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.

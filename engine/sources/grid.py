@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ class Grid:
     quantised: Tensor  # uint8: (out, in), or (out, in / 2) with the even column of each pair in the low half
     scale: Tensor  # (out, in / group), float16 or float32
     minimum: Tensor | None  # like `scale`
+    by_words: bool = False  # the columns of a group are in another order: that of `in_words`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,16 +47,32 @@ class Grid:
     def to(self, device: torch.device) -> Grid:
         """Return the grid on a device."""
         minimum = None if self.minimum is None else self.minimum.to(device)
-        return Grid(self.bits, self.group, self.zero, self.quantised.to(device), self.scale.to(device), minimum)
+        return replace(self, quantised=self.quantised.to(device), scale=self.scale.to(device), minimum=minimum)
 
     def rows(self, which: slice | Tensor) -> Grid:
         """Return the grid of some rows."""
         minimum = None if self.minimum is None else self.minimum[which]
-        return Grid(self.bits, self.group, self.zero, self.quantised[which], self.scale[which], minimum)
+        return replace(self, quantised=self.quantised[which], scale=self.scale[which], minimum=minimum)
 
     def integers(self) -> Tensor:
         """Return the integers as uint8 (out, in)."""
+        if self.by_words:
+            words = self.quantised.view(torch.int32).view(self.shape[0], -1, 1, self.group * self.bits // 32)
+            shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=words.device)[:, None]
+            return ((words >> shifts) & ((1 << self.bits) - 1)).to(torch.uint8).view(self.shape)
         return unpack(self.quantised) if self.bits == 4 else self.quantised
+
+    def in_words(self) -> Grid:
+        """Return the grid in the order of a GPU's kernels: integer s of word w of a group is column s × words + w.
+
+        A thread that has some neighbouring words of a group then needs neighbouring numbers of a row for each s.
+        """
+        if self.by_words:
+            return self
+        words = self.group * self.bits // 32
+        integers = self.integers().view(self.shape[0], -1, 32 // self.bits, words).transpose(2, 3)
+        integers = integers.reshape(self.shape)
+        return replace(self, quantised=pack(integers) if self.bits == 4 else integers, by_words=True)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the matrix as numbers, computed in float32."""
