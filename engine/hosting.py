@@ -241,6 +241,11 @@ def stored_bytes(blocks: Iterable[Sequence[StoredTensor]]) -> float | None:
     return max(4.0 if each is None else each for each in held)
 
 
+def source_bytes(source: ModelSource) -> float | None:
+    """Return `stored_bytes` of a model's files."""
+    return stored_bytes(source.parts[block_part(index)] for index in range(source.config.n_blocks))
+
+
 def computes_grids(kind: str) -> bool:
     """True if a kind of device multiplies with weights in a grid faster than with numbers; measured on a CPU."""
     return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_works()

@@ -47,8 +47,8 @@ class BlockGraphs:
     @property
     def nbytes(self) -> int:
         """Bytes that the graphs take beside the block's own weights."""
-        graphs = (*self._before.values(), *self._after.values())
-        return sum(each.nbytes for each in (*self._weights.values(), *graphs))
+        graphs = sum(graph.nbytes for graph in (*self._before.values(), *self._after.values()))
+        return graphs + sum(weights.nbytes for weights in self._weights.values())
 
     def forward(self, x: Tensor, turns: RowTurns, attend: Attend) -> Tensor:
         """Run the block over float32 rows x (N, hidden), as `block_forward` does."""

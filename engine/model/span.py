@@ -198,8 +198,8 @@ class SpanRunner:
         rope = self._rope.at(plan.positions)
         turns = None
         if self._cpu_graphs and adapter is None:
-            numbers = torch.arange(x.shape[0])[:, None]
-            turns = RowTurns(*(each.contiguous() for each in self._rope.turns(plan.positions)), numbers)
+            cos, sin = self._rope.turns(plan.positions)
+            turns = RowTurns(cos, sin, torch.arange(x.shape[0])[:, None])
         for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
             plans = plan.for_window(self.config.window_of(block.index))
             attend = _cached(cache, plan, plans)
