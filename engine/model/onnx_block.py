@@ -7,7 +7,7 @@ arithmetic for one row. In a graph they cost little. Attention stays torch's: it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, get_args
 
 import torch
@@ -18,6 +18,7 @@ from engine.model.block import Attend, Block, Matrix
 from engine.model.linear import GridLinear, Linear
 from engine.model.onnx_graph import Graph, GraphWriter, GridConstants, many_rows, runtime
 
+MAX_BOUND = 8  # rows of the largest step whose memory is kept: it saves a tenth of a millisecond a block
 _Weights = Mapping[Matrix, GridConstants]
 
 
@@ -29,6 +30,20 @@ class RowTurns(NamedTuple):
     numbers: Tensor
 
 
+class BoundRows:
+    """Memory for steps of one number of rows, which all blocks use in turn, and views of it as attention takes them."""
+
+    def __init__(self, config: ModelConfig, rows: int) -> None:
+        heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
+        self.x = torch.empty(rows, config.hidden_size)  # the input of each block, and its output
+        self.turns = RowTurns(*(torch.empty(rows, width // 2) for _ in range(2)), torch.arange(rows)[:, None])
+        self.qk = torch.empty(rows, 1, (heads + kv_heads) * width)
+        self.v = torch.empty(rows, kv_heads * width)
+        self.attended = torch.empty(rows, heads * width)
+        q, k = self.qk.view(rows, heads + kv_heads, 1, width).split((heads, kv_heads), dim=1)
+        self.qkv = q, k, self.v.view(rows, kv_heads, 1, width)
+
+
 class BlockGraphs:
     """The graphs of one block; those for many rows are made when they are needed first."""
 
@@ -37,6 +52,7 @@ class BlockGraphs:
         self._weights = {name: _constants(getattr(block, name)) for name in get_args(Matrix)}
         self._before: dict[bool, Graph] = {}
         self._after: dict[bool, Graph] = {}
+        self._bound: dict[int, tuple[Callable[[], None], Callable[[], None]]] = {}  # by the number of rows
         self._prepare(many=False)
 
     def _prepare(self, *, many: bool) -> None:
@@ -50,23 +66,80 @@ class BlockGraphs:
         graphs = sum(graph.nbytes for graph in (*self._before.values(), *self._after.values()))
         return graphs + sum(weights.nbytes for weights in self._weights.values())
 
-    def forward(self, x: Tensor, turns: RowTurns, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, turns: RowTurns, attend: Attend, *, many: bool) -> Tensor:
         """Run the block over float32 rows x (N, hidden), as `block_forward` does."""
         heads, kv_heads, head_dim = self._config.n_heads, self._config.n_kv_heads, self._config.head_dim
         rows = x.shape[0]
-        many = rows >= many_rows()
         self._prepare(many=many)
         qk, v = self._before[many].run(x, *turns)
         q, k = qk.view(rows, heads + kv_heads, 1, head_dim).split((heads, kv_heads), dim=1)
         attended = attend(q, k, v.view(rows, kv_heads, 1, head_dim))
         return self._after[many].run(attended.contiguous(), x)[0]
 
+    def forward_bound(self, rows: BoundRows, attend: Attend) -> None:
+        """Run the block over the rows x, in place; always with the same memory for the same number of rows."""
+        count = rows.x.shape[0]
+        if count not in self._bound:
+            # The output may take the input's place: it is written by the last operation, which does not read the input.
+            before = self._before[False].bind((rows.x, *rows.turns), (rows.qk, rows.v))
+            self._bound[count] = before, self._after[False].bind((rows.attended, rows.x), (rows.x,))
+        before, after = self._bound[count]
+        before()
+        rows.attended.copy_(attend(*rows.qkv))
+        after()
 
-def graphs_of(block: Block, config: ModelConfig) -> BlockGraphs | None:
-    """Return the graphs of a block; None unless all its matrices are grids on the CPU and ONNX Runtime is there."""
-    if block.attn_norm.device.type != "cpu" or not all(isinstance(each, GridLinear) for each in block.linears):
-        return None
-    return None if runtime() is None else BlockGraphs(block, config)
+
+class SpanGraphs:
+    """The graphs of a span's blocks, by the block's index; empty where blocks are computed by torch."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._blocks: dict[int, BlockGraphs] = {}
+        self._rows: dict[int, BoundRows] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs take beside the blocks' own weights."""
+        return sum(graphs.nbytes for graphs in self._blocks.values())
+
+    def add(self, block: Block) -> None:
+        """Compile a block's graphs, if all its matrices are grids on the CPU and ONNX Runtime is there."""
+        on_cpu = block.attn_norm.device.type == "cpu"
+        if on_cpu and all(isinstance(each, GridLinear) for each in block.linears) and runtime() is not None:
+            self._blocks[block.index] = BlockGraphs(block, self._config)
+
+    def keep(self, start: int, stop: int) -> None:
+        """Drop the graphs of all blocks but [start, stop)."""
+        self._blocks = {index: graphs for index, graphs in self._blocks.items() if start <= index < stop}
+
+    def covers(self, blocks: Sequence[Block]) -> bool:
+        """True if all these blocks have graphs."""
+        return all(block.index in self._blocks for block in blocks)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Mapping[int, Attend]) -> Tensor:
+        """Run float32 rows x (N, hidden) through the blocks that `attends` names, in its order: (N, hidden).
+
+        `cos` and `sin`, each (N, head_dim / 2), are those of the rows' positions.
+        """
+        count = x.shape[0]
+        many = count >= many_rows()
+        if many or count > MAX_BOUND:
+            turns = RowTurns(cos, sin, torch.arange(count)[:, None])
+            for index, attend in attends.items():
+                x = self._blocks[index].forward(x, turns, attend, many=many)
+            return x
+        rows = self._rows.get(count)
+        if rows is None:
+            rows = self._rows[count] = BoundRows(self._config, count)
+        rows.x.copy_(x)
+        rows.turns.cos.copy_(cos)
+        rows.turns.sin.copy_(sin)
+        for index, attend in attends.items():
+            self._blocks[index].forward_bound(rows, attend)
+        return rows.x.clone()
 
 
 def _constants(linear: Linear) -> GridConstants:

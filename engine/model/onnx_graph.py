@@ -213,6 +213,17 @@ class Graph:
         feeds = {name: each.numpy() for name, each in zip(self._inputs, inputs, strict=True)}
         return [torch.from_numpy(out) for out in self._session.run(None, feeds)]
 
+    def bind(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that computes the outputs from the inputs, all in memory that stays where it is."""
+        binding = self._session.io_binding()
+        for name, tensor in zip(self._inputs, inputs, strict=True):
+            numbers = tensor.numpy()
+            binding.bind_input(name, "cpu", 0, numbers.dtype, numbers.shape, tensor.data_ptr())
+        for each, tensor in zip(self._session.get_outputs(), outputs, strict=True):
+            numbers = tensor.numpy()
+            binding.bind_output(each.name, "cpu", 0, numbers.dtype, numbers.shape, tensor.data_ptr())
+        return functools.partial(self._session.run_with_iobinding, binding)
+
 
 class GridProduct:
     """The product with one grid on the CPU, as a graph of its own; that for many rows is made when it is needed."""

@@ -19,7 +19,7 @@ from engine.model.block import Attend, Block, Multiply, WeightOptions, block_for
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts, triton_works
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
 from engine.model.linear import GridLinear
-from engine.model.onnx_block import BlockGraphs, RowTurns, graphs_of
+from engine.model.onnx_block import SpanGraphs
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
 from engine.sources.device_reader import DeviceReader
@@ -46,7 +46,7 @@ class SpanRunner:
         self.start = start
         self.options = options
         self.blocks = list(blocks)
-        self._cpu_graphs: dict[int, BlockGraphs] = {}  # by the block's index
+        self._cpu_graphs = SpanGraphs(config)
         self._prepare(blocks)
         room = max(len(blocks), options.room)
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
@@ -79,8 +79,7 @@ class SpanRunner:
     def _prepare(self, blocks: Sequence[Block]) -> None:
         """Compile what new blocks with weights in a grid are computed with."""
         for block in blocks:
-            if (graphs := graphs_of(block, self.config)) is not None:
-                self._cpu_graphs[block.index] = graphs
+            self._cpu_graphs.add(block)
             for linear in block.linears:
                 if isinstance(linear, GridLinear) and linear.grid.by_words and triton_works():
                     from engine.model.triton_kernels import dense_grid  # imports Triton, which a CPU does without
@@ -98,7 +97,7 @@ class SpanRunner:
         part = slice(start - self.start, stop - self.start)
         self._graphs = None  # its captured steps hold the old blocks
         self.blocks = self.blocks[part]
-        self._cpu_graphs = {index: own for index, own in self._cpu_graphs.items() if start <= index < stop}
+        self._cpu_graphs.keep(start, stop)
         self.pool.keep(part)
         self.start = start
         if kind_of(self.options.device).captures_steps:
@@ -137,8 +136,7 @@ class SpanRunner:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all loaded weights, with the copies that a CPU's products are computed with."""
-        copies = sum(graphs.nbytes for graphs in self._cpu_graphs.values())
-        return sum(block.nbytes for block in self.blocks) + copies
+        return sum(block.nbytes for block in self.blocks) + self._cpu_graphs.nbytes
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease cache for a new session.
@@ -195,20 +193,17 @@ class SpanRunner:
 
     def _run(self, x: Tensor, segments: list[Segment], part: slice, adapter: BlockAdapter | None = None) -> Tensor:
         plan = StepPlan(segments, self.options.device, self.options.dtype)
+        blocks, caches = self.blocks[part], self.pool.blocks[part]
+        attends = {
+            block.index: _cached(cache, plan, plan.for_window(self.config.window_of(block.index)))
+            for block, cache in zip(blocks, caches, strict=True)
+        }
+        if adapter is None and self._cpu_graphs.covers(blocks):
+            return self._cpu_graphs.run(x, *self._rope.turns(plan.positions), attends)
         rope = self._rope.at(plan.positions)
-        turns = None
-        if self._cpu_graphs and adapter is None:
-            cos, sin = self._rope.turns(plan.positions)
-            turns = RowTurns(cos, sin, torch.arange(x.shape[0])[:, None])
-        for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
-            plans = plan.for_window(self.config.window_of(block.index))
-            attend = _cached(cache, plan, plans)
-            graphs = self._cpu_graphs.get(block.index)
-            if graphs is not None and turns is not None:
-                x = graphs.forward(x, turns, attend)
-                continue
+        for block in blocks:
             multiply = None if adapter is None else adapter(block)
-            x = block_forward(block, self.config, x, rope, attend, multiply)
+            x = block_forward(block, self.config, x, rope, attends[block.index], multiply)
         return x
 
 
