@@ -28,17 +28,16 @@ _IR_VERSION, _OPSET = 10, 21
 # The runtime's numbers for its ways to multiply: in float32, or with rows rounded to 8 bits in groups like weights.
 _FLOAT32, _INT8 = 1, 4
 TIMED_ROWS = (16, 32, 64, 128)  # numbers of rows at which both ways are timed
+WEIGHTS_PER_THREAD = 4 << 20  # bytes of integers that make another thread worth its while, for few rows
 MEASURED_RUNS, MEASURED_S = 30, 0.5  # most runs of a measurement, and seconds after which some are enough
 
 
 @functools.cache
 def runtime() -> Any:
-    """Return the `onnxruntime` module with its threads set up, or None where it is missing or does not work."""
+    """Return the `onnxruntime` module, or None where it is missing or does not work."""
     try:
         import onnxruntime
 
-        # One pool for all graphs: a span has dozens. It cannot be resized later.
-        onnxruntime.set_global_thread_pool_sizes(torch.get_num_threads(), 1)
         onnxruntime.set_default_logger_severity(3)
     except Exception as error:  # a broken installation can raise almost any exception
         log.info("ONNX Runtime cannot be used (%s): blocks on this CPU are computed by torch", error)
@@ -168,13 +167,21 @@ class GraphWriter:
             name = self.add("Gemm", [sums, self.constant(w.shift), name], out="" if plus else out)
         return self.add("Add", [name, plus], out=out) if plus else name
 
+    def _threads(self) -> int:
+        """Threads of the graph: waking one takes longer than it saves for few rows and small matrices."""
+        weights = sum(constant.numel() for constant in self._constants.values() if constant.dtype == torch.uint8)
+        wanted = torch.get_num_threads() if self._level == _FLOAT32 else weights // WEIGHTS_PER_THREAD
+        return max(1, min(wanted, torch.get_num_threads()))
+
     def compile(self) -> Graph:
         """Return the graph, ready to run."""
         ort = runtime()
         options = ort.SessionOptions()
-        options.use_per_session_threads = False
         options.log_severity_level = 3
-        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.intra_op_num_threads = self._threads()
+        # Each graph has its threads, which sleep while it does not run. Those of a pool for all graphs would wait for
+        # work in a loop, and take ten times the processor's time on a busy machine.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         constants, names, values = b"", [], []
         for name, tensor in self._constants.items():
             described = b"".join(_field(1, size) for size in tensor.shape) + _field(2, _TYPES[tensor.dtype])
