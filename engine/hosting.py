@@ -210,6 +210,8 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
     if wish.weights == "int8":
         return plan("int8")
     if wish.weights == "int4":  # what is in a grid already is not rounded again
+        if not computes_grids(devices[0].kind):
+            log.warning("weights in 4 bits are decoded for every step on %s, which is slow", devices[0].id)
         return plan("stored" if stored else "int4")
     first = plan("stored" if stored and computes_grids(devices[0].kind) else "none")
     if wish.weights == "own" or on_cpu or first.blocks >= wish.wanted_blocks:

@@ -36,7 +36,8 @@ class BoundRows:
     def __init__(self, config: ModelConfig, rows: int) -> None:
         heads, kv_heads, width = config.n_heads, config.n_kv_heads, config.head_dim
         self.x = torch.empty(rows, config.hidden_size)  # the input of each block, and its output
-        self.turns = RowTurns(*(torch.empty(rows, width // 2) for _ in range(2)), torch.arange(rows)[:, None])
+        cos, sin = torch.empty(rows, width // 2), torch.empty(rows, width // 2)
+        self.turns = RowTurns(cos, sin, torch.arange(rows)[:, None])
         self.qk = torch.empty(rows, 1, (heads + kv_heads) * width)
         self.v = torch.empty(rows, kv_heads * width)
         self.attended = torch.empty(rows, heads * width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.budget import INT4_BYTES, block_bytes, grid_weights
 from engine.model import onnx_graph
 from engine.model.attention import Segment
 from engine.model.block import Quantisation
@@ -95,6 +96,14 @@ def test_blocks_that_go_take_their_graphs_along() -> None:
     assert len(span._cpu_graphs) == 1
     assert span.step(torch.randn(1, 96), [Segment(span.open(4), 0, 1)]).isfinite().all()
     assert span.weight_bytes == whole // 2
+
+
+def test_graphs_take_no_more_memory_than_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.onnx_block.many_rows", lambda: 32)
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    for rows in (1, 40):  # both ways to multiply
+        span.step(torch.randn(rows, 96), [Segment(span.open(64), 0, rows)])
+    assert span.weight_bytes <= 2 * block_bytes(span.config, grid_weights(INT4_BYTES, 4, on_cpu=True))
 
 
 @pytest.mark.parametrize("quantisation", ["none", "int8", "stored"])
