@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,8 +13,12 @@ from engine.model import onnx_graph
 from engine.model.attention import Segment
 from engine.model.block import Quantisation
 from engine.model.linear import DenseLinear, GridLinear, Linear
-from engine.model.span import SpanRunner
+from engine.model.span import SpanOptions, SpanRunner, load_span
+from engine.sources.gguf import open_gguf
+from tests.engine.gguf_models import write_gguf
+from tests.engine.models import VARIANT
 from tests.engine.random_spans import random_span, small_config
+from tests.engine.test_gguf import WIDE as WIDE_FILE
 from tests.engine.test_grid import COLUMNS, random_grid
 
 pytest.importorskip("onnxruntime", reason="ONNX Runtime, the optional package for 4-bit blocks on a CPU, is not here")
@@ -87,6 +94,31 @@ def test_a_block_computes_what_torch_computes(case: str, way: int) -> None:
         results.append(torch.cat(outs))
     off = (results[0] - results[1]).norm() / results[1].norm()
     assert off <= (0.03 if way > 70 else 1e-5)
+
+
+FILES = [
+    ("llama", "Q8_0"), ("llama", "Q4_0"), ("llama-biases", "Q4_1"), ("llama-mqa", "Q5_0"), ("mistral", "Q5_1"),
+    ("qwen2", "Q8_0"), ("qwen3", "Q4_0"), ("wide", "Q4_K"), ("wide", "Q5_K"), ("wide", "Q6_K"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_every_family_and_type_computes_what_its_decoded_file_computes(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, WIDE_FILE if name == "wide" else VARIANT[name], kind)
+    source = open_gguf(path)
+    options = SpanOptions(torch.device("cpu"), torch.float32, kv_bytes=1 << 22)
+    plain = load_span(source, 0, source.config.n_blocks, options)
+    ours = load_span(source, 0, source.config.n_blocks, replace(options, quantisation="stored"))
+    assert len(ours._cpu_graphs) == source.config.n_blocks
+    x = torch.randn(12, source.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    for rows, allowed in ((1, 1e-4), (10**6, 0.08)):
+        for module in ("onnx_graph", "onnx_block"):
+            monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda rows=rows: rows)
+        found, expected = (span.step(x, [Segment(span.open(12), 0, 12)]) for span in (ours, plain))
+        assert (found - expected).norm() <= allowed * expected.norm()
 
 
 def test_blocks_that_go_take_their_graphs_along() -> None:
