@@ -42,6 +42,19 @@ def int8_weights(compute_bytes: int) -> Precision:
     return Precision(1.0 + 1 / 64, compute_bytes)
 
 
+INT4_BYTES = 5 / 8  # of a weight in 4 bits, with a scale and a minimum in 16 bits for each 32
+
+
+def grid_weights(weight_bytes: float, compute_bytes: int, *, on_cpu: bool) -> Precision:
+    """Precision of weights in a grid of 4 or 8 bits, `weight_bytes` each with their scales.
+
+    A CPU's products are computed by ONNX Runtime, with the integers packed twice (for few rows and for many) and with
+    scales, zero points and minima in a form of their own.
+    """
+    copies = 2 * (1.0 if weight_bytes >= 1 else 0.5) + 9 / 16 if on_cpu else 0.0
+    return Precision(weight_bytes + copies, compute_bytes)
+
+
 @dataclass(frozen=True)
 class Allowance:
     """Memory that Shoal may use on one device."""

@@ -10,31 +10,44 @@ import dataclasses
 import gc
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.benchmark import Throughput, measure_span
-from engine.budget import BlockBudget, Precision, allowance_on, fit, int8_weights, plan_blocks, unquantised
+from engine.budget import (
+    INT4_BYTES,
+    BlockBudget,
+    Precision,
+    allowance_on,
+    fit,
+    grid_weights,
+    int8_weights,
+    plan_blocks,
+    unquantised,
+)
 from engine.config import ModelConfig
 from engine.device.dtypes import pick_dtype
-from engine.device.kinds import kind_of
+from engine.device.kinds import kind_named, kind_of
 from engine.device.probe import Device, chosen_devices, probe_devices
 from engine.errors import DeviceFull
-from engine.model.block import Quantisation, WeightOptions, build_block
+from engine.model.block import FUSED, Quantisation, WeightOptions, build_block
+from engine.model.cuda_graphs import triton_works
 from engine.model.hosted_span import HostedSpan
 from engine.model.linear import cpu_products
+from engine.model.onnx_graph import grids_pay
 from engine.model.span import LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource, block_part
+from engine.sources.grid import Grid, block_grid_bytes, quantise
 from engine.sources.layout import expected_shapes
 
 log = logging.getLogger("shoal.device")
 
-CPU_ENDS = WeightOptions(torch.device("cpu"), torch.float32)
+CPU_ENDS = WeightOptions(torch.device("cpu"), torch.float32, "stored")
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class HostingPlan:
 
     device: Device
     dtype: torch.dtype
-    quantised: bool
+    quantisation: Quantisation
     budget: BlockBudget  # of `device`
     cap_bytes: int | None = None  # for all devices together
     more: tuple[DeviceShare, ...] = ()  # further devices, for the blocks that do not fit on the first
@@ -147,7 +160,7 @@ class Hosted:
             return dataclasses.replace(self, throughput=measure_span(self.span, batch=False))
 
 
-Weights = Literal["auto", "own", "int8"]  # the setting `weights`: how the weights of hosted blocks are kept
+Weights = Literal["auto", "own", "int8", "int4"]  # the setting `weights`: how the weights of hosted blocks are kept
 
 
 @dataclass(frozen=True)
@@ -160,36 +173,84 @@ class HostingWish:
     wanted_blocks: int = 1
 
 
-def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish) -> HostingPlan:
+def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: float | None = None) -> HostingPlan:
     """Compute how many blocks of a model fit on a device next to what else runs there.
 
-    `kind` is the type of the model's tensors, as in "BF16". With `weights` "auto", int8 is chosen only on a GPU,
-    where it makes the difference between hosting the wanted blocks and not. Raises `DeviceError` if the named device
-    does not exist or is not usable.
+    `kind` is the type of the model's tensors, as in "BF16"; `grid_bytes` is what a weight takes in the grid of its
+    file (`stored_bytes`), None for files of plain numbers. Weights in a grid stay in it where
+    the device computes with grids at least as fast as with numbers. With `weights` "auto" on other GPUs, the grid or
+    else int8 is chosen where it makes the difference between hosting the wanted blocks and not. Raises `DeviceError` if
+    the named device does not exist or is not usable.
     """
     gc.collect()  # blocks of an earlier attempt may wait for it
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     devices = chosen_devices(wish.device, probe_devices())
-    dtype = pick_dtype(devices[0].id, own_dtype(kind))
+    own = pick_dtype(devices[0].id, own_dtype(kind))
     if wish.device is None:  # a card that would be slow in this format is left out
-        devices = [device for device in devices if pick_dtype(device.id, own_dtype(kind)) == dtype]
+        devices = [device for device in devices if pick_dtype(device.id, own_dtype(kind)) == own]
+    on_cpu = devices[0].kind == "cpu"
 
-    def plan(quantised: bool) -> HostingPlan:
-        precision = (int8_weights if quantised else unquantised)(dtype.itemsize)
+    def plan(quantisation: Quantisation) -> HostingPlan:
+        in_grid = quantisation in ("int4", "stored")
+        dtype = torch.float32 if on_cpu and in_grid else own  # ONNX Runtime's products take float32 rows
+        precision = (int8_weights if quantisation == "int8" else unquantised)(dtype.itemsize)
+        if in_grid:
+            held = INT4_BYTES if grid_bytes is None else grid_bytes
+            precision = grid_weights(held, dtype.itemsize, on_cpu=on_cpu)
         first, *more = _fill(config, devices, precision, wish.cap_bytes, spread=wish.device is not None)
         budget = first.budget
         if more:
-            held = budget.blocks + sum(share.budget.blocks for share in more)
-            reason = f"{1 + len(more)} devices hold {held} of {config.n_blocks} blocks"
+            held_blocks = budget.blocks + sum(share.budget.blocks for share in more)
+            reason = f"{1 + len(more)} devices hold {held_blocks} of {config.n_blocks} blocks"
             budget = dataclasses.replace(budget, reason=reason)
-        return HostingPlan(first.device, dtype, quantised, budget, wish.cap_bytes, tuple(more))
+        return HostingPlan(first.device, dtype, quantisation, budget, wish.cap_bytes, tuple(more))
 
-    own = plan(quantised=False)
-    if wish.weights == "own" or (wish.weights == "auto" and devices[0].kind == "cpu"):
-        return own
-    int8 = plan(quantised=True)
-    return int8 if wish.weights == "int8" or own.blocks < wish.wanted_blocks <= int8.blocks else own
+    stored = grid_bytes is not None
+    if wish.weights == "int8":
+        return plan("int8")
+    if wish.weights == "int4":  # what is in a grid already is not rounded again
+        if not computes_grids(devices[0].kind):
+            log.warning("weights in 4 bits are decoded for every step on %s, which is slow", devices[0].id)
+        return plan("stored" if stored else "int4")
+    first = plan("stored" if stored and computes_grids(devices[0].kind) else "none")
+    if wish.weights == "own" or on_cpu or first.blocks >= wish.wanted_blocks:
+        return first
+    smaller: tuple[Quantisation, ...] = ("stored", "int8") if stored else ("int8",)
+    others = [plan(quantisation) for quantisation in smaller if quantisation != first.quantisation]
+    return next((other for other in others if other.blocks >= wish.wanted_blocks), first)
+
+
+class StoredTensor(Protocol):
+    """A tensor as a file or a manifest describes it."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def stored_bytes(blocks: Iterable[Sequence[StoredTensor]]) -> float | None:
+    """Bytes of a weight in the grid of its file, in the block where they are most; None for files of plain numbers."""
+    held = []
+    for tensors in blocks:
+        described = {tensor.role: (tensor.kind, tensor.shape) for tensor in tensors}
+        held.append(block_grid_bytes([described[role] for role in roles] for roles in FUSED.values()))
+    if not any(held):
+        return None
+    return max(4.0 if each is None else each for each in held)
+
+
+def source_bytes(source: ModelSource) -> float | None:
+    """Return `stored_bytes` of a model's files."""
+    return stored_bytes(source.parts[block_part(index)] for index in range(source.config.n_blocks))
+
+
+def computes_grids(kind: str) -> bool:
+    """True if a kind of device multiplies with weights in a grid faster than with numbers; measured on a CPU."""
+    return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_works()
 
 
 def _fill(
@@ -252,9 +313,8 @@ def load_blocks(
 
 def _span_options(plan: HostingPlan, share: DeviceShare, room: int) -> SpanOptions:
     device = torch.device(share.device.id)
-    packed = device.type == "cpu" and not plan.quantised and _has_room_for_copies(share, room)
-    quantisation: Quantisation = "int8" if plan.quantised else "none"
-    return SpanOptions(device, plan.dtype, quantisation, packed, kv_bytes=share.budget.kv_bytes, room=room)
+    packed = device.type == "cpu" and plan.quantisation == "none" and _has_room_for_copies(share, room)
+    return SpanOptions(device, plan.dtype, plan.quantisation, packed, kv_bytes=share.budget.kv_bytes, room=room)
 
 
 def _progress_from(progress: LoadProgress | None, done: int, total: int) -> LoadProgress | None:
@@ -272,10 +332,10 @@ def warm_kernels(config: ModelConfig, plan: HostingPlan) -> None:
         budget, device = share.budget, torch.device(share.device.id)
         if not kind_of(device).captures_steps or 2 * budget.weight_bytes_per_block > budget.kv_bytes:
             continue
-        options = SpanOptions(device, plan.dtype, "int8" if plan.quantised else "none")
+        options = SpanOptions(device, plan.dtype, plan.quantisation)
         kv_bytes = min(budget.kv_bytes // 4, config.context_length * budget.kv_bytes_per_token // budget.blocks)
         with contextlib.suppress(RuntimeError):
-            block = build_block(0, _EmptyTensors(config), options)
+            block = build_block(0, _EmptyTensors(config, plan.quantisation), options)
             SpanRunner(config, 0, [block], dataclasses.replace(options, kv_bytes=kv_bytes)).warm_up()
             del block
         release(share.device.id)
@@ -284,12 +344,17 @@ def warm_kernels(config: ModelConfig, plan: HostingPlan) -> None:
 class _EmptyTensors:
     """A block's tensors, all zero."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, quantisation: Quantisation) -> None:
         self.shapes = expected_shapes(config, block_part(0))
+        self._has_grids = quantisation == "stored"
 
     def read(self, outs: Mapping[str, Tensor]) -> None:
         for out in outs.values():
             out.zero_()
+
+    def grid(self, role: str) -> Grid | None:
+        """Return a matrix of zeros in 4 bits, if blocks have any in a grid."""
+        return quantise(torch.zeros(self.shapes[role])) if self._has_grids and len(self.shapes[role]) == 2 else None
 
 
 def measured_host(span: HostedSpan) -> Hosted:

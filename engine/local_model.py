@@ -13,8 +13,10 @@ from engine.budget import Allowance, block_bytes, kv_bytes_per_token, unquantise
 from engine.model.attention import Segment
 from engine.model.ends import EmbeddingAndHead, load_ends
 from engine.model.kv_cache import KVLease
+from engine.model.onnx_graph import grids_pay
 from engine.model.span import BlockAdapter, LoadProgress, SpanOptions, SpanRunner, load_span
-from engine.sources.base import ModelSource
+from engine.sources.base import ModelSource, block_part
+from engine.sources.grid import GRID_KINDS
 from engine.text.prompt import ModelText
 from engine.text.reply import ReplySettings, ReplyWriter
 from engine.training.peft_format import Adapter
@@ -86,14 +88,19 @@ class LocalReply:
 def local_options(source: ModelSource, device: torch.device, dtype: torch.dtype, free_bytes: int) -> SpanOptions:
     """Return options for one conversation at a time.
 
-    The cache holds the whole context, or as much of it as the KV cache's share of the free memory allows.
+    On a CPU, weights stay in the grid of their file where that is faster. The cache holds the whole context, or as much
+    of it as the KV cache's share of the free memory allows.
     """
+    has_grids = any(entry.kind in GRID_KINDS for entry in source.parts[block_part(0)])
+    in_grid = device.type == "cpu" and has_grids and grids_pay()
+    dtype = torch.float32 if in_grid else dtype
     config, precision = source.config, unquantised(dtype.itemsize)
     whole = config.context_length * config.n_blocks * kv_bytes_per_token(config, precision)
     weights = config.n_blocks * block_bytes(config, precision)
     # A second, packed copy of the weights speeds up prompts; make it only if memory is plentiful.
-    roomy = device.type == "cpu" and 4 * weights < free_bytes
-    return SpanOptions(device, dtype, packed=roomy, kv_bytes=min(whole, Allowance(free_bytes).kv_bytes))
+    roomy = device.type == "cpu" and not in_grid and 4 * weights < free_bytes
+    kv_bytes = min(whole, Allowance(free_bytes).kv_bytes)
+    return SpanOptions(device, dtype, "stored" if in_grid else "none", roomy, kv_bytes=kv_bytes)
 
 
 def load_local(

@@ -20,8 +20,8 @@ from app.cli.parser import size_argument
 
 if TYPE_CHECKING:
     from app.system.doctor import Check
-    from engine.config import ModelConfig
     from engine.device.probe import Device
+    from engine.sources.base import ModelSource
 
 
 def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,19 +183,19 @@ def examine_reach(folder: Path) -> Iterator[Check]:
     yield from examine_network(folder)
 
 
-def wanted_models(name: str | None) -> Mapping[str, ModelConfig]:
-    """Return the configurations of the models to size devices for: the named one, or every intact one in the cache."""
+def wanted_models(name: str | None) -> Mapping[str, ModelSource]:
+    """Return the models to size devices for: the named one, or every intact one in the cache."""
     from app.cli.models import cached_models
     from app.config.home import cache_folder
     from engine.errors import SourceError
     from engine.sources.opening import BUILT_IN, open_source
 
-    cached = {facts.name: source.config for facts, source in cached_models() if source is not None}
+    cached = {facts.name: source for facts, source in cached_models() if source is not None}
     if name is None or name in cached:
         return cached if name is None else {name: cached[name]}
     if name in BUILT_IN:
         raise SourceError(f"{name} is not in the cache: `shoal pull {name}` downloads it")
-    return {name: open_source(name, cache_folder()).config}
+    return {name: open_source(name, cache_folder())}
 
 
 def print_check(check: Check) -> None:

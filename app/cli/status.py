@@ -135,6 +135,8 @@ def describe_device(device: dict[str, Any]) -> str:
 
 def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return what `shoal status` prints, as labels and values."""
+    from app.snapshot.views import weight_words
+
     reason = f" ({status['reason']})" if status["reason"] else ""
     lines = [("state", status["state"] + reason)]
     if status.get("why") is not None:
@@ -151,7 +153,8 @@ def status_lines(status: dict[str, Any]) -> list[tuple[str, Any]]:
         lines.append(("asks in", f"{visit['swarm']}#{visit['manifest'][:8]}, {visit['members']} members"))
     if status["blocks_total"] is not None:
         hosted = "none" if status["start"] is None else f"{status['start']}:{status['stop']}"
-        lines.append(("blocks", f"{hosted} of {status['blocks_total']}"))
+        bits = weight_words(status.get("weights", "none")) if status["start"] is not None else ""
+        lines.append(("blocks", f"{hosted} of {status['blocks_total']}" + (f", in {bits}" if bits else "")))
     if status["device"] is not None:
         several = status.get("devices") or []
         lines += [("device", describe_device(device)) for device in several] or [("device", status["device"])]

@@ -447,7 +447,7 @@ class BlockHost:
             kv_free_tokens=self.server.kv_free_tokens,
             busy=self._busy_share(),
             dtype=wire_name(self._plan.dtype),
-            quantisation="int8" if self._plan.quantised else "none",
+            quantisation=self._plan.quantisation,
             rtts=rtts_to_announce(self._network.links(), self._span, self._swarm.announcements()),
             rates=rates_to_announce(self._network.links(), self._span, self._swarm.announcements()),
             wires=(INT8,),

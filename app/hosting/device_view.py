@@ -45,7 +45,7 @@ def device_views(
                 temperature_c=device.temperature_c,
                 power_w=device.power_w,
                 step_s=stats.usual_step_s or None,
-                quantisation="int8" if plan.quantised else "none",
+                quantisation=plan.quantisation,
                 start=part.start if part is not None else None,
                 stop=part.stop if part is not None else None,
             )

@@ -44,11 +44,12 @@ class BlockLoader:
 
     async def plan(self, wish: HostingWish) -> HostingPlan:
         """Return the devices, and how many blocks fit on them; raises `engine.errors.DeviceError`."""
-        from engine.hosting import plan_hosting
+        from engine.hosting import plan_hosting, stored_bytes
 
         manifest = self._weights.manifest
         largest = max(manifest.block(0).tensors, key=lambda tensor: tensor.size_bytes)
-        plan = await self.device.run_apart(plan_hosting, manifest.config, largest.kind, wish)
+        stored = stored_bytes(manifest.block(index).tensors for index in range(manifest.config.n_blocks))
+        plan = await self.device.run_apart(plan_hosting, manifest.config, largest.kind, wish, stored)
         self.device.device = plan.device.id
         return plan
 

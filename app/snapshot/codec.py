@@ -45,6 +45,7 @@ def status_facts(snapshot: Snapshot) -> dict[str, Any]:
     given = {
         **reasons,
         "devices": devices,
+        "weights": "none" if snapshot.hardware is None else snapshot.hardware.quantisation,
         "reuse": to_json(snapshot.reuse),
         "guesses": to_json(snapshot.guesses),
         "today": to_json(snapshot.today),

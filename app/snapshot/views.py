@@ -113,6 +113,12 @@ class DeviceView:
     stop: int | None = None
 
 
+def weight_words(quantisation: str) -> str:
+    """Say how hosted weights are kept; empty for the usual numbers of 16 or 32 bits."""
+    words = {"none": "", "int8": "8 bits", "int4": "4 bits", "stored": "the file's own bits"}
+    return words.get(quantisation, quantisation)
+
+
 @dataclass(frozen=True)
 class SessionView:
     """A sequence being generated: asked for by this node's user, or served for another peer."""

@@ -7,6 +7,7 @@ and the clock are checked. `app.cli.doctor` collects the facts and prints the li
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import shutil
 import socket
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING, Literal
 
 from app.core.units import format_size
 from app.snapshot.views import NetworkView, PeerView, RuleView, Snapshot
-from engine.budget import Precision, fit, unquantised
+from engine.budget import Precision, fit, grid_weights, unquantised
 from engine.config import ModelConfig
 from p2p.addresses import Scope, parse_known
 
 if TYPE_CHECKING:  # importing it loads torch, which may be broken
     from engine.device.probe import Device
+    from engine.sources.base import ModelSource
 
 Status = Literal["ok", "warn", "fail", "skip"]  # skip: nothing to check here, or not known
 GB = 10**9
@@ -142,9 +144,22 @@ def disk_of(folder: Path) -> Check:
     return check_disk(folder, shutil.disk_usage(present).free, writable=os.access(present, os.W_OK | os.X_OK))
 
 
-def examine_machine(devices: list[Device], models: Mapping[str, ModelConfig], cap_bytes: int | None) -> Iterator[Check]:
+def check_grids(device_id: str, computes: bool) -> Check:
+    """Report whether a device computes with weights in the 4 to 8 bits of their file."""
+    if computes:
+        return Check(f"{device_id} 4 bits", "ok", "GGUF files are computed with in their own bits")
+    detail = "GGUF files are decoded to the format above"
+    if device_id != "cpu":
+        return Check(f"{device_id} 4 bits", "ok", detail)
+    if importlib.util.find_spec("onnxruntime") is None:
+        return Check("cpu 4 bits", "ok", f"{detail}; with the package onnxruntime they would take less and be faster")
+    return Check("cpu 4 bits", "ok", f"{detail}, which is faster here, by measurement")
+
+
+def examine_machine(devices: list[Device], models: Mapping[str, ModelSource], cap_bytes: int | None) -> Iterator[Check]:
     """Yield the checks of these devices, and of each model on each of them; times number formats, so takes a while."""
     from engine.device.dtypes import dtype_times, name_of, pick_dtype
+    from engine.hosting import computes_grids, source_bytes
 
     for device in devices:
         yield check_device(device)
@@ -153,9 +168,14 @@ def examine_machine(devices: list[Device], models: Mapping[str, ModelConfig], ca
         dtype = pick_dtype(device.id)
         seconds = {name_of(timed): value for timed, value in dtype_times(device.id).seconds.items()}
         yield check_format(device.id, name_of(dtype), seconds)
-        precision = unquantised(dtype.itemsize)
-        for label, config in models.items():
-            yield check_model(label, config, device, precision, cap_bytes)
+        in_grids = computes_grids(device.kind)
+        yield check_grids(device.id, in_grids)
+        for label, source in models.items():
+            held, precision = source_bytes(source), unquantised(dtype.itemsize)
+            if in_grids and held is not None:
+                on_cpu = device.kind == "cpu"
+                precision = grid_weights(held, 4 if on_cpu else dtype.itemsize, on_cpu=on_cpu)
+            yield check_model(label, source.config, device, precision, cap_bytes)
 
 
 MAX_PEERS = 50  # most members that get a line of their own

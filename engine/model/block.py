@@ -16,10 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.model.linear import DenseLinear, Int8Linear, Linear, packed
+from engine.device.kinds import kind_of
+from engine.model.linear import DenseLinear, GridLinear, Int8Linear, Linear, packed
 from engine.model.rope import rotate
+from engine.sources.grid import QUANTISED_GROUP, Grid, join, quantise
 
-Quantisation = Literal["none", "int8"]
+# Weights as numbers, in 8 bits a row, in 4 bits a group of 32, or in the grid of 4 to 8 bits that their file has.
+Quantisation = Literal["none", "int8", "int4", "stored"]
 # q (N, heads, 1, head_dim), k and v (N, kv_heads, 1, head_dim) -> (N, heads * head_dim)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Matrix = Literal["qkv", "o", "gate_up", "down"]  # the products of a block
@@ -52,11 +55,15 @@ class Block:
         return linear(x, residual)
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The block's products."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
     def nbytes(self) -> int:
         """Bytes that all weights take in memory."""
         norms = (self.attn_norm, self.mlp_norm, self.q_norm, self.k_norm)
-        linears = (self.qkv, self.o, self.gate_up, self.down)
-        return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in linears)
+        return sum(n.nbytes for n in norms if n is not None) + sum(linear.nbytes for linear in self.linears)
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,9 @@ class TensorReader(Protocol):
 
     def read(self, outs: Mapping[str, Tensor]) -> None:
         """Fill these tensors."""
+
+    def grid(self, role: str) -> Grid | None:
+        """Return a matrix in the grid of its file, on the CPU; None if it has none."""
 
 
 def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
@@ -105,6 +115,9 @@ def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
                 reader.read({role: weight})
                 made.fill(sum(sizes[:index]), weight)
             return made
+        if how.quantisation in ("int4", "stored") and (grids := _grids(reader, roles, how)):
+            grid = join(grids)
+            return GridLinear(grid.in_words() if kind_of(how.device).captures_steps else grid, bias)
         weight = torch.empty(sum(sizes), columns, device=how.device, dtype=how.dtype)
         pending.update(zip(roles, weight.split(sizes), strict=True))
         return DenseLinear(weight, bias)
@@ -125,10 +138,28 @@ def build_block(index: int, reader: TensorReader, how: WeightOptions) -> Block:
     )
     reader.read(pending)
     if how.packed:
-        for each in (block.qkv, block.o, block.gate_up, block.down):
+        for each in block.linears:
             if isinstance(each, DenseLinear):
                 each.packed = packed(each.weight)
     return block
+
+
+def _grids(reader: TensorReader, roles: tuple[str, ...], how: WeightOptions) -> list[Grid]:
+    """Return matrices as grids; empty if they are to be kept as numbers.
+
+    A grid of the file is never rounded again. With "int4", any other matrix is, if its rows consist of whole groups.
+    """
+    grids: list[Grid] = []
+    for role in roles:
+        grid = reader.grid(role)
+        if grid is None and how.quantisation == "int4" and reader.shapes[role][1] % QUANTISED_GROUP == 0:
+            weight = torch.empty(reader.shapes[role], device=how.device, dtype=how.dtype)
+            reader.read({role: weight})
+            grid = quantise(weight)
+        if grid is None:
+            return []
+        grids.append(grid.to(how.device))
+    return grids
 
 
 def block_forward(

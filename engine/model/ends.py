@@ -16,18 +16,31 @@ from engine.config import ModelConfig
 from engine.model.block import WeightOptions
 from engine.model.cuda_graphs import UnderWay
 from engine.model.linear import DenseLinear, packed
+from engine.model.onnx_graph import GridProduct, grids_pay
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource
-from engine.sources.tensors import load_part
+from engine.sources.grid import GRID_KINDS
+from engine.sources.tensors import PartReader, load_part
 
 
 class EmbeddingAndHead:
-    """Embedding, final norm and output matrix (the embedding matrix itself if they are tied)."""
+    """Embedding, final norm and output matrix (the embedding matrix itself if they are tied).
 
-    def __init__(self, config: ModelConfig, embedding: Tensor, final_norm: Tensor, output: DenseLinear) -> None:
+    `fast_output` is the product with the output matrix in the grid of its file, for logits computed on a CPU.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        final_norm: Tensor,
+        output: DenseLinear,
+        fast_output: GridProduct | None = None,
+    ) -> None:
         self.config = config
         self.embedding = embedding
         self.final_norm = final_norm
         self.output = output
+        self._fast_output = fast_output
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> Tensor:
@@ -75,13 +88,16 @@ class EmbeddingAndHead:
         """Turn the last block's output (N, hidden) into float32 logits (N, vocab)."""
         hidden = hidden.to(self.final_norm.device, self.final_norm.dtype, non_blocking=True)
         normed = F.rms_norm(hidden, (self.config.hidden_size,), self.final_norm, self.config.norm_eps)
+        if self._fast_output is not None and normed.device.type == "cpu" and normed.dtype == torch.float32:
+            return self._fast_output(normed)
         return self.output(normed).float()
 
 
 def load_ends(source: ModelSource, how: WeightOptions) -> EmbeddingAndHead:
-    """Read the embedding and the head, never quantised; no blocks are read.
+    """Read the embedding and the head, never quantised here; no blocks are read.
 
-    A model whose output matrix is not its embedding keeps the embedding on the CPU: looking up a row needs no device.
+    With "stored" weights on a CPU, logits are computed with the grid of the file, if it has one and that is faster. A
+    model whose output matrix is not its embedding keeps the embedding on the CPU: looking up a row needs no device.
     """
     embedding = load_part(source, EMBEDDING_PART, how.dtype)["embedding"].to(how.dtype)
     head = load_part(source, HEAD_PART, how.dtype)
@@ -90,4 +106,16 @@ def load_ends(source: ModelSource, how: WeightOptions) -> EmbeddingAndHead:
     else:
         output = embedding = embedding.to(how.device)
     linear = DenseLinear(output, packed=packed(output) if how.packed else None)
-    return EmbeddingAndHead(source.config, embedding, head["final_norm"].to(how.device, how.dtype), linear)
+    fast = None
+    if how.quantisation == "stored" and how.device.type == "cpu" and how.dtype == torch.float32:
+        part, role = (HEAD_PART, "output") if "output" in head else (EMBEDDING_PART, "embedding")
+        fast = _grid_product(PartReader(source, part), role)
+    return EmbeddingAndHead(source.config, embedding, head["final_norm"].to(how.device, how.dtype), linear, fast)
+
+
+def _grid_product(reader: PartReader, role: str) -> GridProduct | None:
+    """Return the product with a matrix in its file's grid; None if it has none, or if torch is faster here."""
+    if reader.kinds[role] not in GRID_KINDS or not grids_pay():
+        return None
+    grid = reader.grid(role)
+    return None if grid is None else GridProduct(grid)

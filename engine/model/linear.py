@@ -1,4 +1,4 @@
-"""Matrix products with model weights, kept dense or in int8.
+"""Matrix products with model weights, kept dense, in int8, or in the grid of their file.
 
 On CPUs the fastest method depends on the number of rows and on the BLAS behind torch (OpenBLAS takes three times as
 long for two rows as for one), so the methods are timed once per process and the resulting table decides.
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from engine.budget import CONVERTED_ROWS
 from engine.device.kinds import kind_of
+from engine.model.onnx_graph import GridProduct, runtime
+from engine.sources.grid import Grid
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x (N, in), weight (out, in) -> (N, out)
 
@@ -192,4 +194,46 @@ class Int8Linear:
         return self.quantised.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
-Linear = DenseLinear | Int8Linear
+@dataclass
+class GridLinear:
+    """y = x Wᵀ + b with W in a grid of 4 or 8 bits (`engine.sources.grid`).
+
+    On a CPU, ONNX Runtime multiplies with the integers themselves where it is there. Elsewhere, and in training, a part
+    of the matrix after the other is converted to the numbers of x; CUDA's decode steps have kernels of their own.
+    """
+
+    grid: Grid
+    bias: Tensor | None = None
+    convert: Callable[[Grid, torch.dtype], Tensor] = Grid.dense  # a kernel for it may be faster than torch's operations
+    _product: GridProduct | None = None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, *, training: bool = False) -> Tensor:
+        """Return the product for rows x (N, in), plus the residual if given; `training` as for dense weights."""
+        if x.device.type == "cpu" and x.dtype == torch.float32 and not training and runtime() is not None:
+            self._product = self._product or GridProduct(self.grid, self.bias)
+            out = self._product(x)
+        else:
+            out = torch.cat([F.linear(x, self.convert(rows, x.dtype)) for rows in self._slices()], dim=1)
+            out = out if self.bias is None else out + self.bias
+        return out if residual is None else residual + out
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the rows x for that of the product, (N, out) -> (N, in)."""
+        dx = gradient.new_zeros(gradient.shape[0], self.grid.shape[1])
+        for rows, own in zip(self._slices(), gradient.split(CONVERTED_ROWS, dim=1), strict=True):
+            dx.addmm_(own, self.convert(rows, gradient.dtype))
+        return dx
+
+    def _slices(self) -> list[Grid]:
+        """The grid in parts, so that the converted weights take little memory."""
+        count = self.grid.shape[0]
+        return [self.grid.rows(slice(first, first + CONVERTED_ROWS)) for first in range(0, count, CONVERTED_ROWS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights and bias, and of the runtime's copy if there is one."""
+        copy = 0 if self._product is None else self._product.nbytes
+        return self.grid.nbytes + copy + (0 if self.bias is None else self.bias.nbytes)
+
+
+Linear = DenseLinear | Int8Linear | GridLinear

@@ -16,8 +16,10 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay
+from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay, triton_works
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
+from engine.model.linear import GridLinear
+from engine.model.onnx_block import SpanGraphs
 from engine.model.rope import RotaryTable
 from engine.sources.base import ModelSource, block_part
 from engine.sources.device_reader import DeviceReader
@@ -44,6 +46,8 @@ class SpanRunner:
         self.start = start
         self.options = options
         self.blocks = list(blocks)
+        self._cpu_graphs = SpanGraphs(config)
+        self._prepare(blocks)
         room = max(len(blocks), options.room)
         self.pool = KVPool(config, room, options.kv_bytes, options.device, options.dtype)
         self._rope = RotaryTable(config.rope, config.head_dim, options.device, options.dtype)
@@ -68,7 +72,19 @@ class SpanRunner:
     def grow(self, source: ModelSource) -> None:
         """Load one more block after the last; open sessions continue with the blocks that they use."""
         assert len(self.blocks) < len(self.pool.blocks), "a span grows as far as its cache was laid out for"
-        self.blocks += _load_blocks(source, range(self.stop, self.stop + 1), self.options)
+        new = list(_load_blocks(source, range(self.stop, self.stop + 1), self.options))
+        self._prepare(new)
+        self.blocks += new
+
+    def _prepare(self, blocks: Sequence[Block]) -> None:
+        """Compile what new blocks with weights in a grid are computed with."""
+        for block in blocks:
+            self._cpu_graphs.add(block)
+            for linear in block.linears:
+                if isinstance(linear, GridLinear) and linear.grid.by_words and triton_works():
+                    from engine.model.triton_kernels import dense_grid  # imports Triton, which a CPU does without
+
+                    linear.convert = dense_grid
 
     def keep(self, start: int, stop: int) -> None:
         """Free all blocks but [start, stop), with their cache; sessions that use others must be closed before.
@@ -81,6 +97,7 @@ class SpanRunner:
         part = slice(start - self.start, stop - self.start)
         self._graphs = None  # its captured steps hold the old blocks
         self.blocks = self.blocks[part]
+        self._cpu_graphs.keep(start, stop)
         self.pool.keep(part)
         self.start = start
         if kind_of(self.options.device).captures_steps:
@@ -118,8 +135,8 @@ class SpanRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all loaded weights."""
-        return sum(block.nbytes for block in self.blocks)
+        """Bytes of all loaded weights, with the copies that a CPU's products are computed with."""
+        return sum(block.nbytes for block in self.blocks) + self._cpu_graphs.nbytes
 
     def open(self, expected_tokens: int = 0) -> KVLease:
         """Lease cache for a new session.
@@ -187,11 +204,17 @@ class SpanRunner:
 
     def _run(self, x: Tensor, segments: list[Segment], part: slice, adapter: BlockAdapter | None = None) -> Tensor:
         plan = StepPlan(segments, self.options.device, self.options.dtype)
+        blocks, caches = self.blocks[part], self.pool.blocks[part]
+        attends = {
+            block.index: _cached(cache, plan, plan.for_window(self.config.window_of(block.index)))
+            for block, cache in zip(blocks, caches, strict=True)
+        }
+        if adapter is None and self._cpu_graphs.covers(blocks):
+            return self._cpu_graphs.run(x, *self._rope.turns(plan.positions), attends)
         rope = self._rope.at(plan.positions)
-        for block, cache in zip(self.blocks[part], self.pool.blocks[part], strict=True):
-            plans = plan.for_window(self.config.window_of(block.index))
+        for block in blocks:
             multiply = None if adapter is None else adapter(block)
-            x = block_forward(block, self.config, x, rope, _cached(cache, plan, plans), multiply)
+            x = block_forward(block, self.config, x, rope, attends[block.index], multiply)
         return x
 
 

@@ -17,6 +17,7 @@ from engine.sources.base import ModelSource, TensorEntry
 from engine.sources.dequant import dequantise
 from engine.sources.device_reader import DeviceReader, read_range
 from engine.sources.files import AGAIN
+from engine.sources.grid import GRID_KINDS, Grid, decode_grid
 from engine.sources.layout import byte_length, check_part
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -41,6 +42,11 @@ class PartReader:
         """The shape of each tensor, by role."""
         return {role: entry.shape for role, entry in self._entries.items()}
 
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The type of each tensor in its file, by role."""
+        return {role: entry.kind for role, entry in self._entries.items()}
+
     def read(self, outs: Mapping[str, Tensor]) -> None:
         """Fill contiguous tensors of the right shape, by role; their dtype and device may be any."""
         on_device: list[tuple[TensorEntry, Tensor]] = []
@@ -59,6 +65,18 @@ class PartReader:
         if on_device:
             assert self._device_reader is not None, "device memory needs a device reader"
             self._device_reader.read(on_device)
+
+    def grid(self, role: str) -> Grid | None:
+        """Return a matrix in the grid of its file, on the CPU; None if its numbers are not in one of `GRID_KINDS`."""
+        entry = self._entries[role]
+        if entry.kind not in GRID_KINDS:
+            return None
+        _check_length(entry, entry.length)
+        grid = decode_grid(_read(entry), entry.kind, entry.shape)
+        if not entry.interleaved_heads:
+            return grid
+        order = _undo_interleaving(torch.arange(entry.shape[0])[:, None], entry.interleaved_heads).view(-1)
+        return grid.rows(order)
 
 
 def load_part(source: ModelSource, part: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

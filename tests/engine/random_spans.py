@@ -9,6 +9,7 @@ import torch
 from engine.config import ModelConfig, Rope
 from engine.model.block import Block, Quantisation, build_block
 from engine.model.span import SpanOptions, SpanRunner
+from engine.sources.grid import Grid
 
 
 def small_config(**changes: object) -> ModelConfig:
@@ -42,6 +43,10 @@ class GivenTensors:
     def read(self, outs: Mapping[str, torch.Tensor]) -> None:
         for role, out in outs.items():
             out.copy_(self._tensors[role])
+
+    def grid(self, role: str) -> Grid | None:
+        """These tensors are plain numbers."""
+        return None
 
 
 def random_block(config: ModelConfig, index: int, options: SpanOptions) -> Block:

@@ -19,6 +19,7 @@ from engine.budget import (
     default_headroom,
     ends_bytes,
     fit,
+    grid_weights,
     int8_weights,
     kv_bytes_per_token,
     plan_blocks,
@@ -69,6 +70,8 @@ def test_tied_head_shares_the_embedding() -> None:
         (LLAMA_8B, Allowance(24 * GB, cap_bytes=6 * GB, kv_share=0.0), BFLOAT16, 13),
         (LLAMA_8B, Allowance(7 * GB, headroom_bytes=GB), BFLOAT16, 10),
         (LLAMA_8B, Allowance(24 * GB, cap_bytes=6 * GB), int8_weights(2), 20),
+        (LLAMA_8B, Allowance(24 * GB, cap_bytes=6 * GB), grid_weights(4.5 / 8, 2, on_cpu=False), 32),  # Q4_0: all of it
+        (LLAMA_8B, Allowance(24 * GB, cap_bytes=6 * GB), grid_weights(6 / 8, 2, on_cpu=False), 27),  # Q4_K
         (LLAMA_8B, Allowance(24 * GB, cap_bytes=0), BFLOAT16, 0),
         (LLAMA_8B, Allowance(GB // 2), BFLOAT16, 0),
         (LLAMA_8B, Allowance(GB, headroom_bytes=2 * GB), BFLOAT16, 0),

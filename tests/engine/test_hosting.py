@@ -23,10 +23,11 @@ from engine.hosting import (
     load_blocks,
     measured_host,
     plan_hosting,
+    stored_bytes,
 )
 from engine.model.hosted_span import HostedSpan, SessionLease, SessionRows
 from engine.session_runner import SessionRunner
-from engine.sources.base import ModelSource
+from engine.sources.base import ModelSource, TensorEntry
 from engine.sources.opening import open_source
 from engine.swarm_ends import load_swarm_ends
 from engine.text.reply import ReplySettings
@@ -47,25 +48,72 @@ def test_a_limit_decides_how_many_blocks_are_hosted(tiny: ModelSource) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights", "wanted", "quantised"),
+    ("kind", "weights", "wanted", "quantisation"),
     [
-        ("mps", "own", 4, False),
-        ("mps", "int8", 0, True),
-        ("mps", "auto", 1, False),  # fits as it is
-        ("mps", "auto", 2, True),  # fits only in int8
-        ("mps", "auto", 8, False),  # does not fit either way
-        ("cpu", "auto", 2, False),
-        ("cpu", "int8", 2, True),
+        ("mps", "own", 4, "none"),
+        ("mps", "int8", 0, "int8"),
+        ("mps", "int4", 0, "int4"),
+        ("mps", "auto", 1, "none"),  # fits as it is
+        ("mps", "auto", 2, "int8"),  # fits only in int8
+        ("mps", "auto", 8, "none"),  # does not fit either way
+        ("cpu", "auto", 2, "none"),
+        ("cpu", "int8", 2, "int8"),
+        ("cpu", "int4", 2, "int4"),
     ],
 )
-def test_int8_is_chosen_where_it_makes_the_difference(
-    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch, kind: Kind, weights: Weights, wanted: int, quantised: bool
+def test_fewer_bits_are_chosen_where_they_make_the_difference(
+    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch, kind: Kind, weights: Weights, wanted: int, quantisation: str
 ) -> None:
+    plan = _plan_beside(tiny, monkeypatch, kind, HostingWish(kind, None, weights, wanted), None)
+    assert plan.quantisation == quantisation
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "wanted", "pays", "quantisation"),
+    [
+        ("cpu", "auto", 1, True, "stored"),  # by measurement
+        ("cpu", "auto", 1, False, "none"),
+        ("cpu", "own", 1, True, "stored"),
+        ("cpu", "int8", 1, True, "int8"),
+        ("cpu", "int4", 1, False, "stored"),  # a grid is never rounded again
+        ("cuda", "auto", 1, True, "stored"),
+        ("cuda", "own", 1, True, "stored"),
+        ("mps", "own", 2, False, "none"),
+        ("mps", "auto", 1, False, "none"),
+        ("mps", "auto", 2, False, "stored"),  # fits only in the grid, which loses nothing
+    ],
+)
+def test_weights_stay_in_the_grid_of_their_file_where_that_pays(
+    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch, kind: Kind, weights: Weights, wanted: int, pays: bool,
+    quantisation: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(hosting, "computes_grids", lambda kind: pays)
+    plan = _plan_beside(tiny, monkeypatch, kind, HostingWish(kind, None, weights, wanted), 0.625)
+    assert plan.quantisation == quantisation
+    assert plan.dtype == (torch.float32 if kind == "cpu" and quantisation == "stored" else torch.bfloat16)
+
+
+def _plan_beside(
+    tiny: ModelSource, monkeypatch: pytest.MonkeyPatch, kind: Kind, wish: HostingWish, stored: float | None
+) -> HostingPlan:
+    """The plan on a device with room for one and a half blocks in 16 bits."""
     monkeypatch.setattr(hosting, "probe_devices", lambda: [Device(kind, kind, "a device", 8 << 30, 8 << 30)])
     monkeypatch.setattr(hosting, "pick_dtype", lambda device, own: torch.bfloat16)
     room = int(1.5 * block_bytes(tiny.config, BFLOAT16)) + workspace_bytes(tiny.config, BFLOAT16, 512, head=False)
-    plan = plan_hosting(tiny.config, "BF16", HostingWish(kind, int(room / 0.75), weights, wanted))
-    assert plan.quantised is quantised
+    return plan_hosting(tiny.config, "BF16", replace(wish, cap_bytes=int(room / 0.75)), stored)
+
+
+def test_the_bytes_of_stored_weights_are_those_of_the_heaviest_block() -> None:
+    def block(**kinds: str) -> list[TensorEntry]:
+        roles = ("q", "k", "v", "o", "gate", "up", "down")
+        return [TensorEntry(role, role, kinds.get(role, "Q4_0"), (64, 256), Path(), 0, 0) for role in roles]
+
+    assert stored_bytes([block()]) == 4.5 / 8
+    assert stored_bytes([block(), block(down="Q6_K")]) == pytest.approx((6 * 4.5 + 10) / 7 / 8)
+    assert stored_bytes([block(v="Q8_0")]) == pytest.approx((3 * 10 + 4 * 4.5) / 7 / 8)  # q and k are widened with it
+    assert stored_bytes([block(o="F16")]) == pytest.approx((6 * 4.5 + 32) / 7 / 8)
+    plain = dict.fromkeys(("q", "k", "v", "o", "gate", "up", "down"), "BF16")
+    assert stored_bytes([block(**plain)]) is None
 
 
 def test_hosted_blocks_run_and_stay_within_the_limit(tiny: ModelSource) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 import pytest
 import torch
@@ -11,11 +12,22 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported
 triton = pytest.importorskip("triton")
 
+from engine.model import triton_kernels as kernels  # noqa: E402
 from engine.model.attention import Segment  # noqa: E402
 from engine.model.cuda_graphs import BATCHES, SpanParts, fused_step, page_table, plain_step  # noqa: E402
 from engine.model.kv_cache import PAGE_TOKENS  # noqa: E402
+from engine.model.linear import GridLinear  # noqa: E402
 from engine.model.span import SpanRunner  # noqa: E402
-from tests.engine.random_spans import CASES, random_span  # noqa: E402
+from engine.sources.grid import Grid, quantise  # noqa: E402
+from tests.engine.random_spans import CASES, random_span, small_config  # noqa: E402
+
+
+def _grid(bits: Literal[4, 8], group: int, zero: int, factors: torch.dtype, *, minima: bool = False) -> Grid:
+    random = torch.Generator().manual_seed(bits + group)
+    quantised = torch.randint(0, 256, (40, 96 * bits // 8), dtype=torch.uint8, generator=random)
+    scale, minimum = (torch.rand(40, 96 // group, generator=random).to(factors) / 64 for _ in range(2))
+    return Grid(bits, group, zero, quantised, scale, minimum if minima else None)
+
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -87,3 +99,58 @@ def assert_same(flavour: str, span: SpanRunner, segments: list[Segment]) -> None
         captured = (fused_step if flavour == "fused" else plain_step)(parts, slice(0, 2), padded, where)[:used]
         expected = span._run(x, segments, slice(0, 2))
     assert (captured - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+KINDS = {  # rows, columns, and a scale for 16 or 32 columns
+    "4 bits, minima": quantise(torch.randn(40, 96, generator=torch.Generator().manual_seed(3))),
+    "4 bits": _grid(4, 32, 8, torch.float16),
+    "8 bits": _grid(8, 32, 128, torch.float16),
+    "6 bits": _grid(8, 16, 32, torch.float32),
+    "8 bits, minima": _grid(8, 32, 0, torch.float32, minima=True),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("fold", ["plain", "norm and gate", "bias and residual"])
+def test_a_product_with_a_grid_is_that_with_its_numbers(kind: str, rows: int, fold: str) -> None:
+    torch.manual_seed(0)
+    grid = KINDS[kind].in_words().to(torch.device(DEVICE))
+    gated, extra = fold == "norm and gate", fold == "bias and residual"
+    n_out = 20 if gated else 40
+    x, bias = torch.randn(rows, 96, device=DEVICE), torch.randn(40, device=DEVICE) if extra else None
+    norm = torch.rand(96, device=DEVICE) + 0.5 if gated else None
+    residual = torch.randn(rows, n_out, device=DEVICE) if extra else None
+    out = torch.empty(rows, n_out, device=DEVICE)
+    kernels.product(x, GridLinear(grid, bias), out, kernels.Fold(norm, 1e-5, gated, residual))
+    normed = x if norm is None else torch.nn.functional.rms_norm(x, (96,), norm, 1e-5)
+    expected = torch.nn.functional.linear(normed, grid.dense(torch.float32), bias)
+    if gated:
+        gate, up = expected.chunk(2, dim=-1)
+        expected = torch.nn.functional.silu(gate) * up
+    expected = expected if residual is None else expected + residual
+    assert (out - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_grid_becomes_numbers(kind: str) -> None:
+    grid = KINDS[kind].in_words().to(torch.device(DEVICE))
+    expected = grid.dense(torch.float32)
+    assert (kernels.dense_grid(grid, torch.float32) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("lengths", [[3], [3, 70]])
+def test_a_captured_step_of_four_bits_equals_an_ordinary_one(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model.onnx_block.runtime", lambda: None)  # which would round the rows
+    monkeypatch.setattr("engine.model.linear.runtime", lambda: None)
+    torch.manual_seed(0)
+    span = random_span(small_config(hidden_size=64, intermediate_size=96), DEVICE, quantisation="int4")
+    for block in span.blocks:  # as they are built for CUDA
+        for linear in (block.qkv, block.o, block.gate_up, block.down):
+            assert isinstance(linear, GridLinear)
+            linear.grid = linear.grid.in_words()
+    for cache in span.pool.blocks:
+        cache.keys.zero_(), cache.values.zero_()
+    assert_same("fused", span, _sessions(span, lengths, [1] * len(lengths)))

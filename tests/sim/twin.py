@@ -44,7 +44,7 @@ class SimLoader:
     async def plan(self, wish: HostingWish) -> HostingPlan:
         await trio.sleep(PLAN_S)
         budget = BlockBudget(self._spec.blocks, 0, 0, 0, 0, 0, "simulated")
-        return HostingPlan(Device("sim", "cpu", "simulated", 0, 0), torch.float32, False, budget)
+        return HostingPlan(Device("sim", "cpu", "simulated", 0, 0), torch.float32, "none", budget)
 
     async def is_downloaded(self, span: Span) -> bool:
         return True

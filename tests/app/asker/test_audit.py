@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from app.routing.planner import PrivacyPreferences
 from app.routing.trust import TrustBook
 from app.swarm.records import tail
 from engine.errors import SessionError
-from engine.model.block import WeightOptions
+from engine.model.block import Quantisation, WeightOptions
 from engine.model.hosted_span import HostedSpan
 from engine.model.span import BlockAdapter, SpanOptions, load_span
 from engine.session_runner import SessionRunner, StepResult
@@ -86,7 +86,7 @@ def ends(source: ModelSource) -> SwarmEnds:
     return load_swarm_ends(source, WeightOptions(CPU, torch.float32))
 
 
-def runner(source: ModelSource, start: int, stop: int, quantisation: Literal["none", "int8"] = "none") -> SessionRunner:
+def runner(source: ModelSource, start: int, stop: int, quantisation: Quantisation = "none") -> SessionRunner:
     span = load_span(source, start, stop, SpanOptions(CPU, torch.float32, quantisation, kv_bytes=1 << 22))
     return SessionRunner(HostedSpan([span]))
 

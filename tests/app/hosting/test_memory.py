@@ -55,7 +55,7 @@ def plan_of(*blocks: int) -> HostingPlan:
         for index, count in enumerate(blocks)
     ]
     first, *more = shares
-    return HostingPlan(first.device, torch.bfloat16, False, first.budget, None, tuple(more))
+    return HostingPlan(first.device, torch.bfloat16, "none", first.budget, None, tuple(more))
 
 
 def free(*gigabytes: float) -> Free:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.asker.evidence import (
+    COARSE,
     EXACT,
     ROUGH,
     ROUNDED,
@@ -140,6 +141,11 @@ def test_rounding_is_tolerated_where_it_is_announced() -> None:
     rounded, rough = (tuple(f"{text} over int8" for text in one) for one in (exact, half))
     assert tolerance(exact, rounded) == tolerance(rounded, exact) == tolerance(rounded, rounded) == ROUNDED
     assert tolerance(rough, rough) == tolerance(rounded, int8) == tolerance(rounded, half) == ROUGH
+    stored, int4 = ("stored f32",) * 2, ("none f32", "int4 f32")
+    assert tolerance(stored, stored) == tolerance(stored, exact) == tolerance(int4, int4) == ROUNDED
+    assert tolerance(stored, int8) == tolerance(stored, ("stored bf16",) * 2) == ROUGH
+    assert tolerance(int4, exact) == tolerance(half, int4) == tolerance(("int4 bf16 or none bf16",) * 2, half) == COARSE
+    assert tolerance(("int4 bf16",), ("int4 bf16",)) == ROUGH
     assert Deviation(0.03, -0.001).within(ROUGH)
     assert not Deviation(0.03, -0.001).within(EXACT)
     assert not Deviation(0.05, 0.05).within(ROUGH)

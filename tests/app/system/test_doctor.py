@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 import app.cli
-from app.system.doctor import Check, check_device, check_disk, check_model, check_python, check_torch, disk_of
+from app.system.doctor import (
+    Check,
+    check_device,
+    check_disk,
+    check_grids,
+    check_model,
+    check_python,
+    check_torch,
+    disk_of,
+)
 from engine.budget import BFLOAT16
 from engine.config import ModelConfig, Rope
 from engine.device.probe import Device
@@ -96,3 +106,10 @@ def test_what_stops_shoal_is_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: 
     captured = capsys.readouterr()
     assert captured.err == "shoal: doctor found what stops Shoal from working: disk\n"
     assert "→ change it" in captured.out
+
+
+def test_bits_of_gguf_files_are_reported() -> None:
+    assert check_grids("cuda:0", True).detail == "GGUF files are computed with in their own bits"
+    assert "decoded" in check_grids("cuda:0", False).detail
+    with_package = importlib.util.find_spec("onnxruntime") is not None
+    assert ("by measurement" if with_package else "onnxruntime") in check_grids("cpu", False).detail

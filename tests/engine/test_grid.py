@@ -1,0 +1,121 @@
+"""Matrices in the grid of their file: the same numbers as decoded ones, fewer bytes, and products with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import SourceError
+from engine.model.linear import GridLinear
+from engine.sources.base import BLOCK_ROLES, ModelSource, block_part
+from engine.sources.dequant import dequantise
+from engine.sources.gguf import open_gguf
+from engine.sources.grid import GRID_KINDS, Grid, decode_grid, grid_bytes_per_weight, join, quantise
+from engine.sources.layout import KIND_SIZES
+from engine.sources.tensors import PartReader, load_part
+from tests.engine.gguf_models import write_gguf
+from tests.engine.models import VARIANT
+
+ROWS, COLUMNS = 24, 512
+_FACTORS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block has its float16 numbers
+
+
+def raw_matrix(kind: str) -> torch.Tensor:
+    """Bytes of a random matrix of a type; those of types that `gguf` cannot write have random integers."""
+    elements, size = KIND_SIZES[kind]
+    if kind not in _FACTORS:
+        values = np.random.default_rng(0).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+        number: Any = gguf.GGMLQuantizationType[kind]
+        return torch.from_numpy(gguf.quantize(values, number).copy()).view(-1)
+    random = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (ROWS * COLUMNS // elements, size), dtype=torch.uint8, generator=random)
+    for place in _FACTORS[kind]:
+        factor = torch.rand(raw.shape[0], 1, generator=random).half() / 64
+        raw[:, place : place + 2] = factor.view(torch.uint8)
+    return raw.view(-1)
+
+
+def random_grid(kind: str) -> Grid:
+    return decode_grid(raw_matrix(kind), kind, (ROWS, COLUMNS))
+
+
+@pytest.mark.parametrize("kind", sorted(GRID_KINDS))
+def test_a_grid_has_the_very_numbers_of_its_file(kind: str) -> None:
+    grid = random_grid(kind)
+    expected = dequantise(raw_matrix(kind), kind, torch.float32).view(ROWS, COLUMNS)
+    assert torch.equal(grid.dense(torch.float32), expected)
+    assert grid.nbytes == grid_bytes_per_weight(kind) * ROWS * COLUMNS < expected.nbytes / 3
+    for order in (grid, grid.in_words()):
+        assert torch.equal(order.rows(slice(3, 9)).dense(torch.float32), expected[3:9])
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_0", "Q8_0"), ("Q4_0", "Q4_1"), ("Q8_0", "Q6_K")])
+def test_unlike_grids_are_joined_without_rounding_again(kinds: tuple[str, ...]) -> None:
+    expected = torch.cat([random_grid(kind).dense(torch.float32) for kind in kinds])
+    found = join([random_grid(kind) for kind in kinds]).dense(torch.float32)
+    assert (found - expected).abs().max() <= 2e-6 * expected.abs().max()
+
+
+def test_grids_of_one_form_are_joined_as_they_are() -> None:
+    one = random_grid("Q4_0")
+    assert torch.equal(join([one, one]).dense(torch.float32), torch.cat([one.dense(torch.float32)] * 2))
+    assert join([one, one]).nbytes == 2 * one.nbytes
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9, 1e4])
+def test_four_bits_are_off_by_half_a_step_at_most(scale: float) -> None:
+    weight = scale * torch.randn(8, 96, generator=torch.Generator().manual_seed(2))
+    groups = weight.view(8, -1, 32)
+    step = (groups.amax(-1) - groups.amin(-1)) / 15
+    off = (quantise(weight).dense(torch.float32).view_as(groups) - groups).abs().amax(-1)
+    rounding = 2e-3 * groups.abs().amax(-1) + 1e-7  # of scale and minimum to float16
+    assert bool((off <= 0.5 * step + rounding).all())
+
+
+def test_a_constant_matrix_survives_four_bits() -> None:
+    weight = torch.full((2, 64), -0.25)
+    assert torch.equal(quantise(weight).dense(torch.float32), weight)
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_products_and_gradients_are_those_of_the_dense_matrix(kind: str) -> None:
+    linear = GridLinear(random_grid(kind), torch.randn(ROWS))
+    dense = linear.grid.dense(torch.float32)
+    x, residual, dy = torch.randn(5, COLUMNS), torch.randn(5, ROWS), torch.randn(5, ROWS)
+    expected = residual + torch.nn.functional.linear(x, dense, linear.bias)
+    assert torch.allclose(linear(x, residual, training=True), expected, atol=1e-4)
+    assert torch.allclose(linear.input_gradient(dy), dy @ dense, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    path = tmp_path_factory.mktemp("grid") / "model.gguf"
+    write_gguf(path, VARIANT["llama"], "Q8_0")
+    return open_gguf(path)
+
+
+def test_matrices_of_a_file_are_read_as_grids_in_the_order_of_their_rows(source: ModelSource) -> None:
+    reader, dense = PartReader(source, block_part(0)), load_part(source, block_part(0))
+    grids = {role: reader.grid(role) for role in reader.shapes}
+    matrices = [role for role in BLOCK_ROLES if role in dense and dense[role].ndim == 2]
+    assert {role for role, grid in grids.items() if grid is not None} == set(matrices)
+    for role in matrices:
+        grid = grids[role]
+        assert grid is not None
+        assert torch.equal(grid.dense(torch.float32), dense[role]), role
+
+
+def test_a_damaged_file_gives_no_grid(source: ModelSource, tmp_path: Path) -> None:
+    whole = source.parts[block_part(1)][1].file.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole)
+    damaged = open_gguf(cut)
+    cut.write_bytes(whole[: len(whole) // 2])
+    last = block_part(source.config.n_blocks - 1)
+    with pytest.raises(SourceError):
+        PartReader(damaged, last).grid("down")

@@ -1,0 +1,167 @@
+"""Blocks of 4 and 8 bits on the CPU by ONNX Runtime, beside the same blocks by torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.budget import INT4_BYTES, block_bytes, grid_weights
+from engine.model import onnx_graph
+from engine.model.attention import Segment
+from engine.model.block import Quantisation
+from engine.model.linear import DenseLinear, GridLinear, Linear
+from engine.model.span import SpanOptions, SpanRunner, load_span
+from engine.sources.gguf import open_gguf
+from tests.engine.gguf_models import write_gguf
+from tests.engine.models import VARIANT
+from tests.engine.random_spans import random_span, small_config
+from tests.engine.test_gguf import WIDE as WIDE_FILE
+from tests.engine.test_grid import COLUMNS, random_grid
+
+pytest.importorskip("onnxruntime", reason="ONNX Runtime, the optional package for 4-bit blocks on a CPU, is not here")
+
+WIDE = {"hidden_size": 96, "intermediate_size": 160}  # whole groups, an odd number of them
+CONFIGS = {
+    "plain": small_config(**WIDE),
+    "biases": small_config(**WIDE, qkv_bias=True, o_bias=True, mlp_bias=True),
+    "qk_norm": small_config(**WIDE, family="qwen3", qk_norm=True),
+    "window": small_config(**WIDE, family="mistral", sliding_window=40),
+}
+# The runtime rounds the rows to 8 bits in groups of 32 (16 for Q6_K): 0.4 % of a random row's length.
+ROUNDING = 0.012
+
+
+@pytest.fixture(params=[1, 10**6], ids=["in float32", "rounded"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Both ways to multiply, whichever this machine would choose."""
+    rows: int = request.param
+    for module in ("onnx_graph", "onnx_block"):
+        monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda: rows)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_product_is_the_dense_one_but_for_rounded_rows(kind: str, rows: int, way: int) -> None:
+    torch.manual_seed(0)
+    linear = GridLinear(random_grid(kind), torch.randn(24))
+    x, residual = torch.randn(rows, COLUMNS), torch.randn(rows, 24)
+    expected = residual + torch.nn.functional.linear(x, linear.grid.dense(torch.float32), linear.bias)
+    off = (linear(x, residual) - expected).norm() / expected.norm()
+    assert off <= (ROUNDING if way > rows else 1e-5)
+
+
+def _spans(case: str) -> tuple[SpanRunner, SpanRunner]:
+    """The same blocks of 4 bits, run by graphs, and by torch with the numbers that the grids mean."""
+    spans = []
+    for by_graphs in (True, False):
+        torch.manual_seed(0)
+        span = random_span(CONFIGS[case], quantisation="int4")
+        assert len(span._cpu_graphs) == 2
+        if not by_graphs:
+            span._cpu_graphs.keep(0, 0)
+            for block in span.blocks:
+                block.qkv, block.o = _dense(block.qkv), _dense(block.o)
+                block.gate_up, block.down = _dense(block.gate_up), _dense(block.down)
+        spans.append(span)
+    return spans[0], spans[1]
+
+
+def _dense(linear: Linear) -> DenseLinear:
+    assert isinstance(linear, GridLinear)
+    return DenseLinear(linear.grid.dense(torch.float32), linear.bias)
+
+
+@pytest.mark.parametrize("case", sorted(CONFIGS))
+def test_a_block_computes_what_torch_computes(case: str, way: int) -> None:
+    ours, plain = _spans(case)
+    lengths = [3, 70]
+    results = []
+    for span in (ours, plain):
+        torch.manual_seed(1)
+        leases = [span.open(length + 4) for length in lengths]
+        outs = [
+            span.step(torch.randn(length, 96), [Segment(lease, 0, length)])
+            for lease, length in zip(leases, lengths, strict=True)
+        ]
+        for _ in range(2):  # sessions of unlike lengths in one step
+            segments = [Segment(lease, lease.length, 1) for lease in leases]
+            outs.append(span.step(torch.randn(2, 96), segments))
+        outs.append(span.step(torch.randn(1, 96), [Segment(leases[0], leases[0].length, 1)], (1, 2)))  # a part of it
+        results.append(torch.cat(outs))
+    off = (results[0] - results[1]).norm() / results[1].norm()
+    assert off <= (0.03 if way > 70 else 1e-5)
+
+
+FILES = [
+    ("llama", "Q8_0"), ("llama", "Q4_0"), ("llama-biases", "Q4_1"), ("llama-mqa", "Q5_0"), ("mistral", "Q5_1"),
+    ("qwen2", "Q8_0"), ("qwen3", "Q4_0"), ("wide", "Q4_K"), ("wide", "Q5_K"), ("wide", "Q6_K"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_every_family_and_type_computes_what_its_decoded_file_computes(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, WIDE_FILE if name == "wide" else VARIANT[name], kind)
+    source = open_gguf(path)
+    options = SpanOptions(torch.device("cpu"), torch.float32, kv_bytes=1 << 22)
+    plain = load_span(source, 0, source.config.n_blocks, options)
+    ours = load_span(source, 0, source.config.n_blocks, replace(options, quantisation="stored"))
+    assert len(ours._cpu_graphs) == source.config.n_blocks
+    x = torch.randn(12, source.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    for rows, allowed in ((1, 1e-4), (10**6, 0.08)):
+        for module in ("onnx_graph", "onnx_block"):
+            monkeypatch.setattr(f"engine.model.{module}.many_rows", lambda rows=rows: rows)
+        found, expected = (span.step(x, [Segment(span.open(12), 0, 12)]) for span in (ours, plain))
+        assert (found - expected).norm() <= allowed * expected.norm()
+
+
+def test_blocks_that_go_take_their_graphs_along() -> None:
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    whole = span.weight_bytes
+    span.keep(1, 2)
+    assert len(span._cpu_graphs) == 1
+    assert span.step(torch.randn(1, 96), [Segment(span.open(4), 0, 1)]).isfinite().all()
+    assert span.weight_bytes == whole // 2
+
+
+def test_graphs_take_no_more_memory_than_the_budget_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.model.onnx_block.many_rows", lambda: 32)
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    for rows in (1, 40):  # both ways to multiply
+        span.step(torch.randn(rows, 96), [Segment(span.open(64), 0, rows)])
+    assert span.weight_bytes <= 2 * block_bytes(span.config, grid_weights(INT4_BYTES, 4, on_cpu=True))
+
+
+@pytest.mark.parametrize("quantisation", ["none", "int8", "stored"])
+def test_other_blocks_have_no_graphs(quantisation: Quantisation) -> None:
+    assert not random_span(CONFIGS["plain"], quantisation=quantisation)._cpu_graphs
+
+
+def test_without_the_runtime_torch_computes_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = _spans("plain")[1]
+    torch.manual_seed(0)
+    monkeypatch.setattr("engine.model.onnx_block.runtime", lambda: None)
+    monkeypatch.setattr("engine.model.linear.runtime", lambda: None)
+    span = random_span(CONFIGS["plain"], quantisation="int4")
+    assert not span._cpu_graphs
+    x = torch.randn(2, 96)
+    found, expected = (each.step(x, [Segment(each.open(4), 0, 2)]) for each in (span, plain))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_a_runtime_that_fails_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel for this machine")
+
+    monkeypatch.setattr(onnx_graph, "product_graph", fails)
+    onnx_graph.grids_pay.cache_clear()
+    try:
+        assert not onnx_graph.grids_pay()
+    finally:
+        onnx_graph.grids_pay.cache_clear()
