@@ -35,7 +35,7 @@ from engine.device.kinds import kind_named, kind_of
 from engine.device.probe import Device, chosen_devices, probe_devices
 from engine.errors import DeviceFull
 from engine.model.block import FUSED, Quantisation, WeightOptions, build_block
-from engine.model.cuda_graphs import triton_works
+from engine.model.cuda_graphs import triton_grids_work
 from engine.model.hosted_span import HostedSpan
 from engine.model.linear import cpu_products
 from engine.model.onnx_graph import grids_pay
@@ -250,7 +250,7 @@ def source_bytes(source: ModelSource) -> float | None:
 
 def computes_grids(kind: str) -> bool:
     """True if a kind of device multiplies with weights in a grid faster than with numbers; measured on a CPU."""
-    return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_works()
+    return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_grids_work()
 
 
 def _fill(

@@ -23,7 +23,9 @@ from engine.config import ModelConfig
 from engine.model.attention import Segment
 from engine.model.block import Attend, Block, block_forward
 from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVLease, KVPool
+from engine.model.linear import DenseLinear, GridLinear
 from engine.model.rope import RotaryTable
+from engine.sources.grid import quantise
 
 log = logging.getLogger("shoal.engine.graphs")
 
@@ -39,7 +41,6 @@ def triton_works() -> bool:
     """True if Triton can build and run a kernel on this machine; if not, logs the cause once."""
     try:
         from engine.model import triton_kernels as kernels
-        from engine.model.linear import DenseLinear
 
         x = torch.ones(1, 64, device="cuda", dtype=torch.float16)
         out = torch.empty(1, 64, device="cuda", dtype=torch.float16)
@@ -48,6 +49,33 @@ def triton_works() -> bool:
     except Exception as error:  # a missing compiler can raise almost any exception
         log.warning("Triton cannot run kernels on this machine (%s); decode steps use torch's own operations", error)
         return False
+
+
+@functools.cache
+def triton_grids_work() -> bool:
+    """True if Triton's products with weights in a grid are right on this machine; if not, logs the cause once."""
+    if not triton_works():
+        return False
+    try:
+        return _grids_are_right(torch.device("cuda"))
+    except Exception as error:  # a compiler that fails can raise almost any exception
+        log.warning("Triton cannot multiply with weights in a grid on this machine (%s): torch converts them", error)
+        return False
+
+
+def _grids_are_right(device: torch.device) -> bool:
+    """Compare products of one row and of two, and the conversion, with those of the same numbers."""
+    from engine.model import triton_kernels as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    grid = quantise(torch.randn(64, 128, generator=generator)).in_words().to(device)
+    dense = grid.dense(torch.float32)
+    right = torch.allclose(kernels.dense_grid(grid, torch.float32), dense, atol=1e-5)
+    for rows in (1, 2):
+        x, out = torch.randn(rows, 128, generator=generator).to(device), torch.empty(rows, 64, device=device)
+        kernels.product(x, GridLinear(grid), out, kernels.Fold())
+        right = right and torch.allclose(out, x @ dense.t(), atol=1e-2)
+    return right
 
 
 @dataclass(frozen=True)
@@ -116,7 +144,9 @@ class DecodeGraphs:
         self._stream: Any = None  # for captures; torch's own belongs to whichever card captured first
         self._event: Any = None  # set by the device at the end of a launched step
         self._max_pages = max(1, min(-(-parts.config.context_length // PAGE_TOKENS), parts.pool.scratch_page))
-        self.fused = triton_works() and _kernels_support(parts.config)
+        in_grids = any(isinstance(linear, GridLinear) for block in parts.blocks for linear in block.linears)
+        works = triton_grids_work() if in_grids else triton_works()
+        self.fused = works and _kernels_support(parts.config)
         parts.pool.clears_slots = not self.fused  # `plain_step` reads whole pages, `fused_step` only written slots
 
     def covers(self, segments: Sequence[Segment]) -> bool:

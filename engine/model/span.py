@@ -16,7 +16,7 @@ from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
 from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
-from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay, triton_works
+from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay, triton_grids_work
 from engine.model.kv_cache import BlockCache, KVLease, KVPool
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
@@ -81,7 +81,7 @@ class SpanRunner:
         for block in blocks:
             self._cpu_graphs.add(block)
             for linear in block.linears:
-                if isinstance(linear, GridLinear) and linear.grid.by_words and triton_works():
+                if isinstance(linear, GridLinear) and linear.grid.by_words and triton_grids_work():
                     from engine.model.triton_kernels import dense_grid  # imports Triton, which a CPU does without
 
                     linear.convert = dense_grid

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton")
 
 from engine.model import triton_kernels as kernels  # noqa: E402
 from engine.model.attention import Segment  # noqa: E402
-from engine.model.cuda_graphs import BATCHES, SpanParts, fused_step, page_table, plain_step  # noqa: E402
+from engine.model.cuda_graphs import BATCHES, SpanParts, _grids_are_right, fused_step, page_table, plain_step  # noqa: E402
 from engine.model.kv_cache import PAGE_TOKENS  # noqa: E402
 from engine.model.linear import GridLinear  # noqa: E402
 from engine.model.span import SpanRunner  # noqa: E402
@@ -137,6 +137,18 @@ def test_a_grid_becomes_numbers(kind: str) -> None:
     grid = KINDS[kind].in_words().to(torch.device(DEVICE))
     expected = grid.dense(torch.float32)
     assert (kernels.dense_grid(grid, torch.float32) - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_the_self_test_of_grids_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _grids_are_right(torch.device(DEVICE))
+    right = kernels.product
+
+    def wrong(x: torch.Tensor, linear: GridLinear, out: torch.Tensor, fold: kernels.Fold) -> None:
+        right(x, linear, out, fold)
+        out[-1, -1] += 1
+
+    monkeypatch.setattr(kernels, "product", wrong)
+    assert not _grids_are_right(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("lengths", [[3], [3, 70]])
