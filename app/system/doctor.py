@@ -264,15 +264,15 @@ def check_public(network: NetworkView) -> Check:
     public = network.public
     if public is None:
         mend = "`shoal config set discovery mdns,dht,invite,remembered,public` lets others find swarms by name alone"
-        return Check("public directory", "skip", "off, or not used for this swarm", mend)
+        return Check("public", "skip", "off, or not used for this swarm", mend)
     used = f"{public.connections} connections, {public.look_ups} look-ups, {public.bytes_used / 1e6:.1f} MB so far"
     if public.published:
-        return Check("public directory", "ok", f"found there under {public.published} keys; {used}")
+        return Check("public", "ok", f"found there under {public.published} keys; {used}")
     if not public.nodes:
         mend = "check this machine's DNS and internet connection, or set other public_entries"
-        return Check("public directory", "warn", f"no node of it answers; {used}", mend)
+        return Check("public", "warn", f"no node of it answers; {used}", mend)
     mend = "map a port, or let a relay's member join: only addresses that anybody can dial are published"
-    return Check("public directory", "warn", f"not published, as this node has no public address; {used}", mend)
+    return Check("public", "warn", f"not published, as this node has no public address; {used}", mend)
 
 
 def network_checks(snapshot: Snapshot) -> Iterator[Check]:

@@ -141,7 +141,7 @@ class Host:
         open_already = self.connection(peer)
         if open_already is not None and not (fresh and open_already.relayed):
             return open_already
-        if self._nursery is None:
+        if self._nursery is None or self._stopping:
             raise PeerUnreachable("the host is not running")
         dial = self._dials.get(peer)
         if dial is None:
@@ -259,7 +259,7 @@ class Host:
         If `peer` is given, the other side must prove that identity. Raises `P2PError` or `trio.TooSlowError`.
         """
         connection = await self._establish(raw, address, peer)
-        if self._nursery is None:
+        if self._nursery is None or self._stopping:
             connection.abort()
             raise PeerUnreachable("the host is not running")
         self._nursery.start_soon(self._keep, connection)

@@ -104,15 +104,15 @@ HOME = NetworkView(reach="unverified")
     [
         (
             replace(HOME, mapping="UPnP 5.5.5.5:7464", relays=("12D3abcdefgh",)),
-            {"port mapping": "ok", "relays": "ok", "ipv6": "skip", "public directory": "skip"},
+            {"port mapping": "ok", "relays": "ok", "ipv6": "skip", "public": "skip"},
         ),
         (
             replace(HOME, mapping_problem="no router answers", public=PublicView(nodes=9)),
-            {"port mapping": "warn", "relays": "warn", "ipv6": "skip", "public directory": "warn"},
+            {"port mapping": "warn", "relays": "warn", "ipv6": "skip", "public": "warn"},
         ),
         (
             replace(HOME, advertised=("/ip6/2a00::1/tcp/1",), public=PublicView()),
-            {"port mapping": "skip", "relays": "warn", "ipv6": "warn", "public directory": "warn"},
+            {"port mapping": "skip", "relays": "warn", "ipv6": "warn", "public": "warn"},
         ),
         (
             NetworkView(
@@ -121,7 +121,7 @@ HOME = NetworkView(reach="unverified")
                 verified=("/ip6/2a00::1/tcp/1",),
                 public=PublicView(nodes=9, published=2),
             ),
-            {"port mapping": "ok", "relays": "skip", "ipv6": "ok", "public directory": "ok"},
+            {"port mapping": "ok", "relays": "skip", "ipv6": "ok", "public": "ok"},
         ),
     ],
 )
