@@ -133,7 +133,10 @@ class RoutePlanner:
         """
         serving = {m.peer: m.span for m in self.members() if m.serves and m.span is not None}
         gone = [hop.peer for hop in held if hop.peer not in serving or not serving[hop.peer].covers(hop.span)]
-        kept = self.find(held, request, [*avoid, *gone])
+        try:
+            kept = self.find(held, request, [*avoid, *gone])
+        except NoRoute:  # a hop that is needed serves other blocks by now
+            return self.find((), request, avoid)
         if kept == held and 2 * unread <= request.prompt_tokens:
             return kept
         fresh = self.find((), request, avoid)

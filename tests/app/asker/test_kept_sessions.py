@@ -16,6 +16,7 @@ from trio.testing import MockClock
 from app.asker.asker import Asker
 from app.asker.kept_sessions import KEEP_S, CachedSession, KeptSessions, best_prefix, shared_tokens
 from app.asker.reply import ReplyStats
+from app.core.span import Span
 from app.routing.route import Privacy
 from app.serving.admission import AdmissionLimits
 from app.serving.block_server import ServerSettings
@@ -258,6 +259,19 @@ async def test_a_hop_that_left_is_not_asked_again(autojump_clock: MockClock) -> 
         assert swarm.servers[gone]._sessions == {}
         begin = trio.current_time()
         assert (await turn(asker, conversation, [1], 4)).recoveries == 0
+        assert trio.current_time() - begin < 2
+
+
+async def test_a_hop_that_gave_blocks_back_is_used_for_those_it_still_serves(autojump_clock: MockClock) -> None:
+    async with open_swarm((0, 8)) as swarm:
+        asker = await swarm.asker(keep=4)
+        conversation: list[int] = []
+        await turn(asker, conversation, LONG, 4)
+        await swarm.servers["n0"].host(HashRunner(0, 4))
+        swarm.announcements["n0"] = replace(swarm.announcements["n0"], span=Span(0, 4))
+        await swarm.serve("n1", HashRunner(4, 8))
+        begin = trio.current_time()
+        assert [hop.peer for hop in (await turn(asker, conversation, [1], 4)).route] == ["n0", "n1"]
         assert trio.current_time() - begin < 2
 
 
