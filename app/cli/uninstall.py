@@ -29,21 +29,35 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
     service = plan.file if plan.file.exists() else None
     if arguments.yes and _stop(arguments.home, plan) and not arguments.json:
         print("stopped")
-    items = [*items_in_home(arguments.home), *items_in_cache(cache)]
-    left = _remove(items, [arguments.home, cache]) if arguments.yes else []
+    shared = _is_used_by_others(cache, arguments.home)
+    items = [*items_in_home(arguments.home), *([] if shared else items_in_cache(cache))]
+    left = _remove(items, [arguments.home, *([] if shared else [cache])]) if arguments.yes else []
     program = f"{sys.executable} -m pip uninstall shoal"
     if arguments.json:
         facts = [{"path": str(item.path), "bytes": item.size_bytes} for item in items]
         found = {"service": None if service is None else str(service), "items": facts, "program": program}
-        print_json({"removed": arguments.yes, **found, "left": [str(folder) for folder in left]})
+        kept = {"left": [str(folder) for folder in left], "used_by_others": str(cache) if shared else None}
+        print_json({"removed": arguments.yes, **found, **kept})
         return 0
     print("Removed:" if arguments.yes else "This would be removed (`shoal uninstall --yes` does it):")
     for line in [f"the service {service}"] * (service is not None) + [_line(item) for item in items]:
         print(f"  {line}")
+    if shared:
+        print(f"{cache} stays, because another node of this machine uses its models: stop that node first")
     for folder in left:
         print(f"{folder} was kept, because it contains other files")
     print(f"To remove the program itself: {program}")
     return 0
+
+
+def _is_used_by_others(cache: Path, home: Path) -> bool:
+    """True if a running node other than this home's uses the cache, which all homes of a user share by default."""
+    from app.api.client import running_client
+    from app.weights.disk_space import users
+
+    client = running_client(home)
+    own = None if client is None else client.snapshot().peer_id
+    return any(own is None or not name.startswith(own) for name in users(cache))
 
 
 def _line(item: RemovableItem) -> str:

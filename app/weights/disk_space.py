@@ -16,7 +16,7 @@ from pathlib import Path
 from app.core.units import format_size
 from app.weights.extents import WeightsError
 from app.weights.part_store import PartFiles, writing
-from p2p.platform import FileLock, write_private
+from p2p.platform import FileLock, is_locked, write_private
 
 _MAX_ROOTS_BYTES = 2**20
 
@@ -38,6 +38,7 @@ class InUseMarker:
     def replace(self, roots: Collection[bytes]) -> None:
         """Replace the list of parts in use; raises `WeightsError` if it cannot be written."""
         with writing(self._file):
+            self._file.parent.mkdir(parents=True, exist_ok=True)  # somebody may have emptied the cache
             write_private(self._file, "\n".join(sorted(root.hex() for root in roots)).encode())
 
 
@@ -53,6 +54,11 @@ def claiming(cache: Path, name: str) -> Iterator[InUseMarker]:
             yield InUseMarker(folder, name)
         finally:
             (folder / f"{name}.roots").unlink(missing_ok=True)
+
+
+def users(cache: Path) -> list[str]:
+    """Names of the running nodes that use a cache."""
+    return [file.stem for file in sorted((cache / "in_use").glob("*.lock")) if is_locked(file)]
 
 
 def in_use(cache: Path) -> set[str]:

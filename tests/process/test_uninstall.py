@@ -51,3 +51,29 @@ def test_uninstall_of_a_running_node_prints_nothing_but_json(
     assert printed["removed"]
     assert printed["left"] == []
     assert not place.home.exists()
+
+
+def test_a_cache_that_another_node_uses_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    place, other = Place(tmp_path / "home", cache), Place(tmp_path / "other", cache)
+    assert other.shoal("create", "reef", "--model", "tiny-random").status == 0
+    for name, value in {**place.environment(), "XDG_CONFIG_HOME": str(tmp_path / "config")}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["create", "cove", "--model", "tiny-random"]) == 0
+    with Serving(other, max_vram="8MB") as node:
+        node.ready()
+        before = sorted(path for path in cache.rglob("*") if path.is_file())
+        capsys.readouterr()
+        assert main(["uninstall"]) == 0
+        assert f"{cache} stays, because another node of this machine uses its models" in capsys.readouterr().out
+        assert main(["uninstall", "--yes", "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["used_by_others"] == str(cache)
+        assert not [item for item in printed["items"] if Path(item["path"]).is_relative_to(cache)]
+        assert not place.home.exists()
+        assert sorted(path for path in cache.rglob("*") if path.is_file()) == before
+        assert node.end() == 0
+    assert other.shoal("uninstall", "--yes").status == 0
+    assert not cache.exists()
