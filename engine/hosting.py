@@ -177,9 +177,9 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
     """Compute how many blocks of a model fit on a device next to what else runs there.
 
     `kind` is the type of the model's tensors, as in "BF16"; `grid_bytes` is what a weight takes in the grid of its
-    file (`stored_bytes`), None for files of plain numbers. Weights in a grid stay in it where
-    the device computes with grids at least as fast as with numbers. With `weights` "auto" on other GPUs, the grid or
-    else int8 is chosen where it makes the difference between hosting the wanted blocks and not. Raises `DeviceError` if
+    file (`stored_bytes`), None for files of plain numbers. Weights in a grid stay in it on a CPU
+    that computes with grids faster than with numbers. With `weights` "auto" on a GPU, the grid or else int8 is chosen
+    where it makes the difference between hosting the wanted blocks and not. Raises `DeviceError` if
     the named device does not exist or is not usable.
     """
     gc.collect()  # blocks of an earlier attempt may wait for it
@@ -213,7 +213,7 @@ def plan_hosting(config: ModelConfig, kind: str, wish: HostingWish, grid_bytes: 
         if not computes_grids(devices[0].kind):
             log.warning("weights in 4 bits are decoded for every step on %s, which is slow", devices[0].id)
         return plan("stored" if stored else "int4")
-    first = plan("stored" if stored and computes_grids(devices[0].kind) else "none")
+    first = plan("stored" if stored and on_cpu and computes_grids(devices[0].kind) else "none")
     if wish.weights == "own" or on_cpu or first.blocks >= wish.wanted_blocks:
         return first
     smaller: tuple[Quantisation, ...] = ("stored", "int8") if stored else ("int8",)
@@ -249,7 +249,10 @@ def source_bytes(source: ModelSource) -> float | None:
 
 
 def computes_grids(kind: str) -> bool:
-    """True if a kind of device multiplies with weights in a grid faster than with numbers; measured on a CPU."""
+    """True if a kind of device has products for weights in a grid; of a CPU, if they are also faster, by measurement.
+
+    On an H200 they take longer than those of 16-bit numbers, so a card uses them for the memory that they save.
+    """
     return grids_pay() if kind == "cpu" else kind_named(kind).captures_steps and triton_grids_work()
 
 

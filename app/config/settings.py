@@ -269,9 +269,10 @@ class Settings:
     weights: Literal["auto", "own", "int8", "int4"] = _setting(
         "choice",
         "auto",
-        "How hosted weights are kept: own (the model's format; for a GGUF file its 4 to 8 bits, where those are "
-        "fast), int8 (half the memory, a little less exact), int4 (a third, less exact; a GGUF file keeps its own), or "
-        "auto: own, and fewer bits on a GPU that could not host a single block, or not the whole model while alone.",
+        "How hosted weights are kept: own (the model's format; on a CPU where it is faster, the 4 to 8 bits of a "
+        "GGUF file), int8 (half the memory, a little less exact), int4 (a third, less exact; a GGUF file keeps "
+        "its own), or auto: own, and fewer bits on a GPU that could not host a single block, or not the whole model "
+        "while alone.",
         options=("auto", "own", "int8", "int4"),
     )
     blocks: str | None = _setting("blocks", None, "Host exactly these blocks; unset: the node chooses.")

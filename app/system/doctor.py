@@ -150,7 +150,7 @@ def check_grids(device_id: str, computes: bool) -> Check:
         return Check(f"{device_id} 4 bits", "ok", "GGUF files are computed with in their own bits")
     detail = "GGUF files are decoded to the format above"
     if device_id != "cpu":
-        return Check(f"{device_id} 4 bits", "ok", detail)
+        return Check(f"{device_id} 4 bits", "ok", f"{detail}, and kept in their own bits where memory is short")
     if importlib.util.find_spec("onnxruntime") is None:
         return Check("cpu 4 bits", "ok", f"{detail}; with the package onnxruntime they would take less and be faster")
     return Check("cpu 4 bits", "ok", f"{detail}, which is faster here, by measurement")
@@ -168,7 +168,7 @@ def examine_machine(devices: list[Device], models: Mapping[str, ModelSource], ca
         dtype = pick_dtype(device.id)
         seconds = {name_of(timed): value for timed, value in dtype_times(device.id).seconds.items()}
         yield check_format(device.id, name_of(dtype), seconds)
-        in_grids = computes_grids(device.kind)
+        in_grids = device.kind == "cpu" and computes_grids(device.kind)
         yield check_grids(device.id, in_grids)
         for label, source in models.items():
             held, precision = source_bytes(source), unquantised(dtype.itemsize)

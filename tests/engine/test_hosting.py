@@ -76,11 +76,12 @@ def test_fewer_bits_are_chosen_where_they_make_the_difference(
         ("cpu", "own", 1, True, "stored"),
         ("cpu", "int8", 1, True, "int8"),
         ("cpu", "int4", 1, False, "stored"),  # a grid is never rounded again
-        ("cuda", "auto", 1, True, "stored"),
-        ("cuda", "own", 1, True, "stored"),
+        ("cuda", "auto", 1, True, "none"),  # products of 16-bit numbers are faster
+        ("cuda", "own", 2, True, "none"),
+        ("cuda", "int4", 1, True, "stored"),
         ("mps", "own", 2, False, "none"),
         ("mps", "auto", 1, False, "none"),
-        ("mps", "auto", 2, False, "stored"),  # fits only in the grid, which loses nothing
+        ("mps", "auto", 2, True, "stored"),  # fits only in the grid, which loses nothing
     ],
 )
 def test_weights_stay_in_the_grid_of_their_file_where_that_pays(
