@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.budget import block_bytes, unquantised
 from engine.errors import CacheFull, EngineError
 from engine.local_model import local_options
-from engine.model.attention import Segment
 from engine.model.block import WeightOptions
 from engine.model.ends import EmbeddingAndHead, load_ends
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.text.reply import ReplySettings

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.budget import Allowance, block_bytes, kv_bytes_per_token, unquantised
-from engine.model.attention import Segment
 from engine.model.ends import EmbeddingAndHead, load_ends
-from engine.model.kv_cache import KVLease
+from engine.model.kv_cache import KVLease, Segment
 from engine.model.onnx_graph import grids_pay
 from engine.model.span import BlockAdapter, LoadProgress, SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource, block_part

@@ -13,25 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.device.kinds import kind_of
-from engine.model.kv_cache import BlockCache, KVLease
+from engine.model.kv_cache import BlockCache, Segment
 
 # Sessions that get one token each are gathered into one padded attention call while the longest past is at most this
 # many tokens per session; for longer pasts the copying costs more than it saves (measured).
 GATHERED_TOKENS_PER_ROW = 32
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`count` new tokens of one session, the first at position `start`."""
-
-    lease: KVLease
-    start: int
-    count: int
-
-    @property
-    def stop(self) -> int:
-        """Length of the session after the step."""
-        return self.start + self.count
 
 
 @dataclass

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.model.attention import Segment
 from engine.model.block import Attend, Block, block_forward
-from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVLease, KVPool
+from engine.model.kv_cache import PAGE_TOKENS, BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import DenseLinear, GridLinear
 from engine.model.rope import RotaryTable
 from engine.sources.grid import quantise

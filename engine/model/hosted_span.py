@@ -15,9 +15,8 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import SessionError
-from engine.model.attention import Segment
 from engine.model.cuda_graphs import UnderWay
-from engine.model.kv_cache import KVLease, KVPool
+from engine.model.kv_cache import KVLease, KVPool, Segment
 from engine.model.span import BlockAdapter, SpanOptions, SpanRunner
 from engine.sources.base import ModelSource
 

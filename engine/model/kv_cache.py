@@ -234,6 +234,20 @@ class KVLease:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """`count` new tokens of one session, the first at position `start`."""
+
+    lease: KVLease
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """Length of the session after the step."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
 class BlockCache:
     """Keys and values of one block, each (1, kv_heads, slots, head_dim) as attention takes it."""
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.device.kinds import kind_of
 from engine.errors import EngineError, SessionError
-from engine.model.attention import Plans, Segment, StepPlan, attend_cached, write_cache
+from engine.model.attention import Plans, StepPlan, attend_cached, write_cache
 from engine.model.block import Attend, Block, Multiply, WeightOptions, block_forward, build_block
 from engine.model.cuda_graphs import DecodeGraphs, SpanParts, UnderWay, triton_grids_work
-from engine.model.kv_cache import BlockCache, KVLease, KVPool
+from engine.model.kv_cache import BlockCache, KVLease, KVPool, Segment
 from engine.model.linear import GridLinear
 from engine.model.onnx_block import SpanGraphs
 from engine.model.rope import RotaryTable

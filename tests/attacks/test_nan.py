@@ -13,10 +13,9 @@ from torch import Tensor
 from app.core.compute import StepWork
 from engine.errors import EngineError, SessionError
 from engine.model import cuda_graphs as graphs
-from engine.model.attention import Segment
 from engine.model.cuda_graphs import DecodeGraphs, Replay, ShapeKey, SpanParts
 from engine.model.hosted_span import HostedSpan
-from engine.model.kv_cache import KVLease
+from engine.model.kv_cache import KVLease, Segment
 from engine.model.span import SpanRunner
 from engine.session_runner import SessionRunner
 from tests.engine.random_spans import random_span, small_config

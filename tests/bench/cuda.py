@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.config import ModelConfig, Rope
-from engine.model.attention import Segment
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import random_span
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from engine.config import ModelConfig, Rope
-from engine.model.attention import Segment
 from engine.model.ends import EmbeddingAndHead
+from engine.model.kv_cache import Segment
 from engine.model.linear import DenseLinear, packed
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import random_span

@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 
 from app.config.home import cache_folder
-from engine.model.attention import Segment
 from engine.model.block import Quantisation
 from engine.model.ends import EmbeddingAndHead, load_ends
+from engine.model.kv_cache import Segment
 from engine.model.onnx_graph import grids_pay, many_rows, runtime
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from engine.model import triton_kernels as kernels
-from engine.model.attention import Segment
+from engine.model.kv_cache import Segment
 from engine.model.linear import GridLinear
 from engine.model.span import SpanRunner
 from engine.sources.grid import Grid, quantise

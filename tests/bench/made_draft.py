@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.local_model import LocalModel
-from engine.model.attention import Segment
+from engine.model.kv_cache import Segment
 from engine.sources.base import EMBEDDING_PART, HEAD_PART, ModelSource, block_part
 from engine.sources.tensors import load_part
 

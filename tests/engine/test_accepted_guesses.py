@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.hosting import CPU_ENDS
 from engine.local_model import LocalModel, load_local, local_options
-from engine.model.attention import Segment
+from engine.model.kv_cache import Segment
 from engine.sources.opening import open_source
 from engine.swarm_ends import SwarmEnds, load_swarm_ends
 from engine.text.reply import ReplySettings

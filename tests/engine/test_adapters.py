@@ -14,9 +14,9 @@ import torch
 from engine.budget import FLOAT32, TrainingTask, adapter_weights, plan_training
 from engine.config import ModelConfig
 from engine.errors import EngineError
-from engine.model.attention import Segment
 from engine.model.block import Quantisation
 from engine.model.hosted_span import HostedSpan
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource

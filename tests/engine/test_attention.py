@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model.attention import GatheredPlan, Segment, StepPlan
-from engine.model.kv_cache import PAGE_TOKENS, KVLease
+from engine.model.attention import GatheredPlan, StepPlan
+from engine.model.kv_cache import PAGE_TOKENS, KVLease, Segment
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import CASES, random_span
 

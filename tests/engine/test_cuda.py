@@ -12,9 +12,9 @@ from app.core.compute import StepWork, TokenChoice
 from engine.benchmark import Throughput
 from engine.errors import DeviceFull
 from engine.hosting import Hosted
-from engine.model.attention import Segment
 from engine.model.block import Quantisation, WeightOptions
 from engine.model.hosted_span import HostedSpan, SessionRows
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanRunner
 from engine.session_runner import SessionRunner
 from engine.sources.opening import open_source

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.attention import Segment
 from engine.model.ends import EmbeddingAndHead, load_ends
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.base import ModelSource
 from engine.sources.huggingface import open_folder

@@ -13,9 +13,8 @@ if not torch.cuda.is_available():
 triton = pytest.importorskip("triton")
 
 from engine.model import triton_kernels as kernels  # noqa: E402
-from engine.model.attention import Segment  # noqa: E402
 from engine.model.cuda_graphs import BATCHES, SpanParts, _grids_are_right, fused_step, page_table, plain_step  # noqa: E402
-from engine.model.kv_cache import PAGE_TOKENS  # noqa: E402
+from engine.model.kv_cache import PAGE_TOKENS, Segment  # noqa: E402
 from engine.model.linear import GridLinear  # noqa: E402
 from engine.model.span import SpanRunner  # noqa: E402
 from engine.sources.grid import Grid, quantise  # noqa: E402

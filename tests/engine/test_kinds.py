@@ -15,7 +15,7 @@ from engine.device.kinds import KINDS, UNTESTED, DeviceKind, kind_named, kind_of
 from engine.device.probe import free_memory_bytes, probe_mps, probe_xpu
 from engine.errors import DeviceError
 from engine.model import attention, linear, span
-from engine.model.attention import Segment
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanRunner
 from tests.engine.random_spans import CASES, random_span
 

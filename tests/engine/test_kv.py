@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engine.budget import FLOAT32, kv_bytes_per_token
 from engine.errors import CacheFull, SessionError
-from engine.model.attention import Segment
-from engine.model.kv_cache import PAGE_TOKENS, KVLease, KVPool, Pages
+from engine.model.kv_cache import PAGE_TOKENS, KVLease, KVPool, Pages, Segment
 from tests.engine.random_spans import random_span, small_config
 
 CONFIG = small_config()

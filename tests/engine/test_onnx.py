@@ -10,8 +10,8 @@ import torch
 
 from engine.budget import INT4_BYTES, block_bytes, grid_weights
 from engine.model import onnx_graph
-from engine.model.attention import Segment
 from engine.model.block import Quantisation
+from engine.model.kv_cache import Segment
 from engine.model.linear import DenseLinear, GridLinear, Linear
 from engine.model.span import SpanOptions, SpanRunner, load_span
 from engine.sources.gguf import open_gguf

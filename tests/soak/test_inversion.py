@@ -21,7 +21,7 @@ from torch import Tensor
 from app.config.home import cache_folder
 from engine.errors import SourceError
 from engine.local_model import LocalModel, load_local, local_options
-from engine.model.attention import Segment
+from engine.model.kv_cache import Segment
 from engine.sources.opening import open_source
 from engine.text.tokenizer import Tokenizer
 

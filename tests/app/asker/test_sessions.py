@@ -16,9 +16,9 @@ from app.asker.route_session import SessionSettings
 from app.core.errors import AppError
 from app.routing.route import NoRoute
 from engine.local_model import load_local, local_options
-from engine.model.attention import Segment
 from engine.model.block import WeightOptions
 from engine.model.hosted_span import HostedSpan
+from engine.model.kv_cache import Segment
 from engine.model.span import SpanOptions, load_span
 from engine.session_runner import SessionRunner
 from engine.sources.base import ModelSource
