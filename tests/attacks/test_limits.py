@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from app.api import response_store
 from app.joining import admission
 from app.manifest.manifest import MAX_MANIFEST_BYTES
 from app.membership import guard
 from app.membership.table import TableLimits
+from app.rounds import island, statements
 from app.serving import handover
 from app.serving.adapters import AdapterLimits
 from app.serving.admission import AdmissionLimits
@@ -22,6 +24,8 @@ from app.swarm import certificates, invitations
 from app.swarm.invite import MAX_INVITE_CHARS
 from app.swarm.records import MAX_ANNOUNCEMENT_BYTES, MAX_RECORD_BYTES
 from app.system import logs
+from app.training import hop as training_hop
+from app.training import trainer
 from app.weights import chunk_server
 from p2p import rate_limit
 from p2p.addresses import MAX_ADDRESSES_PER_PEER
@@ -160,6 +164,17 @@ ROWS: dict[str, tuple[float, ...]] = {
     "parts of a model": (chunk_server.SLOTS_PER_PEER, chunk_server.SLOTS, chunk_server.MAX_WAITING),
     "log": (logs._FILES + 1, logs._FILE_BYTES / 10**6, rate_limit.BURST, 1 / rate_limit.PER_S),
     "idle links": (ENOUGH_LINKS,),
+    "training in rounds": (statements.MAX_MEMBERS, island.MAX_PEERS),
+    "fine-tuning at a hop": (
+        training_hop.MAX_WAITING_BYTES / MIB,
+        training_hop.MAX_KEPT_BYTES / 2**30,
+        trainer.MAX_QUEUED_BYTES / MIB,
+    ),
+    "responses kept for programs": (
+        response_store.MOST,
+        response_store.MOST_OWNER_BYTES / MIB,
+        response_store.MOST_BYTES / MIB,
+    ),
 }
 
 

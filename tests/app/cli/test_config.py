@@ -15,7 +15,10 @@ def shoal(home: Path, *arguments: str) -> int:
     return app.cli.main(["--home", str(home), *arguments])
 
 
-def test_every_setting_is_listed_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_setting_is_listed_and_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_MAP_PORT", raising=False)  # which tests set, so that none asks a router
     assert shoal(tmp_path, "config", "list", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [setting["name"] for setting in listed] == list(SETTINGS)
