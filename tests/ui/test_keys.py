@@ -30,6 +30,7 @@ from tests.ui.rendering import settle, text_of_screen
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
+from ui.screens.frame import TABS
 from ui.screens.invite import GuestList, limit_words
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
@@ -403,6 +404,7 @@ def test_the_first_run_proposes_memory_with_headroom() -> None:
         await until(app, pilot, lambda: first.state.memory_bytes == 8 * GB)
         await pilot.press("enter")
         await until(app, pilot, lambda: "leaves 2.0 GB free for you" in text_of_screen(app))
+        assert f"later under {TABS.index('settings') + 1} settings" in text_of_screen(app)
 
     driven(node, drive)
 

@@ -204,7 +204,7 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
         rows.append(row(" ", mark, " be found ", box, " from anywhere, through the public libp2p directory"))
         rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
     rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
-    rows[-1] += row(("   ↑ ↓ and space change · later under 5 settings", "dim"))
+    rows[-1] += row(("   ↑ ↓ and space change · later under 6 settings", "dim"))
     return rows
 
 
