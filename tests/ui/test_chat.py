@@ -261,7 +261,13 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         node.reply = [{"text": "So.", "route": [{"peer": ME, "start": 0, "stop": 80}]}]
         node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))
+        app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
+        app.show_now()
         await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
+        app.store.take(HEALTHY)
+        app.show_now()
+        await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))
         node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"two")
         await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))

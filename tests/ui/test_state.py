@@ -299,7 +299,17 @@ def test_who_can_read_a_chat_is_said_by_its_route() -> None:
     def name_of(peer: str) -> str:
         return {seen.peer: seen.name for seen in PEERS}.get(peer, "you")
 
-    assert readers_words(hops(ME, ME), HEALTHY, name_of) == "This chat stays on this machine."
+    alone = replace(HEALTHY, state="serving", start=0, stop=HEALTHY.blocks_total, peers=())
+    assert readers_words(hops(ME, ME), alone, name_of) == "This chat stays on this machine."
+    only_so_far = "Only this machine has read this chat; hops can read your next message."
+    other = replace(PEERS[0], state="serving")
+    for changed in (
+        replace(alone, stop=79),  # the last block is hosted elsewhere
+        replace(alone, state="paused"),
+        replace(alone, peers=(other,)),  # it may be faster
+    ):
+        assert readers_words(hops(ME, ME), changed, name_of) == only_so_far
+    assert readers_words(hops(ME, ME), alone, name_of, is_visit=True) == only_so_far
     assert readers_words(hops(ME, PEERS[0].peer, ME), HEALTHY, name_of) == "tern can read this chat."
     many = hops(*(peer.peer for peer in PEERS[:5]))
     assert readers_words(many, HEALTHY, name_of) == "tern, petrel, gannet and 2 more can read this chat."

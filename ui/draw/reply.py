@@ -9,6 +9,7 @@ from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot
 from ui.draw.numbers import count, duration, fine_rate, plural, rate
 from ui.draw.rows import Row, row
+from ui.state.coverage import holders_in
 from ui.state.reply_stream import ReplyProgress
 
 NameOf = Callable[[str], str]
@@ -59,18 +60,32 @@ def live_row(
     return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
 
 
-def readers_words(hops: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> str:
-    """Who could read the chat: the peers among the hops of all its replies; before the first, those to come."""
+def readers_words(
+    hops: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf, *, is_visit: bool = False
+) -> str:
+    """Who could read the chat: the peers among the hops of all its replies, and those that the next one may pass.
+
+    `is_visit` says that another swarm will reply.
+    """
     if snapshot is None:
         return ""
     others = list(dict.fromkeys(str(hop["peer"]) for hop in hops if hop["peer"] != snapshot.peer_id))
     if hops and not others:
-        return "This chat stays on this machine."
+        if not is_visit and _is_only_host(snapshot):
+            return "This chat stays on this machine."
+        return "Only this machine has read this chat; hops can read your next message."
     if others:
         names = ", ".join(one_line(name_of(peer)) for peer in others[:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         return f"{names}{more} can read this chat."
     return "Members that host a hop can read this chat." if snapshot.private else "Hops can read this chat."
+
+
+def _is_only_host(snapshot: Snapshot) -> bool:
+    """True if this node serves every block and no other member serves any, so that replies cannot pass through one."""
+    serving = holders_in(snapshot)
+    own = [(peer.start, peer.stop) for peer in serving if peer.peer == snapshot.peer_id]
+    return len(serving) == 1 and own == [(0, snapshot.blocks_total)]
 
 
 def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:

@@ -188,6 +188,7 @@ class Chat(MainScreen):
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
         side.hops = live.hops = [*(hop for m in self._messages for hop in m.figures.get("route") or ()), *route]
+        live.is_visit = self._replier.swarm is not None
         side.show()
         live.show()
         transcript = self.query_one(Transcript)

@@ -49,12 +49,14 @@ class LiveLine(RowWidget):
 
     progress: ReplyProgress | None = None
     hops: Sequence[Mapping[str, Any]] = ()  # of all replies of the conversation
+    is_visit = False  # another swarm replies
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One line: the progress of a reply, else who can read the chat."""
         known = self.store.snapshot
         if self.progress is None:
-            return [row(" ", (readers_words(self.hops, known, self.store.peer_name), "dim"))]
+            words = readers_words(self.hops, known, self.store.peer_name, is_visit=self.is_visit)
+            return [row(" ", (words, "dim"))]
         now, cover = self.store.now(), self.store.cover()
         holes = cover.holes if cover is not None else ()
         return [live_row(self.progress, prompt_of(known), now, spark(list(self.progress.speeds), 12), holes)]

@@ -155,7 +155,9 @@ class SamplingPanel(Panel):
             ("API", f"{known.api_url.removeprefix('http://')}" if known is not None else "—"),
         ]
         rows = [row((name.ljust(8), "dim"), cell(value, max(1, width - 8))) for name, value in facts]
-        return [*rows, [], *wrap(readers_words(self.hops, known, self.store.peer_name), width, "dim")][:height]
+        is_visit = self.replier.swarm is not None
+        readers = readers_words(self.hops, known, self.store.peer_name, is_visit=is_visit)
+        return [*rows, [], *wrap(readers, width, "dim")][:height]
 
 
 class ConversationPicker(Dialog[tuple[str, int] | None]):
