@@ -134,6 +134,7 @@ def test_another_reply_is_kept_beside_the_first() -> None:
         await pilot.press("ctrl+r")
         await until(app, pilot, lambda: len(node.chats) == 3 and is_idle(app))
         await until(app, pilot, lambda: "× no route" in text_of_screen(app))
+        assert "^r asks again" in text_of_screen(app)
         assert "Otherwise." in text_of_screen(app)  # a reply that never came replaces none
         await pilot.press("ctrl+b", "up", "enter")
         await until(app, pilot, lambda: "Because." in text_of_screen(app))

@@ -18,7 +18,7 @@ from textual.content import Content
 from textual.widget import Widget
 
 from app.core.terminal_text import one_line
-from ui.draw.reply import lost_hops, way_row
+from ui.draw.reply import error_words, lost_hops, way_row
 from ui.draw.rows import row
 from ui.screens.frame import MainScreen
 from ui.state.conversations import (
@@ -188,6 +188,7 @@ class Chat(MainScreen):
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
         side.hops = live.hops = [*(hop for m in self._messages for hop in m.figures.get("route") or ()), *route]
+        live.route = self._route if self._thread is not None else ()
         live.is_visit = self._replier.swarm is not None
         side.show()
         live.show()
@@ -377,7 +378,7 @@ class Chat(MainScreen):
             figures |= {"route": self._route} if self._route else {}
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
-            await self.query_one(Transcript).note(f"× {error}" if error else "stopped", "error" if error else "figures")
+            await self.query_one(Transcript).note(error_words(error) or "stopped", "error" if error else "figures")
             return
         self._messages.append(self._kept.add(self._conversation.id, question.id, "assistant", self._text, figures))
         await self.query_one(Transcript).finish(figures, error)

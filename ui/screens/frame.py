@@ -21,7 +21,7 @@ from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.following_list import FollowingList
 from ui.widgets.footer import FooterKeys
-from ui.widgets.panel import RowWidget
+from ui.widgets.panel import GrowingLine, RowWidget
 
 TABS = ("overview", "swarm", "chat", "jobs", "logs", "settings")
 NARROW = 100
@@ -76,18 +76,8 @@ class Head(RowWidget):
                 return
 
 
-class StateLine(RowWidget):
+class StateLine(GrowingLine):
     """The node's state and its reason, which gets a second line if it does not fit on one."""
-
-    _lines = 1
-
-    def show(self) -> None:
-        """Redraw from the store, and set the height to one line or two."""
-        lines = len(self.rows(self.size.width, 2)) if self.size.width else 1
-        if lines != self._lines:
-            self._lines = lines
-            self.styles.height = lines
-        super().show()
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One line, and a second one if the reason does not fit."""
