@@ -196,6 +196,13 @@ class Dashboard(NodeApp):
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
+    async def on_event(self, event: events.Event) -> None:
+        """Let the tab see a key before it is sent to the widget that has the focus."""
+        if isinstance(event, events.Key) and not event.is_forwarded and self.screen_stack:
+            if isinstance(self.screen, MainScreen):
+                self.screen.before_key(event)
+        await super().on_event(event)
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """True if the action works now; the footer shows only such keys."""
         tab = self.screen_stack[0] if self.screen_stack else None

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
@@ -317,3 +318,18 @@ def test_an_adapter_or_another_swarm_can_reply() -> None:
         assert not {"swarm", "adapter"} & node.chats[-1].keys()
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize("typed", ["is it? yes", "a?b?c 1 2", "q p?circadian"])
+def test_letters_typed_at_once_after_esc_all_reach_the_input(typed: str) -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        box = app.screen.query_one(AskBox)
+        assert app._driver is not None
+        for key in ["escape", *typed, *"zzz", *["backspace"] * 3]:  # none waits for the one before
+            name = {" ": "space", "?": "question_mark"}.get(key, key)
+            app._driver.send_message(events.Key(name, key if len(key) == 1 else None))
+        await until(app, pilot, lambda: box.text == typed)
+        assert app.screen.focused is box
+
+    driven(ScriptedNode(), drive)

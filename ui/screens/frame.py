@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import ClassVar, cast
 
 from textual.app import ComposeResult
-from textual.events import Click
+from textual.events import Click, Key
 from textual.screen import Screen
 from textual.widget import Widget
 
@@ -121,6 +121,9 @@ class MainScreen(Screen[None]):
 
     def arrive(self) -> None:
         """Called whenever the tab is chosen."""
+
+    def before_key(self, event: Key) -> None:
+        """Called with every key while this screen is the one on top, before any widget gets it."""
 
     def show(self) -> None:
         """Redraw every widget from the store; unchanged lines are not repainted."""
