@@ -31,7 +31,7 @@ from ui.state.conversations import FILE, Conversations, ConversationsError
 
 PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
 LETTERS = frozenset(  # actions whose keys are letters and signs, which a screen with an input takes as text
-    ("pause", "resume", "drain", "invite", "join", "create", "cap", "why", "zoom", "leave", "start_node", "switch")
+    ("pause", "resume", "drain", "invite", "join", "create", "cap", "why", "zoom", "leave", "switch")
 )
 _IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "draining")
 

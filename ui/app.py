@@ -50,7 +50,7 @@ class Dashboard(NodeApp):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-medium"), (44, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"go('{name}')", name, show=False) for number, name in enumerate(TABS, 1)),
-        Binding("s", "start_node", "start again"),
+        Binding("f5,s", "start_node", "start again", key_display="F5"),  # s where letters are not text
         Binding("p", "pause", "pause"),
         Binding("p", "resume", "resume"),
         Binding("d", "drain", "drain", show=False),

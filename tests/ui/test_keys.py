@@ -214,8 +214,8 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         await pilot.pause()
         screen = text_of_screen(app)
         assert "7464 is in use" in screen
-        assert "press s to start it" in screen
-        assert "s start again" in screen
+        assert "press F5 to start it" in screen
+        assert "F5 start again" in screen
         await pilot.press("6")
         await until(app, pilot, lambda: "from the file" in text_of_screen(app))
         await pilot.press("enter")
@@ -229,6 +229,11 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         assert door.started == 1
         await pilot.press("2", "s")  # where s sorts while peers are known
         assert door.started == 2
+        await pilot.press("3", "s")  # where letters are text
+        assert door.started == 2
+        assert "F5 start again" in text_of_screen(app)
+        await pilot.press("f5")
+        assert door.started == 3
         assert node.asked == []
 
     driven(node, drive)
