@@ -192,8 +192,12 @@ class ConversationPicker(Dialog[tuple[str, int] | None]):
     def _show(self, wanted: str) -> None:
         found = self.query_one(OptionList)
         found.clear_options()
-        found.add_options(Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in self._search(wanted))
-        found.highlighted = 0 if found.option_count else None
+        hits = self._search(wanted)
+        found.add_options(Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in hits)
+        if not hits:
+            none = f"no conversation contains “{one_line(wanted)}”" if wanted else "no conversation yet"
+            found.add_option(Option(Content(none), disabled=True))
+        found.highlighted = 0 if hits else None
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Search while typing."""
@@ -216,8 +220,8 @@ class ConversationPicker(Dialog[tuple[str, int] | None]):
     def action_move(self, rows: int) -> None:
         """Move the highlight while the field keeps the focus."""
         found = self.query_one(OptionList)
-        if found.option_count:
-            found.highlighted = max(0, min(found.option_count - 1, (found.highlighted or 0) + rows))
+        if found.highlighted is not None:
+            found.highlighted = max(0, min(found.option_count - 1, found.highlighted + rows))
 
     def action_cancel(self) -> None:
         """Close without a choice."""
