@@ -30,6 +30,7 @@ from ui.screens.registry import make_screen
 from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnector, RawSnapshot
 from ui.state.store import ConnectionState, LogRow, Store
 
+KEEPS_RUNNING = "The node keeps running: `shoal stop` ends it, `shoal` shows it again."
 APART_S = 0.2  # least time between two repaints of a store that changes quickly
 
 
@@ -307,5 +308,6 @@ class Dashboard(NodeApp):
             self.theme = self._kept_theme
 
     def action_leave(self) -> None:
-        """Close the dashboard; the node keeps running."""
-        self.exit()
+        """Close the dashboard; the node keeps running, which the terminal says afterwards."""
+        is_own = self.door is not None and self.door.can_start and self.store.link.kind == "live"
+        self.exit(message=KEEPS_RUNNING if is_own else None)

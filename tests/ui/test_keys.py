@@ -14,6 +14,7 @@ from textual.widgets import Input
 from app.core.errors import AppError
 from app.core.reasons import Reason
 from app.snapshot.views import (
+    CourtesyView,
     DeviceView,
     FitView,
     GuestView,
@@ -21,12 +22,15 @@ from app.snapshot.views import (
     OfferView,
     PeerView,
     ProspectsView,
+    RuleView,
     Snapshot,
     SwarmView,
 )
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import settle, text_of_screen
+from ui.app import KEEPS_RUNNING
+from ui.draw.first_run import FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
@@ -237,6 +241,25 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         assert node.asked == []
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize(("kind", "message"), [("live", KEEPS_RUNNING), ("away", None)])
+def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, message: str | None) -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.connected(ConnectionState(kind))
+        await pilot.press("q")
+        assert app._exit_renderables == ([message] if message else [])
+
+    driven(ScriptedNode(), drive)
+
+
+def test_the_first_run_says_which_pauses_this_machine_cannot_make() -> None:
+    rules = (RuleView("pause_battery", "on battery", True, available=False, text="no battery found"),)
+    state = FirstState(step=1, pauses={"pause_on_battery": True, "pause_busy": True})
+    rows = first_rows(state, replace(EMPTY, courtesy=CourtesyView(rules=rules)), 80, 24)
+    lines = [text_of(line).rstrip() for line in rows]
+    assert any(line.endswith("■ on battery · without effect: no battery found") for line in lines)
+    assert any(line.endswith("■ another program uses the device") for line in lines)
 
 
 # --- the first run ---------------------------------------------------------------------------------------------------
