@@ -42,8 +42,18 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
         print(f"  {line}")
     for folder in left:
         print(f"{folder} was kept, because it contains other files")
-    print(f"To remove the program itself: {program}")
+    checkout = _checkout()
+    print(f"To remove the program itself: {program if checkout is None else f'delete the folder {checkout}'}")
     return 0
+
+
+def _checkout() -> Path | None:
+    """Return the folder with the source code if the running Python environment lies in it, as `make run` builds it."""
+    import app
+
+    folder = Path(app.__file__).parents[1]
+    is_within = (folder / "pyproject.toml").exists() and Path(sys.prefix).is_relative_to(folder)
+    return folder if is_within else None
 
 
 def _line(item: RemovableItem) -> str:
