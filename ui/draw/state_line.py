@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import ceil
 
-from app.core.reasons import Reason
 from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot, StepView
 from ui.draw.numbers import duration, plural
@@ -84,9 +83,9 @@ def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
     return tidy(one_line(words)) or _REASONS[snapshot.state]
 
 
-def next_step(why: Reason) -> str:
-    """What the user can do about a reason, with the dashboard's key if it has one."""
-    return _KEYS.get(why.code) or one_line(why.next_step)
+def next_step(code: str, step: str) -> str:
+    """What the user can do about a reason of this code, with the dashboard's key if it has one."""
+    return _KEYS.get(code) or one_line(step)
 
 
 def _is_without_swarm(snapshot: Snapshot) -> bool:
@@ -106,7 +105,7 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     if snapshot.warning is not None:
         line.append((f" · ▲ {one_line(snapshot.warning.text)}", "warning"))
     elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
-        line.append((f" · {next_step(why)}", "secondary"))
+        line.append((f" · {next_step(why.code, why.next_step)}", "secondary"))
     extra = []
     if snapshot.sessions:
         extra.append(plural(snapshot.sessions, "session"))
