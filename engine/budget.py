@@ -100,6 +100,7 @@ class BlockBudget:
     workspace_bytes: int
     ends_bytes: int  # embedding and head, if hosted
     reason: str
+    is_capped: bool = False  # the user's cap is what limits it, rather than the free memory
 
     @property
     def total_bytes(self) -> int:
@@ -195,11 +196,11 @@ def plan_blocks(
     room = usable - int(usable * allowance.kv_floor) - ends - workspace
     blocks = min(config.n_blocks, max(0, room) // per_block)
     if blocks == 0:
-        return BlockBudget(0, per_block, 0, 0, 0, 0, _why_none(allowance, per_block - room))
+        return BlockBudget(0, per_block, 0, 0, 0, 0, _why_none(allowance, per_block - room), _capped(allowance))
     kv = min(allowance.kv_bytes, usable - ends - workspace - blocks * per_block)
     per_token = blocks * kv_bytes_per_token(config, precision)
     reason = _why_these(allowance, blocks, config.n_blocks)
-    return BlockBudget(blocks, per_block, kv, per_token, workspace, ends, reason)
+    return BlockBudget(blocks, per_block, kv, per_token, workspace, ends, reason, _capped(allowance))
 
 
 def block_bytes(config: ModelConfig, precision: Precision) -> int:
@@ -389,10 +390,10 @@ def default_headroom(kind: str, total_bytes: int) -> int:
 
 def _why_none(allowance: Allowance, missing_bytes: int) -> str:
     if allowance.cap_bytes == 0:
-        return "client: the memory cap is 0, so no blocks are hosted"
+        return "the memory cap is 0, so no blocks are hosted"
     limit = "memory cap" if _capped(allowance) else "free memory"
     missing_mb = -(-missing_bytes // MB)
-    return f"client: not even one block fits; the {limit} is at least {missing_mb} MB short"
+    return f"not even one block fits: the {limit} is at least {missing_mb} MB short"
 
 
 def _why_these(allowance: Allowance, blocks: int, n_blocks: int) -> str:

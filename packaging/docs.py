@@ -117,7 +117,7 @@ def _option_lines(parser: argparse.ArgumentParser) -> Iterator[str]:
         elif action.dest not in ("help", "home", "json") and action.help != argparse.SUPPRESS:
             name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
             metavar = f" {action.metavar or action.dest.upper()}" if action.option_strings and action.nargs != 0 else ""
-            text = " ".join((action.help or "").replace("%(default)s", str(action.default)).split())
+            text = " ".join(parser._get_formatter()._expand_help(action).split()) if action.help else ""
             yield f"- `{name}{metavar}`: {text}\n"
 
 

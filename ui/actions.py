@@ -24,14 +24,14 @@ from ui.draw.coverage import loss_words
 from ui.draw.first_run_offers import target_words
 from ui.draw.node import RULES
 from ui.draw.numbers import duration, plural
-from ui.draw.state_line import pill, reason
+from ui.draw.state_line import next_step, pill, reason
 from ui.draw.theme import THEMES
 from ui.node_app import NodeApp
 from ui.state.conversations import FILE, Conversations, ConversationsError
 
 PAUSES = (("half an hour", 1800.0), ("two hours", 7200.0), ("eight hours", 28_800.0))
 LETTERS = frozenset(  # actions whose keys are letters and signs, which a screen with an input takes as text
-    ("pause", "resume", "drain", "invite", "join", "create", "cap", "why", "zoom", "leave", "start_node", "switch")
+    ("pause", "resume", "drain", "invite", "join", "create", "cap", "why", "zoom", "leave", "switch")
 )
 _IN_SWARM = ("joining", "fetching", "loading", "serving", "client", "paused", "draining")
 
@@ -255,7 +255,7 @@ def why(app: NodeApp) -> None:
     if known is not None:
         if known.why is not None:
             facts += [("who", ", ".join(store.peer_name(peer) for peer in known.why.peers))] if known.why.peers else []
-            facts += [("you can", known.why.next_step)] if known.why.next_step else []
+            facts += [("you can", next_step(known.why.code, known.why.next_step))] if known.why.next_step else []
         for rule in known.courtesy.rules:
             label = RULES.get(rule.code, one_line(rule.label))
             facts.append((f"pause: {label}", _rule(rule.enabled, rule.available, rule.text)))
@@ -378,7 +378,7 @@ def commands(app: NodeApp) -> Iterable[SystemCommand]:
         yield SystemCommand(both, "Drain and stop it; the dashboard closes too", lambda: stop_node(app, leave=True))
     for theme in THEMES:
         yield SystemCommand(_theme_title(theme), "Colours", lambda name=theme.name: app.choose_theme(name))
-    yield SystemCommand("Leave the dashboard", "The node keeps running", app.exit)
+    yield SystemCommand("Leave the dashboard", "The node keeps running", app.action_leave)
 
 
 # --- themes ----------------------------------------------------------------------------------------------------------

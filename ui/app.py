@@ -30,6 +30,7 @@ from ui.screens.registry import make_screen
 from ui.state.follower import NOT_OURS, EventNote, Follower, Heard, NodeConnector, RawSnapshot
 from ui.state.store import ConnectionState, LogRow, Store
 
+KEEPS_RUNNING = "The node keeps running: `shoal stop` ends it, `shoal` shows it again."
 APART_S = 0.2  # least time between two repaints of a store that changes quickly
 
 
@@ -50,7 +51,7 @@ class Dashboard(NodeApp):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (30, "-medium"), (44, "-tall")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"go('{name}')", name, show=False) for number, name in enumerate(TABS, 1)),
-        Binding("s", "start_node", "start again"),
+        Binding("f5,s", "start_node", "start again", key_display="F5"),  # s where letters are not text
         Binding("p", "pause", "pause"),
         Binding("p", "resume", "resume"),
         Binding("d", "drain", "drain", show=False),
@@ -196,6 +197,13 @@ class Dashboard(NodeApp):
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
+    async def on_event(self, event: events.Event) -> None:
+        """Let the tab see a key before it is sent to the widget that has the focus."""
+        if isinstance(event, events.Key) and not event.is_forwarded and self.screen_stack:
+            if isinstance(self.screen, MainScreen):
+                self.screen.before_key(event)
+        await super().on_event(event)
+
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """True if the action works now; the footer shows only such keys."""
         tab = self.screen_stack[0] if self.screen_stack else None
@@ -300,5 +308,6 @@ class Dashboard(NodeApp):
             self.theme = self._kept_theme
 
     def action_leave(self) -> None:
-        """Close the dashboard; the node keeps running."""
-        self.exit()
+        """Close the dashboard; the node keeps running, which the terminal says afterwards."""
+        is_own = self.door is not None and self.door.can_start and self.store.link.kind == "live"
+        self.exit(message=KEEPS_RUNNING if is_own else None)

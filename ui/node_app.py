@@ -46,6 +46,10 @@ class NodeApp(App[None]):
         """Open the invite dialog."""
 
     @abstractmethod
+    def action_leave(self) -> None:
+        """Close the dashboard; the node keeps running."""
+
+    @abstractmethod
     def action_start_node(self) -> None:
         """Start a node if none runs in the home folder."""
 

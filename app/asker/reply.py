@@ -90,10 +90,13 @@ class ReplyWaiting:
 
     block: int
     wait_s: float  # at most, from the beginning of the reply
+    loading_here: bool = False  # this node fetches or loads the block
 
     @property
     def text(self) -> str:
         """The sentence for the user."""
+        if self.loading_here:
+            return f"waiting up to {self.wait_s:g} s: this node is loading block {self.block}"
         return f"waiting up to {self.wait_s:g} s for a member that serves block {self.block}"
 
     def as_json(self) -> dict[str, Any]:
@@ -233,7 +236,9 @@ class Reply:
     async def waiting(self) -> ReplyWaiting | None:
         """Return what the reply waits for before its first token; None once it can begin, or will fail."""
         missing = await self._session.missing_block()
-        return None if missing is None else ReplyWaiting(missing.block, self._session.first_route_s)
+        if missing is None:
+            return None
+        return ReplyWaiting(missing.block, self._session.first_route_s, missing.loading_here)
 
     @property
     def problem(self) -> Exception:

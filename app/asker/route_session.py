@@ -726,7 +726,7 @@ class RouteSession:
         self.routes: list[Route] = []
         self._first: Route = ()  # found by `missing_block` and not used yet
         self._begun_at = trio.current_time()
-        self._reported: int | None = None  # the missing block that `missing_block` returned last
+        self._reported: tuple[int, bool] | None = None  # what `missing_block` returned last: block, loading here
         self._flowing = False  # the route is set up and has been fed all tokens
         self._step_s = Ewma(_SMOOTHING)  # a single token through all hops
         self._excuses: dict[str, int] = {}  # failures of each hop since the last answer
@@ -786,7 +786,7 @@ class RouteSession:
         """Wait for the first route, and return early with a block that nobody serves, so that the user can be told.
 
         Call it until it returns None: there is a route then, or `first_route_s` are over and `advance` will raise. A
-        block is returned once, and only if it has been missing for `REPORT_AFTER_S`.
+        block is returned once, or twice if this node begins to load it, and only after `REPORT_AFTER_S`.
         """
         while not self._settled:
             try:
@@ -796,8 +796,9 @@ class RouteSession:
                 waited_s = trio.current_time() - self._begun_at
                 if waited_s > self._patience_s(error):
                     return None
-                if error.is_hole and waited_s >= REPORT_AFTER_S and error.block != self._reported:
-                    self._reported = error.block
+                found = (error.block, error.loading_here)
+                if error.is_hole and waited_s >= REPORT_AFTER_S and found != self._reported:
+                    self._reported = found
                     return error
             await trio.sleep(WAIT_FOR_HOLDER_S)
         return None

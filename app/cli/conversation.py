@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from app.cli.command import print_json
-from app.cli.parser import nearest
+from app.cli.parser import followed, nearest
 from app.cli.reply_printer import reply_printer
 from app.core.errors import AppError, UsageError
 from app.core.terminal_text import without_controls
@@ -139,7 +139,8 @@ class TerminalChat:
         }
         if word not in commands:
             known = nearest(word, [*commands, "/quit"])
-            raise UsageError(f"unknown command {word!r}{known}; /help lists them, a space before it sends the line")
+            more = "/help lists them, a space before it sends the line"
+            raise UsageError(followed(f"unknown command {word!r}{known}", more))
         commands[word](rest.strip())
 
     def _ask(self, messages: Chat, *, as_json: bool = False, replaces: bool = False) -> None:
@@ -221,7 +222,7 @@ class TerminalChat:
         if name:
             name = name.replace("-", "_")
             if name not in self._parsers:
-                raise UsageError(f"unknown setting {name!r}{nearest(name, self._parsers)}; /set lists them")
+                raise UsageError(followed(f"unknown setting {name!r}{nearest(name, self._parsers)}", "/set lists them"))
             try:
                 self._answers.settings[name] = self._parsers[name](text.strip())
             except argparse.ArgumentTypeError as error:

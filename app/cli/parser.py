@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
             kind = "command" if name in self._command_metavars() else "choice"
             option = f" for {name}" if name.startswith("-") else ""
             message = f"unknown {kind} {word!r}{option}{nearest(word, self._choices())}"
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; `{self.prog} --help` explains\n")
+        self.exit(2, f"{self.prog}: error: {followed(' '.join(message.split()), f'`{self.prog} --help` explains')}\n")
 
     def options(self) -> list[str]:
         """Return every option of this parser, as the user writes it."""
@@ -51,6 +51,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return `: did you mean …?` with the closest known word, or nothing if none is close."""
     found = difflib.get_close_matches(word.split("=")[0], list(known), n=1)
     return f": did you mean {found[0]}?" if found else ""
+
+
+def followed(message: str, more: str) -> str:
+    """Return both parts as one line; a message that ends with a question needs no semicolon."""
+    return f"{message} {more}" if message.endswith("?") else f"{message}; {more}"
 
 
 def number_argument(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 _REFRESH_PER_S = 8
+_ECHO = 2  # cells kept free at the right: a terminal shows Ctrl-C as ^C there, and a full row would wrap
 
 
 class ReplyPrinter(Protocol):
@@ -82,7 +83,7 @@ class MarkdownPrinter:
         if not self._is_first:
             self._console.print()
         self._is_first = False
-        self._console.print(rendered(text))
+        self._console.print(rendered(text), width=max(1, self._console.width - _ECHO))
 
 
 class _LastRows:
@@ -94,7 +95,8 @@ class _LastRows:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         from rich.segment import Segment
 
-        rows = console.render_lines(self._inner, options, pad=False)
+        narrow = options.update(max_width=max(1, options.max_width - _ECHO))
+        rows = console.render_lines(self._inner, narrow, pad=False)
         for row in rows[-max(1, console.height - 2) :]:
             yield from row
             yield Segment.line()

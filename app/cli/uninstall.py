@@ -46,7 +46,8 @@ def run_uninstall(arguments: argparse.Namespace) -> int:
         print(f"{cache} stays, because another node of this machine uses its models: stop that node first")
     for folder in left:
         print(f"{folder} was kept, because it contains other files")
-    print(f"To remove the program itself: {program}")
+    checkout = _checkout()
+    print(f"To remove the program itself: {program if checkout is None else f'delete the folder {checkout}'}")
     return 0
 
 
@@ -58,6 +59,15 @@ def _is_used_by_others(cache: Path, home: Path) -> bool:
     client = running_client(home)
     own = None if client is None else client.snapshot().peer_id
     return any(own is None or not name.startswith(own) for name in users(cache))
+
+
+def _checkout() -> Path | None:
+    """Return the folder with the source code if the running Python environment lies in it, as `make run` builds it."""
+    import app
+
+    folder = Path(app.__file__).parents[1]
+    is_within = (folder / "pyproject.toml").exists() and Path(sys.prefix).is_relative_to(folder)
+    return folder if is_within else None
 
 
 def _line(item: RemovableItem) -> str:

@@ -33,7 +33,7 @@ NEXT_STEPS: dict[str, str] = {
     "limit_changed": "wait: sessions move to other members, then hosting restarts",
     "memory_short": "nothing: the blocks come back once other programs have left the memory free for a while",
     "memory_back": _HOSTING,
-    "no_room": "close other programs, or raise the limit with `shoal config set max_vram SIZE`",
+    "no_room": "close other programs: hosting begins by itself once there is room",
     "asked_for": "start without --blocks to let the node choose by itself",
     "worst_served": _HOSTING,
     "growing": "nothing: the other blocks follow by themselves",

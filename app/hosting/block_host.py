@@ -108,6 +108,7 @@ class Loader(Protocol):
 
 Say = Callable[[State, Reason], None]
 
+RAISE_CAP = "raise it: + in the dashboard, or `shoal config set max_vram SIZE`"
 LIMIT_ZERO = because("limit_zero", "the memory limit is 0, so this node hosts nothing")
 
 
@@ -280,7 +281,8 @@ class BlockHost:
         if plan.blocks == 0:
             self._steps.begin("load")
             self._steps.failed(plan.budget.reason)
-            self._say("client", because("no_room", plan.budget.reason))
+            step = RAISE_CAP if plan.budget.is_capped else ""
+            self._say("client", because("no_room", plan.budget.reason, next_step=step))
             self.has_no_room = True
             return None
         return plan

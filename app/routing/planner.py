@@ -208,9 +208,15 @@ class RoutePlanner:
         reasons = [f"{p} ({avoided[p].text})" for p in holders if p in avoided and request.privacy.allows(p, block)]
         if not reasons:
             error.peers = tuple(holders)
+            if error.is_hole and not holders and self._loads_here(block):
+                return NoRoute(block, ": this node is still loading it; ask again in a moment", loading_here=True)
             return error
         busy = all(self.bans.is_busy(peer) for peer in holders)
         return NoRoute(block, f": {'; '.join(reasons)}", who="no usable peer", busy=busy, peers=holders)
+
+    def _loads_here(self, block: int) -> bool:
+        own = next((m for m in self.members() if m.peer == self._network.peer_id), None)
+        return own is not None and own.state in ("fetching", "loading") and own.span is not None and block in own.span
 
 
 class SessionRoutes:

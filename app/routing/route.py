@@ -38,11 +38,13 @@ class NoRoute(AppError):
         busy: bool = False,
         code: str | None = None,
         peers: Iterable[str] = (),
+        loading_here: bool = False,
     ) -> None:
         text = f"no route: {who} serves block {block}{why or ' now; wait until a member hosts it'}"
         super().__init__(text, code="busy" if busy else code, peers=tuple(peers))
         self.block = block
         self.busy = busy  # the peers that serve it work, but have no room
+        self.loading_here = loading_here  # this node fetches or loads it now
 
     @property
     def is_hole(self) -> bool:

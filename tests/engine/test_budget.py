@@ -108,8 +108,10 @@ def test_a_cap_on_a_gpu_includes_what_the_driver_takes(cap_gb: int, vocabulary: 
 def test_reasons_name_the_limit() -> None:
     uncapped = Allowance(9 * GB)
     nothing, little, some = (dataclasses.replace(uncapped, cap_bytes=cap) for cap in (0, 10**8, 6 * GB))
-    assert plan_blocks(LLAMA_8B, nothing, BFLOAT16).reason.startswith("client: the memory cap is 0")
+    assert plan_blocks(LLAMA_8B, nothing, BFLOAT16).reason.startswith("the memory cap is 0")
     assert "the memory cap is at least" in plan_blocks(LLAMA_8B, little, BFLOAT16).reason
+    assert plan_blocks(LLAMA_8B, little, BFLOAT16).is_capped
+    assert not plan_blocks(LLAMA_8B, Allowance(10**8), BFLOAT16).is_capped
     assert "the free memory is at least" in plan_blocks(LLAMA_8B, Allowance(10**8), BFLOAT16).reason
     assert plan_blocks(LLAMA_8B, Allowance(6 * GB), BFLOAT16).reason == "the free memory holds 10 of 32 blocks"
     assert plan_blocks(LLAMA_8B, some, BFLOAT16).reason.startswith("the memory cap holds 10")

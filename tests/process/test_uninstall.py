@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+import app
 from app.cli import main
 from tests.process.node_process import Place, Serving
 
@@ -30,6 +32,11 @@ def test_uninstall_lists_then_removes_what_a_node_left_and_nothing_else(
     assert not dry["removed"]
     listed = {Path(item["path"]).name for item in dry["items"]}
     assert listed >= {"identity.key", "token", "swarms.json", "config.toml", "models", "manifests", "statistics.db"}
+    checkout = Path(app.__file__).parents[1]
+    monkeypatch.setattr(sys, "prefix", str(checkout / ".venv"))
+    assert main(["uninstall"]) == 0
+    assert f"To remove the program itself: delete the folder {checkout}\n" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # installed as a package
     assert main(["uninstall", "--yes"]) == 0
     assert "pip uninstall shoal" in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == [place.home, place.home / "holiday.jpg"]

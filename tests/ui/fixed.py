@@ -302,7 +302,7 @@ def fill(store: Store, name: str) -> None:
         store.note({"number": number, "at_ms": 1_700_000_000_000 + number * 61_000, "kind": kind, "text": text})
     snapshot = SNAPSHOTS[name]
     if snapshot is None:
-        away = ConnectionState("away", "the node has ended", store.now() + 4.0, next_step="press s to start it")
+        away = ConnectionState("away", "the node has ended", store.now() + 4.0, next_step="press F5 to start it")
         store.connected(away)
         return
     store.connected(ConnectionState("live", url=snapshot.api_url))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from textual import events
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
@@ -134,6 +135,7 @@ def test_another_reply_is_kept_beside_the_first() -> None:
         await pilot.press("ctrl+r")
         await until(app, pilot, lambda: len(node.chats) == 3 and is_idle(app))
         await until(app, pilot, lambda: "× no route" in text_of_screen(app))
+        assert "^r asks again" in text_of_screen(app)
         assert "Otherwise." in text_of_screen(app)  # a reply that never came replaces none
         await pilot.press("ctrl+b", "up", "enter")
         await until(app, pilot, lambda: "Because." in text_of_screen(app))
@@ -192,7 +194,11 @@ def test_conversations_are_searched_renamed_and_forgotten(size: tuple[int, int])
         await say(app, pilot, node, *"gulls")
         await pilot.press("ctrl+n")
         await say(app, pilot, node, *"terns")
-        await pilot.press("ctrl+l", *"GULL")
+        await pilot.press("ctrl+l", *"albatross")
+        await until(app, pilot, lambda: "no conversation contains “albatross”" in text_of_screen(app))
+        await pilot.press("down", "enter", "f8")  # nothing to open or forget
+        assert "no conversation contains" in text_of_screen(app)
+        await pilot.press("escape", "ctrl+l", *"GULL")
         await until(app, pilot, lambda: app.screen.query_one(OptionList).option_count == 1)
         await pilot.press("f2")
         await until(app, pilot, lambda: "Rename this conversation" in text_of_screen(app))
@@ -261,7 +267,13 @@ def test_a_chat_that_others_have_read_does_not_become_private_again() -> None:
         node.reply = [{"text": "So.", "route": [{"peer": ME, "start": 0, "stop": 80}]}]
         node.done = {"route": [{"peer": ME, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"one")
+        await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))
+        app.store.take(replace(HEALTHY, start=0, stop=80, peers=()))
+        app.show_now()
         await until(app, pilot, lambda: "This chat stays on this machine." in text_of_screen(app))
+        app.store.take(HEALTHY)
+        app.show_now()
+        await until(app, pilot, lambda: "hops can read your next message." in text_of_screen(app))
         node.done = {"route": [{"peer": PEERS[0].peer, "start": 0, "stop": 80}]}
         await say(app, pilot, node, *"two")
         await until(app, pilot, lambda: "tern can read this chat." in text_of_screen(app))
@@ -310,3 +322,18 @@ def test_an_adapter_or_another_swarm_can_reply() -> None:
         assert not {"swarm", "adapter"} & node.chats[-1].keys()
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize("typed", ["is it? yes", "a?b?c 1 2", "q p?circadian"])
+def test_letters_typed_at_once_after_esc_all_reach_the_input(typed: str) -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("3")
+        box = app.screen.query_one(AskBox)
+        assert app._driver is not None
+        for key in ["escape", *typed, *"zzz", *["backspace"] * 3]:  # none waits for the one before
+            name = {" ": "space", "?": "question_mark"}.get(key, key)
+            app._driver.send_message(events.Key(name, key if len(key) == 1 else None))
+        await until(app, pilot, lambda: box.text == typed)
+        assert app.screen.focused is box
+
+    driven(ScriptedNode(), drive)

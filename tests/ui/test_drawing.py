@@ -10,11 +10,21 @@ from hypothesis import strategies as st
 
 from app.core.reasons import because
 from app.core.terminal_text import one_line
-from app.snapshot.views import DeviceView, HopView, PeerView, RouteView, SessionView, Snapshot, StepView
+from app.snapshot.views import (
+    CourtesyView,
+    DeviceView,
+    HopView,
+    PeerView,
+    RouteView,
+    RuleView,
+    SessionView,
+    Snapshot,
+    StepView,
+)
 from tests.ui.fixed import EMPTY, HEALTHY, HOLE, ME, PEERS, ROUTE, five_hundred
 from ui.draw.bars import area, bar, ceiling, resample, spark
 from ui.draw.coverage import strip_rows, weak_sentence
-from ui.draw.node import gauge_rows, session_rows, step_rows
+from ui.draw.node import courtesy_rows, gauge_rows, session_rows, step_rows
 from ui.draw.numbers import clock, duration, gigabytes, known_rate, many, milliseconds, rate, size
 from ui.draw.peers import SORTS, arranged, columns_for, look_of, peer_row, table_peers
 from ui.draw.route import route_rows, sentence, title_row
@@ -255,3 +265,23 @@ def test_five_hundred_peers_are_drawn_quickly() -> None:
     cover = coverage_of(snapshot)
     assert cover is not None
     assert len(arranged(table_peers(snapshot, {}), "tok/s", "")) == 501
+
+
+def test_a_pause_by_hand_is_not_denied_below_and_a_rule_without_a_sensor_is_named() -> None:
+    rules = (
+        RuleView("disk_floor", "disk", True),
+        RuleView("pause_battery", "on battery", True, available=False, text="no battery found"),
+    )
+    shown = [text_of(line) for line in courtesy_rows(CourtesyView(True, "hand", rules=rules), 58)]
+    assert shown[1].strip() == "paused by hand · no sensor for: battery"
+    unpaused = [text_of(line) for line in courtesy_rows(CourtesyView(rules=rules), 58)]
+    assert unpaused[1].strip() == "now: no · no sensor for: battery"
+    assert "paused by hand" in text_of(courtesy_rows(CourtesyView(True, "hand"), 58)[1])
+
+
+def test_a_pause_by_hand_names_the_dashboards_key() -> None:
+    why = because("pause_by_hand", "paused by hand")
+    paused = replace(HEALTHY, state="paused", why=why, warning=None)
+    words = text_of(state_row(ConnectionState("live"), paused, 0.0, wide=False))
+    assert "p on the overview hosts again" in words
+    assert "shoal resume" not in words

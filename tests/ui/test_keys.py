@@ -14,6 +14,7 @@ from textual.widgets import Input
 from app.core.errors import AppError
 from app.core.reasons import Reason
 from app.snapshot.views import (
+    CourtesyView,
     DeviceView,
     FitView,
     GuestView,
@@ -21,15 +22,19 @@ from app.snapshot.views import (
     OfferView,
     PeerView,
     ProspectsView,
+    RuleView,
     Snapshot,
     SwarmView,
 )
 from tests.ui.driving import GB, STARTER, DrivenDashboard, ScriptedDoor, ScriptedNode, driven, until
 from tests.ui.fixed import EMPTY, HEALTHY, PEERS
 from tests.ui.rendering import settle, text_of_screen
+from ui.app import KEEPS_RUNNING
+from ui.draw.first_run import FirstState, first_rows
 from ui.draw.first_run_offers import choice_rows, ordered
 from ui.draw.rows import text_of
 from ui.screens.first_run import FirstRun
+from ui.screens.frame import TABS
 from ui.screens.invite import GuestList, limit_words
 from ui.screens.memory_cap import cap_rows, moved
 from ui.state.follower import START_AGAIN, Follower
@@ -213,8 +218,8 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         await pilot.pause()
         screen = text_of_screen(app)
         assert "7464 is in use" in screen
-        assert "press s to start it" in screen
-        assert "s start again" in screen
+        assert "press F5 to start it" in screen
+        assert "F5 start again" in screen
         await pilot.press("6")
         await until(app, pilot, lambda: "from the file" in text_of_screen(app))
         await pilot.press("enter")
@@ -228,9 +233,33 @@ def test_a_node_that_did_not_start_is_started_again_after_its_settings_were_chan
         assert door.started == 1
         await pilot.press("2", "s")  # where s sorts while peers are known
         assert door.started == 2
+        await pilot.press("3", "s")  # where letters are text
+        assert door.started == 2
+        assert "F5 start again" in text_of_screen(app)
+        await pilot.press("f5")
+        assert door.started == 3
         assert node.asked == []
 
     driven(node, drive)
+
+
+@pytest.mark.parametrize(("kind", "message"), [("live", KEEPS_RUNNING), ("away", None)])
+def test_the_terminal_says_afterwards_that_the_node_keeps_running(kind: Any, message: str | None) -> None:
+    async def drive(app: DrivenDashboard, pilot: Pilot[None]) -> None:
+        app.store.connected(ConnectionState(kind))
+        await pilot.press("q")
+        assert app._exit_renderables == ([message] if message else [])
+
+    driven(ScriptedNode(), drive)
+
+
+def test_the_first_run_says_which_pauses_this_machine_cannot_make() -> None:
+    rules = (RuleView("pause_battery", "on battery", True, available=False, text="no battery found"),)
+    state = FirstState(step=1, pauses={"pause_on_battery": True, "pause_busy": True})
+    rows = first_rows(state, replace(EMPTY, courtesy=CourtesyView(rules=rules)), 80, 24)
+    lines = [text_of(line).rstrip() for line in rows]
+    assert any(line.endswith("■ on battery · without effect: no battery found") for line in lines)
+    assert any(line.endswith("■ another program uses the device") for line in lines)
 
 
 # --- the first run ---------------------------------------------------------------------------------------------------
@@ -403,6 +432,7 @@ def test_the_first_run_proposes_memory_with_headroom() -> None:
         await until(app, pilot, lambda: first.state.memory_bytes == 8 * GB)
         await pilot.press("enter")
         await until(app, pilot, lambda: "leaves 2.0 GB free for you" in text_of_screen(app))
+        assert f"later under {TABS.index('settings') + 1} settings" in text_of_screen(app)
 
     driven(node, drive)
 

@@ -6,7 +6,7 @@ import json
 import queue
 import sqlite3
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from app.api.client import Client, Event, Hangup
+from app.asker.route_session import SessionSettings
 from app.core.errors import NotRunning
 from app.core.terminal_text import without_controls
 from app.snapshot.codec import to_json
-from app.snapshot.views import SessionView
+from app.snapshot.views import SessionView, Snapshot
 from tests.ui.fixed import HEALTHY, ME, PEERS, Clock
-from ui.draw.reply import done_words, live_row, lost_hops, prompt_of, readers_words
+from ui.draw.reply import NEW_ROUTE_S, Hole, done_words, hole_in, live_rows, lost_hops, prompt_of, readers_words
 from ui.draw.rows import text_of
 from ui.screens.logs import matching
 from ui.state.conversations import FILE, Conversations, ConversationsError, as_markdown
+from ui.state.coverage import coverage_of
 from ui.state.follower import START_AGAIN, EventNote, Follower, Heard, RawSnapshot
 from ui.state.reply_stream import ReplyProgress, Sampling, read_text_file, sampling_value, split_thinking
 from ui.state.store import GLOW_S, ConnectionState, LogRow, Store
@@ -244,15 +246,15 @@ def test_a_prompt_is_shown_where_it_can_only_be_this_one() -> None:
     assert prompt_of(alone) == (128, 512)
     assert prompt_of(replace(HEALTHY, active_sessions=(mine, replace(other, prompt_done=3)))) is None
     assert (prompt_of(replace(HEALTHY, active_sessions=(other,))), prompt_of(None)) == (None, None)
-    assert "prompt 128 of 512 tokens" in text_of(live_row(ReplyProgress(10.0), prompt_of(alone), 12.0, ""))
+    assert "prompt 128 of 512 tokens" in text_of(live_rows(ReplyProgress(10.0), prompt_of(alone), 12.0, "")[0])
 
 
 def test_what_a_reply_waits_for_is_shown_until_its_first_token() -> None:
     progress = ReplyProgress(10.0)
     progress.take({"waiting": {"block": 3, "text": "waiting for a member\x1b[2J"}}, 11.0)
-    assert "waiting for a member[2J" in text_of(live_row(progress, (0, 64), 12.0, ""))
+    assert "waiting for a member[2J" in text_of(live_rows(progress, (0, 64), 12.0, "")[0])
     progress.take({"text": "a"}, 13.0)
-    assert "waiting" not in text_of(live_row(progress, None, 14.0, ""))
+    assert "waiting" not in text_of(live_rows(progress, None, 14.0, "")[0])
 
 
 def test_a_reply_counts_its_tokens() -> None:
@@ -278,18 +280,48 @@ def test_a_reply_that_ended_says_how_it_went() -> None:
     assert done_words(cached).startswith("read 12 of 1 530 tokens in 1.9 s · 2 tokens · ")
 
 
+def live_words(progress: ReplyProgress, now: float, hole: Hole | None = None) -> str:
+    return "\n".join(text_of(line) for line in live_rows(progress, None, now, "", hole))
+
+
 def test_a_reply_that_waits_says_for_what() -> None:
     progress = ReplyProgress(10.0)
-    assert "waiting for the first token" in text_of(live_row(progress, None, 11.0, ""))
+    assert "waiting for the first token" in live_words(progress, 11.0)
+    assert "waiting for block 12, which nobody hosts now · 3 s" in live_words(progress, 13.0, Hole(12, 13))
     progress.take({"waiting": {"text": "nobody serves block 12 now"}}, 11.0)
-    assert "nobody serves block 12 now · 2 s" in text_of(live_row(progress, None, 12.0, ""))
+    assert "nobody serves block 12 now · 2 s" in live_words(progress, 12.0)
     progress.take({"waiting": {"text": "\x1b[2Jblock 13"}}, 11.0)
-    assert " [2Jblock 13 · 2 s" in text_of(live_row(progress, None, 12.0, ""))
+    assert " [2Jblock 13 · 2 s" in live_words(progress, 12.0)
     progress.take({"text": "So"}, 13.0)
-    assert "tok/s" in text_of(live_row(progress, None, 14.0, ""))
-    assert "waiting for the next token" in text_of(live_row(progress, None, 16.0, ""))
-    hole = text_of(live_row(progress, None, 16.0, "", ((12, 13),)))
-    assert "waiting for block 12, which nobody hosts now" in hole
+    assert "tok/s" in live_words(progress, 14.0, Hole(12, 13))
+    assert "waiting for the next token" in live_words(progress, 16.0)
+
+
+def test_a_reply_whose_host_left_says_who_how_long_and_what_can_be_done() -> None:
+    assert SessionSettings().new_route_s == NEW_ROUTE_S
+    progress = ReplyProgress(10.0)
+    progress.take({"text": "So"}, 20.0)
+    words = live_words(progress, 50.0, Hole(0, 8, ("tern",)))
+    assert words.startswith(" ◌ tern left: waiting up to 60 s for another host of blocks 0:8 · 30 s\n")
+    assert "^p Memory cap" in words
+    loading = live_words(progress, 50.0, Hole(0, 8, ("tern",), is_loading=True))
+    assert loading == " ◌ tern left: waiting up to 60 s for blocks 0:8: this node is loading · 30 s"
+
+
+def test_a_hole_names_the_hops_that_left_it() -> None:
+    gone, here = PEERS[0], PEERS[1]
+    there = replace(here, state="serving", start=0, stop=40)
+    known = replace(HEALTHY, start=40, stop=79, peers=(there, replace(gone, state="paused", start=79, stop=80)))
+    route = [{"peer": here.peer, "start": 0, "stop": 40}, {"peer": gone.peer, "start": 40, "stop": 80}]
+
+    def hole(snapshot: Snapshot | None, names: Callable[[str], str] = str) -> Hole | None:
+        return hole_in(snapshot, coverage_of(snapshot), route, names)
+
+    assert hole(known, lambda peer: f"\x1b{peer}") == Hole(79, 80, (gone.peer,))
+    assert hole_in(known, coverage_of(known), (), str) == Hole(79, 80)
+    assert hole(replace(known, stop=80)) is None
+    assert hole(replace(known, state="loading")) == Hole(40, 80, (gone.peer,), is_loading=True)
+    assert hole(None) is None
 
 
 def test_who_can_read_a_chat_is_said_by_its_route() -> None:
@@ -299,7 +331,17 @@ def test_who_can_read_a_chat_is_said_by_its_route() -> None:
     def name_of(peer: str) -> str:
         return {seen.peer: seen.name for seen in PEERS}.get(peer, "you")
 
-    assert readers_words(hops(ME, ME), HEALTHY, name_of) == "This chat stays on this machine."
+    alone = replace(HEALTHY, state="serving", start=0, stop=HEALTHY.blocks_total, peers=())
+    assert readers_words(hops(ME, ME), alone, name_of) == "This chat stays on this machine."
+    only_so_far = "Only this machine has read this chat; hops can read your next message."
+    other = replace(PEERS[0], state="serving")
+    for changed in (
+        replace(alone, stop=79),  # the last block is hosted elsewhere
+        replace(alone, state="paused"),
+        replace(alone, peers=(other,)),  # it may be faster
+    ):
+        assert readers_words(hops(ME, ME), changed, name_of) == only_so_far
+    assert readers_words(hops(ME, ME), alone, name_of, is_visit=True) == only_so_far
     assert readers_words(hops(ME, PEERS[0].peer, ME), HEALTHY, name_of) == "tern can read this chat."
     many = hops(*(peer.peer for peer in PEERS[:5]))
     assert readers_words(many, HEALTHY, name_of) == "tern, petrel, gannet and 2 more can read this chat."

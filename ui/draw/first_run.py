@@ -33,6 +33,7 @@ PAUSES = (
     ("pause_active", "I am at the keyboard", "10", "0"),
     ("pause_full_screen", "a program fills the screen, like a game", "true", "false"),
 )
+_RULES = {"pause_on_battery": "pause_battery", "pause_above": "pause_heat"}  # the others are named as their settings
 
 
 @dataclass
@@ -197,15 +198,23 @@ def _memory(state: FirstState, known: Snapshot | None, width: int, height: int) 
     for index, (name, words, _, _) in enumerate(shown, 1):
         mark = ("▸", "b mine") if state.cursor == index else (" ", "")
         box = ("■", "success") if state.pauses[name] else ("□", "dim")
-        rows.append(row(" ", mark, " pause if " if index == 1 else " " * 10, box, f" {words}"))
+        line = row(" ", mark, " pause if " if index == 1 else " " * 10, box, f" {words}")
+        rows.append(fit([*line, (_without_effect(name, known), "dim")], width))
     if state.public is not None:
         mark = ("▸", "b mine") if state.cursor == len(shown) + 1 else (" ", "")
         box = ("■", "success") if state.public else ("□", "dim")
         rows.append(row(" ", mark, " be found ", box, " from anywhere, through the public libp2p directory"))
         rows.append(row(" " * 14, ("its nodes see this machine's address and hashes of swarm names", "dim")))
     rows += [[], row("   ", (" ⏎ ", "b background on primary"), " ", ("Fine", "b"))]
-    rows[-1] += row(("   ↑ ↓ and space change · later under 5 settings", "dim"))
+    rows[-1] += row(("   ↑ ↓ and space change · later under 6 settings", "dim"))
     return rows
+
+
+def _without_effect(setting: str, known: Snapshot | None) -> str:
+    """The reason why a pause rule cannot work on this machine; empty if it can."""
+    rules = () if known is None else known.courtesy.rules
+    rule = next((rule for rule in rules if rule.code == _RULES.get(setting, setting)), None)
+    return "" if rule is None or rule.available else f" · without effect: {one_line(rule.text) or 'no such sensor'}"
 
 
 def _hello(state: FirstState, known: Snapshot | None, width: int, height: int) -> list[Row]:

@@ -148,9 +148,10 @@ def _speed(snapshot: Snapshot | None) -> Row:
 
 
 def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
-    """The enabled pause rules, and which of them apply now."""
+    """The enabled pause rules, which of them apply now, and which this machine cannot obey."""
+    is_by_hand = courtesy.paused and courtesy.by == "hand"
     rules = [rule for rule in courtesy.rules if rule.enabled and rule.available]
-    if not rules:
+    if not rules and not is_by_hand:
         return [labelled("pauses", ("only by hand" if courtesy.rules else UNKNOWN, "dim"))]
     line = labelled("pauses", ("when", "dim"))
     for number, rule in enumerate(rules):
@@ -162,10 +163,15 @@ def courtesy_rows(courtesy: CourtesyView, width: int) -> list[Row]:
             break
         line += part
     applies = [one_line(rule.text or rule.label) for rule in rules if rule.applies]
-    words = ", ".join(applies) if applies else "now: no"
-    status = labelled("", (words, "warning" if applies else "dim"))
-    after = row((f" · {one_line(courtesy.next_text)}" if courtesy.next_text else "", "dim"))
-    return [line, [*status, *after] if width_of(status) + width_of(after) <= width else status]
+    reasons = [*(["paused by hand"] if is_by_hand else []), *applies]
+    status = labelled("", (", ".join(reasons) or "now: no", "warning" if reasons else "dim"))
+    blind = [rule for rule in courtesy.rules if rule.enabled and not rule.available]
+    lacking = ", ".join(RULES.get(rule.code, one_line(rule.label)) for rule in blind)
+    for words in (one_line(courtesy.next_text), f"no sensor for: {lacking}" if blind else ""):
+        after = row((f" · {words}" if words else "", "dim"))
+        if width_of(status) + width_of(after) <= width:
+            status += after
+    return [line, status]
 
 
 # --- sessions, today's figures, weights ------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from app.core.terminal_text import one_line
 from app.snapshot.views import Snapshot
 from ui.draw.numbers import count, duration, fine_rate, plural, rate
 from ui.draw.rows import Row, row
+from ui.state.coverage import Coverage, holders_in
 from ui.state.reply_stream import ReplyProgress
 
 NameOf = Callable[[str], str]
@@ -22,55 +24,99 @@ def prompt_of(snapshot: Snapshot | None) -> tuple[int, int] | None:
 
 
 _SILENT_S = 2.0  # without a token before the line says what the reply waits for
+NEW_ROUTE_S = 60.0  # the asker's `new_route_s`: a reply that has begun waits that long for another host
+_ADVICE = "^p Memory cap: with a higher one this node may host them · esc stops the reply"
 
 
-def waiting_words(progress: ReplyProgress, holes: Sequence[tuple[int, int]], now: float) -> str:
-    """What a reply without tokens waits for: as the node says, else blocks that nobody hosts; empty while it flows."""
+@dataclass(frozen=True)
+class Hole:
+    """Blocks that nobody serves."""
+
+    start: int
+    stop: int
+    left: tuple[str, ...] = ()  # names of the reply's hops that served them
+    is_loading: bool = False  # this node fetches or loads blocks now
+
+    @property
+    def label(self) -> str:
+        """The blocks in words."""
+        return f"block {self.start}" if self.stop == self.start + 1 else f"blocks {self.start}:{self.stop}"
+
+
+def hole_in(
+    snapshot: Snapshot | None, cover: Coverage | None, route: Sequence[Mapping[str, Any]], name_of: NameOf
+) -> Hole | None:
+    """The first blocks that nobody serves, and which hops of a reply's route have left them; None if all are served."""
+    if snapshot is None or cover is None or not cover.holes:
+        return None
+    start, stop = cover.holes[0]
+    serving = {peer.peer for peer in holders_in(snapshot)}
+    left = [hop["peer"] for hop in route if hop["start"] < stop and hop["stop"] > start and hop["peer"] not in serving]
+    names = tuple(one_line(name_of(str(peer))) for peer in dict.fromkeys(left) if peer != snapshot.peer_id)
+    return Hole(start, stop, names, snapshot.state in ("fetching", "loading"))
+
+
+def _waiting_words(progress: ReplyProgress, hole: Hole | None) -> str:
+    """What a silent reply waits for: as the node says, else blocks that nobody hosts, else the next token."""
     if progress.waiting:
         return one_line(progress.waiting)
-    if progress.silent_s(now) < _SILENT_S:
-        return ""
-    if holes:
-        start, stop = holes[0]
-        return f"waiting for block {start}" if stop == start + 1 else f"waiting for blocks {start}:{stop}"
-    return "waiting for the next token" if progress.tokens else ""
+    if hole is None:
+        return "waiting for the next token" if progress.tokens else ""
+    if not progress.tokens:
+        return f"waiting for {hole.label}, which nobody hosts now"
+    left = f"{', '.join(hole.left)} left: " if hole.left else ""
+    if hole.is_loading:
+        return f"{left}waiting up to {NEW_ROUTE_S:g} s for {hole.label}: this node is loading"
+    return f"{left}waiting up to {NEW_ROUTE_S:g} s for another host of {hole.label}"
 
 
-def live_row(
-    progress: ReplyProgress,
-    prompt: tuple[int, int] | None,
-    now: float,
-    spark: str,
-    holes: Sequence[tuple[int, int]] = (),
-) -> Row:
-    """The line under the transcript while a reply is received."""
-    waited = now - progress.began_at
-    if words := waiting_words(progress, holes, now):
-        why = ", which nobody hosts now" if holes and not progress.waiting else ""
-        return row(" ", ("◌", "warning"), (f" {words}{why}", "warning"), (f" · {duration(waited)}", "dim"))
+def live_rows(
+    progress: ReplyProgress, prompt: tuple[int, int] | None, now: float, spark: str, hole: Hole | None = None
+) -> list[Row]:
+    """The line under the transcript while a reply is received, and what the user can do if a host is missing."""
+    waited, silent_s = now - progress.began_at, progress.silent_s(now)
+    is_silent = bool(progress.waiting) or silent_s >= _SILENT_S
+    if is_silent and (words := _waiting_words(progress, hole)):
+        since_s = silent_s if hole is not None and progress.tokens else waited
+        line = row(" ", ("◌", "warning"), (f" {words}", "warning"), (f" · {duration(since_s)}", "dim"))
+        is_for_host = hole is not None and progress.tokens and not hole.is_loading
+        return [line, row("   ", (_ADVICE, "secondary"))] if is_for_host else [line]
     if progress.tokens == 0:
-        if prompt is not None and not progress.waiting:
+        read = "waiting for the first token"
+        if prompt is not None:
             read = f"prompt {count(prompt[0])} of {count(prompt[1])} tokens"
-            return row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))
-        words = progress.waiting or "waiting for the first token"
-        return row(" ", ("◌", "success"), f" {words}", (f" · {duration(waited)}", "dim"))
+        return [row(" ", ("◌", "success"), f" {read}", (f" · {duration(waited)}", "dim"))]
     speed = progress.speed(now)
     tail = f" {plural(progress.tokens, 'token')} · {duration(waited)}"
-    return row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))
+    return [row(" ", ("◌", "success"), (f" {fine_rate(speed)} tok/s ", "b"), (spark, "plot3"), (tail, "dim"))]
 
 
-def readers_words(hops: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> str:
-    """Who could read the chat: the peers among the hops of all its replies; before the first, those to come."""
+def readers_words(
+    hops: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf, *, is_visit: bool = False
+) -> str:
+    """Who could read the chat: the peers among the hops of all its replies, and those that the next one may pass.
+
+    `is_visit` says that another swarm will reply.
+    """
     if snapshot is None:
         return ""
     others = list(dict.fromkeys(str(hop["peer"]) for hop in hops if hop["peer"] != snapshot.peer_id))
     if hops and not others:
-        return "This chat stays on this machine."
+        if not is_visit and _is_only_host(snapshot):
+            return "This chat stays on this machine."
+        return "Only this machine has read this chat; hops can read your next message."
     if others:
         names = ", ".join(one_line(name_of(peer)) for peer in others[:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         return f"{names}{more} can read this chat."
     return "Members that host a hop can read this chat." if snapshot.private else "Hops can read this chat."
+
+
+def _is_only_host(snapshot: Snapshot) -> bool:
+    """True if this node serves every block and no other member serves any, so that replies cannot pass through one."""
+    serving = holders_in(snapshot)
+    own = [(peer.start, peer.stop) for peer in serving if peer.peer == snapshot.peer_id]
+    return len(serving) == 1 and own == [(0, snapshot.blocks_total)]
 
 
 def way_row(route: Sequence[Mapping[str, Any]], snapshot: Snapshot | None, name_of: NameOf) -> Row:
@@ -122,6 +168,11 @@ def recovery_words(figures: dict[str, Any]) -> str:
     gap = figures.get("longest_gap_s")
     pause = f" · longest pause {gap:.1f} s" if gap else ""
     return f"▼ {plural(times, 'hop')} failed; the reply continued{pause}"
+
+
+def error_words(error: str) -> str:
+    """The error that ended a reply, and the key that asks again; empty if there was none."""
+    return f"× {error} · ^r asks again" if error else ""
 
 
 def lost_hops(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], name_of: NameOf) -> str:

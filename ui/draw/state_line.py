@@ -20,6 +20,8 @@ _SIGNS = {
 }
 # Reasons for the choice of blocks: nothing has to be done, and the swarm tab shows who hosts what.
 _CHOSEN = ("asked_for", "worst_served", "growing", "hole", "make_way", "lone_holder", "gain")
+# Next steps that have a key of their own here.
+_KEYS = {"pause_by_hand": "p on the overview hosts again", "drained_by_hand": "p on the overview hosts again"}
 _REASONS = {
     "starting": "the node is starting",
     "idle": "in no swarm yet",
@@ -81,6 +83,11 @@ def reason(link: ConnectionState, snapshot: Snapshot | None) -> str:
     return tidy(one_line(words)) or _REASONS[snapshot.state]
 
 
+def next_step(code: str, step: str) -> str:
+    """What the user can do about a reason of this code, with the dashboard's key if it has one."""
+    return _KEYS.get(code) or one_line(step)
+
+
 def _is_without_swarm(snapshot: Snapshot) -> bool:
     """True if the reason is that the node is in no swarm, which the dashboard's own keys change."""
     return snapshot.swarm is None and snapshot.why is not None and snapshot.why.code == "no_swarm"
@@ -98,7 +105,7 @@ def state_row(link: ConnectionState, snapshot: Snapshot | None, now: float, *, w
     if snapshot.warning is not None:
         line.append((f" · ▲ {one_line(snapshot.warning.text)}", "warning"))
     elif why is not None and why.next_step and why.code not in _CHOSEN and not _is_without_swarm(snapshot):
-        line.append((f" · {one_line(why.next_step)}", "secondary"))
+        line.append((f" · {next_step(why.code, why.next_step)}", "secondary"))
     extra = []
     if snapshot.sessions:
         extra.append(plural(snapshot.sessions, "session"))

@@ -18,7 +18,7 @@ from textual.content import Content
 from textual.widget import Widget
 
 from app.core.terminal_text import one_line
-from ui.draw.reply import lost_hops, way_row
+from ui.draw.reply import error_words, lost_hops, way_row
 from ui.draw.rows import row
 from ui.screens.frame import MainScreen
 from ui.state.conversations import (
@@ -62,7 +62,8 @@ class Chat(MainScreen):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", key_display="esc"),
         Binding("escape", "keep_question", "keep the old", key_display="esc"),
-        Binding("escape", "leave_box", "keys", key_display="esc"),
+        # With priority: the keys typed after it must find the focus where it has gone.
+        Binding("escape", "leave_box", "keys", key_display="esc", priority=True),
         Binding("ctrl+r", "again", "again", key_display="^r", priority=True),
         Binding("ctrl+e", "edit", "edit", key_display="^e", priority=True),
         Binding("ctrl+y", "copy", "copy", key_display="^y", priority=True),
@@ -128,17 +129,16 @@ class Chat(MainScreen):
         """Focus the input: whoever comes to the chat types."""
         self.query_one(AskBox).focus()
 
-    def on_key(self, event: events.Key) -> None:
-        """Type a letter into the input even if that has no focus: it must not be taken as a command to the node."""
+    def before_key(self, event: events.Key) -> None:
+        """Focus the input if a letter is typed elsewhere: it must not be taken as a command to the node.
+
+        The focus moves at once, so that the letter and those that follow quickly reach the input in their order.
+        """
         known = self.focused._bindings.key_to_bindings if self.focused is not None else {}
         if not event.is_printable or event.character is None or event.key in known:
             return
-        if event.character.isdecimal() or event.character == "?" or isinstance(self.focused, AskBox):
-            return
-        event.stop()
-        box = self.query_one(AskBox)
-        box.focus()
-        box.insert(event.character)
+        if not event.character.isdecimal() and event.character != "?":
+            self.set_focus(self.query_one(AskBox))
 
     # --- conversations -----------------------------------------------------------------------------------------------
 
@@ -188,6 +188,8 @@ class Chat(MainScreen):
         route = self._route if self._thread is not None else last.get("route") or ()
         live = self.query_one(LiveLine)
         side.hops = live.hops = [*(hop for m in self._messages for hop in m.figures.get("route") or ()), *route]
+        live.route = self._route if self._thread is not None else ()
+        live.is_visit = self._replier.swarm is not None
         side.show()
         live.show()
         transcript = self.query_one(Transcript)
@@ -376,7 +378,7 @@ class Chat(MainScreen):
             figures |= {"route": self._route} if self._route else {}
         if not self._text and len(self._kept.messages(self._conversation.id)) > len(self._messages):
             await self._show_messages()  # nothing came: the reply that was to be replaced stays
-            await self.query_one(Transcript).note(f"× {error}" if error else "stopped", "error" if error else "figures")
+            await self.query_one(Transcript).note(error_words(error) or "stopped", "error" if error else "figures")
             return
         self._messages.append(self._kept.add(self._conversation.id, question.id, "assistant", self._text, figures))
         await self.query_one(Transcript).finish(figures, error)
@@ -415,7 +417,7 @@ class Chat(MainScreen):
 
     def action_leave_box(self) -> None:
         """Move the focus out of the input, so that single-letter keys work."""
-        self.query_one(Transcript).focus()
+        self.set_focus(self.query_one(Transcript))
 
     async def action_again(self) -> None:
         """Ask the last question again; the old reply stays as another version."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import ClassVar, cast
 
 from textual.app import ComposeResult
-from textual.events import Click
+from textual.events import Click, Key
 from textual.screen import Screen
 from textual.widget import Widget
 
@@ -21,7 +21,7 @@ from ui.node_app import NodeApp
 from ui.state.store import Store
 from ui.widgets.following_list import FollowingList
 from ui.widgets.footer import FooterKeys
-from ui.widgets.panel import RowWidget
+from ui.widgets.panel import GrowingLine, RowWidget
 
 TABS = ("overview", "swarm", "chat", "jobs", "logs", "settings")
 NARROW = 100
@@ -76,18 +76,8 @@ class Head(RowWidget):
                 return
 
 
-class StateLine(RowWidget):
+class StateLine(GrowingLine):
     """The node's state and its reason, which gets a second line if it does not fit on one."""
-
-    _lines = 1
-
-    def show(self) -> None:
-        """Redraw from the store, and set the height to one line or two."""
-        lines = len(self.rows(self.size.width, 2)) if self.size.width else 1
-        if lines != self._lines:
-            self._lines = lines
-            self.styles.height = lines
-        super().show()
 
     def rows(self, width: int, height: int) -> list[Row]:
         """One line, and a second one if the reason does not fit."""
@@ -131,6 +121,9 @@ class MainScreen(Screen[None]):
 
     def arrive(self) -> None:
         """Called whenever the tab is chosen."""
+
+    def before_key(self, event: Key) -> None:
+        """Called with every key while this screen is the one on top, before any widget gets it."""
 
     def show(self) -> None:
         """Redraw every widget from the store; unchanged lines are not repainted."""

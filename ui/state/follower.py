@@ -18,7 +18,7 @@ from ui.state.store import ConnectionState
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
 NOT_OURS = "the program that answers there is not a Shoal node of this version"
-START_AGAIN = "press s to start it"
+START_AGAIN = "press F5 to start it"
 COMING_UP_S = 0.15  # between two attempts to reach a node that was just started
 
 

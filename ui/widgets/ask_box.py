@@ -11,10 +11,10 @@ from textual.message import Message as TextualMessage
 from textual.widgets import TextArea
 
 from ui.draw.bars import spark
-from ui.draw.reply import live_row, prompt_of, readers_words
+from ui.draw.reply import hole_in, live_rows, prompt_of, readers_words
 from ui.draw.rows import Row, row
 from ui.state.reply_stream import ReplyProgress
-from ui.widgets.panel import RowWidget
+from ui.widgets.panel import GrowingLine
 
 
 class AskBox(TextArea):
@@ -44,17 +44,20 @@ class AskBox(TextArea):
         self.insert("\n")
 
 
-class LiveLine(RowWidget):
+class LiveLine(GrowingLine):
     """Progress of the reply being received; while there is none, who can read the chat."""
 
     progress: ReplyProgress | None = None
     hops: Sequence[Mapping[str, Any]] = ()  # of all replies of the conversation
+    route: Sequence[Mapping[str, Any]] = ()  # of the reply being received
+    is_visit = False  # another swarm replies
 
     def rows(self, width: int, height: int) -> list[Row]:
-        """One line: the progress of a reply, else who can read the chat."""
+        """The progress of a reply, with a second line if the user can do something about it; else who can read it."""
         known = self.store.snapshot
         if self.progress is None:
-            return [row(" ", (readers_words(self.hops, known, self.store.peer_name), "dim"))]
-        now, cover = self.store.now(), self.store.cover()
-        holes = cover.holes if cover is not None else ()
-        return [live_row(self.progress, prompt_of(known), now, spark(list(self.progress.speeds), 12), holes)]
+            words = readers_words(self.hops, known, self.store.peer_name, is_visit=self.is_visit)
+            return [row(" ", (words, "dim"))]
+        hole = None if self.is_visit else hole_in(known, self.store.cover(), self.route, self.store.peer_name)
+        speeds = spark(list(self.progress.speeds), 12)
+        return live_rows(self.progress, prompt_of(known), self.store.now(), speeds, hole)

@@ -155,7 +155,9 @@ class SamplingPanel(Panel):
             ("API", f"{known.api_url.removeprefix('http://')}" if known is not None else "—"),
         ]
         rows = [row((name.ljust(8), "dim"), cell(value, max(1, width - 8))) for name, value in facts]
-        return [*rows, [], *wrap(readers_words(self.hops, known, self.store.peer_name), width, "dim")][:height]
+        is_visit = self.replier.swarm is not None
+        readers = readers_words(self.hops, known, self.store.peer_name, is_visit=is_visit)
+        return [*rows, [], *wrap(readers, width, "dim")][:height]
 
 
 class ConversationPicker(Dialog[tuple[str, int] | None]):
@@ -190,8 +192,12 @@ class ConversationPicker(Dialog[tuple[str, int] | None]):
     def _show(self, wanted: str) -> None:
         found = self.query_one(OptionList)
         found.clear_options()
-        found.add_options(Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in self._search(wanted))
-        found.highlighted = 0 if found.option_count else None
+        hits = self._search(wanted)
+        found.add_options(Option(Content(one_line(kept.title)), id=str(kept.id)) for kept in hits)
+        if not hits:
+            none = f"no conversation contains “{one_line(wanted)}”" if wanted else "no conversation yet"
+            found.add_option(Option(Content(none), disabled=True))
+        found.highlighted = 0 if hits else None
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Search while typing."""
@@ -214,8 +220,8 @@ class ConversationPicker(Dialog[tuple[str, int] | None]):
     def action_move(self, rows: int) -> None:
         """Move the highlight while the field keeps the focus."""
         found = self.query_one(OptionList)
-        if found.option_count:
-            found.highlighted = max(0, min(found.option_count - 1, (found.highlighted or 0) + rows))
+        if found.highlighted is not None:
+            found.highlighted = max(0, min(found.option_count - 1, found.highlighted + rows))
 
     def action_cancel(self) -> None:
         """Close without a choice."""

@@ -96,6 +96,20 @@ class RowWidget(Widget):
         return strip_of(self.app.theme, line, width, self.rich_style)
 
 
+class GrowingLine(RowWidget):
+    """A line that becomes two while its rows need them."""
+
+    _lines = 1
+
+    def show(self) -> None:
+        """Redraw from the store, and set the height to one line or two."""
+        lines = len(self.rows(self.size.width, 2)) if self.size.width else 1
+        if lines != self._lines:
+            self._lines = lines
+            self.styles.height = lines
+        super().show()
+
+
 class Panel(RowWidget, can_focus=True):
     """A framed widget that can take the focus; its titles carry figures."""
 

@@ -12,7 +12,7 @@ from textual.widgets import Collapsible, Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from ui.draw.numbers import plural
-from ui.draw.reply import done_words, recovery_words
+from ui.draw.reply import done_words, error_words, recovery_words
 from ui.state.conversations import Message, files_of
 from ui.state.reply_stream import split_thinking
 
@@ -109,7 +109,7 @@ class Transcript(VerticalScroll, can_focus=True):
         for text, kind in (
             (recovery_words(figures), "warning"),
             (done_words(figures) if figures.get("token_ids") or figures.get("stopped") else "", "figures"),
-            (f"× {error}" if error else "", "error"),
+            (error_words(error), "error"),
         ):
             await self.note(text, kind)
 

@@ -82,6 +82,32 @@ async def test_a_reply_fails_after_the_wait_and_not_after_twice_the_wait(autojum
         assert 15 <= trio.current_time() <= 16
 
 
+async def test_a_block_that_this_node_loads_is_not_waited_for_at_others(autojump_clock: MockClock) -> None:
+    async with holder_and_newcomer() as (sim, holder, newcomer, asker):
+        holder.swarm.announce(state="serving", span=Span(0, 3))
+        newcomer.swarm.announce(state="joining", span=None)
+        request = RouteRequest(Span(0, N_BLOCKS), 64)
+        said: list[str] = []
+
+        async def listen() -> None:
+            async with asker.reply(PROMPT, 12, max_tokens=12) as reply:
+                while (waiting := await reply.waiting()) is not None:
+                    said.append(waiting.text)
+                    newcomer.swarm.announce(state="loading", span=Span(2, N_BLOCKS))
+                with pytest.raises(NoRoute, match="nobody serves block 3: this node is still loading it"):
+                    await reply.__anext__()
+
+        await sim.until(lambda: all(len(one.span or ()) <= 3 for one in asker.planner.members()), 5)
+        await listen()
+        assert said == [
+            "waiting up to 15 s for a member that serves block 3",
+            "waiting up to 15 s: this node is loading block 3",
+        ]
+        newcomer.swarm.announce(state="loading", span=Span(4, N_BLOCKS))  # not the missing block
+        with pytest.raises(NoRoute, match="nobody serves block 3 now"):
+            asker.planner.find((), request, ())
+
+
 async def test_a_wait_that_is_cancelled_leaves_nothing(autojump_clock: MockClock) -> None:
     async with open_swarm((0, 3)) as swarm:
         asker = await swarm.asker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.cli.reply_printer import finished_blocks, rendered
+from app.cli.reply_printer import MarkdownPrinter, finished_blocks, rendered
 from tests.engine.gguf_models import write_gguf
 from tests.engine.models import VARIANT, write_folder
 
@@ -138,6 +139,26 @@ def test_words_are_not_broken_and_markup_is_not_shown() -> None:
     assert "**" not in shown
     assert "(http://a.b/c)" in shown.replace("\n", "")
     assert "[red]" in shown
+
+
+def test_a_growing_reply_leaves_room_for_the_echo_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal writes ^C behind a row; if that wrapped, the row would not be erased and stand there twice."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "20"), ("LINES", "10"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    printer = MarkdownPrinter()
+    printer.write("several ordinary words that make up one paragraph")
+    printer._live.refresh()
+    printer.end()
+    rows = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()))
+    assert "several ordinary" in {row.rstrip() for row in rows}
+    assert max(len(row) for row in rows) == 20 - len("^C")
 
 
 def _gguf(path: Path) -> Path:

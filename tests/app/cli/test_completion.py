@@ -62,12 +62,12 @@ def test_every_command_of_the_contract_is_there(name: str, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["statsu"], "unknown command 'statsu': did you mean status?"),
+        (["statsu"], "unknown command 'statsu': did you mean status? `shoal --help` explains"),
         (["status", "--jsn"], "unknown option '--jsn': did you mean --json?"),
         (["serve", "--log-level", "inf"], "unknown choice 'inf' for --log-level: did you mean info?"),
         (["completion", "bsh"], "unknown choice 'bsh': did you mean bash?"),
         (["config", "gte"], "unknown command 'gte': did you mean get?"),
-        (["status", "surplus"], "unexpected argument 'surplus'"),
+        (["status", "surplus"], "unexpected argument 'surplus'; `shoal status --help` explains"),
         (["pause", "--for", "soon"], "write it like 90s, 30m, 2h"),
         (["create"], "required: NAME, --model"),
     ],

@@ -12,6 +12,7 @@ import pytest
 from app.asker.reply import ReplyDone
 from app.asker.reply_service import ReplyRequest
 from app.hosting import loader, memory
+from app.hosting.block_host import RAISE_CAP
 from app.node import hosting_loop
 from app.node.node import Node
 from engine.device import probe
@@ -85,6 +86,16 @@ async def test_memory_that_others_take_costs_blocks_until_they_give_it_back(
         assert await ask(node) == expected
 
 
+async def test_a_cap_below_one_block_is_to_be_raised(tmp_path: Path, cache: Path) -> None:
+    found_swarm(tmp_path / "a", cache, "home")
+    async with living(tmp_path / "a", cache, max_vram=1000, device="cpu") as node:
+        await until(node, lambda: node.snapshot().state == "client")
+        why = node.snapshot().why
+        assert why is not None
+        assert why.text.startswith("not even one block fits: the memory cap is at least ")
+        assert (why.code, why.next_step) == ("no_room", RAISE_CAP)
+
+
 async def test_a_node_without_room_looks_again_later(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +113,7 @@ async def test_a_node_without_room_looks_again_later(
         why = node.snapshot().why
         assert why is not None
         assert why.code == "no_room"
+        assert "close other programs" in why.next_step
         free["bytes"] = PLENTY
         await until(node, lambda: node.snapshot().state == "serving")
 
