@@ -73,7 +73,6 @@ MAX_PARTS = 5000
 MAX_PEERS = 256
 _LISTS_MORE = 2  # lists of one leader in a round, beyond one for each member that it may have to leave out
 _LONGEST_DISREGARD = 7  # doublings
-_MISSED = 2  # rounds in a row, after which a member is expected only now and then
 _BRIEFLY_S = 0.5
 _SAID_TRIES = 4
 
@@ -184,7 +183,6 @@ class Island:
         self._sizes: list[int] = []  # of the parts of a state
         self._disregarded: dict[str, tuple[int, float]] = {}  # peer -> how often its history was of no use, until when
         self._strangers = (0, 0.0)  # the same for all who are not of the round
-        self._missed: dict[str, int] = {}  # peer -> rounds in a row in which it was expected and did not count
         self.figures = IslandFigures()
         self._arrivals: dict[str, Arrival] = {}  # of the current round
         self._arrived_at: dict[str, float] = {}
@@ -476,11 +474,7 @@ class Island:
         """Sign the entry of a round that all members ended alike, take it over and spread it."""
         record, figures = self.record, self.figures
         # Whoever has the state before this round can go on with the next one; members that are late catch up.
-        present = {
-            peer
-            for peer in self.alive()
-            if (peer in standing.members or self.heard[peer].head == standing.prev) and self._is_invited(peer)
-        }
+        present = {peer for peer in self.alive() if peer in standing.members or self.heard[peer].head == standing.prev}
         exchange_s = figures.exchange_s if len(members.members) > 1 else 0.0
         step_s = figures.train_s / max(1, figures.steps)
         every = next_every(standing.every, step_s, exchange_s, least=record.least_every, most=record.most_every)
@@ -491,11 +485,6 @@ class Island:
         await self._adopt(entry)
         for peer in {*standing.members, *self.alive()} - {self.peer}:
             self._nursery.start_soon(self._say, peer, entry.raw)
-
-    def _is_invited(self, peer: str) -> bool:
-        """False in most rounds for somebody who is there, is expected and never counts: others would wait for it."""
-        missed = self._missed.get(peer, 0)
-        return missed < _MISSED or self.standing.round % 2 ** min(missed, _LONGEST_DISREGARD) == 0
 
     async def _exchanged(self, members: MemberList) -> Result:
         """Run one attempt; the result says what state it leads to, or who failed."""
@@ -559,12 +548,6 @@ class Island:
         """Let the job stand where a new state is, and forget what belongs to the round before."""
         lags = [at - min(self._arrived_at.values()) for at in self._arrived_at.values()]
         self._lags_s = [*self._lags_s, *lags][-64:]
-        if len(entries) == len(self.log) + 1:
-            counted = {*entries[-1].list.members}
-            missed = {peer: self._missed.get(peer, 0) + 1 for peer in self.standing.members if peer not in counted}
-            self._missed = {peer: times for peer, times in self._missed.items() if peer not in counted} | missed
-        while len(self._missed) > MAX_PEERS:
-            del self._missed[next(iter(self._missed))]
         self.standing, self.log = standing, entries
         self._heads = {GENESIS, *(entry.hash for entry in entries)}
         self._arrivals.clear()
