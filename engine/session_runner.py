@@ -241,11 +241,12 @@ class SessionRunner:
         blocks = {(item.start, item.stop) for item in work}
         if len(blocks) > 1 or any(item.session in self._adapters for item in work):
             return None
-        taken = [SessionRows(self._lease(item.session), item.position, item.rows) for item in work]
-        rows = self._joined(list(work))
-        self._check_finite(rows, list(work))
+        items = list(work)
+        taken = [SessionRows(self._lease(item.session), item.position, item.rows) for item in items]
+        rows = self._joined(items)
+        self._check_finite(rows, items)
         started = self._span.launch(rows, taken, blocks.pop())
-        return None if started is None else started.then(lambda hidden: self._split(hidden, list(work)))
+        return None if started is None else started.then(lambda hidden: self._split(hidden, items))
 
     def _lease(self, session: bytes) -> SessionLease:
         lease = self._leases.get(session)

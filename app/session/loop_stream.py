@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from app.core.network import FrameStream, Payload, Priority
+from app.core.signal import Signal
 from p2p.errors import QueueFull, StreamClosed
 
 MAX_MESSAGES = 4096  # that wait at one end
@@ -39,7 +40,7 @@ class LoopStream:
         self._arrived: deque[bytes] = deque()
         self._take: Take | None = None
         self._is_taking = False
-        self._changed = trio.Event()  # a message came without a `_take`, or the stream ended, or `_take` failed
+        self._changed = Signal()  # a message came without a `_take`, or the stream ended, or `_take` failed
         self._failure: Exception | None = None  # of `_take`
 
     def join(self, other: LoopStream) -> None:
@@ -49,7 +50,7 @@ class LoopStream:
     async def send(self, message: Payload, priority: Priority = Priority.DECODE) -> None:
         """Hand one message to the other end; raises `QueueFull` if it does not keep up."""
         other = self._other
-        if other is None or other._other is None:
+        if other is None or self._is_over:
             raise StreamClosed("the other part of this node has stopped")
         body = bytes(message) if isinstance(message, bytes | bytearray | memoryview) else b"".join(message)
         if len(other._arrived) >= MAX_MESSAGES:
@@ -97,14 +98,14 @@ class LoopStream:
 
     def _end(self) -> None:
         other, self._other = self._other, None
-        self._wake()
+        self._changed.notify()
         if other is not None:
-            other._wake()
+            other._changed.notify()
 
     async def _hand_on(self) -> None:
         """Let `_take` have what has arrived; a message that arrives meanwhile waits for its turn."""
         if self._take is None:
-            self._wake()
+            self._changed.notify()
         if self._take is None or self._is_taking:
             return
         self._is_taking = True
@@ -113,15 +114,11 @@ class LoopStream:
                 await self._take(self._arrived.popleft())
         except Exception as error:  # the receiver's affair, not the sender's
             self._failure = error
-            self._wake()
+            self._changed.notify()
         finally:
             self._is_taking = False
             if self._arrived:  # the sender was cancelled: the receiver's own task takes the rest
-                self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+                self._changed.notify()
 
 
 def loop_streams(peer: str) -> tuple[LoopStream, LoopStream]:
