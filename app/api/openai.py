@@ -13,6 +13,7 @@ import json
 import secrets
 import struct
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -143,7 +144,7 @@ def adapter_of(snapshot: Snapshot, wanted: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _ReplyFormat:
+class _ReplyFormat(ABC):
     """The JSON around one reply, as a whole and in pieces; `head` holds the fields that all events share."""
 
     head: dict[str, Any]
@@ -151,14 +152,14 @@ class _ReplyFormat:
     chunk_kind: str
     echo: str = ""  # text before the reply
 
-    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def whole(self, index: int, reply: WholeReply) -> dict[str, Any]: ...
 
-    def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def pieces(self, index: int, parts: Sequence[ReplyPart], logprob: TokenLogprob | None) -> list[dict[str, Any]]: ...
 
-    def end(self, index: int, reason: str | None) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def end(self, index: int, reason: str | None) -> dict[str, Any]: ...
 
 
 def _head(prefix: str, snapshot: Snapshot, model: str) -> dict[str, Any]:
