@@ -252,7 +252,7 @@ def trained_block_bytes(config: ModelConfig, precision: Precision, *, rank: int 
     """
     held = int(block_weights(config) * precision.weight_bytes)
     if rank is None:
-        held = 16 * block_weights(config) + (0 if precision.weight_bytes >= 4 else held)
+        held = FULL_WEIGHT_BYTES * block_weights(config) + (0 if precision.weight_bytes >= 4 else held)
     else:
         held += ADAPTER_WEIGHT_BYTES * adapter_weights(config, rank)
     return held + kept_rows * config.hidden_size * precision.compute_bytes
@@ -312,9 +312,9 @@ def plan_training(config: ModelConfig, precision: Precision, task: TrainingTask,
     return TrainingBudget(weights, state, inputs, min(left, task.under_way * task.blocks * graph), workspace)
 
 
-# Bytes a weight takes where all weights are trained, all in float32: itself, its gradient and two moments; and between
-# islands the weights and momentum of the last round, what rounding left behind, and the change.
+# Bytes a weight takes where all weights are trained, in float32: itself, its gradient and two moments.
 FULL_WEIGHT_BYTES = 16
+# What islands add for each: weights and momentum of the last round, what rounding left behind, and the change.
 ROUND_WEIGHT_BYTES = 16
 
 

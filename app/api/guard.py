@@ -1,4 +1,4 @@
-"""Access control of the API: checks token or key, `Host` and `Origin`, and bounds the size of a request.
+"""Access control of the API: checks token or key, a key's limits (`app.api.keys`), `Host`, `Origin` and size.
 
 A web page in the user's browser can send requests to loopback, and an attacker's DNS name can point there (DNS
 rebinding). So `Host` must be `localhost` or a literal IP address, which no DNS server controls: a loopback address,
@@ -93,9 +93,9 @@ class Guard:
         key = next(filter(None, map(self._keys.find, given)), None)
         has_token = any(hmac.compare_digest(one, self._token) for one in _given(headers))
         with owned_by(key.digest if key is not None else TOKEN_OWNER if has_token else ""):
-            await self._count(key, scope, receive, send)
+            await self._within_limits(key, scope, receive, send)
 
-    async def _count(self, key: ApiKey | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _within_limits(self, key: ApiKey | None, scope: Scope, receive: Receive, send: Send) -> None:
         if key is None or scope["method"] != "POST":
             await self._application(scope, receive, send)
             return

@@ -33,7 +33,7 @@ class HopLoss(NamedTuple):
 class HopProgress:
     """Follows the hops' progress while an answer is late, from their STATE frames.
 
-    Claims count up to the tokens that were fed, so a hop can pretend to advance only that often.
+    A hop's claim counts up to the tokens that were fed, so it can fake progress only that many times.
     """
 
     def __init__(self, now: float, row_bytes: int, stuck_s: float) -> None:
@@ -48,7 +48,7 @@ class HopProgress:
         quiet_s = now - self._advanced_at
         before = ""
         for hop in route:
-            state = states[hop.peer]
+            state = states[hop.peer]  # `rows` it has received, and cached up to `position`
             if state.epoch != epoch:
                 why = because("hop_forgot", "it has forgotten the session", hop.peer)
                 return HopLoss(HopFailed(hop.peer, why, blameless=True))

@@ -113,7 +113,7 @@ def _crowded(settings: Settings, readings: Readings, applies: bool) -> RuleReadi
 
 def _active(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     idle_s, limit_s = readings.idle_s or 0.0, settings.pause_active * 60
-    detail = f"unused for {idle_s / 60:.0f} min; the limit is {settings.pause_active} min"
+    detail = f"no key or mouse for {idle_s / 60:.0f} min; the limit is {settings.pause_active} min"
     return RuleReading(idle_s < limit_s, "somebody is using this machine", detail)
 
 
@@ -142,7 +142,7 @@ def _full_screen(settings: Settings, readings: Readings, applies: bool) -> RuleR
 
 def _unused(settings: Settings, readings: Readings, applies: bool) -> RuleReading:
     unused_s, limit_s = readings.unused_s or 0.0, settings.pause_unused * 60
-    detail = f"unused for {unused_s / 60:.0f} min; the limit is {settings.pause_unused} min"
+    detail = f"no session for {unused_s / 60:.0f} min; the limit is {settings.pause_unused} min"
     return RuleReading(unused_s >= limit_s, "nobody uses its blocks, so they are unloaded", detail)
 
 

@@ -46,7 +46,7 @@ class MemoryWatch:
         self._room_since: float | None = None
 
     def look(self, free: Free, now: float) -> MemoryChange | None:
-        """Return the change that is due after this look: fewer blocks of `plan`, or more of them in terms of `full`."""
+        """Return the change that is due after this look: counts by share, of `plan` if fewer, of `full` if more."""
         fewer = after_giving_back(self._plan, free)
         self._low_looks = self._low_looks + 1 if fewer is not None else 0
         if fewer is not None:

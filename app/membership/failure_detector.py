@@ -1,10 +1,11 @@
 """Decides which members to probe and when. Like SWIM, but only this node's own probes decide a member's state.
 
-Every period a few watched members are probed, in the order of a shuffled list, and all route neighbours besides; every
-`random_probe_s` one random member, in case gossip about a death was lost. A lost link to a watched member or neighbour,
-or a signed suspicion from another member, causes a probe at once. A failed probe makes the member suspect, and only
-then the suspicion is passed on, so that a false suspicion reaches no further than its first receivers; a second failure
-makes the member dead. Dead members are probed again every `dead_retry_s`, which heals partitions.
+Every period a few watched members are probed, in the order of a shuffled list, and all hops next to this node on routes
+(`neighbours`) besides; every `random_probe_s` one random member, in case gossip about a death was lost. A lost link to
+a watched member or neighbour, or a signed suspicion from another member, causes a probe at once. A failed probe makes
+the member suspect; a second failure makes it dead. Whoever hears of a suspicion probes for itself before passing it on,
+so that a false one reaches no further than its first receivers. Every `dead_retry_s` one dead member is probed again,
+which heals partitions. Strangers, members only heard of, are probed once before they count.
 `app.membership.exchange` makes the calls.
 """
 
@@ -33,7 +34,7 @@ class Timing:
     probes_per_period: int = 2
     random_probe_s: float = 15.0  # between two probes of members that are not watched
     retry_s: float = 1.0  # between a member's first failed probe and the second attempt
-    dead_retry_s: float = 6.0  # between two probes of dead members
+    dead_retry_s: float = 6.0  # between two probes of members believed dead
     push_delay_s: float = 0.2  # changes within this time are sent in one batch
     compare_s: float = 60.0  # between two comparisons of the table with another member's
     refresh_s: float = 600.0  # after which this node renews its announcement
@@ -199,9 +200,9 @@ BY_PRIVATE_HASH = 5
 class WatchSet:
     """The members that one node watches: all of up to `WATCH_ALL`, else about a dozen.
 
-    This keeps the number of links small in a swarm of any size. In a larger swarm a node watches its two neighbours on
-    the ring of sorted peer ids, so that every member is watched; `BY_COMMON_HASH` members by a hash of both ids, which
-    is the same from both sides, so that most watching is mutual and uses one link; and `BY_PRIVATE_HASH` members by a
+    This keeps the number of links small in a swarm of any size. In a larger swarm a node watches the two members beside
+    it on the ring of sorted peer ids, so that every member is watched; `BY_COMMON_HASH` members by a hash of both ids,
+    which is the same from both sides, so that most watching is mutual and uses one link; `BY_PRIVATE_HASH` members by a
     hash with this node's secret salt, so that an attacker who picks ids around a victim never has all of its links. A
     choice depends on the two ids alone: a member that joins or leaves changes little else.
     """

@@ -1,4 +1,4 @@
-"""Training a model together, in islands.
+"""Training a model together, in islands (`shoal train`); adapters are trained in `app.training` (`shoal finetune`).
 
 An island makes many steps alone; in rounds, all islands merge what they have learned.
 

@@ -1,7 +1,8 @@
 """The exchange of one attempt at a round: every member merges one share of all changes, and takes the others' shares.
 
-Butterfly: two trips, and each share is seen from all members at once, which clipping needs. A change is checked against
-the hash that its arrival committed to, so nobody can send one thing to one member and another to the next, or copy.
+An all-reduce in two trips: each member fetches its share (a range of leaves) of everybody's change and merges it, then
+fetches the shares that the others merged. So it sees all versions of its share together, as clipping requires. A change
+is checked against the hash that its arrival committed to: nobody can send different ones, or copy another's.
 Merged leaves are checked against what their merger has signed: if members end with different states, whoever signed two
 versions of its share is known. That a share was merged rightly is not checked.
 Merging is computed by the device; who failed whom is said in the result and decided by the one who leads.
@@ -66,7 +67,7 @@ class ExchangeAttempt:
     members: MemberList
     merged: dict[int, bytes] = field(default_factory=dict)  # leaves by number
     shares: dict[str, MergedShare] = field(default_factory=dict)  # by the member that signed it
-    report: dict[str, tuple[float, float]] = field(default_factory=dict)
+    report: dict[str, tuple[float, float]] = field(default_factory=dict)  # member -> norm and cosine of its change
     failed: dict[str, str] = field(default_factory=dict)
     is_superseded: bool = False  # the one who leads has made another list
     changed: Signal = field(default_factory=Signal)

@@ -143,7 +143,7 @@ def _as_route(visits: Sequence[Visit], stop: int) -> Route:
 
 
 def _still_serves(announced: Span | None, part: Span) -> bool:
-    """True unless a member announces blocks that lack some of `part`; one that announces nothing may only be late."""
+    """True unless a member announces blocks that lack some of `part`; the lack of an announcement may be our own."""
     return announced is None or (announced.start <= part.start and part.stop <= announced.stop)
 
 

@@ -8,11 +8,11 @@ The policy:
    second step at least, so neither waits for more than one step of the other.
 3. A token that comes with guesses has as many rows more. Sessions with few rows do not wait for those with many: the
    step gives each session its share of the rows, and guesses make it at most `GUESSES_STRETCH` times as long as it
-   were without them (`_row_limit`). What is left goes into the next step.
+   would be without them (`_row_limit`). What is left goes into the next step.
 4. A step of many rows costs little more than one of few, so a step waits a fraction of its own time for sessions that
-   are about to return (`_wait_for_returning_sessions`).
-5. Rarely, and only where their routes begin, few sessions wait up to a whole round for many, so that they stay in step
-   from then on (`_occasional_long_wait`).
+   are about to return (`_until_sessions_return`).
+5. Rarely, and only where their routes begin, few sessions wait up to a whole trip of a token for many, so
+   that they stay in step from then on (`_until_long_wait_ends`).
 6. Sessions of one asker arrive in a burst; a step waits for its end (`_burst_ends_at`).
 
 A session that is alone never waits.
@@ -31,7 +31,7 @@ GUESSES_STRETCH = 1.5  # a step of several sessions takes at most so many times 
 LONG_WAIT_EVERY = (4, 32)  # tokens between two long waits of a session: at first, and at most after doubling
 MAX_LONG_WAIT_S = 0.5
 BURST_GAP_S = 0.001  # requests of one burst arrive within this of each other
-ROUNDS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
+STEPS_SHARED = 2.0  # sessions batched once tend to stay in step, so a saving counts for two steps
 _SMOOTHING = 0.25
 _TREND_MEMORY = 0.98
 
@@ -169,9 +169,9 @@ class BatchQueue:
         step_s = min(self._step_s.value, self._limits.max_step_s)
         if not step_s or not self._returning or sum(work.rows for work in urgent) >= self._limits.urgent_rows:
             return None
-        until = self._wait_for_returning_sessions(urgent, now, step_s)
+        until = self._until_sessions_return(urgent, now, step_s)
         if until is None:
-            until = self._occasional_long_wait(urgent, now, step_s)
+            until = self._until_long_wait_ends(urgent, now, step_s)
         if until is None and now < (burst_end := self._burst_ends_at(urgent, step_s)):
             # Only for sessions of the same asker: they take the same way. Waiting for others at each hop costs more
             # than it gains.
@@ -180,22 +180,22 @@ class BatchQueue:
                 until = burst_end
         return until
 
-    def _wait_for_returning_sessions(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
-        """Wait for sessions that are due soon, as long as that saves more than it costs.
+    def _until_sessions_return(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
+        """Return the time at which sessions that are due soon are here, if waiting saves more than it costs.
 
         Waiting delays the sessions that are here; not waiting costs each that comes the rest of a step. The time waited
-        so far does not count: a session is not waited for longer than half a step after it was due.
+        so far is ignored. A session that is half a step overdue is no longer waited for.
         """
         dues = sorted(one.due_at for one in self._returning.values() if now < one.due_at + step_s / 2)
         until = None
         for coming, due_at in enumerate(dues, 1):
             wait_s = max(due_at - now, 0.0) + step_s / 8
-            if len(urgent) * wait_s < ROUNDS_SHARED * coming * (step_s - wait_s):
+            if len(urgent) * wait_s < STEPS_SHARED * coming * (step_s - wait_s):
                 until = now + wait_s
         return until
 
-    def _occasional_long_wait(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
-        """Now and then few sessions wait for many, for one round at most.
+    def _until_long_wait_ends(self, urgent: list[QueuedTokens], now: float, step_s: float) -> float | None:
+        """Return the end of a long wait: now and then few sessions wait for many, for one trip of a token at most.
 
         Only at the first hop of their routes: if two hops waited for each other's sessions, both would wait for
         nothing.

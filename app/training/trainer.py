@@ -289,7 +289,7 @@ class SwarmTrainer:
                 await self._run_epoch(steps, batches, on_step)
             except HopLost as lost:
                 failures = 0 if self.version > begun else failures + 1
-                await self._note_loss(lost, failures)
+                await self._note_lost_hop(lost, failures)
 
     async def resume(self, version: int, states: Sequence[bytes]) -> None:
         """Go on from the states of all blocks at this version, which an earlier run has saved."""
@@ -312,7 +312,7 @@ class SwarmTrainer:
         """Return the states of all blocks in the last snapshot."""
         return await self._states.fetch(self.states_run, self.snapshot.states, self.snapshot.holders)
 
-    async def _note_loss(self, lost: HopLost, failures: int) -> None:
+    async def _note_lost_hop(self, lost: HopLost, failures: int) -> None:
         log.warning("training goes back to step %d: %s", self.snapshot.version, lost)
         self._remember(lost)
         if failures > MAX_FAILURES:
@@ -336,7 +336,7 @@ class SwarmTrainer:
         self.version = self.snapshot.version
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
-            epoch = _Epoch(self, self.figures.epochs, nursery)
+            epoch = _HopGroup(self, self.figures.epochs, nursery)
             try:
                 await epoch.open(self.route)
                 self.route = epoch.hops
@@ -359,7 +359,7 @@ class SwarmTrainer:
         if failure is not None:
             raise failure
 
-    async def _survived(self, epoch: _Epoch, work: Callable[[], Awaitable[T]]) -> T:
+    async def _survived(self, epoch: _HopGroup, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work of an epoch, again if a hop fails that the others can do without; raises `HopLost`."""
         while True:
             try:
@@ -377,7 +377,7 @@ class SwarmTrainer:
         found = plan_ways(self._with_replicas(self.route)).hops
         return {hop.peer for hop in found} > {hop.peer for hop in self.route}
 
-    async def _validate(self, epoch: _Epoch) -> None:
+    async def _validate(self, epoch: _HopGroup) -> None:
         batches = self._hooks.validation(self.version)
         if batches:
             loss = await self._survived(epoch, partial(epoch.evaluate, batches))
@@ -388,7 +388,7 @@ class SwarmTrainer:
         passed = self.version - self.snapshot.version >= self._terms.snapshot_every
         return passed and self._snapshot_s <= self._terms.snapshot_share * (trio.current_time() - self._snapshot_at)
 
-    async def _take_snapshot(self, epoch: _Epoch) -> None:
+    async def _take_snapshot(self, epoch: _HopGroup) -> None:
         begun = trio.current_time()
         self.snapshot = await self._survived(epoch, epoch.take_snapshot)
         await self._hooks.on_snapshot(self.snapshot)
@@ -419,8 +419,11 @@ class SwarmTrainer:
         return {peer for peer, at in self._failed.items() if now - at < self._patience.probe_s * 10}
 
 
-class _Epoch:
-    """One epoch: fixed hops, all of them at one version. Without one of them, the others go on in another."""
+class _HopGroup:
+    """The hops that train now, all of them at one version.
+
+    When one is lost, the others go on without it in a new epoch: a number by which frames from before are known.
+    """
 
     def __init__(self, owner: SwarmTrainer, epoch: int, nursery: trio.Nursery) -> None:
         self._owner, self._epoch, self._nursery = owner, epoch, nursery

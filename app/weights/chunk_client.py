@@ -102,7 +102,7 @@ class ChunkClient:
         except RecordError as error:
             await self._ban(peer, str(error))
         except Refused:
-            self.performance.is_busy(peer, trio.current_time())
+            self.performance.refused_as_busy(peer, trio.current_time())
         except RemoteError as error:
             if not (tried and error.code == wire.ABSENT):
                 self._back_off(peer, str(error))

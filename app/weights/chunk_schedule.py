@@ -156,7 +156,7 @@ class PeerPerformance:
         self.pace_s[peer] = self._averages.setdefault(peer, Ewma(_SMOOTHING)).add(taken_s)
         self._failures.pop(peer, None)
 
-    def is_busy(self, peer: str, now: float) -> None:
+    def refused_as_busy(self, peer: str, now: float) -> None:
         """Record that a peer refused because it is busy: it may be asked again after `BUSY_S`."""
         self._excluded_until[peer] = max(self._excluded_until.get(peer, 0.0), now + BUSY_S)
 

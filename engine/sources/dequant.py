@@ -1,4 +1,4 @@
-"""Decodes GGUF's block-quantised types with torch.
+"""Decodes GGUF's block-quantised types to plain numbers with torch; `grid` keeps the same types as small integers.
 
 Every type stores a few shared scales per block and packs its small integers into bytes. The common types are decoded
 here (several times faster than with numpy, and on all cores), the rest by the `gguf` package. All results are
