@@ -97,6 +97,9 @@ FRESH = (
 )
 
 
+FRESH_ROUNDS = 4  # times as many: replies of one kind differ by a tenth from run to run, and a fiftieth is looked for
+
+
 class Judge:
     """The whole model in this process, for replies that differ."""
 
@@ -181,7 +184,7 @@ def measure_near(judge: Judge, rounds: int, tokens: int) -> tuple[dict[str, floa
         open_bench_swarm(Path(folder, "near"), cache_folder(), "starter", nodes=HOPS) as swarm,
     ):
         turns = Rounds(swarm, judge, tokens)
-        repeating, fresh = turns.speedups(REPEATING, rounds), turns.speedups(FRESH, rounds)
+        repeating, fresh = turns.speedups(REPEATING, rounds), turns.speedups(FRESH, FRESH_ROUNDS * rounds)
         return {"lookup_speedup": median(repeating), "lookup_speedup_fresh": median(fresh)}, turns
 
 
