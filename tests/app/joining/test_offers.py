@@ -23,7 +23,7 @@ GB = 10**9
 
 
 def machine(total: int, free: int, cap_bytes: int | None = None, precision: Precision = FLOAT32) -> Machine:
-    return Machine(Device("cuda:0", "cuda", "some card", total, free), precision, cap_bytes, 10.0 * GB)
+    return Machine(Device("cuda:0", "cuda", "some card", total, free), precision, cap_bytes, 10.0 * GB, 1e12)
 
 
 @pytest.mark.parametrize(
