@@ -61,6 +61,7 @@ class Machine:
             few_rows_flops_per_s=self.few_rows_flops_per_s,
             block_floor_s=self.block_floor_s,
             rtt_s=0.0,
+            number_bytes=self.precision.compute_bytes,
             used_bytes=device.total_bytes - free,
             cap_bytes=self.cap_bytes,
         )

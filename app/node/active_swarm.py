@@ -381,9 +381,10 @@ class ActiveSwarm:
             await self.hosting_loop.training.attend(stream)
 
     def _look_at_machine(self) -> MachineSpec:
-        """Measure this machine for a forecast; blocks a moment the first time."""
+        """Measure this machine for a forecast of training; blocks a moment the first time."""
         settings = self._context.config().settings
-        return look_at_machine(None if settings.device == "auto" else settings.device, settings.max_vram).spec()
+        device, cap = None if settings.device == "auto" else settings.device, settings.max_vram
+        return look_at_machine(device, cap or None).spec()  # a cap of 0 concerns hosting alone
 
     def _privacy(self) -> PrivacyPreferences:
         settings = self._context.config().settings

@@ -18,6 +18,7 @@
     up_bytes_per_s = "12.5MB"
     down_bytes_per_s = "12.5MB"
     busy = 0.0                     # share of the time that others use it
+    number_bytes = 2               # of a weight as it computes with it; default: 4 for a CPU, 2 for a GPU
     used_bytes = 0                 # memory that other programs use, besides what is free
     cap_bytes = "8GB"              # the owner's limit
 
@@ -40,13 +41,14 @@ from typing import Any
 from app.core.errors import AppError
 from app.core.units import parse_size
 from app.routing.cost import ASSUMED_BYTES_PER_S, UNKNOWN_LINK_S
-from engine.budget import BFLOAT16, FLOAT32, Precision
+from engine.budget import BFLOAT16, FLOAT32, Precision, unquantised
 
 MOST = 1e18  # no machine has more of anything
 MAX_MACHINES = 4096
 _SPEEDS = ("up_bytes_per_s", "down_bytes_per_s")
 _SIZES = ("memory_bytes", "used_bytes", "cap_bytes", "reading_bytes_per_s", *_SPEEDS)
 _WORDS = ("island", "host")
+_WHOLE = ("memory_bytes", "used_bytes", "cap_bytes", "number_bytes")
 _REQUIRED = ("memory_bytes", "reading_bytes_per_s", "flops_per_s")
 
 
@@ -71,6 +73,7 @@ class MachineSpec:
     down_bytes_per_s: float = ASSUMED_BYTES_PER_S
     busy: float = 0.0
     island: str = ""
+    number_bytes: int = 0  # of a weight as it computes with it; 0: as usual for its kind
     host: str = ""  # whose cores it shares with other machines of that host; empty: it has its own
     used_bytes: int = 0  # memory of the device that other programs use, besides `memory_bytes`
     cap_bytes: int | None = None  # the owner's limit
@@ -92,7 +95,9 @@ class MachineSpec:
 
     @property
     def precision(self) -> Precision:
-        """Precision that this kind of machine computes with."""
+        """Precision that this machine computes with."""
+        if self.number_bytes:
+            return unquantised(self.number_bytes)
         return FLOAT32 if self.kind == "cpu" else BFLOAT16
 
     @property
@@ -231,7 +236,7 @@ def _alike(table: dict[str, Any], where: str) -> list[MachineSpec]:
             continue
         if name in table or spec.default is MISSING:
             values[name] = _number(table, name, where)
-    values |= {name: int(values[name]) for name in ("memory_bytes", "used_bytes", "cap_bytes") if name in values}
+    values |= {name: int(values[name]) for name in _WHOLE if name in values}
     for name in _REQUIRED:
         if values[name] == 0:
             raise PlanError(f"{where}: {name} is 0; give what it has")

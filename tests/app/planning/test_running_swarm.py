@@ -123,8 +123,7 @@ def trained(*members: Announcement, here: MachineSpec = HERE, rows: int = 256, r
 
 
 def member(name: str, start: int, stop: int, prefill: float, device: str = "cpu") -> Announcement:
-    speeds = {"decode_tokens_per_s": 50.0, "prefill_tokens_per_s": prefill}
-    return Announcement(name, 0, 0, "", "serving", Span(start, stop), device=device, **speeds)
+    return Announcement(name, 0, 0, "", "serving", Span(start, stop), 50.0, prefill, device=device)
 
 
 def test_a_step_over_members_takes_their_passes_and_the_owner_s_head() -> None:

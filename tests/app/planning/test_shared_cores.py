@@ -13,15 +13,24 @@ from app.planning.replies import ReplyTask, replies_over
 from app.planning.training_step import StepTask, step_over, step_time
 from engine.sources.starter import SHAPE
 
-CPU = MachineSpec("a", 64 * 10**9, 12e9, 60e9, kind="cpu", rtt_s=0.0, cap_bytes=215 * 10**6)
+CPU = MachineSpec(
+    "a",
+    64 * 10**9,
+    12e9,
+    60e9,
+    kind="cpu",
+    rtt_s=0.0,
+    cap_bytes=215 * 10**6,
+    up_bytes_per_s=1e12,
+    down_bytes_per_s=1e12,
+)
 ASKER = replace(CPU, name="asker", cap_bytes=1)
 
 
 def three(host: str) -> Fleet:
     """An asker that hosts nothing and three machines with ten blocks each, on one host or each on its own."""
-    fast = {"up_bytes_per_s": 1e12, "down_bytes_per_s": 1e12}
-    machines = tuple(replace(CPU, name=name, host=host, **fast) for name in "abc")
-    asker = replace(ASKER, host=host, **fast)
+    machines = tuple(replace(CPU, name=name, host=host) for name in "abc")
+    asker = replace(ASKER, host=host)
     return Fleet(asker, (asker, *machines))
 
 
@@ -66,7 +75,7 @@ def test_a_pipeline_on_one_host_is_as_slow_as_one_machine() -> None:
 
 
 def test_islands_on_one_host_slow_each_other_down() -> None:
-    free = replace(CPU, cap_bytes=None, up_bytes_per_s=1e12, down_bytes_per_s=1e12)
+    free = replace(CPU, cap_bytes=None)
     islands = tuple(replace(free, name=name, island=name, host="desk") for name in "ab")
     terms, task = Terms(10**6), StepTask(rank=None, rows=256)
     apart, shared = (

@@ -48,8 +48,7 @@ def test_a_machine_without_the_memory_has_no_step() -> None:
 
 
 async def test_a_route_whose_hop_is_gone_has_no_forecast() -> None:
-    speeds = {"decode_tokens_per_s": 50.0, "prefill_tokens_per_s": 400.0}
-    hop = Announcement("hop", 0, 0, "", "serving", Span(0, 30), **speeds)
+    hop = Announcement("hop", 0, 0, "", "serving", Span(0, 30), 50.0, 400.0)
     members = [hop]
     async with open_fabric() as fabric:
         forecaster = SwarmForecaster(fabric.node("owner"), lambda: members, lambda: HERE)
