@@ -48,12 +48,12 @@ def measure_span(span: HostedSpan, context: int = _CONTEXT, steps: int = _STEPS,
     eight_s = None
     if batch:
         with suppress(CacheFull):
-            eight_s = _seconds(span, _SESSIONS, context, steps)[1]
-    return Throughput(1 / single_s, context / prefill_s, None if eight_s is None else _SESSIONS / eight_s)
+            eight_s = median(_seconds(span, _SESSIONS, context, steps)[1])
+    return Throughput(1 / median(single_s), context / prefill_s, None if eight_s is None else _SESSIONS / eight_s)
 
 
-def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple[float, float]:
-    """Return the fastest prefill of one session and the median decode step of all `sessions` after it, in seconds."""
+def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple[float, list[float]]:
+    """Return the fastest prefill of one session, and the decode steps of all `sessions` after it, in seconds."""
     leases: list[SessionLease] = []
     try:
         prefills = []
@@ -64,7 +64,7 @@ def _seconds(span: HostedSpan, sessions: int, context: int, steps: int) -> tuple
             leases[0].truncate(0)
             prefills.append(_step(span, [SessionRows(leases[0], 0, context)]))
         times = [_step(span, [SessionRows(lease, lease.length, 1) for lease in leases]) for _ in range(steps + 1)]
-        return min(prefills), median(times[1:])
+        return min(prefills), times[1:]
     finally:
         for lease in leases:
             lease.close()
@@ -99,14 +99,16 @@ def measure_shape(config: ModelConfig, device: str, dtype: torch.dtype, free_byt
     options = SpanOptions(torch.device(device), dtype, kv_bytes=cache_bytes)
     drawn = _DrawnBlock(config)
     span = SpanRunner(config, 0, [build_block(index, drawn, options) for index in range(blocks)], options)
-    found = measure_span(HostedSpan([span]))
+    hosted, context = HostedSpan([span]), min(_CONTEXT, config.context_length - _STEPS - 2)
+    # The fastest step of each kind: what else runs on the machine now says nothing about later.
+    prefill_s, single_s = _seconds(hosted, 1, context, _STEPS)
+    eight_s = _seconds(hosted, _SESSIONS, context, _STEPS)[1]
     flops = blocks * 2 * block_weights(config)
     attended = blocks * 4 * config.n_heads * config.head_dim  # for each token of the context
-    batch8 = found.batch8_tokens_per_s or found.decode_tokens_per_s
     return ShapeSpeed(
-        reading_bytes_per_s=blocks * (each + _CONTEXT * kv_bytes) * found.decode_tokens_per_s,
-        flops_per_s=(flops + attended * _CONTEXT / 2) * found.prefill_tokens_per_s,
-        few_rows_flops_per_s=(flops + attended * _CONTEXT) * batch8,
+        reading_bytes_per_s=blocks * (each + context * kv_bytes) / min(single_s),
+        flops_per_s=context * (flops + attended * context / 2) / prefill_s,
+        few_rows_flops_per_s=_SESSIONS * (flops + attended * context) / min(eight_s),
     )
 
 

@@ -69,7 +69,7 @@ def test_a_job_is_founded_joined_left_and_exported(tmp_path: Path, files: tuple[
             left = places[1].facts("train", "leave", "fish")
             assert left["status"] == "left"
     past = places[0].facts("plan", "check")["forecasts"]
-    assert {1, 2} <= {one["machines"] for one in past if one["task"] == "train"}
+    assert any(one["task"] == "train" and one["machines"] == 1 for one in past)
     log = places[1].facts("train", "log", "fish")
     assert [entry["round"] for entry in log] == list(range(len(log)))
     out = tmp_path / "exported"
